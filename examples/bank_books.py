@@ -138,8 +138,8 @@ class Books(SqlCallbacks):
                 row = {"account": entry.account, "cents": 0, "is_active": True}
                 connection.execute(ACCOUNTS.insert().values(row))
             case "deactivate":
-                its = ACCOUNTS.c.account == entry.account
-                connection.execute(ACCOUNTS.update().where(its).values(is_active=False))
+                is_account = ACCOUNTS.c.account == entry.account
+                connection.execute(ACCOUNTS.update().where(is_account).values(is_active=False))
             case "send":
                 row = {"key": entry.key, "cents": entry.cents, "is_returned": False}
                 row |= {"source": entry.account, "target": entry.other}
@@ -148,8 +148,8 @@ class Books(SqlCallbacks):
                 row = {"key": sent_as(entry.key), "is_rejected": entry.kind == "reject"}
                 connection.execute(ARRIVALS.insert().values(row))
             case "return":
-                its = SENDS.c.key == sent_as(entry.key)
-                connection.execute(SENDS.update().where(its).values(is_returned=True))
+                is_send = SENDS.c.key == sent_as(entry.key)
+                connection.execute(SENDS.update().where(is_send).values(is_returned=True))
         for account, cents, other in entry.effects():
             changed = connection.execute(
                 ACCOUNTS.update()

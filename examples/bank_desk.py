@@ -40,8 +40,8 @@ class Write(TransactionContext):
     def execute(self, builder: TransactionBuilder) -> bool:
         """Fill in the entry; return False if the partition has an entry with this key (rule 3)."""
         with self._books.reading(builder) as connection:
-            its = (ENTRIES.c.partition_id == builder.partition_id) & (ENTRIES.c.key == self._key)
-            if connection.execute(sa.select(ENTRIES.c.kind).where(its)).first() is not None:
+            is_row = (ENTRIES.c.partition_id == builder.partition_id) & (ENTRIES.c.key == self._key)
+            if connection.execute(sa.select(ENTRIES.c.kind).where(is_row)).first() is not None:
                 return False
             entry = self._decide(connection)
         builder.set_header(HEADER)
@@ -74,8 +74,8 @@ class Bank:
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
-            its = ACCOUNTS.c.account == account
-            if connection.execute(sa.select(ACCOUNTS).where(its)).first() is not None:
+            is_account = ACCOUNTS.c.account == account
+            if connection.execute(sa.select(ACCOUNTS).where(is_account)).first() is not None:
                 raise Refused(f"there is an account {account} already")
             return Entry("open", key, account)
 
@@ -151,9 +151,9 @@ class Bank:
     def balance(self, account: int) -> int:
         """Return the balance of an account in cents, including all entries committed before."""
         self._catch_up(self.home(account))
-        its = ACCOUNTS.c.account == account
+        is_account = ACCOUNTS.c.account == account
         with self._books.engine.connect() as connection:
-            found = connection.execute(sa.select(ACCOUNTS.c.cents).where(its)).scalar_one_or_none()
+            found = connection.execute(sa.select(ACCOUNTS.c.cents).where(is_account)).scalar_one_or_none()
         if found is None:
             raise Refused(f"there is no account {account}")
         return int(found)
@@ -224,9 +224,9 @@ class Bank:
 
         self._write(sent.target, f"{key}/end", decide)
         with self._books.engine.connect() as connection:
-            its = ARRIVALS.c.key == key
+            is_arrival = ARRIVALS.c.key == key
             is_rejected = connection.execute(
-                sa.select(ARRIVALS.c.is_rejected).where(its)
+                sa.select(ARRIVALS.c.is_rejected).where(is_arrival)
             ).scalar_one()
         if is_rejected:
             back = Entry("return", f"{key}/back", sent.source, sent.cents, sent.target)

@@ -528,11 +528,11 @@ def dashboards() -> dict[str, str]:
     }
 
 
-def _dashboard(made: Dashboard) -> dict[str, object]:
-    names = ", ".join(f'{each.name}=~"${each.name}"' for each in made.variables)
+def _dashboard(board: Dashboard) -> dict[str, object]:
+    names = ", ".join(f'{each.name}=~"${each.name}"' for each in board.variables)
     return {
-        "uid": made.name,
-        "title": made.title,
+        "uid": board.name,
+        "title": board.title,
         "tags": ["waltz"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,
@@ -549,8 +549,8 @@ def _dashboard(made: Dashboard) -> dict[str, object]:
                 "keepTime": True,
             }
         ],
-        "templating": {"list": [_source(), *map(_variable, made.variables)]},
-        "panels": list(_placed(made.panels, names)),
+        "templating": {"list": [_source(), *map(_variable, board.variables)]},
+        "panels": list(_placed(board.panels, names)),
     }
 
 
@@ -563,13 +563,13 @@ def _source() -> dict[str, object]:
     }
 
 
-def _variable(made: Variable) -> dict[str, object]:
+def _variable(variable: Variable) -> dict[str, object]:
     return {
-        "name": made.name,
-        "label": made.name.capitalize(),
+        "name": variable.name,
+        "label": variable.name.capitalize(),
         "type": "query",
         "datasource": SOURCE,
-        "query": {"query": made.query, "refId": made.name},
+        "query": {"query": variable.query, "refId": variable.name},
         "refresh": 2,
         "sort": 3,
         "multi": True,
@@ -594,11 +594,11 @@ def _placed(panels: Iterable[Panel], names: str) -> Iterable[dict[str, object]]:
         x, row = x + each.width, max(row, height)
 
 
-def _panel(made: Panel, names: str) -> dict[str, object]:
-    is_stat = made.kind == "stat"
-    defaults: dict[str, object] = {"unit": made.unit}
+def _panel(definition: Panel, names: str) -> dict[str, object]:
+    is_stat = definition.kind == "stat"
+    defaults: dict[str, object] = {"unit": definition.unit}
     if is_stat:
-        steps = [{"color": color, "value": value} for color, value in made.limits]
+        steps = [{"color": color, "value": value} for color, value in definition.limits]
         defaults["thresholds"] = {"mode": "absolute", "steps": steps}
         options: dict[str, object] = {
             "reduceOptions": {"calcs": ["lastNotNull"]},
@@ -610,12 +610,12 @@ def _panel(made: Panel, names: str) -> dict[str, object]:
             "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
             "tooltip": {"mode": "multi", "sort": "desc"},
         }
-    if made.no_value:
-        defaults["noValue"] = made.no_value
+    if definition.no_value:
+        defaults["noValue"] = definition.no_value
     return {
-        "title": made.title,
-        "description": made.description,
-        "type": made.kind,
+        "title": definition.title,
+        "description": definition.description,
+        "type": definition.kind,
         "datasource": SOURCE,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": options,
@@ -628,6 +628,6 @@ def _panel(made: Panel, names: str) -> dict[str, object]:
                 "instant": is_stat,
                 "range": not is_stat,
             }
-            for number, (legend, query) in enumerate(made.queries)
+            for number, (legend, query) in enumerate(definition.queries)
         ],
     }

@@ -101,14 +101,14 @@ def write_archive(
     records, lineage, chain = [], [], GENESIS_CHAIN
     for number in range(objects):
         stamp = FIRST_COMMIT_MS + 1_000 * number
-        made, batches = make_batches(
+        log_batches, batches = make_batches(
             len(records),
             sizes=(*sizes, *(unused if number == 0 else ())),
             chain=chain,
             seed=seed + number,
             stamp=stamp,
         )
-        data = encode_object(made, batches, rows=rows, chain_before=chain)
+        data = encode_object(log_batches, batches, rows=rows, chain_before=chain)
         used = batches[: len(sizes)]
         name = f"{folder}/objects/{number}.parquet"
         store.write(name, data)
@@ -119,12 +119,12 @@ def write_archive(
             chain=used[-1].chain,
             file_bytes=len(data),
             file_crc=crc32(data),
-            record_bytes=sum(map(len, made)),
+            record_bytes=sum(map(len, log_batches)),
             commit_ms_min=stamp,
             commit_ms_max=stamp,
         )
         manifest = manifest.with_object(entry)
-        records += made[: sum(sizes)]
+        records += log_batches[: sum(sizes)]
         lineage, chain = lineage + used, used[-1].chain
     if page_entries:
         page = ManifestPage(manifest.newest_objects[:page_entries])

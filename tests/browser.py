@@ -76,13 +76,13 @@ def open_console(
         reduced_motion="reduce",
     ) as context:
         context.set_default_timeout(TEST_TIMEOUT_S * 1000)
-        made = ConsolePage(context.new_page(), url)
-        made.page.on("console", lambda each: made.messages.append(each.text))
-        made.page.on("pageerror", lambda each: made.messages.append(str(each)))
-        made.page.on("request", lambda each: made.requested.append(each.url))
-        made.page.on(
+        page = ConsolePage(context.new_page(), url)
+        page.page.on("console", lambda each: page.messages.append(each.text))
+        page.page.on("pageerror", lambda each: page.messages.append(str(each)))
+        page.page.on("request", lambda each: page.requested.append(each.url))
+        page.page.on(
             "response",
-            lambda each: made.views.append(each) if each.url.endswith("/cluster") else None,
+            lambda each: page.views.append(each) if each.url.endswith("/cluster") else None,
         )
-        yield made
-        made.check()
+        yield page
+        page.check()

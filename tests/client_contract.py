@@ -135,14 +135,14 @@ class RecordingContext(TransactionContext):
 
 def read_payloads(client: WaltzClient, partition: int, first: int) -> list[bytes]:
     """Return the data of a partition from an ID on."""
-    datas = []
+    payloads = []
     last = client.high_water_mark(partition, linearizable=True)
     for chunk in client.read_range(partition, first, last):
         at = 0
         for length in chunk.lengths.tolist():
-            datas.append(bytes(chunk.records[at + 36 : at + length - 4]))
+            payloads.append(bytes(chunk.records[at + 36 : at + length - 4]))
             at += length
-    return datas
+    return payloads
 
 
 def append_and_wait(client: WaltzClient, partition: int, data: bytes = b"", **more) -> int:
@@ -500,15 +500,15 @@ def an_append_rejected_because_of_one_in_flight_may_depend_on_it(world: Scenario
     with world.open() as client:
         hot = [lock("in flight")]
         mark = append_and_wait(client, world.partition)
-        asked = {"partition": world.partition, "write_locks": hot, "pipelined": True}
-        first = client.append(b"first", **asked, client_high_water_mark=mark)
-        late = client.append(b"late", **asked, client_high_water_mark=mark)
+        fields = {"partition": world.partition, "write_locks": hot, "pipelined": True}
+        first = client.append(b"first", **fields, client_high_water_mark=mark)
+        late = client.append(b"late", **fields, client_high_water_mark=mark)
         assert first.result(TEST_TIMEOUT_S) == mark + 1
         with pytest.raises(errors.LockFailed) as refused:
             late.result(TEST_TIMEOUT_S)
         pipelined_state = refused.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first"]
-        again = client.append(b"second", **{**asked, "pipelined": pipelined_state})
+        again = client.append(b"second", **{**fields, "pipelined": pipelined_state})
         assert again.result(TEST_TIMEOUT_S) == mark + 2
 
 
@@ -516,22 +516,22 @@ def a_dependent_append_is_not_ahead_of_other_locks(world: ScenarioSetup) -> None
     with world.open() as client:
         hot, other = [lock("in flight")], [lock("not asked for")]
         mark = append_and_wait(client, world.partition)
-        asked = {"partition": world.partition, "write_locks": hot, "pipelined": True}
-        first = client.append(b"first", **asked, client_high_water_mark=mark)
+        fields = {"partition": world.partition, "write_locks": hot, "pipelined": True}
+        first = client.append(b"first", **fields, client_high_water_mark=mark)
         assert first.result(TEST_TIMEOUT_S) == mark + 1
         append_and_wait(client, world.partition, b"other", write_locks=other)
-        late = client.append(b"late", **asked, client_high_water_mark=mark)
+        late = client.append(b"late", **fields, client_high_water_mark=mark)
         with pytest.raises(errors.LockFailed) as refused:
             late.result(TEST_TIMEOUT_S)
         pipelined_state = refused.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first"]
-        asked["write_locks"] = [*hot, *other]
-        again = client.append(b"again", **{**asked, "pipelined": pipelined_state})
+        fields["write_locks"] = [*hot, *other]
+        again = client.append(b"again", **{**fields, "pipelined": pipelined_state})
         with pytest.raises(errors.LockFailed) as refused:
             again.result(TEST_TIMEOUT_S)
         pipelined_state = refused.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first", b"other"]
-        at_last = client.append(b"at last", **{**asked, "pipelined": pipelined_state})
+        at_last = client.append(b"at last", **{**fields, "pipelined": pipelined_state})
         assert at_last.result(TEST_TIMEOUT_S) == mark + 3
 
 

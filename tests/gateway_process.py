@@ -137,9 +137,9 @@ def run_gateway(
     connect: str, log_path: Path | None = None, **settings: object
 ) -> Iterator[GatewayProcess]:
     """Run a gateway while the block runs."""
-    made = GatewayProcess(connect, log_path, **settings)
-    made.start()
+    gateway = GatewayProcess(connect, log_path, **settings)
+    gateway.start()
     try:
-        yield made
+        yield gateway
     finally:
-        made.kill()
+        gateway.kill()

@@ -68,7 +68,7 @@ class PostgresServer:
         """Create its data directory."""
         command = [str(self._programs / "initdb"), "--auth=trust", "--username=waltz", "--no-sync"]
         command += ["--encoding=UTF8", "--locale=C", f"--pgdata={self.directory / 'data'}"]
-        made = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -76,7 +76,7 @@ class PostgresServer:
             timeout=TEST_TIMEOUT_S,
             **self._run_options,
         )
-        assert made.returncode == 0, made.stderr
+        assert result.returncode == 0, result.stderr
 
     def start(self) -> None:
         """Start the server, and wait until it accepts connections."""

@@ -36,13 +36,15 @@ def make_batches(first, counts, session, chain, rng, *, bytes_max=200):
     records, entries = [], []
     for count in counts:
         last = first + count - 1
-        made = [
+        encoded_records = [
             encode_record(one, rng.randbytes(rng.randint(0, bytes_max)))
             for one in range(first, last + 1)
         ]
-        chain = next_chain(chain, first, last, session, b"".join(one[-4:] for one in made))
+        chain = next_chain(
+            chain, first, last, session, b"".join(one[-4:] for one in encoded_records)
+        )
         entries.append(LineageEntry(first, last, session, 1_000 + last, chain))
-        records += made
+        records += encoded_records
         first = last + 1
     return records, entries
 

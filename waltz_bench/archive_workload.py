@@ -234,8 +234,8 @@ class _ArchiveRun:
 
         spark = session("waltz bench", master="local[2]")
         try:
-            made = spark.read.format("waltz").option("archive", url)
-            log = made.load(self._cluster.connect).select("transaction_id", "data")
+            reader = spark.read.format("waltz").option("archive", url)
+            log = reader.load(self._cluster.connect).select("transaction_id", "data")
             began = time.perf_counter()
             check = functools.partial(_wrong_rows, self._load.payload_bytes)
             found = log.mapInArrow(check, "rows long, wrong long").groupBy().sum().collect()[0]

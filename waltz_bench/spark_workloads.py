@@ -70,8 +70,8 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
         view = snapshot(spark, load.connect)
         reader = view.reader().option("endingHighWaterMarks", f'{{"{PARTITION}": {load.rows - 1}}}')
         log = reader.option("partitions", PARTITION).load(load.connect)
-        made = spark.read.format("waltz_memory_source")
-        memory = made.options(rows=load.rows, payload=load.payload_bytes).load()
+        frame_reader = spark.read.format("waltz_memory_source")
+        memory = frame_reader.options(rows=load.rows, payload=load.payload_bytes).load()
         for frame in (memory, log):
             _take(frame)  # a warm-up: workers connect, and the JVM compiles the code
         rounds = _alternately(lambda: _take(log), lambda: _take(memory), meter)
@@ -206,9 +206,9 @@ class _Memory(DataSourceReader):
         """Yield the same few batches repeatedly, until the partition has enough rows."""
         assert isinstance(partition, _IdRangePartition)
         count = max(1, min(BATCH_ROWS, BATCH_BYTES // max(self._payload_bytes, 1)))
-        made = _batches(self._schema, count, self._payload_bytes)
+        generated = _batches(self._schema, count, self._payload_bytes)
         left = partition.last - partition.first + 1
-        for batch in itertools.cycle(made):
+        for batch in itertools.cycle(generated):
             yield batch if left > count else batch.slice(0, left)
             left -= count
             if left <= 0:

@@ -159,11 +159,11 @@ def _rows(load: BenchLoad, mib: int) -> int:
 
 @contextmanager
 def _directory(load: BenchLoad) -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="waltz-bench-", dir=load.directory or "."))
+    directory = Path(tempfile.mkdtemp(prefix="waltz-bench-", dir=load.directory or "."))
     try:
-        yield made
+        yield directory
     finally:
-        shutil.rmtree(made)
+        shutil.rmtree(directory)
 
 
 def _opened(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine, PartitionLog]:
@@ -195,8 +195,8 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArgume
     chance = Random(3)  # noqa: S311 - test data
     data = [chance.randbytes(size) for _ in range(count)]
     data_crcs = crc32_of_each(data)
-    made = np.empty((count, size + RECORD_OVERHEAD_BYTES), dtype=np.uint8)
-    made[:, 36:-4] = np.frombuffer(b"".join(data), dtype=np.uint8).reshape(count, size)
+    records = np.empty((count, size + RECORD_OVERHEAD_BYTES), dtype=np.uint8)
+    records[:, 36:-4] = np.frombuffer(b"".join(data), dtype=np.uint8).reshape(count, size)
     lengths = np.full(count, size + RECORD_OVERHEAD_BYTES, dtype=np.int64)
     places = np.arange(count, dtype=np.int64)
     headers = np.zeros(count, dtype=np.int32)
@@ -210,12 +210,12 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArgume
             data_crcs=data_crcs,
         )
         crcs = combine_many(raw_records.prefix_crcs(prefixes), data_crcs, size).astype(">u4")
-        made[:, :36] = prefixes
-        made[:, -4:] = crcs.view(np.uint8).reshape(count, 4)
+        records[:, :36] = prefixes
+        records[:, -4:] = crcs.view(np.uint8).reshape(count, 4)
         last = TransactionId(first + count - 1)
         end = next_chain(chain, first, last, SESSION, crcs.tobytes())
         entry = LineageEntry(first, last, SESSION, 0, end)
-        yield _AppendArguments(first, lengths, made.tobytes(), chain, entry)
+        yield _AppendArguments(first, lengths, records.tobytes(), chain, entry)
         chain = end
 
 

@@ -176,9 +176,9 @@ def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
     reporters: dict[str, list[str]] = {"Report": []}
     inside: set[ast.AST] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and (made := _report_of_name(node)):
+        if isinstance(node, ast.FunctionDef) and (report_name := _report_of_name(node)):
             reporters[node.name] = _pairs(node)
-            inside.add(made)
+            inside.add(report_name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _called(node) in reporters and node not in inside:
             own = [each.arg for each in node.keywords if each.arg]

@@ -150,7 +150,7 @@ def read_log(client: WaltzClient) -> Log:
 def check_history(client_runs: Iterable[ClientRun], log: Log) -> Any:
     """Return the verdict on a whole history: its errors, and the counts."""
     client_runs = list(client_runs)
-    sent = {key: each for life in client_runs for key, each in life.sent.items()}
+    sent = {key: each for client_run in client_runs for key, each in client_run.sent.items()}
     verdict = four_writers.compare([each.recorded for each in sent.values()], log.entries)
     _check_rejections(sent, log, verdict, client_runs=len(client_runs))
     _check_feeds(client_runs, log, verdict)
@@ -202,23 +202,25 @@ def _check_feeds(client_runs: list[ClientRun], log: Log, verdict: Any) -> None:
     """Check that each feed is a prefix of the log (rule 2)."""
     known = {(each.partition, each.transaction_id): each.request_id for each in log.entries}
     ends = {partition: log.last(partition) for partition in log.sessions}
-    for life in client_runs:
+    for client_run in client_runs:
         following: Counter[int] = Counter()
         wrong = []
-        for partition, transaction_id, request_id in life.feed_rows():
+        for partition, transaction_id, request_id in client_run.feed_rows():
             if transaction_id != following[partition]:
                 wrong.append(
-                    f"{life.name} was fed {partition}/{transaction_id}, expected "
+                    f"{client_run.name} was fed {partition}/{transaction_id}, expected "
                     f"{following[partition]}"
                 )
             if known.get((partition, transaction_id)) != request_id:
-                wrong.append(f"{life.name} was fed another one at {partition}/{transaction_id}")
+                wrong.append(
+                    f"{client_run.name} was fed another one at {partition}/{transaction_id}"
+                )
             following[partition] = transaction_id + 1
         verdict.counts["fed"] += following.total()
-        if not life.has_ended:
+        if not client_run.has_ended:
             wrong += [
-                f"{life.name} was fed partition {partition} up to {following[partition] - 1}, "
-                f"its end is {end}"
+                f"{client_run.name} was fed partition {partition} up to "
+                f"{following[partition] - 1}, its end is {end}"
                 for partition, end in ends.items()
                 if following[partition] != end + 1
             ]
@@ -244,14 +246,14 @@ def _check_marks(
             top = max(top, transaction_id)
             tops.append(top)
         highest[partition] = tops
-    for life in client_runs:
-        for request in life.mark_requests:
+    for client_run in client_runs:
+        for request in client_run.mark_requests:
             verdict.counts["requested marks"] += 1
             before = bisect_right(times.get(request.partition, []), request.requested_s)
             lowest_allowed = highest[request.partition][before - 1] if before else -1
             verdict.check(
                 lowest_allowed <= request.mark <= log.last(request.partition),
-                f"{life.name} received mark {request.mark} of partition {request.partition}, "
+                f"{client_run.name} received mark {request.mark} of partition {request.partition}, "
                 f"expected {lowest_allowed} or more, up to {log.last(request.partition)}",
             )
 
@@ -262,8 +264,8 @@ def longest_gap_s(
     """Return the longest time in which no client received a commit in a partition."""
     recorded = sorted(
         each.recorded.reported_s
-        for life in client_runs
-        for each in life.sent.values()
+        for client_run in client_runs
+        for each in client_run.sent.values()
         if each.recorded.outcome == four_writers.OK
         and each.recorded.partition == partition
         and since_s <= each.recorded.reported_s <= until_s

@@ -135,9 +135,9 @@ class Network:
 
     def remove_delays(self, links: Iterable[Link]) -> None:
         """Remove the delays of links."""
-        gone = set(links)
+        departed = set(links)
         self._set_slow_links(
-            {link: lag for link, lag in self._slow_links.items() if link not in gone}
+            {link: lag for link, lag in self._slow_links.items() if link not in departed}
         )
 
     def repair(self) -> None:

@@ -88,8 +88,8 @@ class Applications:
                 return
             self._record_ended_client(client)
             self._close_client(client)
-        life = ClientRun(f"{client}.{len(self.client_runs)}", self._directory)
-        words = (self._cluster.connect, life.name, str(self._directory.absolute()))
+        client_run = ClientRun(f"{client}.{len(self.client_runs)}", self._directory)
+        words = (self._cluster.connect, client_run.name, str(self._directory.absolute()))
         machine = self._cluster.network.machines[client]
         with (self._directory / f"{client}.log").open("ab") as log:
             child = subprocess.Popen(
@@ -101,22 +101,24 @@ class Applications:
                 env=environment(),
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - the main thread is the only one
             )
-        self._running[client] = life, child
-        self.client_runs.append(life)
+        self._running[client] = client_run, child
+        self.client_runs.append(client_run)
 
     def _record_ended_client(self, client: str) -> None:
         """Record a client that has ended by itself."""
-        life, child = self._running[client]
-        if not life.has_ended:
-            self.unexpected_ends.append(f"{life.name} ended by itself, with {child.returncode}")
-            life.has_ended = True
+        client_run, child = self._running[client]
+        if not client_run.has_ended:
+            self.unexpected_ends.append(
+                f"{client_run.name} ended by itself, with {child.returncode}"
+            )
+            client_run.has_ended = True
 
     def kill(self, client: str) -> None:
         """Kill a client."""
         if client not in self._running:
             return
-        life, child = self._running[client]
-        life.has_ended = True
+        client_run, child = self._running[client]
+        client_run.has_ended = True
         child.kill()
         child.wait()
         self._close_client(client)
@@ -130,31 +132,33 @@ class Applications:
 
     def poll(self) -> None:
         """Read the journals of all clients."""
-        for life in self.client_runs:
-            life.poll()
+        for client_run in self.client_runs:
+            client_run.poll()
 
     @property
     def live_runs(self) -> list[ClientRun]:
         """Return the lives of the running clients."""
-        return [life for life, _ in self._running.values() if not life.has_ended]
+        return [client_run for client_run, _ in self._running.values() if not client_run.has_ended]
 
     @property
     def writing_runs(self) -> list[ClientRun]:
         """Return the lives of the clients that still send."""
-        return [life for life in self.live_runs if life.name not in self._settled_runs]
+        return [
+            client_run for client_run in self.live_runs if client_run.name not in self._settled_runs
+        ]
 
     def stop(self) -> None:
         """Stop sending in all clients; wait for all outcomes."""
         self._send_order("stop", "settled", self.writing_runs)
-        self._settled_runs.update(life.name for life in self.live_runs)
+        self._settled_runs.update(client_run.name for client_run in self.live_runs)
 
     def end(self, marks: dict[int, int]) -> None:
         """End all clients when their feeds have reached the marks."""
         self._send_order(f"end {json.dumps(marks)}", "fed", self.live_runs)
 
     def _send_order(self, order: str, answer: str, lives: list[ClientRun]) -> None:
-        for client, (life, child) in list(self._running.items()):
-            if life not in lives:
+        for client, (client_run, child) in list(self._running.items()):
+            if client_run not in lives:
                 continue
             assert child.stdin is not None
             try:
@@ -164,17 +168,19 @@ class Applications:
                 child.wait()
                 self._record_ended_client(client)
                 self._close_client(client)
-        for life, child in self._running.values():
-            if life not in lives:
+        for client_run, child in self._running.values():
+            if client_run not in lives:
                 continue
             printed = _read_line(child, TEST_TIMEOUT_S)
             if printed != answer:
-                self.unexpected_ends.append(f"{life.name} printed {printed!r}, expected {answer!r}")
+                self.unexpected_ends.append(
+                    f"{client_run.name} printed {printed!r}, expected {answer!r}"
+                )
 
     def remove_ended(self) -> None:
         """Remove the clients that have ended."""
-        for client, (life, child) in list(self._running.items()):
-            life.has_ended = True
+        for client, (client_run, child) in list(self._running.items()):
+            client_run.has_ended = True
             child.wait(TEST_TIMEOUT_S)
             self._close_client(client)
 

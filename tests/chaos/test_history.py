@@ -63,9 +63,9 @@ class History:
         (self.directory / "one.feed").write_bytes(
             b"".join(FEED_ENTRY.pack(*each) for each in self.fed)
         )
-        life = ClientRun("one", self.directory)
-        life.poll()
-        return life
+        client_run = ClientRun("one", self.directory)
+        client_run.poll()
+        return client_run
 
     def wrong(self) -> list[str]:
         found: list[str] = check_history([self.current_run()], self.log).wrong
@@ -129,11 +129,11 @@ def test_a_feed_that_differs_from_the_log_is_detected(history: History, change: 
 
 def test_the_recorded_feed_of_a_killed_process_may_end_early(history: History):
     del history.fed[1:]
-    life = history.current_run()
-    life.has_ended = True
+    client_run = history.current_run()
+    client_run.has_ended = True
     with (history.directory / "one.feed").open("ab") as feed:
         feed.write(b"torn")
-    assert check_history([life], history.log).wrong == []
+    assert check_history([client_run], history.log).wrong == []
 
 
 @pytest.mark.parametrize("mark", [1, 3])
@@ -148,21 +148,21 @@ def test_a_commit_of_the_four_writers_that_is_missing_in_the_log_is_detected(his
 
 
 def test_a_partial_line_is_read_when_it_is_complete(history: History):
-    life = history.current_run()
+    client_run = history.current_run()
     path = history.directory / "one.jsonl"
     before = path.read_bytes()
     line = json.dumps(["reported", "d", "lost", -1, 9.0, "why"]).encode() + b"\n"
     path.write_bytes(before + line[:10])
-    life.poll()
-    assert life.sent["d"].recorded.outcome == "committed"
+    client_run.poll()
+    assert client_run.sent["d"].recorded.outcome == "committed"
     path.write_bytes(before + line)
-    life.poll()
-    assert life.sent["d"].recorded.outcome == "lost"
+    client_run.poll()
+    assert client_run.sent["d"].recorded.outcome == "lost"
 
 
 def test_gaps_and_the_time_until_progress_are_measured(history: History):
-    life = history.current_run()
-    assert life.first_commit_s(0, 1.0) == 1.5
-    assert life.first_commit_s(0, 2.5) is None
-    assert longest_gap_s([life], 0, since_s=0.0, until_s=9.5) == 7.0
-    assert longest_gap_s([life], 1, since_s=0.0, until_s=4.0) == 4.0
+    client_run = history.current_run()
+    assert client_run.first_commit_s(0, 1.0) == 1.5
+    assert client_run.first_commit_s(0, 2.5) is None
+    assert longest_gap_s([client_run], 0, since_s=0.0, until_s=9.5) == 7.0
+    assert longest_gap_s([client_run], 1, since_s=0.0, until_s=4.0) == 4.0

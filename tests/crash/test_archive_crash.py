@@ -86,9 +86,14 @@ class Owner:
         batches = BatchRun(*make_batches(first, COUNTS, chain, session=self.session))
         present = (first, chain, self.recorded.manifest, self.recorded.crc)
         job = UploadJob(PARTITION, *self._origin(), *present, (batches,))
-        made = upload(self.store, KEY, job)
+        uploaded = upload(self.store, KEY, job)
         if is_recorded:
-            self._record(last=made.last, chain=made.chain, manifest=made.name, crc=made.file_crc)
+            self._record(
+                last=uploaded.last,
+                chain=uploaded.chain,
+                manifest=uploaded.name,
+                crc=uploaded.file_crc,
+            )
 
     def expire(self, before):
         job = ExpiryJob(*self._origin(), self.recorded.named, before, 0, 0)

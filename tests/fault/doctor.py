@@ -35,12 +35,12 @@ def faulty_cluster(
 ) -> Iterator["DiagnosedCluster"]:
     """Run three ZooKeeper servers, three storages and a spare one, two servers."""
     diagnosed = DiagnosedCluster(where, settings)
-    made = LocalCluster(where, zookeeper_count=3, partition_count=PARTITIONS, settings=settings)
-    diagnosed.started.append(made)
+    cluster = LocalCluster(where, zookeeper_count=3, partition_count=PARTITIONS, settings=settings)
+    diagnosed.started.append(cluster)
     try:
-        made.up()
-        spare = start_new_storage(made)
-        run_successful(made, "add-storage", spare, *admin_port_arguments(made, spare))
+        cluster.up()
+        spare = start_new_storage(cluster)
+        run_successful(cluster, "add-storage", spare, *admin_port_arguments(cluster, spare))
         yield diagnosed
     finally:
         for daemon in diagnosed.daemons:

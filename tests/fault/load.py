@@ -281,9 +281,9 @@ def owner_addresses(cluster: LocalCluster) -> set[object]:
 def zookeeper_mode(node: Member) -> str:
     """Return the mode that a ZooKeeper server reports, "none" while it serves no client."""
     try:
-        with socket.create_connection(("127.0.0.1", node.port), 5) as asked:
-            asked.sendall(b"srvr")
-            text = b"".join(iter(lambda: asked.recv(4096), b"")).decode()
+        with socket.create_connection(("127.0.0.1", node.port), 5) as connection:
+            connection.sendall(b"srvr")
+            text = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
     except OSError:
         return "none"
     return next((line.split()[1] for line in text.splitlines() if line[:5] == "Mode:"), "none")

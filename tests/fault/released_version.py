@@ -28,10 +28,10 @@ def unpack(directory: Path) -> Path:
         "waltz_core",
         "waltz_spark",
     ]
-    made = subprocess.run(archive, capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"the checkout has no history with release {RELEASE}: {made.stderr!r}")
-    subprocess.run(["tar", "-x", "-C", str(directory)], input=made.stdout, check=True)
+    result = subprocess.run(archive, capture_output=True, check=False)
+    if result.returncode:
+        pytest.skip(f"the checkout has no history with release {RELEASE}: {result.stderr!r}")
+    subprocess.run(["tar", "-x", "-C", str(directory)], input=result.stdout, check=True)
     return directory
 
 

@@ -60,17 +60,17 @@ class SmallDisks(NamedTuple):
 @pytest.fixture(scope="module")
 def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisks]:
     """Mount three small disks, where that is possible."""
-    made = SmallDisks(tmp_path_factory.mktemp("disks"), [], "")
+    changed = SmallDisks(tmp_path_factory.mktemp("disks"), [], "")
     if not can_mount():
-        made = made._replace(why_not=CANNOT_MOUNT_REASON)
+        changed = changed._replace(why_not=CANNOT_MOUNT_REASON)
     else:
         try:
             for number in (1, 2, 3):
-                made.disks.append(SmallDisk(made.directory / f"storage-{number}", "24m"))
+                changed.disks.append(SmallDisk(changed.directory / f"storage-{number}", "24m"))
         except subprocess.CalledProcessError as error:
-            made = made._replace(why_not=f"no tmpfs can be mounted: {error.stderr.decode()}")
-    yield made
-    for disk in made.disks:
+            changed = changed._replace(why_not=f"no tmpfs can be mounted: {error.stderr.decode()}")
+    yield changed
+    for disk in changed.disks:
         disk.unmount()
 
 

@@ -83,24 +83,24 @@ def run_failing(cluster: LocalCluster, *words: str) -> str:
 @contextlib.contextmanager
 def terminal() -> Iterator[tuple[int, list[str]]]:
     """Give a terminal to write to, and what stands there so far."""
-    ours, theirs = pty.openpty()
+    terminal_end, process_end = pty.openpty()
     output: list[str] = []
 
     def read() -> None:
         with contextlib.suppress(
             OSError
         ):  # Linux's way to say that no process has it open any more.
-            while chunk := os.read(ours, 4096):
+            while chunk := os.read(terminal_end, 4096):
                 output.append(chunk.decode())
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        yield theirs, output
+        yield process_end, output
     finally:
-        os.close(theirs)
+        os.close(process_end)
         reader.join()
-        os.close(ours)
+        os.close(terminal_end)
 
 
 def test_a_cluster_is_listed_and_reports_its_key(cluster: LocalCluster):

@@ -228,11 +228,11 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
 @pytest.mark.slow
 def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
     """A start that died early has noted ports and started nothing; no address is known yet."""
-    made = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
+    cluster = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
-    made._load_or_create()
-    made._release_ports()
-    before = made._load_state().ports
+    cluster._load_or_create()
+    cluster._release_ports()
+    before = cluster._load_state().ports
     with ExitStack() as stack:
         for port in before:
             stack.enter_context(taken(port))
@@ -343,14 +343,14 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
     with cluster(host=host, storage_count=1, server_count=1, partition_count=2) as connect:
         assert connect.startswith(f"{host}:")
         (directory,) = tmp_path.iterdir()
-        made = LocalCluster(directory)
+        local_cluster = LocalCluster(directory)
         with WaltzClient(connect, PATIENT_CLIENT) as client:
             assert client.append(b"x", partition=0).result(TEST_TIMEOUT_S) == 0
             assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
-        for member in made.members:
+        for member in local_cluster.members:
             assert not is_free(member.port, host)
         assert listening(pids_at(directory)) == {host}
-        assert made.connect == connect
+        assert local_cluster.connect == connect
         assert pids_at(directory)
     assert list(tmp_path.iterdir()) == []
     assert pids_at(directory) == []

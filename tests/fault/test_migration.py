@@ -137,14 +137,14 @@ class OldCluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    made = LocalCluster(
+    cluster = LocalCluster(
         tmp_path / "cluster", exit_with_parent=True, server_count=1, partition_count=2
     )
-    made.prepare()
+    cluster.prepare()
     try:
-        yield made
+        yield cluster
     finally:
-        made.down()
+        cluster.down()
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ def archive(tmp_path: Path) -> ClusterArchive:
 
 @pytest.fixture
 def cluster(tmp_path: Path, archive: ClusterArchive) -> Iterator[LocalCluster]:
-    with archiving_cluster(tmp_path, archive.store.url) as made:
-        yield made
+    with archiving_cluster(tmp_path, archive.store.url) as cluster:
+        yield cluster
 
 
 def append_and_archive(

@@ -202,11 +202,11 @@ class Application:
 
 @contextmanager
 def application(connect: str, journal: Journal) -> Iterator[None]:
-    made = Application(connect, journal)
+    application = Application(connect, journal)
     try:
         yield
     finally:
-        made.stop()
+        application.stop()
 
 
 def restart_daemons(cluster: LocalCluster, settings: dict[str, object], journal: Journal) -> None:

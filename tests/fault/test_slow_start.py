@@ -42,12 +42,12 @@ class Daemon(ChildProcess):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Give a cluster without processes but ZooKeeper's."""
-    made = LocalCluster(tmp_path_factory.mktemp("cluster"), exit_with_parent=True)
+    cluster = LocalCluster(tmp_path_factory.mktemp("cluster"), exit_with_parent=True)
     try:
-        made.prepare()
-        yield made
+        cluster.prepare()
+        yield cluster
     finally:
-        made.down()
+        cluster.down()
 
 
 # The first answer is that to the request for a session; reading and registering come after it.

@@ -190,8 +190,8 @@ def decode_append(data: bytes) -> None:
         assert column.offsets.size == rows.count + 1
         assert column.offsets[-1] == column.values.size
         assert np.all(column.counts >= 0)
-    made = batches.encode_records(rows, None, 0, REQ_ID)
-    assert crc32(made.records) == made.records_crc
+    encoded = batches.encode_records(rows, None, 0, REQ_ID)
+    assert crc32(encoded.records) == encoded.records_crc
 
 
 # ---------------------------------------------------------------------------------------------

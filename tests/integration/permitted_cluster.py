@@ -100,13 +100,13 @@ def permitted_cluster(
         daemons_with_access("report", **settings),
         tls_cluster(directories, certificates) as cluster,
     ):
-        made = ClusterAccess(cluster, certificates.authorities, directories.mktemp("tokens"))
-        made.write(permissions)
+        access = ClusterAccess(cluster, certificates.authorities, directories.mktemp("tokens"))
+        access.write(permissions)
         with daemons_with_access("on", **settings):
             for name in DAEMONS:
                 cluster.kill(name)
                 cluster.log_path(name).write_text("")
                 cluster.start(name)
-            made.await_applied()
-            yield made
-        made.close()
+            access.await_applied()
+            yield access
+        access.close()

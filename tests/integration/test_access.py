@@ -34,8 +34,8 @@ DAEMONS = ("server-1", "storage-1")
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    with daemons_with_access("report"), tls_cluster(tmp_path_factory, certificates) as made:
-        yield made
+    with daemons_with_access("report"), tls_cluster(tmp_path_factory, certificates) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ PARTITION = 1
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    with daemons_with_access("report"), tls_cluster(tmp_path_factory, certificates) as made:
-        yield made
+    with daemons_with_access("report"), tls_cluster(tmp_path_factory, certificates) as cluster:
+        yield cluster
 
 
 def test_permissions_and_tokens_reach_every_daemon(

@@ -53,9 +53,9 @@ def test_archive_and_local_logs_together_have_all_that_was_written(tmp_path: Pat
         assert archive.payloads() == written
         complete = 0
         for storage in STORAGES:
-            start, datas = local_log(cluster, storage, UUID(bytes=newest.cluster_key))
+            start, payloads = local_log(cluster, storage, UUID(bytes=newest.cluster_key))
             assert 0 < start <= newest.last
-            found = written[: start + 1] + datas
+            found = written[: start + 1] + payloads
             assert found == written[: len(found)]
             complete += found == written
         assert complete > len(STORAGES) // 2, "the last one that was started may be behind"

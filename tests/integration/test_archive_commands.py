@@ -63,10 +63,10 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
     }
     options = {"settings": settings, "server_count": 1, "partition_count": 1}
     with running_cluster(where / "cluster", **options) as cluster:
-        made = Archived(cluster, url)
+        archive = Archived(cluster, url)
         for _ in range(APPENDS):
-            made.append()  # at least one object
-        yield made
+            archive.append()  # at least one object
+        yield archive
 
 
 def test_the_status_shows_what_is_archived_of_a_partition(archived: Archived):

@@ -55,14 +55,14 @@ def batch_of(rows: list[bytes], locks: list[list[int]] | None = None) -> bytes:
 def log_of(client: WaltzClient, partition: int) -> tuple[np.ndarray, list[bytes]]:
     """Return the headers and the data of a whole partition."""
     last = client.high_water_mark(partition, linearizable=True)
-    heads, datas = [], []
+    heads, payloads = [], []
     for chunk in client.read_range(partition, 0, last):
         heads.append(np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE))
         at = 0
         for length in chunk.lengths.tolist():
-            datas.append(bytes(chunk.records[at + 36 : at + length - 4]))
+            payloads.append(bytes(chunk.records[at + 36 : at + length - 4]))
             at += length
-    return np.concatenate(heads) if heads else np.empty(0, HEADER_DTYPE), datas
+    return np.concatenate(heads) if heads else np.empty(0, HEADER_DTYPE), payloads
 
 
 # ---------------------------------------------------------------------------------------------
@@ -104,13 +104,13 @@ def test_reads_use_the_replica_of_the_clients_group(
     client: WaltzClient, monkeypatch: pytest.MonkeyPatch
 ):
     client.append(b"x", partition=3).result()
-    asked: list[str] = []
+    requests: list[str] = []
     open_link = ReaderConnection.open
 
     async def noted(
         address: str, replicas: ReplicaSet, *, timeout_s: float, ssl: None
     ) -> ReaderConnection:
-        asked.append(address)
+        requests.append(address)
         return await open_link(address, replicas, timeout_s=timeout_s, ssl=ssl)
 
     wait_until("three replicas", lambda: len(client.replicas(3).replicas) == 3)
@@ -120,11 +120,11 @@ def test_reads_use_the_replica_of_the_clients_group(
     assert sorted(len(each) for each in near) == [0, 1, 1, 1]
     assert {each[0] for each in near if each} == set(client.replicas(3).replicas)
     for group, nearby in enumerate(near):
-        asked.clear()
+        requests.clear()
         replicas = client.replicas(3, group=group)
         assert sum(c.count for c in client.read_range(3, 0, 0, replicas=replicas)) == 1
-        assert tuple(asked) == nearby or not nearby
-        assert len(asked) == 1
+        assert tuple(requests) == nearby or not nearby
+        assert len(requests) == 1
 
 
 def test_a_pickled_layout_opens_a_client_in_another_process(client: WaltzClient):
@@ -323,15 +323,15 @@ def test_outcomes_while_a_server_is_killed_agree_with_the_log(cluster: LocalClus
 
 def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]]) -> None:
     for partition in range(client.partition_count):
-        heads, datas = log_of(client, partition)
+        heads, payloads = log_of(client, partition)
         assert np.array_equal(heads["transaction_id"], np.arange(heads.size))
         assert np.unique(heads["req_id"]).size == heads.size, "a request ID is in the log twice"
-        count = Counter(datas)
+        count = Counter(payloads)
         for where, transaction_id, row in claims:
             if where != partition:
                 continue
             if transaction_id is None:
                 assert count[row] == 0, f"{row!r} was reported as failed and is in the log"
             else:
-                assert datas[transaction_id] == row
+                assert payloads[transaction_id] == row
                 assert count[row] == 1, f"{row!r} stands twice"

@@ -24,8 +24,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Yield a cluster with one storage and one server."""
     with running_cluster(
         tmp_path_factory.mktemp("cluster"), storage_count=1, server_count=1
-    ) as made:
-        yield made
+    ) as cluster:
+        yield cluster
 
 
 def append_to(url: str, authorities: str) -> int:

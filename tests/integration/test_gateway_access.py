@@ -31,8 +31,8 @@ ADMINISTER_ALL = dataclasses.replace(
 def access(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[ClusterAccess]:
-    with permitted_cluster(tmp_path_factory, certificates) as made:
-        yield made
+    with permitted_cluster(tmp_path_factory, certificates) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def caller_of(
     """Return a function that creates the caller of a principal."""
 
     def create(principal: str | None) -> Caller:
-        made = Caller(gateway, principal)
-        request.addfinalizer(made.close)
-        return made
+        caller = Caller(gateway, principal)
+        request.addfinalizer(caller.close)
+        return caller
 
     return create
 

@@ -51,8 +51,8 @@ def access(
 ) -> Iterator[ClusterAccess]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
-    with permitted_cluster(tmp_path_factory, certificates) as made:
-        yield made
+    with permitted_cluster(tmp_path_factory, certificates) as cluster:
+        yield cluster
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

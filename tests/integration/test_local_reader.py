@@ -40,11 +40,11 @@ class Log:
     @contextlib.contextmanager
     def reader(self, session_id=5, last=COUNT - 1):
         replicas = ReplicaSet(KEY.bytes, PARTITION_COUNT, session_id, last, (self.address,))
-        made = ReplicaReader(0, replicas, self.server, first=0, timeout_s=10.0)
+        reader = ReplicaReader(0, replicas, self.server, first=0, timeout_s=10.0)
         try:
-            yield made
+            yield reader
         finally:
-            made.close()
+            reader.close()
 
     async def read(self, reader, first=0, last=COUNT - 1, form=RangeForm.WHOLE):
         """Read in chunks of 7 records; return all bytes up to where only the server is left."""

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.zookeeper
 @pytest.fixture
 def nodes(zookeeper: str) -> Iterator[Nodes]:
     with OriginalCluster(2, server_count=2) as cluster:
-        made = Nodes(zookeeper, cluster)
-        yield made
-        made.close()
+        nodes = Nodes(zookeeper, cluster)
+        yield nodes
+        nodes.close()
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_servers_answer_commands_that_query_them(connect: str, capsys: pytest.Ca
 
 def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
     with OriginalCluster(1, versions=(0, 1, 2)) as cluster:
-        made = Nodes(zookeeper, cluster)
+        nodes = Nodes(zookeeper, cluster)
         why = "cannot report that a client is ahead of the log"
         try:
             for timeout_ms in (500, 5_000, 50_000):
@@ -123,6 +123,6 @@ def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
                     break
                 # A busy machine had not asked the server by then: the next one has more time.
         finally:
-            made.close()
+            nodes.close()
         assert isinstance(caught.value, Unreachable)
         assert why in str(caught.value)

@@ -69,8 +69,8 @@ IS_LINUX = pytest.mark.skipif(
 def started(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[ClusterAccess]:
-    with permitted_cluster(tmp_path_factory, certificates) as made:
-        yield made
+    with permitted_cluster(tmp_path_factory, certificates) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -175,15 +175,15 @@ class Reader:
     async def connect(self) -> ReaderConnection:
         """Connect, and receive a ticket with the locations of the first permitted record."""
         (address,) = self._replicas.replicas
-        made = await ReaderConnection.open(
+        connection = await ReaderConnection.open(
             address, self._replicas, timeout_s=TEST_TIMEOUT_S, ssl=self._context
         )
         session_id = self._replicas.session_id
-        grant = await made.request_locations(
+        grant = await connection.request_locations(
             PERMITTED_PARTITION, RangeQuery(0, 0), session_id=session_id, timeout_s=TEST_TIMEOUT_S
         )
         self.ticket = grant.ticket
-        return made
+        return connection
 
     def is_passed(self, ticket: bytes, partition: int = PERMITTED_PARTITION) -> bool:
         """Whether the storage passes the first file of a partition for a ticket."""
@@ -260,13 +260,13 @@ def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection
     async def read() -> int:
         """Return how many chunks were read from files."""
         context = tls.dial_context(ClientConfig(), access.connect("read"))
-        made = ReplicaReader(
+        reader = ReplicaReader(
             PERMITTED_PARTITION, replicas, None, first=0, timeout_s=TEST_TIMEOUT_S, ssl=context
         )
-        chunk = await made.fetch(RangeQuery(0, 0))
-        assert chunk.count == made.from_replica_count == 1
-        made.close()
-        return made.from_local_count
+        chunk = await reader.fetch(RangeQuery(0, 0))
+        assert chunk.count == reader.from_replica_count == 1
+        reader.close()
+        return reader.from_local_count
 
     assert asyncio.run(read()) == 1
     names = []

@@ -61,8 +61,8 @@ PERMISSIONS = Permissions(
 def access(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[ClusterAccess]:
-    with permitted_cluster(tmp_path_factory, certificates, PERMISSIONS) as made:
-        yield made
+    with permitted_cluster(tmp_path_factory, certificates, PERMISSIONS) as cluster:
+        yield cluster
 
 
 def with_limits(**limits: int) -> Permissions:

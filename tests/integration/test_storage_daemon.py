@@ -623,11 +623,11 @@ def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zooke
 
 
 def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, monkeypatch):
-    asked, may_answer = threading.Event(), threading.Event()
+    is_requested, may_answer = threading.Event(), threading.Event()
     disk_status_of = admin_execution.disk_status_of
 
     def hang(engine, clock_ms):
-        asked.set()
+        is_requested.set()
         assert may_answer.wait(TEST_TIMEOUT_S)
         return disk_status_of(engine, clock_ms)
 
@@ -651,7 +651,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
                 pass
             assert (await storage.health()).unready_reasons == []
             stop.set()
-        assert asked.is_set()
+        assert is_requested.is_set()
 
     on_loop(main())
 
@@ -691,11 +691,11 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
             tasks.create_task(storage.serve(stop, lambda _address: None))
             assert await asyncio.to_thread(opening.wait, TEST_TIMEOUT_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
-                asked = tasks.create_task(owner.prepare())
+                request_task = tasks.create_task(owner.prepare())
                 await poll_until(lambda: storage._early_links)
-                assert not asked.done()
+                assert not request_task.done()
                 may_open.set()
-                assert isinstance(await asked, Prepared)
+                assert isinstance(await request_task, Prepared)
             stop.set()
 
     on_loop(main())
@@ -711,10 +711,10 @@ def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped
     )
 
     async def main():
-        asked, stop = asyncio.Event(), asyncio.Event()
+        is_requested, stop = asyncio.Event(), asyncio.Event()
 
         async def follow(_coordinator, _callback):
-            asked.set()
+            is_requested.set()
             await asyncio.Event().wait()  # ZooKeeper does not answer
 
         monkeypatch.setattr(Coordinator, "follow_replica_assignment", follow)
@@ -724,7 +724,7 @@ def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped
         async with asyncio.TaskGroup() as tasks:
             config = config_for(tmp_path, connect=connect)
             tasks.create_task(serve(config, on_ready=ready.append, stop=stop))
-            await asked.wait()
+            await is_requested.wait()
             stop.set()
         assert ready == looks == []
 

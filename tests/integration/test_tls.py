@@ -27,8 +27,8 @@ PARTITION = 1
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[LocalCluster]:
-    with tls_cluster(tmp_path_factory, certificates) as made:
-        yield made
+    with tls_cluster(tmp_path_factory, certificates) as cluster:
+        yield cluster
 
 
 def place_of(cluster: LocalCluster) -> str:

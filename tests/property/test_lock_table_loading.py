@@ -89,16 +89,16 @@ class Owner:
     def load(self) -> Iterator[None]:
         """Ask for blocks and take them, until all is learned; yield before each turn."""
         replicas = [ReplicaId(str(each)) for each in range(3)]
-        asked = self.lock_loader.query_locks(SessionId(1), replicas, 0, holds=True)
-        while asked or self.lock_loader.due_ms(0) == 0:
-            for fetch in asked:
+        effects = self.lock_loader.query_locks(SessionId(1), replicas, 0, holds=True)
+        while effects or self.lock_loader.due_ms(0) == 0:
+            for fetch in effects:
                 if isinstance(fetch, Fetch):
                     data = bytes(self.files[int(fetch.replica)])
                     self.lock_loader.on_blocks_fetched(
                         fetch.token, LockBlocks(1, fetch.token, 0, data)
                     )
             yield
-            asked = self.lock_loader.load_slice(0)
+            effects = self.lock_loader.load_slice(0)
 
 
 def learn_while_appending(rng: Random) -> None:

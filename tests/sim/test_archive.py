@@ -49,9 +49,9 @@ class World:
 
 @pytest.fixture
 def world():
-    made = World()
-    made.wait_for("archived", 2)
-    return made
+    world = World()
+    world.wait_for("archived", 2)
+    return world
 
 
 def test_a_world_without_an_archive_has_no_uploads():
@@ -214,9 +214,9 @@ def test_a_session_collects_at_intervals():
 
 @pytest.fixture
 def expiring():
-    made = World(expires=True)
-    made.wait_for("archived", 3)
-    return made
+    world = World(expires=True)
+    world.wait_for("archived", 3)
+    return world
 
 
 def expire(world, before):

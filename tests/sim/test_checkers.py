@@ -633,9 +633,9 @@ def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_ma
 def test_a_proven_mark_covers_earlier_acknowledgements(world):
     last = world.history.last
     world.checks.responses.on_acknowledged(last)
-    asked = m.ReplicasRequest(QUESTION, linearizable=True)
+    request = m.ReplicasRequest(QUESTION, linearizable=True)
     for mark, is_stale in ((last, False), (last - 1, True)):
-        world.checks.on_client_sent(world.client, world.link, asked)
+        world.checks.on_client_sent(world.client, world.link, request)
         outcome = m.ReplicasResponse(QUESTION, world.session, mark, (), bytes(16), 1)
         if is_stale:
             with fails("StaleMark"):

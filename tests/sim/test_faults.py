@@ -230,11 +230,11 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
 def test_a_server_dies_at_the_chosen_point(point, is_after):
     cluster = cluster_of(servers=1)
     server = cluster.owner
-    struck = []
-    server.planned_death = (point, is_after, lambda: struck.append(cluster.world.now_ms))
+    failed_calls = []
+    server.planned_death = (point, is_after, lambda: failed_calls.append(cluster.world.now_ms))
     incarnation = server.incarnation
     cluster.owner.step(session_events.Checkpoint())
-    assert cluster.world.run(3_000 * US_PER_MS, until=lambda: bool(struck))
+    assert cluster.world.run(3_000 * US_PER_MS, until=lambda: bool(failed_calls))
     assert server.incarnation > incarnation
     repair_and_count(cluster)
 
@@ -243,12 +243,12 @@ def test_a_server_dies_at_the_chosen_point(point, is_after):
 def test_a_storage_dies_before_or_after_a_task(is_after):
     cluster = at_rest()
     storage = cluster.storages[A]
-    struck = []
-    storage.planned_death = ("Prepare", is_after, lambda: struck.append(storage.log.promised))
+    failed_calls = []
+    storage.planned_death = ("Prepare", is_after, lambda: failed_calls.append(storage.log.promised))
     promised = storage.log.promised
     cluster.owner.step(session_events.Checkpoint())
-    assert cluster.world.run(1_000 * US_PER_MS, until=lambda: bool(struck))
-    assert struck == [promised + is_after]
+    assert cluster.world.run(1_000 * US_PER_MS, until=lambda: bool(failed_calls))
+    assert failed_calls == [promised + is_after]
     repair_and_count(cluster)
 
 
@@ -269,11 +269,11 @@ def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
 
 def test_a_link_is_cut_while_messages_are_on_their_way():
     cluster = cluster_of()
-    struck = 0
+    failed_count = 0
     for seed in range(200):
         cluster.world.run(1 * US_PER_MS)
-        struck += network_faults.half_delivered(cluster, Random(seed))
-    assert struck > 5
+        failed_count += network_faults.half_delivered(cluster, Random(seed))
+    assert failed_count > 5
     repair_and_count(cluster)
 
 
@@ -379,11 +379,11 @@ def test_replicas_change_while_one_is_away():
 
 def test_two_owners_compete_and_one_wins():
     cluster = cluster_of()
-    struck = 0
+    failed_count = 0
     for seed in range(30):
-        struck += zookeeper_faults.duel(cluster, Random(seed))
+        failed_count += zookeeper_faults.duel(cluster, Random(seed))
         cluster.world.run(300 * US_PER_MS)
-    assert struck > 5
+    assert failed_count > 5
     counts = repair_and_count(cluster)
     assert counts["two owners claimed one session"] > 0
 

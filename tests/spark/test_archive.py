@@ -64,16 +64,16 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
         rows: set[tuple[int, int, int, bytes]] = set()
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
-                datas = [
+                payloads = [
                     msgpack.packb({"id": row % KEYS, "place": (partition, row), "more": bytes(150)})
                     for row in range(ROWS)
                 ]
                 futures = [
                     client.append(data, partition=partition, header=row % 3)
-                    for row, data in enumerate(datas)
+                    for row, data in enumerate(payloads)
                 ]
                 for row, future in enumerate(futures):
-                    rows.add((partition, future.result(TEST_TIMEOUT_S), row % 3, datas[row]))
+                    rows.add((partition, future.result(TEST_TIMEOUT_S), row % 3, payloads[row]))
 
             def is_archived() -> bool:
                 found = client.replica_sets().values()

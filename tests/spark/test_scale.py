@@ -87,9 +87,9 @@ def last_id(cluster: LocalCluster) -> int:
 
 def zookeeper_packets(cluster: LocalCluster) -> int:
     """Return how many packets ZooKeeper was sent since its start."""
-    with socket.create_connection(("127.0.0.1", cluster.member("zookeeper").port)) as asked:
-        asked.sendall(b"mntr")
-        text = b"".join(iter(lambda: asked.recv(1 << 16), b"")).decode()
+    with socket.create_connection(("127.0.0.1", cluster.member("zookeeper").port)) as connection:
+        connection.sendall(b"mntr")
+        text = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
     return next(
         int(line.split()[1]) for line in text.splitlines() if line.startswith("zk_packets_received")
     )

@@ -197,15 +197,15 @@ def test_a_missing_group_is_named():
 
 
 def test_limits_are_set_one_by_one_and_removed_together():
-    made = changes.set_limits(EMPTY, "*", PrincipalLimits(connections=5))
-    made = changes.set_limits(made, "*", PrincipalLimits(feeds=7))
-    assert made.limits == {"*": PrincipalLimits(connections=5, feeds=7)}
-    assert changes.remove_limits(made, "*").limits == {}
+    change = changes.set_limits(EMPTY, "*", PrincipalLimits(connections=5))
+    change = changes.set_limits(change, "*", PrincipalLimits(feeds=7))
+    assert change.limits == {"*": PrincipalLimits(connections=5, feeds=7)}
+    assert changes.remove_limits(change, "*").limits == {}
     with pytest.raises(BadRequest, match="ann has no limits of its own"):
-        changes.remove_limits(made, "ann")
+        changes.remove_limits(change, "ann")
     for value in (0, -1, 1 << 63):
         with pytest.raises(BadConfig, match="feeds: expected a number from 1 to"):
-            changes.set_limits(made, "*", PrincipalLimits(feeds=value))
+            changes.set_limits(change, "*", PrincipalLimits(feeds=value))
 
 
 def test_tokens_are_added_and_revoked_by_id():

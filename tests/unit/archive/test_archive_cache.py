@@ -13,9 +13,9 @@ from waltz_core.errors import ArchiveUnavailable
 
 @pytest.fixture
 def cache():
-    made = ArchiveCache(100)
-    yield made
-    made.close()
+    cache = ArchiveCache(100)
+    yield cache
+    cache.close()
 
 
 def loaded(cache, key, byte_count=10):

@@ -23,12 +23,12 @@ def archived(tmp_path, monkeypatch):
     """Return a store and its manifest of six objects with IDs 0..59, four of them in pages."""
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = CollectedStore(f"file://{tmp_path}")
-    made = None
+    uploaded = None
     for attempt in range(6):
-        made = upload(store, KEY, job_after(made, attempt=attempt))
-    head = read_manifest(store, made)
+        uploaded = upload(store, KEY, job_after(uploaded, attempt=attempt))
+    head = read_manifest(store, uploaded)
     assert [len(head.pages), len(head.newest_objects), head.last] == [1, 4, 6 * OBJECT_IDS - 1]
-    return store, made
+    return store, uploaded
 
 
 def run_expiry(store, made, *, before=0, before_ms=0, retention_ms=0, now_ms=NOW_MS, attempt=20):
@@ -144,25 +144,27 @@ class ArchiveCacheOf:
 
 
 def test_the_next_expiry_removes_deleted_objects_from_the_manifest(archived):
-    store, made = archived
-    expired = recorded(made, run_expiry(store, made, before=35))
+    store, uploaded = archived
+    expired = recorded(uploaded, run_expiry(store, uploaded, before=35))
     later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS - 1, attempt=21)
     assert later == (30, "", 0), "nothing has changed"
     later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=22)
     assert (later.first, later.name != "") == (30, True)
-    head = read_manifest(store, recorded(made, later))
+    head = read_manifest(store, recorded(uploaded, later))
     assert (head.pages, [each.first for each in head.newest_objects]) == ((), [30, 40, 50])
-    made = upload(store, KEY, job_after(recorded(made, later), attempt=23))
-    assert read_manifest(store, made).first == 30
+    uploaded = upload(store, KEY, job_after(recorded(uploaded, later), attempt=23))
+    assert read_manifest(store, uploaded).first == 30
 
 
 def test_all_can_expire_and_the_archive_continues(archived):
-    store, made = archived
-    expired = recorded(made, run_expiry(store, made, before=100))
-    later = recorded(made, run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=21))
+    store, uploaded = archived
+    expired = recorded(uploaded, run_expiry(store, uploaded, before=100))
+    later = recorded(
+        uploaded, run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=21)
+    )
     assert not read_manifest(store, later).newest_objects
-    made = upload(store, KEY, job_after(later, attempt=22))
-    head = read_manifest(store, made)
+    uploaded = upload(store, KEY, job_after(later, attempt=22))
+    head = read_manifest(store, uploaded)
     assert (head.first, [each.first for each in head.newest_objects], head.last) == (60, [60], 69)
 
 

@@ -93,13 +93,13 @@ def archived(tmp_path, monkeypatch):
     """Return a store and its manifest of session 9, with a page and files of failed attempts."""
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = CollectedStore(f"file://{tmp_path}")
-    made = None
+    uploaded = None
     for attempt in range(0, 12, 2):
-        made = upload(store, KEY, job_after(made, attempt=attempt))
-        fail_upload(store, made, attempt=attempt + 1, writes=1 + attempt // 2 % 2)
-    assert read_manifest(ArchiveStore(store.url), made).pages
+        uploaded = upload(store, KEY, job_after(uploaded, attempt=attempt))
+        fail_upload(store, uploaded, attempt=attempt + 1, writes=1 + attempt // 2 % 2)
+    assert read_manifest(ArchiveStore(store.url), uploaded).pages
     (tmp_path / f"{CLUSTER}/3/objects/0-9-9-{NONCE.hex()}-99.parquet.tmp").write_bytes(b"half")
-    return store, made
+    return store, uploaded
 
 
 def test_a_name_shows_the_attempt_that_has_written_it(archived):

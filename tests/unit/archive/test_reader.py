@@ -64,9 +64,9 @@ def store(tmp_path):
 
 @pytest.fixture
 def cache():
-    made = ArchiveCache(EVERYTHING)
-    yield made
-    made.close()
+    cache = ArchiveCache(EVERYTHING)
+    yield cache
+    cache.close()
 
 
 def reader_of(store, log, cache):

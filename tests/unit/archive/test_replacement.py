@@ -86,40 +86,42 @@ def test_the_manifest_lists_the_new_object_in_place_of_the_old_one(archived, num
     with pytest.raises(WaltzError, match=archived.entries[number].name):
         archived.read(archived.made, number * OBJECT_IDS)
     kept = all_files(archived.store)
-    made = upload(archived.store, KEY, archived.job(number))
-    head = archived.head(made)
+    uploaded = upload(archived.store, KEY, archived.job(number))
+    head = archived.head(uploaded)
     assert (head.version, head.first, head.last, head.chain) == (
         before.version + 1,
         before.first,
         before.last,
         before.chain,
     )
-    assert (made.last, made.chain) == (before.last, before.chain)
-    old, new = archived.entries, archived.entries_of(made)
+    assert (uploaded.last, uploaded.chain) == (before.last, before.chain)
+    old, new = archived.entries, archived.entries_of(uploaded)
     assert [each for each in new if each not in old] == [new[number]]
     assert new[number].name.endswith("-20.parquet")
     assert new[number][1:] == old[number][1:], "the same IDs, chain, bytes and times"
     assert [each[2:] for each in head.pages] == [each[2:] for each in before.pages]
-    assert archived.read(made, number * OBJECT_IDS) == whole
+    assert archived.read(uploaded, number * OBJECT_IDS) == whole
     assert kept.items() <= all_files(archived.store).items(), "nothing is overwritten or deleted"
 
 
 def test_a_missing_object_is_written_again(archived):
     kept = archived.store.read(archived.entries[1].name)
     archived.store.delete(archived.entries[1].name)
-    made = upload(archived.store, KEY, archived.job(1))
-    assert archived.store.read(archived.entries_of(made)[1].name) == kept
+    uploaded = upload(archived.store, KEY, archived.job(1))
+    assert archived.store.read(archived.entries_of(uploaded)[1].name) == kept
 
 
 def test_the_archive_continues_after_a_replacement_and_old_pages_stay_right(archived):
-    made = upload(archived.store, KEY, archived.job(0))
-    made = upload(archived.store, KEY, archived.job(2, attempt=21, **present(archived, made)))
-    made = upload(archived.store, KEY, job_after(made, attempt=22))
-    head = archived.head(made)
-    assert [each.first for each in archived.entries_of(made)] == list(range(0, 70, OBJECT_IDS))
+    uploaded = upload(archived.store, KEY, archived.job(0))
+    uploaded = upload(
+        archived.store, KEY, archived.job(2, attempt=21, **present(archived, uploaded))
+    )
+    uploaded = upload(archived.store, KEY, job_after(uploaded, attempt=22))
+    head = archived.head(uploaded)
+    assert [each.first for each in archived.entries_of(uploaded)] == list(range(0, 70, OBJECT_IDS))
     assert [head.last, len(head.pages), len(head.newest_objects)] == [69, 2, 3]
     for first in range(0, 70, OBJECT_IDS):
-        archived.read(made, first)
+        archived.read(uploaded, first)
 
 
 def present(archived, made):
@@ -146,10 +148,12 @@ def test_a_log_with_other_records_or_other_ids_replaces_nothing(archived, number
 
 @pytest.mark.parametrize("number", [0, 4])
 def test_an_object_that_was_replaced_before_is_not_replaced_again(archived, number):
-    made = upload(archived.store, KEY, archived.job(number))
+    uploaded = upload(archived.store, KEY, archived.job(number))
     before = all_files(archived.store)
-    again = upload(archived.store, KEY, archived.job(number, attempt=21, **present(archived, made)))
-    assert (again.name, again.last) == ("", made.last)
+    again = upload(
+        archived.store, KEY, archived.job(number, attempt=21, **present(archived, uploaded))
+    )
+    assert (again.name, again.last) == ("", uploaded.last)
     assert all_files(archived.store) == before
 
 
@@ -184,9 +188,9 @@ def test_the_old_object_is_garbage_once_the_new_manifest_is_recorded(archived, i
     upload(archived.store, KEY, archived.job(0))
     run(archived.store, collection(archived.made, attempt=21))
     assert before <= set(all_files(archived.store)), "the old manifest is the recorded one"
-    made = upload(archived.store, KEY, archived.job(0, attempt=22))
-    run(archived.store, collection(made, attempt=23))
+    uploaded = upload(archived.store, KEY, archived.job(0, attempt=22))
+    run(archived.store, collection(uploaded, attempt=23))
     names = set(ArchiveStore(archived.store.url).list_names(""))
-    assert listed_files(archived.store, made) <= names
+    assert listed_files(archived.store, uploaded) <= names
     assert (archived.entries[0].name in names) == is_pinned
     assert {each.name for each in archived.entries[1:]} <= names

@@ -147,13 +147,13 @@ def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
 @pytest.mark.parametrize("last", [2, 3, OBJECT - 1, OBJECT + 2, 3 * OBJECT - 1, 4 * OBJECT - 1])
 def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(store, log, last):
     end = RestoredRange(store, saved_of(store, log)).batch_end_at(last)
-    made = restore(store, log, end)
-    assert (made.last, made.chain, made.stamp_ms) == end
-    assert made.name.startswith(
+    restored = restore(store, log, end)
+    assert (restored.last, restored.chain, restored.stamp_ms) == end
+    assert restored.name.startswith(
         f"{UUID(bytes=NEW_KEY)}/{PARTITION_ID}/manifests/5-9-{NONCE.hex()}-"
     )
     with closing(ArchiveCache(1 << 20)) as cache:
-        reader = ArchiveReader(store, made.name, made.file_crc, cache)
+        reader = ArchiveReader(store, restored.name, restored.file_crc, cache)
         assert reader.manifest.cluster_key == NEW_KEY
         assert reader.archived_end == (last, end.chain)
         found = b"".join(
@@ -166,9 +166,9 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
 
 @pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
 def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
-    made = restore(store, log, RestoredRange(store, saved_of(store, log)).batch_end_at(last))
+    restored = restore(store, log, RestoredRange(store, saved_of(store, log)).batch_end_at(last))
     check = ArchiveCheck(store, NEW_KEY, PARTITION_ID, first=0)
-    check.begin(RecordedArchive(0, made.last, made.chain, made.name, made.file_crc))
+    check.begin(RecordedArchive(0, restored.last, restored.chain, restored.name, restored.file_crc))
     while check.check_next_file():
         pass
     assert (check.bad_files, check.next_id) == ([], last + 1)
@@ -177,11 +177,11 @@ def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
 def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     monkeypatch.setattr(manifest_module, "ENTRIES_PER_PAGE", 1)
     found = RestoredRange(store, saved_of(store, log))
-    made = restore(store, log, found.batch_end_at(found.last))
-    manifest = Manifest.from_bytes(store.read(made.name), made.name)
+    restored = restore(store, log, found.batch_end_at(found.last))
+    manifest = Manifest.from_bytes(store.read(restored.name), restored.name)
     assert len(manifest.pages) == 3
     assert {each.name.partition("/")[0] for each in manifest.pages} == {str(UUID(bytes=NEW_KEY))}
-    again = SavedManifest.read(store, made.name, made.file_crc)
+    again = SavedManifest.read(store, restored.name, restored.file_crc)
     assert again.entries() == saved_of(store, log).entries()
 
 
@@ -213,8 +213,8 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
         rf"{OBJECT}\.\.",
     ):
         found.batch_end_at(OBJECT - 1)
-    made = found.write_manifest(NEW_KEY, 9, NONCE, found.batch_end_at(found.last))
-    manifest = Manifest.from_bytes(store.read(made.name), made.name)
+    written_manifest = found.write_manifest(NEW_KEY, 9, NONCE, found.batch_end_at(found.last))
+    manifest = Manifest.from_bytes(store.read(written_manifest.name), written_manifest.name)
     assert (manifest.first, manifest.newest_objects[0].first) == (OBJECT, OBJECT)
 
 
@@ -301,9 +301,9 @@ def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
     """Otherwise manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
     found = RestoredRange(store, saved_of(store, log))
-    made = found.write_manifest(key, 9, NONCE, found.batch_end_at(OBJECT - 1))
-    assert Manifest.from_bytes(store.read(made.name), made.name).version == version
-    assert manifest_version_of(made.name) == version
+    manifest = found.write_manifest(key, 9, NONCE, found.batch_end_at(OBJECT - 1))
+    assert Manifest.from_bytes(store.read(manifest.name), manifest.name).version == version
+    assert manifest_version_of(manifest.name) == version
 
 
 def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):

@@ -100,10 +100,10 @@ def test_uploads_continue_each_other_and_their_objects_have_the_log(store):
 
 def test_old_objects_go_to_a_page(store, monkeypatch):
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
-    made = None
+    uploaded = None
     for attempt in range(5):
-        made = upload(store, KEY, job_after(made, attempt=attempt))
-    found = read_manifest(store, made)
+        uploaded = upload(store, KEY, job_after(uploaded, attempt=attempt))
+    found = read_manifest(store, uploaded)
     (page,) = found.pages
     assert len(found.newest_objects) == 3
     entries = ManifestPage.from_bytes(store.read(page.name), page.name).entries
@@ -141,10 +141,10 @@ def test_nothing_is_overwritten(store):
     ],
 )
 def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, changes, error, reason):
-    made = upload(store, KEY, job_after())
+    uploaded = upload(store, KEY, job_after())
     before = store.list_names(CLUSTER)
     with pytest.raises(error, match=reason):
-        upload(store, KEY, job_after(made, attempt=2, **changes))
+        upload(store, KEY, job_after(uploaded, attempt=2, **changes))
     assert store.list_names(CLUSTER) == before
 
 
@@ -190,10 +190,10 @@ def test_an_upload_has_the_rate_of_its_limit(tmp_path):
         1_000, lambda: waits_s.append(time.now_s), clock_s=time.clock_s, sleep=time.sleep
     )
     store = ArchiveStore(f"file://{tmp_path}", limit)
-    made = upload(store, KEY, job_after())
-    assert made.last == read_manifest(ArchiveStore(store.url), made).last
+    uploaded = upload(store, KEY, job_after())
+    assert uploaded.last == read_manifest(ArchiveStore(store.url), uploaded).last
     written = sum(each.byte_count for each in store.list_files(""))
-    last = (tmp_path / made.name).stat().st_size
+    last = (tmp_path / uploaded.name).stat().st_size
     assert time.now_s * 1_000 == pytest.approx(2 * written - last), "all but the last read waits"
     gaps = [later - earlier for earlier, later in pairwise([0.0, *waits_s])]
     assert max(gaps) <= 1.0, "each wait is reported"

@@ -69,10 +69,10 @@ def archived(tmp_path, monkeypatch):
     """Return a store and the manifest of its four objects; the next one needs a page."""
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = FailingStore(f"file://{tmp_path}")
-    made = None
+    uploaded = None
     for attempt in range(4):
-        made = upload(store, KEY, job_after(made, attempt=attempt))
-    return store, made
+        uploaded = upload(store, KEY, job_after(uploaded, attempt=attempt))
+    return store, uploaded
 
 
 def files_of(store):

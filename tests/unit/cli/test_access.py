@@ -100,11 +100,11 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch):
-    made = World()
+    world = World()
     for module in (access_change, access_views, access_export):
-        monkeypatch.setattr(module, "open_command_session", made.connected)
+        monkeypatch.setattr(module, "open_command_session", world.connected)
     monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", 0.0)
-    return made
+    return world
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     log = write_archive(store, page_entries=2)
     coordinator = await cluster_with(log)
     await coordinator.writes.begin("before", {0: 1}, 10)
-    made = await coordinator.permissions.create(ACCESS, Author("ann", 5))
+    version = await coordinator.permissions.create(ACCESS, Author("ann", 5))
 
     async def request_marks():
         # A write that ends, one that begins, and an ID, while the marks are read.
@@ -109,7 +109,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         "before": False,
         "meanwhile": False,
     }
-    assert taken.permissions == made == ACCESS
+    assert taken.permissions == version == ACCESS
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
 
 

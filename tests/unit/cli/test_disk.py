@@ -28,12 +28,14 @@ def log_of(target, payloads):
     """A storage with these payloads in one batch."""
     world = ModeledLog(Random(1))
     world.prepare()
-    made = [encode_record(place, one) for place, one in enumerate(payloads)]
-    last = len(made) - 1
-    chain = next_chain(GENESIS_CHAIN, 0, last, world.session, b"".join(one[-4:] for one in made))
+    encoded_records = [encode_record(place, one) for place, one in enumerate(payloads)]
+    last = len(encoded_records) - 1
+    chain = next_chain(
+        GENESIS_CHAIN, 0, last, world.session, b"".join(one[-4:] for one in encoded_records)
+    )
     entry = LineageEntry(0, last, world.session, 1_700_000_000_000, chain)
-    lengths = np.array([len(one) for one in made])
-    world.log.append(world.session, 0, lengths, b"".join(made), GENESIS_CHAIN, [entry])
+    lengths = np.array([len(one) for one in encoded_records])
+    world.log.append(world.session, 0, lengths, b"".join(encoded_records), GENESIS_CHAIN, [entry])
     world.close()
     return write_to_directory(world.disk, target)
 

@@ -156,10 +156,10 @@ def test_progress_names_the_processes_still_waited_for():
         return "quick"
 
     async def ask():
-        asked = _ProbeCounter(lambda *each: shown.append(each))
+        probe_counter = _ProbeCounter(lambda *each: shown.append(each))
         async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(asked.track("server a:1", slow()))
-            await tasks.create_task(asked.track("storage b:1", quick()))
+            first = tasks.create_task(probe_counter.track("server a:1", slow()))
+            await tasks.create_task(probe_counter.track("storage b:1", quick()))
             release.set()
         return first.result()
 

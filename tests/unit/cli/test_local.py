@@ -43,9 +43,9 @@ def test_settings_of_a_local_cluster_come_from_file_environment_and_options(tmp_
 
 
 def test_an_existing_cluster_is_not_started_with_other_counts(tmp_path, monkeypatch, capsys):
-    made = LocalCluster(tmp_path, partition_count=4)
-    made._load_or_create()
-    made._release_ports()
+    cluster = LocalCluster(tmp_path, partition_count=4)
+    cluster._load_or_create()
+    cluster._release_ports()
     monkeypatch.setattr(LocalCluster, "up", lambda *_: "started:1/w")
     up = ["local", "up", "--directory", str(tmp_path)]
     assert main([*up, "--partitions", "5"]) == 1
@@ -61,11 +61,11 @@ def test_an_existing_cluster_is_not_started_with_other_counts(tmp_path, monkeypa
 
 
 def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
-    made = LocalCluster(tmp_path, tls=tmp_path / "tls.toml")
-    made._load_or_create()
-    made._release_ports()
+    local_cluster = LocalCluster(tmp_path, tls=tmp_path / "tls.toml")
+    local_cluster._load_or_create()
+    local_cluster._release_ports()
     again = LocalCluster(tmp_path)
-    for cluster in (made, again):
+    for cluster in (local_cluster, again):
         assert cluster.connect.endswith(f"/waltz/local?tls={tmp_path}/tls.toml")
         assert all(
             cluster._settings_of(each)["connect"] == cluster.connect for each in cluster.members
@@ -75,13 +75,13 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
 def test_a_cluster_for_other_machines_is_made_on_purpose_only(tmp_path):
     with pytest.raises(BadConfig, match=r"a loopback address, found '10\.1\.2\.3'\. Hint:"):
         LocalCluster(tmp_path, host="10.1.2.3")
-    made = LocalCluster(tmp_path, host="127.0.0.1")
-    made._load_or_create()
-    made._release_ports()
-    assert made._settings_of(made.member("server-1"))["insecure_network"] is False
-    made._load_state().host = "10.1.2.3"
+    cluster = LocalCluster(tmp_path, host="127.0.0.1")
+    cluster._load_or_create()
+    cluster._release_ports()
+    assert cluster._settings_of(cluster.member("server-1"))["insecure_network"] is False
+    cluster._load_state().host = "10.1.2.3"
     for name in ("server-1", "storage-1"):
-        values = made._settings_of(made.member(name))
+        values = cluster._settings_of(cluster.member(name))
         assert (values["insecure_network"], values["http_host"]) == (True, "10.1.2.3")
 
 
@@ -109,11 +109,11 @@ def test_an_archive_is_kept_for_later_starts_and_does_not_change(tmp_path, monke
 
 
 def test_a_running_cluster_gets_no_archive(tmp_path, monkeypatch):
-    made = LocalCluster(tmp_path)
-    made._load_or_create()
-    made._release_ports()
+    cluster = LocalCluster(tmp_path)
+    cluster._load_or_create()
+    cluster._release_ports()
     monkeypatch.setattr(
-        type(made.members[0]), "process", lambda each: each.name == "server-1" or None
+        type(cluster.members[0]), "process", lambda each: each.name == "server-1" or None
     )
     again = LocalCluster(tmp_path, archive_url=f"file://{tmp_path}/archive")
     again._load_or_create()

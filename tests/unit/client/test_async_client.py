@@ -758,14 +758,14 @@ async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends
         for i in range(10):
             payload = batch_of(*(b"%d-%d" % (i, j) for j in range(100)))
             await (await client.append_batch(0, payload, 100, client_high_water_mark=-1))
-        at, datas = 250, []
+        at, payloads = 250, []
         async for chunk in client.read_range(0, 250, 749, bytes_max=5_000):
             assert chunk.first == at
             assert 0 < chunk.count == chunk.lengths.size < 500
             at = chunk.next
-            datas += [row.data for row in chunk.rows()]
+            payloads += [row.data for row in chunk.rows()]
         assert at == 750
-        assert datas == [b"%d-%d" % (i // 100, i % 100) for i in range(250, 750)]
+        assert payloads == [b"%d-%d" % (i // 100, i % 100) for i in range(250, 750)]
         chunks = client.read_range(0, 0, 999, bytes_max=1_000)
         await anext(chunks)
         await chunks.aclose()
@@ -794,10 +794,10 @@ async def test_a_range_past_the_end_of_the_log_is_an_error():
 async def test_reads_continue_without_absent_replicas():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
-        with mock.patch.object(client.directory, "groups") as asked:
+        with mock.patch.object(client.directory, "groups") as request_mock:
             replicas = await client.replicas(0)
         assert replicas.nearby == ()
-        asked.assert_not_called()  # by a client that is in no group
+        request_mock.assert_not_called()  # by a client that is in no group
         assert replicas.cluster_key == KEY.bytes
         assert replicas.high_water_mark == 0
         chunks = [c async for c in client.read_range(0, 0, 0, replicas=replicas)]
@@ -811,13 +811,13 @@ async def test_replicas_of_the_clients_group_are_nearby():
 
     async with memory_cluster() as cluster:
         made = cluster.client(replace(IN_MEMORY_CONFIG, group=7))
-        with mock.patch.object(made.directory, "groups", side_effect=groups) as asked:
+        with mock.patch.object(made.directory, "groups", side_effect=groups) as request_mock:
             async with made.open_during() as ours:
                 (replica,) = (await ours.replicas(0)).replicas
                 assert (await ours.replicas(0)).nearby == (replica,)
                 sets = await ours.replica_sets([0, 1], group=8)
                 assert [each.nearby for each in sets.values()] == [(), ()]
-                asked.side_effect = errors.CoordinatorUnavailable("ZooKeeper is away")
+                request_mock.side_effect = errors.CoordinatorUnavailable("ZooKeeper is away")
                 found = await ours.replicas(0)
                 assert (found.replicas, found.nearby) == ((replica,), ())
 

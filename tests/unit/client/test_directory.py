@@ -150,14 +150,14 @@ def test_an_owner_in_an_unsettled_view_is_ignored():
 
 
 def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answers():
-    asked = []
+    requests = []
 
     class ZooKeeper:
         connect_string = "zk:2181/shop"
 
         async def read_latest_servers(self):
-            asked.append("now")
-            return view(host="b", is_settled=len(asked) > 1)
+            requests.append("now")
+            return view(host="b", is_settled=len(requests) > 1)
 
     directory = directory_of(ZooKeeper())
 
@@ -431,7 +431,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
 
 def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
     async def connect(*_place, **options):
-        asked.append(options)
+        requests.append(options)
         return OutdatedZooKeeper()
 
     async def ask():
@@ -445,10 +445,10 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
     async def follow(*_):
         pass
 
-    asked = []
+    requests = []
     monkeypatch.setattr(CONNECT, connect)
     run_in_virtual_time(ask())
-    assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
+    assert requests == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
     assert OtherCluster.open_count == 0
 
 

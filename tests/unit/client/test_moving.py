@@ -155,15 +155,15 @@ async def make_moves(cluster: MemoryCluster, there: list[Proxy], count: int) -> 
 @MOVES
 @run_on_virtual_loop
 async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
-    async with two_servers() as (cluster, there, client):
+    async with two_servers() as (cluster, remote, client):
         await client.mount([0])
         server = cluster.owner(0)
-        (old,) = there[cluster.servers.index(server)].passages
+        (old,) = remote[cluster.servers.index(server)].passages
         old.hold("up")
         futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
         batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
         await until(lambda: old.held["up"])
-        await make_moves(cluster, there, moves)
+        await make_moves(cluster, remote, moves)
         old.lose_client()
         # The batch is not in the log: rows are sent again and the batch is reported as lost.
         assert (await batch).reasons.tolist() == [RowOutcomeCode.LOST] * 2
@@ -187,16 +187,16 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
 async def test_a_late_answer_counts_and_no_row_is_written_twice(
     moves: int,
 ) -> None:
-    async with two_servers() as (cluster, there, client):
+    async with two_servers() as (cluster, remote, client):
         await client.mount([0])
         server = cluster.owner(0)
-        (old,) = there[cluster.servers.index(server)].passages
+        (old,) = remote[cluster.servers.index(server)].passages
         old.hold("down")
         futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
         batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
         await until(lambda: len(cluster.logs[0].rows()) == 7)
         assert not batch.done()
-        await make_moves(cluster, there, moves)
+        await make_moves(cluster, remote, moves)
         old.lose_client()
         assert (await batch).committed_count == 2
         ids = [await future for future in futures]
@@ -209,7 +209,7 @@ async def test_a_late_answer_counts_and_no_row_is_written_twice(
 
 @run_on_virtual_loop
 async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
-    async with two_servers() as (cluster, there, client):
+    async with two_servers() as (cluster, remote, client):
         seen = Applying()
         await client.subscribe(seen, [0])
         futures, outcomes = [], []
@@ -221,7 +221,7 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
                     outcomes.append(
                         await client.append_batch(0, payload, 1, client_high_water_mark=-1)
                     )
-            await make_moves(cluster, there, 1)
+            await make_moves(cluster, remote, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
         # Each is in the log once, at the ID of its outcome, and in the order of the appends, though
@@ -244,7 +244,7 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
 
 @run_on_virtual_loop
 async def test_resent_appends_keep_their_place() -> None:
-    async with two_servers() as (cluster, there, client):
+    async with two_servers() as (cluster, remote, client):
         await client.mount([0])
         server = cluster.owner(0)
         store = server.partitions[0].store
@@ -263,7 +263,7 @@ async def test_resent_appends_keep_their_place() -> None:
                 stream, "_wait_before_retry", lambda *arguments: (left.set(), wait(*arguments))
             ):
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(make_moves(cluster, there, 1))
+                    group.create_task(make_moves(cluster, remote, 1))
                     await left.wait()
                     unsent = await client.append(b"3", partition=0)
                     assert [await in_flight, await queued, await unsent] == [0, 1, 2]
@@ -314,10 +314,10 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
             "appended": lambda: appended(client, b"b"),
         }
         async with asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(asks[what]())
+            request_task = tasks.create_task(asks[what]())
             await until(lambda: any(each.held["down"] for each in way.passages))
             await make_moves(cluster, there, 1)
-        assert asked.result() == {"dialed": b"a", "asked": 0, "appended": 1}[what]
+        assert request_task.result() == {"dialed": b"a", "asked": 0, "appended": 1}[what]
 
 
 async def appended(client: OpenedClient, data: bytes) -> int:

@@ -215,10 +215,10 @@ def test_a_chunk_is_split_into_transactions():
 
 
 def test_chunks_are_consecutive_up_to_the_last():
-    asked = []
+    requests = []
 
     async def fetch(query: RangeQuery) -> RangeChunk:
-        asked.append((query.first, query.last))
+        requests.append((query.first, query.last))
         last = min(query.first + 1, 14)
         whole = chunk_of_server(P, QUERY, answer())
         return replace(whole, first=query.first, next=TransactionId(last + 1))
@@ -227,7 +227,7 @@ def test_chunks_are_consecutive_up_to_the_last():
         return [chunk async for chunk in read_chunks(P, QUERY, fetch)]
 
     assert [chunk.first for chunk in run_in_virtual_time(read())] == [10, 12, 14]
-    assert asked == [(10, 14), (12, 14), (14, 14)]
+    assert requests == [(10, 14), (12, 14), (14, 14)]
 
 
 def test_a_log_that_ends_too_early_is_a_loss():
@@ -254,7 +254,7 @@ def asked_for_a_range(
     order: tuple[str, ...] = REPLICAS,
 ) -> list[str]:
     """Return which storages received a request for 10..14, in order; "server" for the server."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     class Link:
         is_closed = False
@@ -270,13 +270,13 @@ def asked_for_a_range(
 
     async def open_link(address: str, _: ReplicaSet, *, timeout_s: float, ssl: None) -> Link:
         assert timeout_s == 5
-        asked.append(address)
+        requests.append(address)
         if address in down:
             raise errors.Unreachable(f"{address} is down")
         return Link(address)
 
     async def from_server(query: RangeQuery) -> RangeChunk:
-        asked.append("server")
+        requests.append("server")
         return chunk_of_server(P, query, answer())
 
     async def read() -> None:
@@ -287,7 +287,7 @@ def asked_for_a_range(
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
     run_in_virtual_time(read())
-    return asked
+    return requests
 
 
 def test_a_replica_nearby_is_queried_before_the_others(monkeypatch: pytest.MonkeyPatch):
@@ -404,7 +404,7 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
 
 def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> list[str]:
     """Let each storage answer that the log begins at an ID; return which ones received requests."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     class Link:
         is_closed = False
@@ -416,11 +416,11 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
             """Nothing is held."""
 
     async def open_link(address: str, *_: object, **__: object) -> Link:
-        asked.append(address)
+        requests.append(address)
         return Link()
 
     async def from_server(query: RangeQuery) -> RangeChunk:
-        asked.append("server")
+        requests.append("server")
         return chunk_of_server(P, query, answer())
 
     async def read() -> None:
@@ -429,12 +429,12 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
     run_in_virtual_time(read())
-    return asked
+    return requests
 
 
 def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> list[str]:
     """Let each storage name a pause twice; return which ones received requests, in order."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     class Link:
         is_closed = False
@@ -443,8 +443,8 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
             self._address = address
 
         async def fetch(self, *_: object, **__: object) -> RangeChunk:
-            asked.append(self._address)
-            if asked.count(self._address) < 3:
+            requests.append(self._address)
+            if requests.count(self._address) < 3:
                 raise errors.Overloaded("over a limit", retry_after_ms)
             return chunk_of_server(P, QUERY, answer())
 
@@ -455,7 +455,7 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
         return Link(address)
 
     async def from_server(query: RangeQuery) -> RangeChunk:
-        asked.append("server")
+        requests.append("server")
         return chunk_of_server(P, query, answer())
 
     async def read() -> None:
@@ -464,16 +464,16 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
     run_in_virtual_time(read())
-    return asked
+    return requests
 
 
 def test_a_replica_that_names_a_pause_gets_the_request_again(monkeypatch: pytest.MonkeyPatch):
-    asked = read_over_a_limit(monkeypatch, 2_000)
-    assert len(asked) == 3
-    assert len(set(asked)) == 1
+    requests = read_over_a_limit(monkeypatch, 2_000)
+    assert len(requests) == 3
+    assert len(set(requests)) == 1
     # Longer than the timeout: the reader turns to the others, at last to the server.
-    asked = read_over_a_limit(monkeypatch, 6_000)
-    assert sorted(asked) == sorted([*REPLICAS, "server"])
+    requests = read_over_a_limit(monkeypatch, 6_000)
+    assert sorted(requests) == sorted([*REPLICAS, "server"])
 
 
 def test_a_log_that_begins_later_does_so_at_all_replicas(monkeypatch: pytest.MonkeyPatch):

@@ -62,12 +62,12 @@ class Adding(SqlCallbacks):
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[sa.Engine]:
-    made = sa.create_engine(f"sqlite:///{tmp_path / 'app.db'}")
-    METADATA.create_all(made)
-    with made.begin() as connection:
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'app.db'}")
+    METADATA.create_all(engine)
+    with engine.begin() as connection:
         connection.execute(TOTALS.insert().values(id=1, total=0))
-    yield made
-    made.dispose()
+    yield engine
+    engine.dispose()
 
 
 def test_changes_and_mark_are_committed_together(engine: sa.Engine) -> None:

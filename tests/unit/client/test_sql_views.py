@@ -28,10 +28,10 @@ ROWS = sa.Table(
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[sa.Engine]:
-    made = sa.create_engine(f"sqlite:///{tmp_path / 'view.db'}")
-    METADATA.create_all(made)
-    yield made
-    made.dispose()
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'view.db'}")
+    METADATA.create_all(engine)
+    yield engine
+    engine.dispose()
 
 
 @pytest.fixture(autouse=True)

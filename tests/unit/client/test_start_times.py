@@ -11,10 +11,10 @@ from waltz_core.client.read.start_times import async_first_since, first_since
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 51))
 def test_the_first_transaction_since_a_time_is_found_in_few_steps(stamps, since_ms):
     stamps.sort()
-    asked = []
-    found = first_since(lambda at: asked.append(at) or stamps[at], len(stamps) - 1, since_ms)
+    requests = []
+    found = first_since(lambda at: requests.append(at) or stamps[at], len(stamps) - 1, since_ms)
     assert found == sum(stamp < since_ms for stamp in stamps) - 1
-    assert len(asked) <= 6
+    assert len(requests) <= 6
 
 
 @given(
@@ -24,10 +24,10 @@ def test_the_first_transaction_since_a_time_is_found_in_few_steps(stamps, since_
 def test_records_without_a_stamp_are_not_skipped(written, since_ms):
     times = sorted(time for time, _ in written)
     stamps = [time * is_stamped for time, (_, is_stamped) in zip(times, written, strict=True)]
-    asked = []
-    found = first_since(lambda at: asked.append(at) or stamps[at], len(stamps) - 1, since_ms)
+    requests = []
+    found = first_since(lambda at: requests.append(at) or stamps[at], len(stamps) - 1, since_ms)
     assert all(time < since_ms for time in times[: found + 1])
-    assert len(asked) <= 32 + 2 * 8
+    assert len(requests) <= 32 + 2 * 8
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(2, 5001))
@@ -38,15 +38,15 @@ def test_a_start_by_time_is_exact_after_a_0_13_programs_part(unstamped, stamped,
 
 
 def test_a_log_without_stamps_is_read_completely():
-    asked = []
-    assert first_since(lambda at: asked.append(at) or 0, 10**9, 1) == -1
-    assert len(asked) < 100
+    requests = []
+    assert first_since(lambda at: requests.append(at) or 0, 10**9, 1) == -1
+    assert len(requests) < 100
 
 
 @given(st.lists(st.integers(0, 50), max_size=100), st.integers(1, 51), st.integers(-1, 5))
 def test_the_awaited_search_reads_the_same_transactions(stamps, since_ms, older):
     stamps.sort()
-    asked, awaited = [], []
+    requests, awaited = [], []
     mark = len(stamps) - 1
 
     async def stamp_ms_of(at):
@@ -54,6 +54,6 @@ def test_the_awaited_search_reads_the_same_transactions(stamps, since_ms, older)
         await asyncio.sleep(0)
         return stamps[at]
 
-    found = first_since(lambda at: asked.append(at) or stamps[at], mark, since_ms, older)
+    found = first_since(lambda at: requests.append(at) or stamps[at], mark, since_ms, older)
     assert asyncio.run(async_first_since(stamp_ms_of, mark, since_ms, older)) == found
-    assert awaited == asked
+    assert awaited == requests

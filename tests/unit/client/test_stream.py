@@ -138,9 +138,11 @@ def test_rows_in_doubt_are_searched_between_the_two_marks():
     assert scenario.done == []  # invariant 1: not before the rows in doubt are settled
     mount = scenario.link(number=2, generation=1)
     effects = scenario.mounted(mount, 12, link=2)
-    asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
-    assert effects == [stream_events.MarkAdvanced(12), stream_events.SendOnLink(2, asked)]
-    effects = scenario.receive(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
+    request = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
+    assert effects == [stream_events.MarkAdvanced(12), stream_events.SendOnLink(2, request)]
+    effects = scenario.receive(
+        range_data(request, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2
+    )
     outcome = settled(effects)[1]
     assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
@@ -165,8 +167,8 @@ def test_ordered_appends_do_not_overtake_resent_ones():
 def test_reading_back_continues_until_the_mark():
     scenario = in_doubt()
     scenario.mounted(scenario.link(number=2), 12, link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    answer = range_data(asked, req(5, 0, 99), req(1), mark=12)
+    (request,) = scenario.sent(m.RangeRequest)
+    answer = range_data(request, req(5, 0, 99), req(1), mark=12)
     assert scenario.receive(replace(answer, req_id=req(-99)), link=2) == []  # it was not requested
     scenario.receive(answer, link=2)
     (again,) = scenario.sent(m.RangeRequest)
@@ -183,8 +185,8 @@ def below_start(asked, first):
 def test_rows_in_doubt_below_the_start_of_the_log_have_an_unknown_outcome():
     scenario = in_doubt()
     scenario.mounted(scenario.link(number=2), 12, link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    effects = scenario.receive(below_start(asked, 11), link=2)
+    (request,) = scenario.sent(m.RangeRequest)
+    effects = scenario.receive(below_start(request, 11), link=2)
     assert settled(effects) == {}
     (rejected,) = [e for e in effects if isinstance(e, stream_events.SubmissionRejected)]
     assert isinstance(rejected.error, errors.OutcomeUnknown)
@@ -220,8 +222,8 @@ def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
     scenario.mounted(scenario.link(number=3), 40, link=3)
-    (asked,) = scenario.sent(m.RangeRequest)
-    assert (asked.first, asked.last) == (10, 12)
+    (request,) = scenario.sent(m.RangeRequest)
+    assert (request.first, request.last) == (10, 12)
 
 
 def test_an_answer_on_the_old_link_counts():
@@ -247,8 +249,8 @@ def test_an_answer_on_the_old_link_counts():
 def test_headers_that_do_not_match_the_request_settle_no_row(spoil):
     scenario = in_doubt()
     scenario.mounted(scenario.link(number=2), 11, link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    effects = scenario.receive(spoil(range_data(asked, req(1), req(2), mark=11)), link=2)
+    (request,) = scenario.sent(m.RangeRequest)
+    effects = scenario.receive(spoil(range_data(request, req(1), req(2), mark=11)), link=2)
     assert settled(effects) == {}
     assert scenario.stream.phase is Phase.WAITING
 
@@ -317,8 +319,8 @@ def test_a_closed_link_need_not_be_avoided():
     assert opening == stream_events.OpenLink(2, (1,))
     scenario.step(stream_events.LinkLost(1, "cut"))
     scenario.mounted(scenario.link(number=2), 0, link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    scenario.receive(range_data(asked, req(1), mark=0), link=2)
+    (request,) = scenario.sent(m.RangeRequest)
+    scenario.receive(range_data(request, req(1), mark=0), link=2)
     scenario.step(stream_events.SendAppends(submission(2)))
     scenario.step(stream_events.MessageReceived(2, committed(req(2), 1)))
     scenario.step(stream_events.LinkLost(2, "cut"))
@@ -405,8 +407,8 @@ def test_an_unknown_outcome_is_settled_by_the_log():
     effects = scenario.reject(req(1), errors.OutcomeUnknown("the partition has moved"))
     assert effects == [stream_events.OpenLink(2, (1,))]
     scenario.mounted(scenario.link(number=2, generation=1), 5, link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    effects = scenario.receive(range_data(asked, req(1), mark=5), link=2)
+    (request,) = scenario.sent(m.RangeRequest)
+    effects = scenario.receive(range_data(request, req(1), mark=5), link=2)
     assert settled(effects)[1].transaction_ids.tolist() == [5]
 
 
@@ -636,16 +638,16 @@ def own_data(asked, *rows, next_id, mark=12):
 def test_a_server_that_knows_the_form_returns_own_headers_only():
     scenario = in_doubt()
     mount = scenario.link(number=2, generation=1, supports_own_ranges=True)
-    (asked,) = [
+    (request,) = [
         each.message
         for each in scenario.mounted(mount, 12, link=2)
         if isinstance(each, stream_events.SendOnLink)
     ]
-    assert asked == m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.OWN_HEADERS, ())
-    effects = scenario.receive(own_data(asked, (11, req(2)), next_id=12), link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    assert (asked.first, asked.last, settled(effects)) == (12, 12, {})
-    outcome = settled(scenario.receive(own_data(asked, next_id=13), link=2))[1]
+    assert request == m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.OWN_HEADERS, ())
+    effects = scenario.receive(own_data(request, (11, req(2)), next_id=12), link=2)
+    (request,) = scenario.sent(m.RangeRequest)
+    assert (request.first, request.last, settled(effects)) == (12, 12, {})
+    outcome = settled(scenario.receive(own_data(request, next_id=13), link=2))[1]
     assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
 
@@ -668,8 +670,8 @@ def test_a_server_that_knows_the_form_returns_own_headers_only():
 def test_own_headers_that_do_not_match_the_request_settle_no_row(spoil):
     scenario = in_doubt()
     scenario.mounted(scenario.link(number=2, supports_own_ranges=True), 11, link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    good = own_data(asked, (10, req(1)), (11, req(2)), next_id=12, mark=11)
+    (request,) = scenario.sent(m.RangeRequest)
+    good = own_data(request, (10, req(1)), (11, req(2)), next_id=12, mark=11)
     assert settled(scenario.receive(spoil(good), link=2)) == {}
     assert scenario.stream.phase is Phase.WAITING
 
@@ -840,10 +842,12 @@ def chained(
     scenario.mounted(scenario.link(number=2), 1, link=2)
     (mount,) = scenario.sent(m.MountWriter)
     scenario.mounted(mount, 1, link=2)
-    (asked,) = scenario.sent(m.RangeRequest)
-    assert (asked.first, asked.last) == (1, 1)
+    (requests,) = scenario.sent(m.RangeRequest)
+    assert (requests.first, requests.last) == (1, 1)
     lineage = () if found is None else (LineageEntry(0, last, session_id, 0, found),)
-    return scenario, scenario.receive(range_data(asked, rows[1], mark=1, lineage=lineage), link=2)
+    return scenario, scenario.receive(
+        range_data(requests, rows[1], mark=1, lineage=lineage), link=2
+    )
 
 
 def test_another_history_stops_the_stream_with_an_error():

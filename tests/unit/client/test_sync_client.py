@@ -189,10 +189,10 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
 def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
-        asked = threading.Event()
+        is_requested = threading.Event()
 
         async def never(*_, **__):
-            asked.set()
+            is_requested.set()
             await asyncio.Event().wait()
 
         monkeypatch.setattr(client._client.requests, "fetch_range", never)
@@ -207,7 +207,7 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
                 raise KeyboardInterrupt
 
         def interrupt():
-            assert asked.wait(TEST_TIMEOUT_S)
+            assert is_requested.wait(TEST_TIMEOUT_S)
             # Python notices a signal late that arrives just before its thread waits for a lock.
             while not raised.wait(0.05):
                 signal.pthread_kill(main, signal.SIGINT)
@@ -227,15 +227,15 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
     """The fetch has begun, and no caller has its future yet."""
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
-        asked, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
+        is_requested, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
 
         async def never(*_, **__):
-            asked.set()
+            is_requested.set()
             await asyncio.Event().wait()
 
         def interrupted(call, loop):
             hand_over(call, loop)
-            assert asked.wait(TEST_TIMEOUT_S)
+            assert is_requested.wait(TEST_TIMEOUT_S)
             monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", hand_over)
             raise KeyboardInterrupt
 

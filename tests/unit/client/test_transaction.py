@@ -84,34 +84,38 @@ def test_a_mark_is_a_transaction_id_or_none():
 
 
 def test_a_builder_rejects_invalid_values():
-    made = builder()
-    made.set_header(-(1 << 31))
-    made.set_transaction_data([1])
-    made.set_write_locks([lock("a")])
-    made.set_read_locks(iter([1, 2]))
-    made.set_append_locks(())
-    assert (made.header, made.data) == (-(1 << 31), b"\x91\x01")
-    assert (made.write_locks, made.read_locks, made.append_locks) == ((lock("a"),), (1, 2), ())
+    column = builder()
+    column.set_header(-(1 << 31))
+    column.set_transaction_data([1])
+    column.set_write_locks([lock("a")])
+    column.set_read_locks(iter([1, 2]))
+    column.set_append_locks(())
+    assert (column.header, column.data) == (-(1 << 31), b"\x91\x01")
+    assert (column.write_locks, column.read_locks, column.append_locks) == (
+        (lock("a"),),
+        (1, 2),
+        (),
+    )
     with pytest.raises(
         errors.BadRequest, match=r"signed 32-bit integer \(-2147483648\.\.2147483647"
     ):
-        made.set_header(1 << 31)
+        column.set_header(1 << 31)
     for wrong in (["account"], None, 7):
         with pytest.raises(errors.BadRequest, match="write locks"):
-            made.set_write_locks(wrong)
+            column.set_write_locks(wrong)
     with pytest.raises(errors.TooLarge):
-        made.set_transaction_data(b"x" * (TRANSACTION_BYTES_MAX + 1), BYTES)
+        column.set_transaction_data(b"x" * (TRANSACTION_BYTES_MAX + 1), BYTES)
     wide = memoryview(array("q", bytes(TRANSACTION_BYTES_MAX + 8)))
     with pytest.raises(errors.TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 8}"):
         check_data(wide)
 
 
 def test_the_locks_of_a_transaction_fit_into_a_frame():
-    made = builder()
+    array = builder()
     assert LOCKS_MAX <= ENTRIES_MAX
-    made.set_append_locks(range(LOCKS_MAX))
+    array.set_append_locks(range(LOCKS_MAX))
     with pytest.raises(errors.BadRequest, match=f"append locks: expected at most {LOCKS_MAX}"):
-        made.set_append_locks(range(LOCKS_MAX + 1))
+        array.set_append_locks(range(LOCKS_MAX + 1))
 
 
 def test_a_partition_is_an_existing_partition_number():

@@ -119,8 +119,8 @@ def test_a_change_is_not_applied_to_other_replicas():
 
 def test_a_plan_names_the_joining_storages():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
-    made = ReplicaPlan.for_placement({0: ("B", "C"), 1: ("B", "C")}, assigned)
-    assert made.joining == {0: ("C",), 1: ()}
+    plan = ReplicaPlan.for_placement({0: ("B", "C"), 1: ("B", "C")}, assigned)
+    assert plan.joining == {0: ("C",), 1: ()}
     assert str(ReplicaStep(0, ("A", "B"), ("B", "C"))) == "partition 0: +C -A"
 
 
@@ -180,12 +180,12 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
     before, wanted, away = journey
     held = {name: ((0,) if name in before else ()) for name in NAMES}
     assigned = ReplicaAssignments(held)
-    made = ReplicaPlan.for_placement({0: tuple(wanted)}, assigned)
+    plan = ReplicaPlan.for_placement({0: tuple(wanted)}, assigned)
     owner, steps = Owner(before), 0
     for gone in [*away, *[""] * 60]:
         alive = set(NAMES) - {gone}
         owner.restarts(alive)
-        found = replica_steps.next_step(0, owner.now(), made)
+        found = replica_steps.next_step(0, owner.now(), plan)
         if found is None and not gone:
             break
         if not isinstance(found, ReplicaStep):
@@ -200,7 +200,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
         if len(found.before) > 1 or removed:
             assert len(in_sync) >= len(found.after) // 2 + 1
         if removed and not added:
-            assert set(made.joining[0]) <= owner.in_sync
+            assert set(plan.joining[0]) <= owner.in_sync
         assigned, owner.assigned = after, found.after
     assert set(owner.assigned) == set(wanted)
     for _ in NAMES:  # One that was there before may have been away to the end.

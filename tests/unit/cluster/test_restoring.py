@@ -38,8 +38,8 @@ NEW = NewCluster("shop", 2, NEW_KEY, (NewStorage("a:1", 2, 0),))
 async def restored(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
     zookeeper = zookeeper or MemoryZooKeeper(asyncio.Event)
     coordinator = Coordinator(zookeeper.session(), ROOT)
-    made = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids, CLIENT_KEY)
-    await coordinator.create_restored_cluster(NEW, made)
+    cluster = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids, CLIENT_KEY)
+    await coordinator.create_restored_cluster(NEW, cluster)
     return coordinator
 
 
@@ -102,8 +102,8 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
 
 
 def test_a_restored_cluster_with_the_same_key_is_not_its_own_source():
-    made = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS, CLIENT_KEY)
-    assert made.restore_sources == BACKUP.restore_sources
+    cluster = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS, CLIENT_KEY)
+    assert cluster.restore_sources == BACKUP.restore_sources
 
 
 @pytest.mark.parametrize("task_count", [3, 200])
@@ -112,8 +112,8 @@ def test_no_request_is_too_large_and_the_roots_data_is_last(task_count):
     writes = {"w": WriteWithTasks(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
     partitions = tuple(PartitionBackup(7, 60, 3, saved(partition=each)) for each in range(2))
     backup = replace(BACKUP, writes=writes, partitions=partitions)
-    made = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS, CLIENT_KEY)
-    steps = restoring_steps(ClusterPaths(ROOT), NEW, made, root_version=NO_NODE)
+    cluster = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS, CLIENT_KEY)
+    steps = restoring_steps(ClusterPaths(ROOT), NEW, cluster, root_version=NO_NODE)
     assert len(steps) == (1 if task_count == 3 else 2)
     for step in steps:
         assert sum(len(each.path) + len(each.data or b"") for each in step) <= STEP_BYTES_MAX

@@ -34,12 +34,12 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
     coordinator = await cluster()
     faults = coordinator._znodes.faults
     faults.append(fault)
-    made = await coordinator.permissions.create(FIRST, AUTHOR)
-    assert made == replace(FIRST, changed_by="ann", changed_ms=7)
+    version = await coordinator.permissions.create(FIRST, AUTHOR)
+    assert version == replace(FIRST, changed_by="ann", changed_ms=7)
     assert not faults
     faults.append(fault)
     done = await coordinator.permissions.change(with_limits, AUTHOR)
-    assert (done.before, done.after.revision, len(done.after.limits)) == (made, 2, 1)
+    assert (done.before, done.after.revision, len(done.after.limits)) == (version, 2, 1)
     assert not faults
     assert await coordinator.permissions.read_existing() == done.after
 
@@ -47,14 +47,14 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
 @run_on_virtual_loop
 async def test_a_change_is_computed_again_after_a_concurrent_one():
     coordinator = await cluster()
-    made = await coordinator.permissions.create(FIRST, AUTHOR)
+    version = await coordinator.permissions.create(FIRST, AUTHOR)
     seen = []
 
     def with_rival(old):
         seen.append(old.revision)
         if len(seen) == 1:
             znodes, path = coordinator._znodes._zookeeper, coordinator.paths.access
-            rival = replace(with_limits(made), revision=2)
+            rival = replace(with_limits(version), revision=2)
             znodes.apply_operations([SetNode(path, access_node.encode_permissions(rival), 0)], 0)
         return with_limits(old)
 

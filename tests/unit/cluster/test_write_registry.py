@@ -46,7 +46,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
 @run_on_virtual_loop
 async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
     """It had found no later writes before the pause. Its rows would enter the log again."""
-    world, paused, its = await with_cluster()
+    world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes
     await other.begin("s-5", MARKS, 5, in_series=True)
     real = paused.write
@@ -61,7 +61,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
 
     monkeypatch.setattr(paused, "write", write)
     with pytest.raises(errors.ConnectionSuperseded, match="s-7, has begun"):
-        await its.writes.begin("s-6", MARKS, 5, in_series=True)
+        await coordinator.writes.begin("s-6", MARKS, 5, in_series=True)
     assert await other.read("s-6") is None
 
 
@@ -86,24 +86,24 @@ def begun_again_before_the_change(session, monkeypatch, other, principal=None):
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
     """The rows of the new one would count as committed."""
-    world, paused, its = await with_cluster()
+    world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
     begun_again_before_the_change(paused, monkeypatch, other)
     with pytest.raises(
         errors.ConnectionSuperseded, match="removed, and another run has begun it again"
     ):
-        await its.writes.finish("w", {"rows": 1}, 9)
+        await coordinator.writes.finish("w", {"rows": 1}, 9)
     assert await other.writes.read("w") == WriteState({0: 99}, 5)
 
 
 @run_on_virtual_loop
 async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhile(monkeypatch):
     """The later one may append what a lock has rejected in this one."""
-    world, paused, its = await with_cluster()
+    world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
-    await its.writes.enter("w", 0, "r", its.next_client_id)
+    await coordinator.writes.enter("w", 0, "r", coordinator.next_client_id)
     real = paused.write
 
     async def write(operations):
@@ -113,32 +113,34 @@ async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhil
 
     monkeypatch.setattr(paused, "write", write)
     with pytest.raises(errors.ConnectionSuperseded, match="attempt 2 of the task has taken over"):
-        await its.writes.finish("w", {"rows": 1}, 9, by=TaskAttempt(0, 1))
+        await coordinator.writes.finish("w", {"rows": 1}, 9, by=TaskAttempt(0, 1))
     assert not (await other.writes.read("w")).is_done
 
 
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_take_a_write_of_another_principal(monkeypatch):
-    world, paused, its = await with_cluster()
+    world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
     begun_again_before_the_change(paused, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
-        await its.writes.for_principal("mine").enter("w", 0, "r", its.next_client_id)
+        await coordinator.writes.for_principal("mine").enter(
+            "w", 0, "r", coordinator.next_client_id
+        )
     assert (await other.writes.read("w")) == WriteState({0: 99}, 5, principal="other")
 
 
 @run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
     """Both would have a proof of it, and the other's next attempt would not find its rows."""
-    world, paused, its = await with_cluster()
+    world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
-    mine = its.writes.for_principal("mine")
+    mine = coordinator.writes.for_principal("mine")
     await mine.begin("w", MARKS, 5)
-    first = await mine.enter("w", 0, "r", its.next_client_id)
+    first = await mine.enter("w", 0, "r", coordinator.next_client_id)
     begun_again_before_the_change(paused, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
-        await mine.enter("w", 0, "r", its.next_client_id)
+        await mine.enter("w", 0, "r", coordinator.next_client_id)
     assert (await other.writes.read_tasks("w"))[0].client_id == first.client_id + 1
 
 
@@ -146,7 +148,7 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
 @run_on_virtual_loop
 async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
     """Its tasks would get other client IDs, and append their rows once more."""
-    world, paused, its = await with_cluster()
+    world, paused, other_coordinator = await with_cluster()
     coordinator = Coordinator(await world.znodes(), ROOT)
     other, left = coordinator.writes, [writes_before]
     await other.begin("w", MARKS, 5)
@@ -165,7 +167,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
         return await real(operations)
 
     monkeypatch.setattr(paused, "write", write)
-    assert await its.writes.forget_expired() == []
+    assert await other_coordinator.writes.forget_expired() == []
     assert not (await other.read("w")).is_done
     assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
 

@@ -19,11 +19,11 @@ COUNT = 1_000
 
 @pytest.fixture
 def cluster():
-    with OriginalCluster(1) as made:
-        log = made.logs[0]
-        made.fill(0, COUNT)
+    with OriginalCluster(1) as cluster:
+        log = cluster.logs[0]
+        cluster.fill(0, COUNT)
         log.records = [(req_id, i % 5, b"%d" % i) for i, (req_id, _, _) in enumerate(log.records)]
-        yield made
+        yield cluster
 
 
 def client_of(cluster, timeout_ms=60_000):

@@ -37,8 +37,8 @@ def short_flush_delay(monkeypatch):
 
 @pytest.fixture
 def cluster():
-    with OriginalCluster(1, server_count=2) as made:
-        yield made
+    with OriginalCluster(1, server_count=2) as cluster:
+        yield cluster
 
 
 def client_of(cluster):
@@ -127,10 +127,10 @@ async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_part
     cluster.fill(0, 4)
     await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
     async with client_of(cluster) as client, asyncio.TaskGroup() as group:
-        asked = group.create_task(client.high_water_mark(0, linearizable=True))
+        request_task = group.create_task(client.high_water_mark(0, linearizable=True))
         await poll_until(lambda: cluster.servers[0].answered.count(11) > 1)
         await on_server(cluster, lambda: cluster.servers[0].add_partition(0, cluster.logs[0], 1))
-        assert await asked == 3
+        assert await request_task == 3
 
 
 @run_on_loop
@@ -284,14 +284,14 @@ async def trouble(cluster, chance):
 async def write(cluster, name, rounds, outcomes):
     async with client_of(cluster) as client:
         for number in range(rounds):
-            datas = [b"%d %d %d" % (name, number, i) for i in range(12)]
+            payloads = [b"%d %d %d" % (name, number, i) for i in range(12)]
             futures = [
                 await client.append(
                     data, partition=0, write_locks=[lock("shared", i)] if i % 2 else []
                 )
-                for i, data in enumerate(datas)
+                for i, data in enumerate(payloads)
             ]
-            outcomes.update(zip(datas, await results_of(futures), strict=True))
+            outcomes.update(zip(payloads, await results_of(futures), strict=True))
 
 
 @run_on_loop

@@ -39,11 +39,11 @@ def ids(parts):
 
 
 def test_all_records_come_in_order_with_their_bytes():
-    made = some(50, first=7)
-    (run,) = walk_records(Bytes(b"".join(made)), 7)
+    samples = some(50, first=7)
+    (run,) = walk_records(Bytes(b"".join(samples)), 7)
     assert (run.first, run.offset, run.length) == (7, 128, 50)
     taken = [run.data[a:b] for a, b in zip(run.bounds, run.bounds[1:], strict=False)]
-    assert taken == made
+    assert taken == samples
     assert all(has_valid_crc(one) for one in taken)
     assert [record_fields(one).transaction_id for one in taken] == list(range(7, 57))
 
@@ -64,8 +64,12 @@ def test_blocks_bound_what_is_in_memory_but_a_larger_record_is_read_whole(monkey
     assert ids(parts) == (list(range(40)), [])
     assert len(parts) > 5
     assert file.most == 300
-    made = [encode_record(0, b"a" * 10), encode_record(1, b"b" * 5000), encode_record(2, b"c")]
-    assert ids(walk_records(Bytes(b"".join(made)), 0)) == ([0, 1, 2], [])
+    encoded_records = [
+        encode_record(0, b"a" * 10),
+        encode_record(1, b"b" * 5000),
+        encode_record(2, b"c"),
+    ]
+    assert ids(walk_records(Bytes(b"".join(encoded_records)), 0)) == ([0, 1, 2], [])
 
 
 @pytest.mark.parametrize("block", [200, 1 << 20])
@@ -73,20 +77,24 @@ def test_blocks_bound_what_is_in_memory_but_a_larger_record_is_read_whole(monkey
 def test_a_gap_ends_at_the_next_valid_record(monkeypatch, seed, block):
     monkeypatch.setattr(records, "BLOCK_BYTES", block)
     rng = Random(seed)
-    made = some(30, seed=seed)
+    samples = some(30, seed=seed)
     low = rng.randrange(29)
     high = rng.randrange(low, 29)
-    hurt = [*made[:low], *(bytes(len(one)) for one in made[low : high + 1]), *made[high + 1 :]]
+    hurt = [
+        *samples[:low],
+        *(bytes(len(one)) for one in samples[low : high + 1]),
+        *samples[high + 1 :],
+    ]
     found, gaps = ids(walk_records(Bytes(b"".join(hurt)), 0))
     assert found == [*range(low), *range(high + 1, 30)]
-    start = 128 + len(b"".join(made[:low]))
-    end = start + len(b"".join(made[low : high + 1]))
+    start = 128 + len(b"".join(samples[:low]))
+    end = start + len(b"".join(samples[low : high + 1]))
     assert [one[:4] for one in gaps] == [(low, high + 1, start, end)]
 
 
 def test_a_torn_end_is_a_gap_without_a_next():
-    made = some(5)
-    whole = b"".join(made)
+    samples = some(5)
+    whole = b"".join(samples)
     found, gaps = ids(walk_records(Bytes(whole[:-1]), 0))
     assert found == [0, 1, 2, 3]
     assert gaps[0][:2] == (4, None)
@@ -94,9 +102,9 @@ def test_a_torn_end_is_a_gap_without_a_next():
 
 
 def test_a_wrong_crc_alone_is_left_to_the_caller():
-    made = some(5)
-    hurt = bytearray(b"".join(made))
-    hurt[len(made[0]) + 36] ^= 1
+    samples = some(5)
+    hurt = bytearray(b"".join(samples))
+    hurt[len(samples[0]) + 36] ^= 1
     (run,) = walk_records(Bytes(bytes(hurt)), 0)
     assert run.length == 5
     assert not has_valid_crc(run.data[run.bounds[1] : run.bounds[2]])
@@ -104,7 +112,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
 
 def test_a_record_inside_the_data_of_a_record_is_not_found():
     """Its ID and CRC are correct, but the record around it is intact, so no search begins there."""
-    made = [encode_record(0, encode_record(1, b"bait")), encode_record(1, b"true")]
-    (run,) = walk_records(Bytes(b"".join(made)), 0)
+    encoded_records = [encode_record(0, encode_record(1, b"bait")), encode_record(1, b"true")]
+    (run,) = walk_records(Bytes(b"".join(encoded_records)), 0)
     assert run.length == 2
     assert run.data[run.bounds[1] + 36 : -4] == b"true"

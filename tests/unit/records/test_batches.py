@@ -377,29 +377,29 @@ def test_encoded_records_have_the_bytes_of_a_segment_file(
     if not keep.any():
         keep[0] = True
     found = decode(encode(rows))
-    made = batches.encode_records(found, keep, TransactionId(10), REQ_ID)
+    encoded = batches.encode_records(found, keep, TransactionId(10), REQ_ID)
     if keep.all():
-        assert batches.encode_records(found, None, TransactionId(10), REQ_ID) == made
+        assert batches.encode_records(found, None, TransactionId(10), REQ_ID) == encoded
     kept = [(number, row) for number, row in enumerate(rows) if keep[number]]
     expected = [
         expected_record(10 + place, number, row[0], row[1])
         for place, (number, row) in enumerate(kept)
     ]
-    assert bytes(made.records) == b"".join(expected)
-    assert (made.first, made.last) == (10, 10 + len(kept) - 1)
-    assert made.lengths == b"".join(len(r).to_bytes(4, "big") for r in expected)
-    assert made.record_crcs == b"".join(r[-4:] for r in expected)
-    assert made.records_crc == crc32(b"".join(expected))
-    lengths = raw_records.lengths_from_wire(made.lengths, len(made.records))
-    assert raw_records.first_bad_record(made.records, lengths) is None
+    assert bytes(encoded.records) == b"".join(expected)
+    assert (encoded.first, encoded.last) == (10, 10 + len(kept) - 1)
+    assert encoded.lengths == b"".join(len(r).to_bytes(4, "big") for r in expected)
+    assert encoded.record_crcs == b"".join(r[-4:] for r in expected)
+    assert encoded.records_crc == crc32(b"".join(expected))
+    lengths = raw_records.lengths_from_wire(encoded.lengths, len(encoded.records))
+    assert raw_records.first_bad_record(encoded.records, lengths) is None
 
 
 @given(rows_strategy, st.data())
 def test_select_records_returns_the_chosen_records(rows: list[Row], data: st.DataObject) -> None:
     keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
-    made = batches.encode_records(decode(encode(rows)), None, TransactionId(0), REQ_ID)
-    lengths = raw_records.lengths_from_wire(made.lengths, len(made.records))
-    chosen, chosen_lengths = batches.select_records(made.records, lengths, keep)
+    encoded = batches.encode_records(decode(encode(rows)), None, TransactionId(0), REQ_ID)
+    lengths = raw_records.lengths_from_wire(encoded.lengths, len(encoded.records))
+    chosen, chosen_lengths = batches.select_records(encoded.records, lengths, keep)
     numbers = np.flatnonzero(keep).tolist()
     expected = [expected_record(n, n, rows[n][0], rows[n][1]) for n in numbers]
     assert bytes(chosen) == b"".join(expected)
@@ -414,8 +414,8 @@ def run_of(data: list[bytes], first: int = 10) -> tuple[memoryview, raw_records.
     headers = pa.array(range(len(data)), pa.int32())
     rows = pa.RecordBatch.from_pydict({"data": pa.array(data), "header": headers})
     payload = batches.encode_append_arrow(rows)
-    made = batches.encode_records(decode(payload), None, TransactionId(first), REQ_ID)
-    return made.records, raw_records.lengths_from_wire(made.lengths, len(made.records))
+    encoded = batches.encode_records(decode(payload), None, TransactionId(first), REQ_ID)
+    return encoded.records, raw_records.lengths_from_wire(encoded.lengths, len(encoded.records))
 
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=8))
@@ -453,10 +453,12 @@ def test_a_table_has_the_requested_columns_in_the_requested_order(
     names: list[str], count: int
 ) -> None:
     records, lengths = run_of([b"a", b"b"])
-    asked = names[:count]
-    (found,) = batches.range_to_arrow(records, lengths, [], asked, partition_id=PartitionId(1))
-    assert found.schema.names == asked
-    assert found.num_rows == (2 if asked else found.num_rows)
+    requested_names = names[:count]
+    (found,) = batches.range_to_arrow(
+        records, lengths, [], requested_names, partition_id=PartitionId(1)
+    )
+    assert found.schema.names == requested_names
+    assert found.num_rows == (2 if requested_names else found.num_rows)
 
 
 def test_a_long_range_is_sent_in_several_batches() -> None:
@@ -520,12 +522,12 @@ def test_calls_do_not_grow_with_the_rows() -> None:
             payload: bytes = payload, keep: batches.Mask = keep, first: TransactionId = first
         ) -> None:
             rows = decode(payload)
-            made = batches.encode_records(rows, keep, first, REQ_ID)
-            lengths = raw_records.lengths_from_wire(made.lengths, len(made.records))
-            assert raw_records.first_bad_record(made.records, lengths) is None
-            raw_records.headers_of(made.records, lengths)
+            encoded = batches.encode_records(rows, keep, first, REQ_ID)
+            lengths = raw_records.lengths_from_wire(encoded.lengths, len(encoded.records))
+            assert raw_records.first_bad_record(encoded.records, lengths) is None
+            raw_records.headers_of(encoded.records, lengths)
             names = batches.READ_SCHEMA.names
-            batches.range_to_arrow(made.records, lengths, [], names, partition_id=PartitionId(0))
+            batches.range_to_arrow(encoded.records, lengths, [], names, partition_id=PartitionId(0))
 
         way_of_a_batch()
         counts.append(calls_of(way_of_a_batch))

@@ -43,23 +43,23 @@ def trusted(data, at, steps_max=1_000):
 
 
 def test_a_block_has_the_specified_bytes():
-    made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258))
-    assert made[:8] == bytes.fromhex("ffffffff00000102")
-    assert made[8:-4] == b"WLB1" + struct.pack(">qq", 5, 6) + b"b" * 16 + b"c" * 16 + b"\0\0\0\2"
-    assert len(made) == 8 + TRAILER_BYTES == 68
-    found = LockBlockReader(made).block_ending_at(LogEnd(6, b"c" * 16), 1)
-    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8])
+    encoded = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258))
+    assert encoded[:8] == bytes.fromhex("ffffffff00000102")
+    assert encoded[8:-4] == b"WLB1" + struct.pack(">qq", 5, 6) + b"b" * 16 + b"c" * 16 + b"\0\0\0\2"
+    assert len(encoded) == 8 + TRAILER_BYTES == 68
+    found = LockBlockReader(encoded).block_ending_at(LogEnd(6, b"c" * 16), 1)
+    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, encoded[:8])
     assert found.end_before == LogEnd(4, b"b" * 16)
 
 
 def test_a_block_with_distances_has_the_specified_bytes():
-    made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258), b"\1\0")
-    assert made[:14] == bytes.fromhex("ffffffff00000102") + b"\1\0" + b"WLB2"
-    assert len(made) == 10 + TRAILER_BYTES
+    encoded = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258), b"\1\0")
+    assert encoded[:14] == bytes.fromhex("ffffffff00000102") + b"\1\0" + b"WLB2"
+    assert len(encoded) == 10 + TRAILER_BYTES
     older = encode(4, LogEnd(4, b"b" * 16), b"a" * 16, locks_of(9))
-    blocks = LockBlockReader(older + made)
+    blocks = LockBlockReader(older + encoded)
     found = blocks.block_ending_at(LogEnd(6, b"c" * 16), 1)
-    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8], b"\1\0")
+    assert found == LockBlock(5, LogEnd(6, b"c" * 16), b"b" * 16, encoded[:8], b"\1\0")
     assert blocks.block_ending_at(found.end_before, 1).distances == b""
 
 

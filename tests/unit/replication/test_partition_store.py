@@ -300,12 +300,12 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
     supplier = until_settlement_reads(bench)
     while bench.all_sent(wire.LineageRequest)[-1].first != 0:
         bench.deliver(supplier)  # the stamp at the mark comes first
-    asked = bench.all_sent(wire.LineageRequest)[-1]
+    requests = bench.all_sent(wire.LineageRequest)[-1]
     begins = (BeforeLogStart.code, 0, "expected IDs from 9 on", 9)
-    answer = wire.Nack(asked.session_id, asked.sequence, asked.partition_id, *begins)
-    bench.step(session_events.ReplicaResponded(asked.session_id, supplier, answer))
+    answer = wire.Nack(requests.session_id, requests.sequence, requests.partition_id, *begins)
+    bench.step(session_events.ReplicaResponded(requests.session_id, supplier, answer))
     outcome = bench.all_reported(SessionSettled)[-1]
-    assert (outcome.session_id, outcome.has_unknown_outcomes) == (asked.session_id, True)
+    assert (outcome.session_id, outcome.has_unknown_outcomes) == (requests.session_id, True)
     assert bench.store.session.ended is None, "the replica is not at fault"
 
 

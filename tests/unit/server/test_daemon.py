@@ -109,14 +109,16 @@ async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_rel
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(server._hand_over_partition(each, 1)) for each in range(4)]
+        request_tasks = [
+            tasks.create_task(server._hand_over_partition(each, 1)) for each in range(4)
+        ]
         await turns()
         assert coordinator.asked == [0]
         # Meanwhile one has begun again, and one has moved away.
         server.hosts[1].partition.is_owned = True
         del server.hosts[2]
         coordinator.go.set()
-    assert [each.result() for each in asked] == [True, False, False, True]
+    assert [each.result() for each in request_tasks] == [True, False, False, True]
     assert (coordinator.asked, coordinator.most_at_once) == ([0, 3], 1)
 
 

@@ -88,69 +88,69 @@ class World:
 @contextlib.asynccontextmanager
 async def world() -> AsyncIterator[World]:
     async with asyncio.TaskGroup() as tasks:
-        made = World(tasks)
-        yield made
-        made.detector.stop()
+        world = World(tasks)
+        yield world
+        world.detector.stop()
 
 
 @run_on_loop
 async def test_a_server_that_no_longer_listens_is_removed_once():
-    async with world() as here:
-        listener, other = await here.reached()
+    async with world() as servers:
+        listener, other = await servers.reached()
         dials = DIALS[0]
         await listener.close()
-        await poll_until(lambda: here.taken_out)
+        await poll_until(lambda: servers.taken_out)
         assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
         # It may be alive in spite of that: it must be reached before it can be declared dead again.
         await some_dials()
-        assert here.taken_out == [other]
-        listener = await here.listen(listener.port)
-        await poll_until(lambda: len(here.links) == 2)
+        assert servers.taken_out == [other]
+        listener = await servers.listen(listener.port)
+        await poll_until(lambda: len(servers.links) == 2)
         await listener.close()
-        await poll_until(lambda: len(here.taken_out) == 2)
+        await poll_until(lambda: len(servers.taken_out) == 2)
 
 
 @run_on_loop
 async def test_a_dead_server_is_removed_by_its_current_descriptor():
-    async with world() as here:
-        listener, _ = await here.reached()
+    async with world() as servers:
+        listener, _ = await servers.reached()
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
-        here.detector.watch_servers(view_of(now))
+        servers.detector.watch_servers(view_of(now))
         await listener.close()
-        await poll_until(lambda: here.taken_out)
-        assert here.taken_out == [now]
-        assert len(here.links) == 1
+        await poll_until(lambda: servers.taken_out)
+        assert servers.taken_out == [now]
+        assert len(servers.links) == 1
 
 
 @run_on_loop
 async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
-    async with world() as here:
-        here.failures = 2
-        listener, _ = await here.reached()
+    async with world() as servers:
+        servers.failures = 2
+        listener, _ = await servers.reached()
         await listener.close()
-        await poll_until(lambda: here.taken_out)
-        assert here.failures == 0
+        await poll_until(lambda: servers.taken_out)
+        assert servers.failures == 0
 
 
 @run_on_loop
 async def test_a_lost_connection_alone_logs_nothing():
-    async with world() as here:
-        listener = await here.listen()
-        here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+    async with world() as servers:
+        listener = await servers.listen()
+        servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         for count in range(1, 4):
-            await poll_until(lambda count=count: len(here.links) == count)
-            here.links[-1].abort("for the test")
-        await poll_until(lambda: len(here.links) == 4)
-        assert here.taken_out == []
+            await poll_until(lambda count=count: len(servers.links) == count)
+            servers.links[-1].abort("for the test")
+        await poll_until(lambda: len(servers.links) == 4)
+        assert servers.taken_out == []
         await listener.close()
 
 
 @run_on_loop
 async def test_a_server_that_was_never_reached_is_not_declared_dead():
-    async with world() as here:
-        here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, free_port())))
+    async with world() as servers:
+        servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await some_dials()
-        assert here.taken_out == []
+        assert servers.taken_out == []
 
 
 @run_on_loop
@@ -158,10 +158,10 @@ async def test_a_server_that_was_never_reached_is_not_declared_dead():
 async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(reachability, "FAILING_MS", 0)
-        async with world() as here:
-            here.detector.watch_servers(view_of(ServerDescriptor(OTHER, host, 1)))
+        async with world() as servers:
+            servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, host, 1)))
             await some_dials()
-            report = here.detector._results.reachability.report(0)
+            report = servers.detector._results.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
     assert ReachReport.from_bytes(report.to_bytes()) == report
 
@@ -169,8 +169,8 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
 @run_on_loop
 async def test_a_silent_server_that_accepts_connections_is_not_removed():
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
-    async with world() as here:
-        listener, _ = await here.reached()
+    async with world() as servers:
+        listener, _ = await servers.reached()
         await listener.close()
         failure_detector.DIAL_TIMEOUT_S = 0.05  # type: ignore[misc]
         with socket.socket() as silent:  # accepts connections, and sends nothing
@@ -178,16 +178,16 @@ async def test_a_silent_server_that_accepts_connections_is_not_removed():
             silent.bind((HOST, listener.port))
             silent.listen()
             await some_dials()
-            assert here.taken_out == []
-            here.detector.stop()
+            assert servers.taken_out == []
+            servers.detector.stop()
 
 
 @run_on_loop
 async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
     failure_detector.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
-    async with world() as here:
-        listener, _ = await here.reached()
+    async with world() as servers:
+        listener, _ = await servers.reached()
         await listener.close()
         with socket.socket() as dying:
             dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -196,8 +196,8 @@ async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
             dying.setblocking(False)
             taken, _ = await asyncio.get_running_loop().sock_accept(dying)
         taken.close()
-        await poll_until(lambda: here.taken_out)
-        assert [each.server_id for each in here.taken_out] == [OTHER]
+        await poll_until(lambda: servers.taken_out)
+        assert [each.server_id for each in servers.taken_out] == [OTHER]
 
 
 @run_on_loop
@@ -211,27 +211,27 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(failure_detector._ServerWatch, "_pause", noted)
         patched.setattr(failure_detector, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
-        async with world() as here:
+        async with world() as servers:
 
             def close(link: net.Link) -> None:
-                here.links.append(link)
+                servers.links.append(link)
                 link.close("no")
 
             listener = await listen(WireProtocol.CLIENT, HOST, free_port(), close)
-            here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
-            await poll_until(lambda: len(here.links) >= 19)
-            here.detector.stop()
+            servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+            await poll_until(lambda: len(servers.links) >= 19)
+            servers.detector.stop()
             await listener.close()
     assert pauses[:18] == [*(0.001 * 2**count for count in range(16)), 60.0, 60.0]
 
 
 @run_on_loop
 async def test_a_server_that_left_is_not_watched():
-    async with world() as here:
-        listener, _ = await here.reached()
-        here.detector.watch_servers(view_of())
-        await poll_until(lambda: here.links[0].is_closed)
+    async with world() as servers:
+        listener, _ = await servers.reached()
+        servers.detector.watch_servers(view_of())
+        await poll_until(lambda: servers.links[0].is_closed)
         await listener.close()
     # Its watch has ended with the others, or this would still wait.
-    assert here.taken_out == []
+    assert servers.taken_out == []
     assert DIALS[0] == 1

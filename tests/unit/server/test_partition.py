@@ -875,7 +875,7 @@ def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
         world.commit()
     heads = ranged(world, ask_range(world, 0, 1, form=RangeForm.HEADERS))
     world.partition.reads.clear_caches()
-    asked = own_headers(world, BOB, B, 1)
+    request = own_headers(world, BOB, B, 1)
     (fetch,) = world.fetches
     assert fetch.message.form == RangeForm.HEADERS
     place = (1, fetch.token, 0, 0, 2, RangeForm.HEADERS)
@@ -883,7 +883,7 @@ def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
     crc = zlib.crc32(records)
     answer = messages.RangeBytes(*place, b"", records, crc, bytes(16), heads.lineage)
     world.step(FetchAnswered(fetch.token, answer))
-    assert ranged(world, asked).records == records[28:]
+    assert ranged(world, request).records == records[28:]
 
 
 def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
@@ -891,10 +891,10 @@ def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
     world.fill(4)
     one = ranged(world, ask_range(world, 2, 3, bytes_max=1))
     assert (one.count, one.next) == (1, 3)
-    asked = ask_range(world, 4, 9)
-    assert not world.is_answered(asked)
+    request = ask_range(world, 4, 9)
+    assert not world.is_answered(request)
     world.prove()
-    beyond = ranged(world, asked)
+    beyond = ranged(world, request)
     assert (beyond.count, beyond.next, bytes(beyond.records)) == (0, 4, b"")
 
 
@@ -902,7 +902,7 @@ def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
     world = ready()
     world.fill(1)
     mount = world.mount(BOB, B, feed=True)
-    asked = [
+    request = [
         ask_range(world, 1, 9),
         world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1)),
         world.send(B, messages.FeedRequest(mount, 1)),
@@ -910,7 +910,7 @@ def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
     for _ in range(2):  # The later ones share the next proof.
         world.fail_proof()
     codes = {each.req_id: each.error_code for each in world.of(messages.ErrorResponse)}
-    assert codes == dict.fromkeys(asked, errors.SessionLost.code)
+    assert codes == dict.fromkeys(request, errors.SessionLost.code)
 
 
 def test_an_invalid_range_is_rejected() -> None:
@@ -960,11 +960,11 @@ def below_start(fetch: Fetch, first: int) -> FetchFailed:
 def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
     world = World()
     world.open(2)
-    asked = ask_range(world, 0, 2)
+    request = ask_range(world, 0, 2)
     data = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))
     for fetch in list(world.fetches):
         world.step(below_start(fetch, 2))
-    for req_id in (asked, data):
+    for req_id in (request, data):
         answer = world.answer(req_id)
         assert isinstance(answer, messages.ErrorResponse)
         assert (answer.error_code, answer.first_available) == (errors.BeforeLogStart.code, 2)
@@ -1029,12 +1029,12 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
 def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
     world = ready()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
-    assert world.answer(asked) == messages.ExpireResponse(asked, 3, False)
+    request = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
+    assert world.answer(request) == messages.ExpireResponse(request, 3, False)
     assert world.store.of(replication.ExpireArchive) == [replication.ExpireArchive(5, 77)]
     world.store.expired = (5, 77)
-    asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
-    assert world.answer(asked) == messages.ExpireResponse(asked, 3, True)
+    request = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
+    assert world.answer(request) == messages.ExpireResponse(request, 3, True)
     assert len(world.store.of(replication.ExpireArchive)) == 1
 
 
@@ -1044,8 +1044,10 @@ def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() ->
     wanted = replication.ReplaceArchivedObject("o", TransactionId(3), TransactionId(9), 5)
 
     def answer() -> tuple[object, ...]:
-        asked = world.send(A, messages.ObjectReplacementRequest(world.req_id(ALICE), "o", 3, 9, 5))
-        found = world.answer(asked)
+        request = world.send(
+            A, messages.ObjectReplacementRequest(world.req_id(ALICE), "o", 3, 9, 5)
+        )
+        found = world.answer(request)
         assert isinstance(found, messages.ObjectReplacementResponse)
         return found.is_ended, found.is_replaced, found.storage, found.failures
 
@@ -1065,10 +1067,10 @@ def test_a_replacement_of_what_is_not_archived_is_rejected(
     world = ready()
     if is_archived:
         world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    asked = world.send(
+    request = world.send(
         A, messages.ObjectReplacementRequest(world.req_id(ALICE), "o", first, last, 5)
     )
-    assert world.error(asked) == errors.BadRequest.code
+    assert world.error(request) == errors.BadRequest.code
     assert not world.store.of(replication.ReplaceArchivedObject)
 
 
@@ -1084,8 +1086,8 @@ def test_a_wrong_bound_of_an_expiry_is_rejected(bounds: tuple[int, int]) -> None
 
 def test_nothing_expires_of_a_partition_without_an_archive() -> None:
     world = ready()
-    asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 0))
-    assert world.error(asked) == errors.BadRequest.code
+    request = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 0))
+    assert world.error(request) == errors.BadRequest.code
 
 
 def test_a_damaged_record_is_not_passed_on() -> None:
@@ -1219,13 +1221,13 @@ def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> No
 def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
     """A proof confirms the session; the mark from its beginning may be outdated at its end."""
     world = ready()
-    asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
+    request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     (proof,) = world.store.of(replication.ProveMark)
     world.append()
     world.run()
     world.commit()
     world.say(replication.MarkProved(proof.token, TransactionId(-1)))
-    message = world.answer(asked)
+    message = world.answer(request)
     assert message.high_water_mark == 0
 
 
@@ -1236,11 +1238,11 @@ def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> N
     world.say(replication.WriteMetadata(1, metadata, marker, 0, 0))
     world.now_ms += world.limits.high_water_mark_staleness_ms_max + 1
     world.open()
-    asked = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
-    assert not world.is_answered(asked)
+    request = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
+    assert not world.is_answered(request)
     (proof,) = world.store.of(replication.ProveMark)
     world.say(replication.MarkProved(proof.token, TransactionId(-1)))
-    assert world.answer(asked) == messages.HighWaterMarkResponse(asked, -1)
+    assert world.answer(request) == messages.HighWaterMarkResponse(request, -1)
 
 
 def test_a_commit_is_a_proof_as_of_its_submission() -> None:
@@ -1286,13 +1288,13 @@ def test_replicas_are_reported_with_what_is_archived() -> None:
 
 def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
     world = ready()
-    asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
+    request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     world.close()
-    assert not world.is_answered(asked)
+    assert not world.is_answered(request)
     world.open(-1)
     proofs = world.store.of(replication.ProveMark)
     world.say(replication.MarkProved(proofs[-1].token, TransactionId(-1)))
-    assert isinstance(world.answer(asked), messages.ReplicasResponse)
+    assert isinstance(world.answer(request), messages.ReplicasResponse)
 
 
 def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
@@ -1330,8 +1332,8 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
     end = LogEnd(TransactionId(5), world.chain)
     block = encode(TransactionId(0), end, world.chain, b"")
-    asked = world.fetches[-1]
-    world.step(FetchAnswered(asked.token, messages.LockBlocks(1, asked.token, 0, block)))
+    last_fetch = world.fetches[-1]
+    world.step(FetchAnswered(last_fetch.token, messages.LockBlocks(1, last_fetch.token, 0, block)))
     world.run()
     assert world.store.of(replication.SubmitToSession)
     assert Report("locks.loaded", (("known_from", 0), ("mark", 5))) in world.rest

@@ -83,15 +83,17 @@ def fetch_of(outcomes: list[SendToClient | Fetch | FeedHeaders]) -> Fetch:
 
 
 def headers(fetch: Fetch, count: int) -> RangeBytes:
-    asked = fetch.message
-    records = b"".join(struct.pack(">q", asked.first + index) + bytes(20) for index in range(count))
+    request = fetch.message
+    records = b"".join(
+        struct.pack(">q", request.first + index) + bytes(20) for index in range(count)
+    )
     return RangeBytes(
-        asked.session_id,
-        asked.sequence,
+        request.session_id,
+        request.sequence,
         0,
-        asked.first,
+        request.first,
         count,
-        asked.form,
+        request.form,
         b"",
         records,
         zlib.crc32(records),
@@ -215,14 +217,14 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     failed = fetch.replica
-    asked = []
+    requests = []
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0))
     for place in range(1, 2 * AVOIDED_FETCH_COUNT):
-        asked.append(fetch.replica)
+        requests.append(fetch.replica)
         each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
         fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
-    assert failed not in asked[:AVOIDED_FETCH_COUNT]
-    assert failed in asked[AVOIDED_FETCH_COUNT : AVOIDED_FETCH_COUNT + 3]
+    assert failed not in requests[:AVOIDED_FETCH_COUNT]
+    assert failed in requests[AVOIDED_FETCH_COUNT : AVOIDED_FETCH_COUNT + 3]
     # None is left out where there is no other.
     each.replicas = [failed]
     assert (
@@ -352,9 +354,9 @@ def whole(fetch: Fetch, *ids: int) -> RangeBytes:
     runs = [make_run(each, [5]) for each in ids]
     records = b"".join(run for run, _ in runs)
     lengths = b"".join(lengths_to_wire(each) for _, each in runs)
-    asked = fetch.message
+    request = fetch.message
     return dataclasses.replace(
-        headers(fetch, len(ids)), first=asked.first, lengths=lengths, records=records
+        headers(fetch, len(ids)), first=request.first, lengths=lengths, records=records
     )
 
 

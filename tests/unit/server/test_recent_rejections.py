@@ -204,8 +204,8 @@ def test_a_server_that_released_the_partition_answers_that_it_does_not_own_it() 
     world.run()
     world.commit()
     world.step(replication.ReleaseOwnership())
-    asked = world.send(B, messages.RejectionsRequest(world.req_id(ALICE)))
-    assert world.error(asked) == errors.NotOwned.code
+    request = world.send(B, messages.RejectionsRequest(world.req_id(ALICE)))
+    assert world.error(request) == errors.NotOwned.code
     world.step(replication.TakeOwnership(Generation(2), ()))
     world.open(0, generation=2)
     assert rejections_of(world).reasons == b""

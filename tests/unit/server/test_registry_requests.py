@@ -98,9 +98,9 @@ def request(operation, write="w", **rest):
 @run_on_loop
 async def test_a_write_belongs_to_the_principal_that_began_it():
     requests, write_registry = await with_requests()
-    mine, other, stranger = Requester("mine"), Requester("other"), Requester("anonymous")
-    await requests.answer(request(OPERATIONS.BEGIN), mine)
-    entered = await requests.answer(request(OPERATIONS.ENTER), mine)
+    requester, other, stranger = Requester("mine"), Requester("other"), Requester("anonymous")
+    await requests.answer(request(OPERATIONS.BEGIN), requester)
+    entered = await requests.answer(request(OPERATIONS.ENTER), requester)
     assert entered.proof == b"mine/1".ljust(16)
     for operation in OPERATIONS:
         for each in (other, stranger):
@@ -109,7 +109,7 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
     assert len(other.denied) == len(stranger.denied) == len(OPERATIONS)
     assert (await write_registry.read("w")).principal == "mine"
     for operation in (OPERATIONS.CHECK, OPERATIONS.TASKS, OPERATIONS.FINISH, OPERATIONS.FORGET):
-        await requests.answer(request(operation, attempt=1), mine)
+        await requests.answer(request(operation, attempt=1), requester)
     assert await write_registry.read("w") is None
     # Its name is free again.
     await requests.answer(request(OPERATIONS.BEGIN), other)
@@ -175,20 +175,20 @@ async def test_a_report_carries_out_what_it_would_deny():
 async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     monkeypatch.setattr(writes_module, "WRITES_PER_PRINCIPAL_MAX", 3)
     requests, write_registry = await with_requests()
-    mine = Requester("mine")
+    requester = Requester("mine")
     for name in ("a", "b"):
-        await requests.answer(request(OPERATIONS.BEGIN, name), mine)
+        await requests.answer(request(OPERATIONS.BEGIN, name), requester)
     over = b'{"keep_ms": 0}'
-    await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), mine)
-    await requests.answer(request(OPERATIONS.BEGIN, "c"), mine)  # removes the expired one
+    await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), requester)
+    await requests.answer(request(OPERATIONS.BEGIN, "c"), requester)  # removes the expired one
     assert await write_registry.read("expired") is None
     with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
-        await requests.answer(request(OPERATIONS.BEGIN, "d"), mine)
+        await requests.answer(request(OPERATIONS.BEGIN, "d"), requester)
     # Those that exist continue, and other principals are not affected.
-    await requests.answer(request(OPERATIONS.BEGIN, "a"), mine)
+    await requests.answer(request(OPERATIONS.BEGIN, "a"), requester)
     await requests.answer(request(OPERATIONS.BEGIN, "d"), Requester("other"))
-    await requests.answer(request(OPERATIONS.FORGET, "b"), mine)
-    await requests.answer(request(OPERATIONS.BEGIN, "e"), mine)
+    await requests.answer(request(OPERATIONS.FORGET, "b"), requester)
+    await requests.answer(request(OPERATIONS.BEGIN, "e"), requester)
     # With "report" all clients without a token are one principal, and nothing must fail.
     await requests.answer(request(OPERATIONS.BEGIN, "f"), Requester("mine", is_enforced=False))
 
@@ -235,12 +235,12 @@ async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
 @run_on_loop
 async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
     requests, write_registry = await with_requests()
-    mine = Requester("mine", ids_left=2)
-    await requests.answer(request(OPERATIONS.BEGIN), mine)
+    requester = Requester("mine", ids_left=2)
+    await requests.answer(request(OPERATIONS.BEGIN), requester)
     for task in (0, 1, 0):  # an attempt needs no further ID
-        await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
+        await requests.answer(request(OPERATIONS.ENTER, task=task), requester)
     with pytest.raises(errors.Overloaded):
-        await requests.answer(request(OPERATIONS.ENTER, task=2), mine)
+        await requests.answer(request(OPERATIONS.ENTER, task=2), requester)
     assert list(await write_registry.read_tasks("w")) == [0, 1]
 
 
@@ -248,8 +248,8 @@ async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
 async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
     """Its principal may have lost its permissions, and a thief may have sent many."""
     requests, write_registry = await with_requests()
-    mine, is_closed, may_read = Requester("mine"), False, asyncio.Event()
-    await requests.answer(request(OPERATIONS.BEGIN), mine)
+    requester, is_closed, may_read = Requester("mine"), False, asyncio.Event()
+    await requests.answer(request(OPERATIONS.BEGIN), requester)
     of_principal = write_registry.for_principal("mine")
     read = of_principal.read
 
@@ -261,8 +261,8 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
     write_registry.for_principal = lambda *_, **__: of_principal
     async with asyncio.TaskGroup() as group:
         for _ in range(OPERATIONS_IN_PROGRESS_MAX):
-            group.create_task(requests.answer(request(OPERATIONS.READ), mine))
-        forget = requests.answer(request(OPERATIONS.FORGET), mine, is_closed=lambda: is_closed)
+            group.create_task(requests.answer(request(OPERATIONS.READ), requester))
+        forget = requests.answer(request(OPERATIONS.FORGET), requester, is_closed=lambda: is_closed)
         dropped = group.create_task(_outcome(forget))
         await asyncio.sleep(0)
         is_closed = True
@@ -276,10 +276,10 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
 async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, is_left):
     """Each request reads a node for each task; a principal must not have a server read many."""
     requests, _ = await with_requests()
-    mine, left, most, is_open = Requester("mine"), [], [], asyncio.Event()
-    await requests.answer(request(OPERATIONS.BEGIN), mine)
+    requester, left, most, is_open = Requester("mine"), [], [], asyncio.Event()
+    await requests.answer(request(OPERATIONS.BEGIN), requester)
     for task in range(3 * CONCURRENT_READS_MAX):
-        await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
+        await requests.answer(request(OPERATIONS.ENTER, task=task), requester)
     real, under_way = writes_module.WriteRegistry.read_task_state, []
 
     async def read_task_state(self, write, task):
@@ -294,7 +294,9 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
         listings = [
             group.create_task(
                 _outcome(
-                    requests.answer(request(OPERATIONS.TASKS), mine, is_closed=lambda: bool(left))
+                    requests.answer(
+                        request(OPERATIONS.TASKS), requester, is_closed=lambda: bool(left)
+                    )
                 )
             )
             for _ in range(3)

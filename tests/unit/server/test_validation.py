@@ -55,8 +55,8 @@ def message(req_id: ReqId = REQ) -> AppendBatch:
 def single(
     write: Sequence[int], read: Sequence[int] = (), append: Sequence[int] = (), *, mark: int = -1
 ) -> PendingSingle:
-    asked = AppendRequest(REQ, mark, tuple(write), tuple(read), tuple(append), 0, b"", 0)
-    return PendingSingle(A, 100, asked, FlushGroup(), 0)
+    request = AppendRequest(REQ, mark, tuple(write), tuple(read), tuple(append), 0, b"", 0)
+    return PendingSingle(A, 100, request, FlushGroup(), 0)
 
 
 def with_locks(
@@ -66,9 +66,9 @@ def with_locks(
     payload = encode_append(
         [0] * count, [b""] * count, write_locks=write, read_locks=read, append_locks=append
     )
-    asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
-    pending = PendingBatch(A, 1_000, asked, REQ, FlushGroup(), 0)
-    pending.open(decode_batch(asked, LIMITS))
+    request = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
+    pending = PendingBatch(A, 1_000, request, REQ, FlushGroup(), 0)
+    pending.open(decode_batch(request, LIMITS))
     return pending
 
 

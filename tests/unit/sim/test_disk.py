@@ -165,18 +165,20 @@ def test_corruption_on_the_disk_is_not_counted_as_a_step(disk):
 
 
 def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
-    struck = []
-    disk.plan_fault_at_call({"rename", "sync"}, DiskFault.IO_ERROR, lambda: struck.append("call"))
-    disk.plan_read_failure(2, lambda: struck.append("read"))
+    failed_calls = []
+    disk.plan_fault_at_call(
+        {"rename", "sync"}, DiskFault.IO_ERROR, lambda: failed_calls.append("call")
+    )
+    disk.plan_read_failure(2, lambda: failed_calls.append("read"))
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
     assert file.pread(1, 0) == b"b"
-    assert struck == []
+    assert failed_calls == []
     with pytest.raises(DiskFailed, match="cannot read"):
         file.pread(1, 0)
     with pytest.raises(DiskFailed, match="sync"):
         file.sync()
-    assert struck == ["read", "call"]
+    assert failed_calls == ["read", "call"]
     assert file.pread(1, 0) == b"b"
     file.sync()
 

@@ -88,18 +88,18 @@ def test_the_first_marks_are_confirmed_by_a_quorum(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else shows a reader whose start is unknown that a server is not the owner now."""
-    asked = []
+    requests = []
     given = WaltzStreamReader._request_marks
 
     def noted(self: WaltzStreamReader, *, linearizable: bool):
-        asked.append(linearizable)
+        requests.append(linearizable)
         return given(self, linearizable=linearizable)
 
     monkeypatch.setattr(WaltzStreamReader, "_request_marks", noted)
     reader = old_reader_of()
     reader.latestOffset()
     reader.latestOffset()
-    assert asked == [True, False]
+    assert requests == [True, False]
 
 
 def test_a_new_pyspark_gets_the_reader_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,11 +139,11 @@ def test_the_cluster_is_checked():
 
 
 def test_partitions_are_assigned_and_switched_one_by_one():
-    desk = Terminal()
-    assert desk.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
-    assert desk.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
-    assert desk.ask(wire.SetAssigned(5, (), False, True), version=0) == wire.Done(5)
-    assert desk.changes == [
+    terminal = Terminal()
+    assert terminal.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
+    assert terminal.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
+    assert terminal.ask(wire.SetAssigned(5, (), False, True), version=0) == wire.Done(5)
+    assert terminal.changes == [
         Assign(2),
         Assign(1),
         admin_tasks.SetAvailableTask(1, False),
@@ -152,20 +152,20 @@ def test_partitions_are_assigned_and_switched_one_by_one():
 
 
 def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
-    desk = Terminal(
+    terminal = Terminal(
         SetAvailableTask=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
-    answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
+    answer = terminal.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
     assert refused(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
-    assert [each.partition_id for each in desk.changes] == [0, 1, 2]
-    assert refused(desk.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
+    assert [each.partition_id for each in terminal.changes] == [0, 1, 2]
+    assert refused(terminal.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
 
 
 def test_marks_and_held_partitions_are_reported():
     held = (HeldPartition(0, INFO, 52, True), HeldPartition(3, INFO._replace(flags=4), -1, False))
-    desk = Terminal(FindHeldPartitions=held)
-    assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
-    assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
+    terminal = Terminal(FindHeldPartitions=held)
+    assert terminal.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
+    assert terminal.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
     absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
     assert "this storage does not have" in refused(
         absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest
@@ -176,12 +176,12 @@ def test_marks_and_held_partitions_are_reported():
 def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
     free_bytes = None if disk_error else 5_000
     disk_status = DiskStatus(free_bytes, 64, True, 1_700_000_000_000, disk_error)
-    desk = Terminal(
+    terminal = Terminal(
         FindHeldPartitions=(HeldPartition(3, INFO, 52, True),),
         FindDiskStatus=disk_status,
         FindArchiveState=ArchiveState("file:///archive", 500, 2, "no route", False, "object 8"),
     )
-    answered = json.loads(desk.ask(wire.MetricsRequest(1), version=0).json)
+    answered = json.loads(terminal.ask(wire.MetricsRequest(1), version=0).json)
     lists = ("metrics", "ids", "gauges", "counters", "histograms", "meters", "timers")
     assert set(answered) == set(lists)
     values = {name: gauge["value"] for name, gauge in answered["gauges"].items()}
@@ -218,29 +218,29 @@ def range_of(first, count, data=b"data"):
 
 
 def test_records_are_listed_as_waltz_0_13_lists_them():
-    desk = Terminal(
+    terminal = Terminal(
         ReadRange=lambda each: range_of(each.first, each.last - each.first + 1, b"hello")
     )
-    answer = desk.ask(wire.RecordListRequest(1, 2, 50, 20), version=0)
-    assert desk.admin_tasks[-1] == ReadRange(2, 50, 52, 8 * 1024 * 1024)
+    answer = terminal.ask(wire.RecordListRequest(1, 2, 50, 20), version=0)
+    assert terminal.admin_tasks[-1] == ReadRange(2, 50, 52, 8 * 1024 * 1024)
     assert [record.transaction_id for record in answer.records] == [50, 51, 52]
     assert answer.records[1] == (51, ReqId(1, 1, 0, 51), 7, b"hello")
     for first, count in ((53, 20), (-1, 20), (50, 0), (50, -4)):
-        assert desk.ask(wire.RecordListRequest(1, 2, first, count)).records == ()
-    desk.ask(wire.RecordListRequest(1, 2, 50, 1))
-    assert desk.admin_tasks[-1] == ReadRange(2, 50, 50, 8 * 1024 * 1024)
+        assert terminal.ask(wire.RecordListRequest(1, 2, first, count)).records == ()
+    terminal.ask(wire.RecordListRequest(1, 2, 50, 1))
+    assert terminal.admin_tasks[-1] == ReadRange(2, 50, 50, 8 * 1024 * 1024)
 
 
 # ---- removal, suspicion, starting again (rule 2)
 
 
 def test_a_replica_outside_the_session_can_be_removed():
-    desk = Terminal()
-    assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
-    assert desk.admin_tasks == [InspectReplica(2), FindZooKeeperState(2), Unassign(2, True)]
-    desk = Terminal()
-    assert desk.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
-    assert desk.changes == [Unassign(2, False)]
+    terminal = Terminal()
+    assert terminal.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
+    assert terminal.admin_tasks == [InspectReplica(2), FindZooKeeperState(2), Unassign(2, True)]
+    terminal = Terminal()
+    assert terminal.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
+    assert terminal.changes == [Unassign(2, False)]
 
 
 IN_SESSION = (
@@ -260,67 +260,67 @@ IN_SESSION = (
 def test_an_assigned_replica_is_never_removed_and_one_of_the_session_only_with_force(
     state, forced, text
 ):
-    desk = Terminal(FindZooKeeperState=state)
-    answer = desk.ask(wire.RemovePartition(1, 2, True, forced))
+    terminal = Terminal(FindZooKeeperState=state)
+    answer = terminal.ask(wire.RemovePartition(1, 2, True, forced))
     if text is None:
         assert answer == wire.Done(1)
-        assert desk.changes == [Unassign(2, True)]
+        assert terminal.changes == [Unassign(2, True)]
     else:
         assert text in refused(answer, errors.BadRequest)
-        answer = desk.ask(wire.SetAssigned(1, (2,), False, True), version=0)
+        answer = terminal.ask(wire.SetAssigned(1, (2,), False, True), version=0)
         assert isinstance(answer, wire.AdminFailure)
-        assert desk.changes == []
+        assert terminal.changes == []
 
 
 def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
-    desk = Terminal(FindZooKeeperState=ASSIGNED)
-    assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [admin_tasks.ReSeedTask(2)]
+    terminal = Terminal(FindZooKeeperState=ASSIGNED)
+    assert terminal.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
+    assert terminal.changes == [admin_tasks.ReSeedTask(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
-    desk = Terminal(FindZooKeeperState=bare)
-    text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
+    terminal = Terminal(FindZooKeeperState=bare)
+    text = refused(terminal.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
     assert "without it, 1 are left, less than the quorum of 2)" in text
     assert "offline first" in text
-    assert desk.changes == []
-    assert desk.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
-    assert desk.changes == [admin_tasks.ReSeedTask(2)]
+    assert terminal.changes == []
+    assert terminal.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
+    assert terminal.changes == [admin_tasks.ReSeedTask(2)]
 
 
 def test_a_replica_is_suspect_unless_it_is_the_only_one():
-    desk = Terminal(FindZooKeeperState=ENGAGED)
-    assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [admin_tasks.MarkSuspectTask(2)]
-    desk = Terminal(FindZooKeeperState=ONLY_REPLICA)
+    terminal = Terminal(FindZooKeeperState=ENGAGED)
+    assert terminal.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
+    assert terminal.changes == [admin_tasks.MarkSuspectTask(2)]
+    terminal = Terminal(FindZooKeeperState=ONLY_REPLICA)
     assert "the only one in sync" in refused(
-        desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
+        terminal.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
     )
-    assert desk.changes == []
-    assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
+    assert terminal.changes == []
+    assert terminal.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
 
 
 @pytest.mark.parametrize(
     "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
 )
 def test_nothing_is_deleted_while_zookeeper_is_unavailable(message):
-    desk = Terminal(FindZooKeeperState=CoordinatorUnavailable("ZooKeeper is away"))
-    assert refused(desk.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
-    assert desk.changes == []
+    terminal = Terminal(FindZooKeeperState=CoordinatorUnavailable("ZooKeeper is away"))
+    assert refused(terminal.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
+    assert terminal.changes == []
 
 
 def test_an_absent_replica_cannot_be_removed():
-    desk = Terminal(InspectReplica=FACTS._replace(is_held=False))
-    refused(desk.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
-    assert desk.changes == []
+    terminal = Terminal(InspectReplica=FACTS._replace(is_held=False))
+    refused(terminal.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
+    assert terminal.changes == []
 
 
 # ---- what a storage reports, and copying (rule 3)
 
 
 def test_a_storage_and_a_replica_are_reported():
-    desk = Terminal(FindHeldPartitions=(HeldPartition(3, INFO, 52, True),))
-    answer = desk.ask(wire.StorageRequest(1))
+    terminal = Terminal(FindHeldPartitions=(HeldPartition(3, INFO, 52, True),))
+    answer = terminal.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
-    answered = desk.ask(wire.ReplicaRequest(2, 2))
+    answered = terminal.ask(wire.ReplicaRequest(2, 2))
     assert answered.is_held
     assert answered.is_available
     assert answered.is_served
@@ -337,72 +337,75 @@ def test_a_storage_and_a_replica_are_reported():
 
 
 def test_a_copy_returns_only_records_below_the_confirmed_mark():
-    desk = Terminal(ReadRange=lambda each: range_of(each.first, 11))
-    copy = desk.ask(wire.CopyRequest(1, 2, 30, 1 << 30))
-    assert desk.admin_tasks[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
+    terminal = Terminal(ReadRange=lambda each: range_of(each.first, 11))
+    copy = terminal.ask(wire.CopyRequest(1, 2, 30, 1 << 30))
+    assert terminal.admin_tasks[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
     assert (copy.first, copy.chain_before, copy.lineage[0].last) == (30, b"b" * 16, 40)
     assert copy.records_crc == zlib.crc32(copy.records)
-    nothing = desk.ask(wire.CopyRequest(1, 2, 41, 1 << 30))
+    nothing = terminal.ask(wire.CopyRequest(1, 2, 41, 1 << 30))
     assert (nothing.first, nothing.lineage, bytes(nothing.records)) == (41, (), b"")
-    refused(desk.ask(wire.CopyRequest(1, 2, -1, 1)), errors.BadRequest)
+    refused(terminal.ask(wire.CopyRequest(1, 2, -1, 1)), errors.BadRequest)
 
 
 def test_a_copy_is_accepted_only_while_the_partition_is_offline():
     entry = LineageEntry(53, 53, 6, 5, bytes(16))
     copy = wire.Copy(1, 2, 53, b"", b"", 0, GENESIS_CHAIN, (entry,))
-    desk = Terminal(PutCopy=53)
-    assert "must be offline while it" in refused(desk.ask(copy), errors.BadRequest)
-    assert desk.changes == []
-    desk = Terminal(PutCopy=53, InspectReplica=OFFLINE)
-    assert desk.ask(copy) == wire.Copied(1, 2, 53)
-    assert desk.changes == [PutCopy(copy)]
+    terminal = Terminal(PutCopy=53)
+    assert "must be offline while it" in refused(terminal.ask(copy), errors.BadRequest)
+    assert terminal.changes == []
+    terminal = Terminal(PutCopy=53, InspectReplica=OFFLINE)
+    assert terminal.ask(copy) == wire.Copied(1, 2, 53)
+    assert terminal.changes == [PutCopy(copy)]
 
 
 # ---- turns
 
 
 def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
-    desk = Terminal()
-    desk.post(wire.SetAvailable(1, (0,), False))
-    desk.post(wire.SetAvailable(2, (1,), False), connection=2)
-    desk.post(wire.MarkSuspect(3, 2, True))
-    desk.post(wire.SessionInfoRequest(4, 2))
-    assert [type(run.task) for run in desk.open] == [admin_tasks.SetAvailableTask, InspectReplica]
-    desk.open.reverse()
-    desk.carry_out()
-    assert desk.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
-    desk.carry_out(DiskFailed("no"))  # a waiting request continues all the same
-    assert desk.carry_out() == admin_tasks.SetAvailableTask(1, False)
-    assert desk.carry_out() == admin_tasks.MarkSuspectTask(2)
-    assert [(sender, answer.sequence) for sender, answer in desk.answered[1:]] == [
+    terminal = Terminal()
+    terminal.post(wire.SetAvailable(1, (0,), False))
+    terminal.post(wire.SetAvailable(2, (1,), False), connection=2)
+    terminal.post(wire.MarkSuspect(3, 2, True))
+    terminal.post(wire.SessionInfoRequest(4, 2))
+    assert [type(run.task) for run in terminal.open] == [
+        admin_tasks.SetAvailableTask,
+        InspectReplica,
+    ]
+    terminal.open.reverse()
+    terminal.carry_out()
+    assert terminal.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
+    terminal.carry_out(DiskFailed("no"))  # a waiting request continues all the same
+    assert terminal.carry_out() == admin_tasks.SetAvailableTask(1, False)
+    assert terminal.carry_out() == admin_tasks.MarkSuspectTask(2)
+    assert [(sender, answer.sequence) for sender, answer in terminal.answered[1:]] == [
         (1, 1),
         (2, 2),
         (1, 3),
     ]
-    assert desk.open == []
+    assert terminal.open == []
 
 
 def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
-    desk = Terminal()
-    desk.post(wire.SetAvailable(1, (0, 1, 2), False))
-    desk.post(wire.MarkSuspect(2, 2, True))
-    desk.post(wire.MarkSuspect(3, 3, True), connection=2)
-    desk.post(wire.RemovePartition(4, 1, True, False))
-    desk.carry_out()
-    desk.take(desk.machine.step(AdminDisconnected(1), 0))
-    assert [type(run.task) for run in desk.open] == [
+    terminal = Terminal()
+    terminal.post(wire.SetAvailable(1, (0, 1, 2), False))
+    terminal.post(wire.MarkSuspect(2, 2, True))
+    terminal.post(wire.MarkSuspect(3, 3, True), connection=2)
+    terminal.post(wire.RemovePartition(4, 1, True, False))
+    terminal.carry_out()
+    terminal.take(terminal.machine.step(AdminDisconnected(1), 0))
+    assert [type(run.task) for run in terminal.open] == [
         admin_tasks.SetAvailableTask
     ]  # it is under way
-    while desk.open:
-        desk.carry_out()
+    while terminal.open:
+        terminal.carry_out()
     done = [
         admin_tasks.SetAvailableTask(0, False),
         admin_tasks.SetAvailableTask(1, False),
         admin_tasks.MarkSuspectTask(3),
     ]
-    assert desk.changes == done
-    assert (2, wire.Done(3)) in desk.answered
-    errors_found = [dict(each.fields).get("error") for each in desk.reports]
+    assert terminal.changes == done
+    assert (2, wire.Done(3)) in terminal.answered
+    errors_found = [dict(each.fields).get("error") for each in terminal.reports]
     dropped = "the connection was closed before the request was done"
     assert errors_found == [
         dropped,
@@ -485,47 +488,47 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
 
 
 def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_done():
-    desk = Terminal()
-    desk.post(wire.MarkSuspect(1, 2, True))
-    desk.post(wire.SessionInfoRequest(2, 2))
-    desk.take(desk.machine.step(AdminDisconnected(1), 0))
-    desk.carry_out()
-    desk.carry_out()
-    assert [each.name for each in desk.reports] == ["storage.admin_request_completed"]
-    desk.answered.clear()
-    assert desk.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
-    assert desk.changes == [admin_tasks.MarkSuspectTask(2), admin_tasks.MarkSuspectTask(2)]
+    terminal = Terminal()
+    terminal.post(wire.MarkSuspect(1, 2, True))
+    terminal.post(wire.SessionInfoRequest(2, 2))
+    terminal.take(terminal.machine.step(AdminDisconnected(1), 0))
+    terminal.carry_out()
+    terminal.carry_out()
+    assert [each.name for each in terminal.reports] == ["storage.admin_request_completed"]
+    terminal.answered.clear()
+    assert terminal.ask(wire.MarkSuspect(3, 2, True), connection=2) == wire.Done(3)
+    assert terminal.changes == [admin_tasks.MarkSuspectTask(2), admin_tasks.MarkSuspectTask(2)]
 
 
 def test_waiting_requests_are_limited():
-    desk = Terminal()
+    terminal = Terminal()
     for sequence in range(WAITING_MAX + 3):
-        desk.post(wire.MarkSuspect(sequence, 2, True))
-    assert [answer.sequence for _, answer in desk.answered] == [
+        terminal.post(wire.MarkSuspect(sequence, 2, True))
+    assert [answer.sequence for _, answer in terminal.answered] == [
         WAITING_MAX + each for each in range(3)
     ]
-    refused(desk.answered[0][1], errors.Overloaded)
+    refused(terminal.answered[0][1], errors.Overloaded)
     for _ in range(WAITING_MAX):
-        desk.carry_out()
-    assert desk.open == []
-    assert len(desk.answered) == WAITING_MAX + 3
+        terminal.carry_out()
+    assert terminal.open == []
+    assert len(terminal.answered) == WAITING_MAX + 3
 
 
 def test_a_message_other_than_a_request_is_rejected_and_ends_nothing():
-    desk = Terminal()
+    terminal = Terminal()
     for message in (wire.Done(1), wire.AdminRejected(1, 5, "x"), wire.Copied(1, 2, 3)):
-        assert "does not accept" in refused(desk.ask(message), errors.BadRequest)
-    assert desk.machine.step(Wakeup(), 5) == []
-    assert desk.machine.wake_at_ms is None
-    assert desk.ask(wire.MarkSuspect(9, 2, True)) == wire.Done(9)
+        assert "does not accept" in refused(terminal.ask(message), errors.BadRequest)
+    assert terminal.machine.step(Wakeup(), 5) == []
+    assert terminal.machine.wake_at_ms is None
+    assert terminal.ask(wire.MarkSuspect(9, 2, True)) == wire.Done(9)
 
 
 def test_changes_and_rejections_are_reported():
-    desk = Terminal()
-    desk.ask(wire.MarkSuspect(1, 2, True))
-    desk.ask(wire.CheckCluster(-1, KEY, 5))
-    assert [report.name for report in desk.reports] == [
+    terminal = Terminal()
+    terminal.ask(wire.MarkSuspect(1, 2, True))
+    terminal.ask(wire.CheckCluster(-1, KEY, 5))
+    assert [report.name for report in terminal.reports] == [
         "storage.admin_request_completed",
         "storage.admin_request_rejected",
     ]
-    assert dict(desk.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}
+    assert dict(terminal.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}

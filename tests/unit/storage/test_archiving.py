@@ -102,10 +102,22 @@ def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
     job = request(bench, owner, message)
     assert isinstance(bench.answers(1)[-1], SuccessResponse)
     assert bench.answers(1)[-1].sequence == message.sequence
-    made = upload(store, KEY, job)
-    bench.step(service.UploadDone(job, made))
+    uploaded = upload(store, KEY, job)
+    bench.step(service.UploadDone(job, uploaded))
     assert notices(bench) == [
-        RangeArchived(5, 0, 0, 1, 5, owner.chain, made.stamp_ms, made.name, made.file_crc, "", *LAG)
+        RangeArchived(
+            5,
+            0,
+            0,
+            1,
+            5,
+            owner.chain,
+            uploaded.stamp_ms,
+            uploaded.name,
+            uploaded.file_crc,
+            "",
+            *LAG,
+        )
     ]
     assert reports(bench, "storage.range_archived") == [{"partition": 0, "last": 5}]
     (name,) = (each for each in store.list_names("") if each.endswith(".parquet"))
@@ -664,13 +676,13 @@ def replacement_of(owner, first, last, *, made, name="o", attempt=3):
 
 def archived_in(bench, owner, store, *ends):
     """Archive objects that end at these IDs; return the manifest, and the names of the objects."""
-    made, first = NewManifest(-1, GENESIS_CHAIN, 0, "", 0), 0
+    uploaded, first = NewManifest(-1, GENESIS_CHAIN, 0, "", 0), 0
     for attempt, last in enumerate(ends):
-        fields = (attempt, first, last, made.chain, made.name, made.file_crc)
+        fields = (attempt, first, last, uploaded.chain, uploaded.name, uploaded.file_crc)
         job = request(bench, owner, owner.make(ArchiveRange, *fields))
-        made, first = upload(store, KEY, job), last + 1
-        bench.step(service.UploadDone(job, made))
-    return made, [each for each in store.list_names("") if each.endswith(".parquet")]
+        uploaded, first = upload(store, KEY, job), last + 1
+        bench.step(service.UploadDone(job, uploaded))
+    return uploaded, [each for each in store.list_names("") if each.endswith(".parquet")]
 
 
 def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_path, monkeypatch):

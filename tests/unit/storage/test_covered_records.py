@@ -104,10 +104,10 @@ class World:
 
 @pytest.fixture
 def empty(tmp_path):
-    made = World(tmp_path)
-    yield made
-    made.log.abandon()
-    made.control.close()
+    world = World(tmp_path)
+    yield world
+    world.log.abandon()
+    world.control.close()
 
 
 @pytest.fixture

@@ -369,13 +369,13 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
     sizes = {"empty": 0, "small": 65_536, "large": 1_000_000}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
-    disk, asked = RealDisk(2), []
+    disk, requests = RealDisk(2), []
     kept = disk.open(tmp_path / "kept", create=True)
 
     def advised(fd, offset, size, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
-        asked.append((name, offset, size))
+        requests.append((name, offset, size))
         assert open_names(tmp_path) == {"kept", name}
         if name == "empty":
             raise OSError(errno.EINVAL, "no such advice")
@@ -383,7 +383,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fadvise", advised)
         disk.prefetch(tmp_path, ["empty", "none", "small", "large"])
-    assert asked == [
+    assert requests == [
         ("empty", 0, 0),
         ("small", 0, 0),
         ("large", 0, 4_096),

@@ -182,21 +182,21 @@ def test_the_space_of_an_append_includes_its_index_and_batches():
 def test_a_disk_with_much_room_is_queried_now_and_then():
     disk = SimDisk()
     disk.make_directory(ROOT)
-    disk.free_bytes = asked = Mock(wraps=disk.free_bytes)
+    disk.free_bytes = request_mock = Mock(wraps=disk.free_bytes)
     space = DiskSpace(disk, ROOT, 0)
     for _ in range(3 * SPARE_BYTES_MAX // 1_024):
         space.check_append(1_024)
-    assert asked.call_count == 3
+    assert request_mock.call_count == 3
     disk.capacity_bytes = 10_000
     space.check_append(2_000)
-    assert asked.call_count == 3
+    assert request_mock.call_count == 3
     space.note_shortage(4_000)
     assert space.is_short
     space.check_append(4_000)
     space.check_append(3_000)
     with pytest.raises(NoSpace):
         space.check_append(10_001)
-    assert asked.call_count == 5, "half of the 6,000 that were left may be written unasked"
+    assert request_mock.call_count == 5, "half of the 6,000 that were left may be written unasked"
 
 
 def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():

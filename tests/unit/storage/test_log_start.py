@@ -45,13 +45,13 @@ def marked(world):
 @pytest.fixture
 def world(tmp_path):
     """Twelve batches of 4 records in segments of about 500 bytes, which end within batches."""
-    made = World(tmp_path, segment_bytes_max=500)
-    made.log.prepare(1, NONCE)
+    world = World(tmp_path, segment_bytes_max=500)
+    world.log.prepare(1, NONCE)
     for _ in range(12):
-        made.append([4])
-    yield made
-    made.log.abandon()
-    made.control.close()
+        world.append([4])
+    yield world
+    world.log.abandon()
+    world.control.close()
 
 
 def remove_all(world):

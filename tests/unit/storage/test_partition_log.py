@@ -167,11 +167,11 @@ class World:
 
 @pytest.fixture
 def world(tmp_path):
-    made = World(tmp_path)
-    made.log.prepare(1, NONCE)
-    yield made
-    made.log.abandon()
-    made.control.close()
+    world = World(tmp_path)
+    world.log.prepare(1, NONCE)
+    yield world
+    world.log.abandon()
+    world.control.close()
 
 
 # ---- sessions

@@ -141,17 +141,17 @@ def test_an_empty_index_is_searched_for_once(monkeypatch):
     fill_segment(new_segment(disk), [20])
     known = disk.visible_content(IDX)
     disk.write_durably(IDX, known[:SEGMENT_HEADER_BYTES] + bytes(8 * 20))
-    asked = []
+    requests = []
     search = record_search.find_record
 
     def counted(*args, starts, **named):
-        asked.append(starts.size)
+        requests.append(starts.size)
         return search(*args, starts=starts, **named)
 
     monkeypatch.setattr(record_search, "find_record", counted)
     behind = search_of(disk)
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
-    assert asked == [17, 0, 0]
+    assert requests == [17, 0, 0]
     # The same search, which has the positions that were found, is used again.
     disk.write_durably(
         IDX,
@@ -159,7 +159,7 @@ def test_an_empty_index_is_searched_for_once(monkeypatch):
     )
     behind = search_of(disk)
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
-    assert asked[3:] == [17, 14, 12]
+    assert requests[3:] == [17, 14, 12]
 
 
 def possible_places(data, after, space):

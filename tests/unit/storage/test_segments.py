@@ -42,7 +42,7 @@ def reopened(disk, *firsts):
 def straddling(disk):
     """Segments 0..4, 5..6, 7..9 of which the batch 3..8 spans all three."""
     segments, records, entries = make_segments(disk, [3])
-    more, lengths, made = make_batches(3, [6, 1], entries[-1].chain)
+    more, lengths, batches = make_batches(3, [6, 1], entries[-1].chain)
     for count in (2, 2, 3):
         segments.current.append(lengths[:count], more[: count * RECORD_BYTES])
         records += more[: count * RECORD_BYTES]
@@ -51,10 +51,10 @@ def straddling(disk):
             segments.sync()
             segments.sync_index()
             segments.add(5, entries[-1].chain)
-    segments.current.append_entries(made, BEFORE_FIRST)
+    segments.current.append_entries(batches, BEFORE_FIRST)
     segments.sync()
     segments.sync_index()
-    return segments, records, entries + made
+    return segments, records, entries + batches
 
 
 def test_a_read_crosses_segments_up_to_its_limit_and_one_record_always_fits():

@@ -89,15 +89,15 @@ def test_partitions_are_opened_as_the_caller_requests(tmp_path):
     for partition_id in (2, 0):
         engine.assign(partition_id)
     engine.close()
-    asked = []
+    requests = []
 
     def for_each(call, partition_ids):
-        asked.extend(partition_ids)
+        requests.extend(partition_ids)
         for partition_id in reversed(partition_ids):
             call(partition_id)
 
     engine = open_engine(tmp_path, for_each=for_each)
-    assert asked == [0, 2]
+    assert requests == [0, 2]
     assert list(engine.logs) == [2, 0]
     engine.close()
 

@@ -128,10 +128,10 @@ def test_an_unexpected_message_is_rejected(log):
 
 
 def test_reads_are_always_bounded(log, monkeypatch):
-    asked = []
+    requests = []
     read = log.read_range
     monkeypatch.setattr(
-        log, "read_range", lambda *args, **more: asked.append(args[2]) or read(*args, **more)
+        log, "read_range", lambda *args, **more: requests.append(args[2]) or read(*args, **more)
     )
     run(log, OwnerSession(5).append(3))
     owner = OwnerSession(5)
@@ -139,7 +139,7 @@ def test_reads_are_always_bounded(log, monkeypatch):
         message = owner.make(RangeRaw, 0, 2, bytes_max, RangeForm.WHOLE, whole_batches, False)
         (outcome,) = run(log, message).outcomes
         assert outcome.count >= 1
-    assert asked == [RANGE_BYTES_MAX, BATCHES_BYTES_MAX, 1]
+    assert requests == [RANGE_BYTES_MAX, BATCHES_BYTES_MAX, 1]
     # However small its records are, the lineage of an answer fits into a message.
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
 

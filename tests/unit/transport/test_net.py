@@ -74,18 +74,18 @@ async def test_messages_arrive_in_order_whatever_their_size(pair):
 @run_on_loop
 async def test_prebuilt_frames_keep_their_order_among_messages(pair):
     async with pair() as (link, peer, _):
-        made = b"".join(
+        joined = b"".join(
             bytes(each) for n in (1, 2) for each in codec.encode(raw(10, n), link.version)
         )
         before = link.bytes_sent
         link.send(raw(300_000, 0))
-        link.send_frames(made)
-        assert link.bytes_sent > before + 300_000 + len(made)
+        link.send_frames(joined)
+        assert link.bytes_sent > before + 300_000 + len(joined)
         link.send(raw(5, 3))
         await poll_until(lambda: len(peer.messages) == 4)
         assert [each.sequence for each in peer.messages] == [0, 1, 2, 3]
         link.close("enough")
-        link.send_frames(made)
+        link.send_frames(joined)
     assert len(peer.messages) == 4
 
 
@@ -121,10 +121,10 @@ async def test_start_delivers_earlier_messages(pair):
 @run_on_loop
 async def test_a_full_inbox_stops_the_peer(pair):
     async with pair() as (link, peer, _):
-        there, count = peer.links[0], 0
-        while not (there.is_congested and link._inbox_bytes > 1024 * 1024):
-            if not there.is_congested:
-                there.send(raw(500_000, count))
+        peer_link, count = peer.links[0], 0
+        while not (peer_link.is_congested and link._inbox_bytes > 1024 * 1024):
+            if not peer_link.is_congested:
+                peer_link.send(raw(500_000, count))
                 count += 1
             await asyncio.sleep(0)
         before = link.bytes_received
@@ -134,40 +134,40 @@ async def test_a_full_inbox_stops_the_peer(pair):
         while len(found) < count:
             found += await link.receive()
         assert [message.sequence for message in found] == list(range(count))
-        await there.wait_drained()
+        await peer_link.wait_drained()
 
 
 @run_on_loop
 async def test_a_peer_that_does_not_read_is_paused(pair):
     async with pair() as (link, peer, _):
-        there = peer.links[0]
+        peer_link = peer.links[0]
         drained = []
         link.pause_reading()
         # Much more than what is congested: on a busy machine the kernel takes some of it later.
-        while there.write_backlog_bytes < 16 * 1024 * 1024:
-            there.send(raw(500_000))
+        while peer_link.write_backlog_bytes < 16 * 1024 * 1024:
+            peer_link.send(raw(500_000))
             await asyncio.sleep(0)
-        there._on_drained = lambda: drained.append(True)
+        peer_link._on_drained = lambda: drained.append(True)
         link.send(Appended(1, 7, 3, 9))
         await wait_for_nothing()
-        assert there.is_congested
+        assert peer_link.is_congested
         assert peer.messages == []
         link.start(lambda messages: None, lambda reason: None)
         link.resume_reading()
         await poll_until(lambda: peer.messages)
         assert drained == [True]
-        assert not there.is_congested
+        assert not peer_link.is_congested
 
 
 @run_on_loop
 async def test_a_dialing_side_continues_to_read_while_it_is_congested(pair):
     async with pair() as (link, peer, _):
-        there = peer.links[0]
-        there.pause_reading()
+        peer_link = peer.links[0]
+        peer_link.pause_reading()
         while not link.is_congested:
             link.send(raw(500_000))
             await asyncio.sleep(0)
-        there.send(Appended(1, 7, 3, 9))
+        peer_link.send(Appended(1, 7, 3, 9))
         assert await link.receive() == [Appended(1, 7, 3, 9)]
 
 
@@ -176,9 +176,9 @@ async def test_a_dialing_side_continues_to_read_while_it_is_congested(pair):
 async def test_a_peer_that_never_reads_is_disconnected_at_the_hard_limit(pair, is_made_elsewhere):
     async with pair(write_backlog_bytes_max=4 * 1024 * 1024) as (link, peer, _):
         peer.links[0].pause_reading()
-        made = b"".join(bytes(each) for each in codec.encode(raw(500_000), link.version))
+        joined = b"".join(bytes(each) for each in codec.encode(raw(500_000), link.version))
         while not link.is_closed:
-            link.send_frames(made) if is_made_elsewhere else link.send(raw(500_000))
+            link.send_frames(joined) if is_made_elsewhere else link.send(raw(500_000))
             await asyncio.sleep(0)
         assert "the peer does not read" in link.closed_reason
         await link.wait_closed()
@@ -189,13 +189,13 @@ async def test_a_peer_that_never_reads_is_disconnected_at_the_hard_limit(pair, i
 @run_on_loop
 async def test_a_listener_may_lower_the_hard_limit_of_a_link(pair):
     async with pair() as (link, peer, _):
-        (there,) = peer.links
-        there.write_backlog_bytes_max = 2 * 1024 * 1024
+        (peer_link,) = peer.links
+        peer_link.write_backlog_bytes_max = 2 * 1024 * 1024
         link.pause_reading()
-        while not there.is_closed:
-            there.send(raw(500_000))
+        while not peer_link.is_closed:
+            peer_link.send(raw(500_000))
             await asyncio.sleep(0)
-        assert "the peer does not read" in there.closed_reason
+        assert "the peer does not read" in peer_link.closed_reason
 
 
 @run_on_loop
@@ -344,26 +344,26 @@ async def test_a_peer_that_trickles_a_frame_is_disconnected():
 @run_on_loop
 async def test_an_idle_dialler_sends_empty_frames(pair):
     async with pair() as (link, peer, _):
-        there = peer.links[0]
+        peer_link = peer.links[0]
         link.send(Appended(1, 7, 3, 9))
         await poll_until(lambda: peer.messages)
-        before = there.bytes_received
+        before = peer_link.bytes_received
         link._on_tick()  # something was sent since the last tick
         link._on_tick()
-        await poll_until(lambda: there.bytes_received == before + 7)
-        assert there.closed_reason is None
-        there._on_tick()
-        assert there.bytes_sent == 0
+        await poll_until(lambda: peer_link.bytes_received == before + 7)
+        assert peer_link.closed_reason is None
+        peer_link._on_tick()
+        assert peer_link.bytes_sent == 0
 
 
 @run_on_loop
 async def test_a_peer_silent_for_very_long_is_disconnected(pair):
     async with pair() as (_link, peer, _):
-        there = peer.links[0]
-        there._idle_ticks = net._IDLE_TICKS_MAX
-        there._tick_received = there.bytes_received
-        there._on_tick()
-        assert "nothing was received for" in there.closed_reason
+        peer_link = peer.links[0]
+        peer_link._idle_ticks = net._IDLE_TICKS_MAX
+        peer_link._tick_received = peer_link.bytes_received
+        peer_link._on_tick()
+        assert "nothing was received for" in peer_link.closed_reason
 
 
 @run_on_loop
@@ -446,16 +446,16 @@ def test_invalid_addresses_are_rejected(text):
 @run_on_loop
 async def test_a_listener_may_set_when_a_link_is_congested(pair):
     async with pair() as (link, peer, _):
-        (there,) = peer.links
+        (peer_link,) = peer.links
         link.pause_reading()
-        there.limit_write_buffer(8 * 1024 * 1024)
-        while there.write_backlog_bytes < 2 * 1024 * 1024:
-            there.send(raw(500_000))
+        peer_link.limit_write_buffer(8 * 1024 * 1024)
+        while peer_link.write_backlog_bytes < 2 * 1024 * 1024:
+            peer_link.send(raw(500_000))
             await asyncio.sleep(0)
-        assert not there.is_congested
-        there.limit_write_buffer(64 * 1024)
-        there.send(raw(500_000))
-        await poll_until(lambda: there.is_congested)
+        assert not peer_link.is_congested
+        peer_link.limit_write_buffer(64 * 1024)
+        peer_link.send(raw(500_000))
+        await poll_until(lambda: peer_link.is_congested)
 
 
 @run_on_loop

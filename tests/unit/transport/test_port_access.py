@@ -108,8 +108,12 @@ class Port:
 
 @contextlib.asynccontextmanager
 async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
-    asked = {"tls_require_certificate": False, "access": "report"} | files.settings | settings
-    port = Port(tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", **asked)))
+    server_settings = (
+        {"tls_require_certificate": False, "access": "report"} | files.settings | settings
+    )
+    port = Port(
+        tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", **server_settings))
+    )
     if port.context.access is not None:
         port.context.access._clock_ms = lambda: NOW_MS
         port.apply(WITH_REVOKED)
@@ -525,19 +529,19 @@ class AccessOfConnection:
 
 @run_on_loop
 async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_partition():
-    made = AccessOfConnection()
-    assert made.denial(APPEND_3) is None
-    denied = made.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
+    access = AccessOfConnection()
+    assert access.denial(APPEND_3) is None
+    denied = access.denial(dataclasses.replace(APPEND_3, req_id=OTHER))
     assert type(denied) is PermissionDenied
     assert str(denied) == (
         "AppendRequest requires the verb append for partition 9, but spark-etl has no "
         "grant of append there. Hint: `waltz-core access grant` grants the verb; a client that has "
         "permissions for some partitions only must name them (docs/access.md)."
     )
-    assert isinstance(made.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
-    assert made.denial(ServerPartitionsRequest(REQ_ID)) is None  # any verb, for any partition
-    assert isinstance(made.denial(AppendTimesRequest(REQ_ID)), PermissionDenied)
-    assert made.ended == []
+    assert isinstance(access.denial(TransactionDataRequest(REQ_ID, 0)), PermissionDenied)
+    assert access.denial(ServerPartitionsRequest(REQ_ID)) is None  # any verb, for any partition
+    assert isinstance(access.denial(AppendTimesRequest(REQ_ID)), PermissionDenied)
+    assert access.ended == []
     anonymous = AccessOfConnection(token=None)
     assert str(anonymous.denial(APPEND_3)).endswith(" `waltz-core access grant` grants the verb.")
     assert anonymous.denial(TransactionDataRequest(OTHER, 0)) is None
@@ -547,49 +551,49 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
 async def test_the_rejections_of_a_partition_require_read_or_administer_there():
     for verb, is_permitted in ((READ, True), (ADMINISTER, True), (APPEND, False)):
         grants = (Grant("spark-etl", False, verb, ((3, 3),)),)
-        made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
-        denied = made.denial(RejectionsRequest(REQ_ID), version=9)
+        access = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
+        denied = access.denial(RejectionsRequest(REQ_ID), version=9)
         assert (denied is None) == is_permitted
-        assert isinstance(made.denial(RejectionsRequest(OTHER), version=9), PermissionDenied)
+        assert isinstance(access.denial(RejectionsRequest(OTHER), version=9), PermissionDenied)
 
 
 @run_on_loop
 async def test_each_partition_of_a_list_counts_and_none_needs_any():
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 2),)),)
-    made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
+    access = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
     for message in (SetAvailable(1, (1, 2), True), AddPreferredRequest(REQ_ID, (2,))):
-        assert made.denial(message) is None
+        assert access.denial(message) is None
         for partitions in ((1, 3), (-1,)):
             other = dataclasses.replace(message, partitions=partitions)
-            assert isinstance(made.denial(other), PermissionDenied)
-        assert made.denial(dataclasses.replace(message, partitions=())) is None
+            assert isinstance(access.denial(other), PermissionDenied)
+        assert access.denial(dataclasses.replace(message, partitions=())) is None
     assert isinstance(AccessOfConnection().denial(SetAvailable(1, (), True)), PermissionDenied)
 
 
 @run_on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
     """A request of 16 MiB names four million; to check each would stop a server for seconds."""
-    made, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing_verb
+    access, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing_verb
 
     def counted(granted, requirement, partition):
         checked.append(partition)
         return missing(granted, requirement, partition)
 
     monkeypatch.setattr(PrincipalGrants, "missing_verb", counted)
-    assert isinstance(made.denial(SetAvailable(1, (3, 3, 3), True)), PermissionDenied)
+    assert isinstance(access.denial(SetAvailable(1, (3, 3, 3), True)), PermissionDenied)
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 3),)),)
-    made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
+    access = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
     checked.clear()
-    assert made.denial(SetAvailable(1, (3, 2) * 100, True)) is None
+    assert access.denial(SetAvailable(1, (3, 2) * 100, True)) is None
     assert checked == [3, 2]
 
 
 @run_on_loop
 async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
-    made = AccessOfConnection()
-    mount = proven(made, FIRST_ISSUED_ID)
-    assert made.denial(mount) is None
-    assert isinstance(made.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
+    access = AccessOfConnection()
+    mount = proven(access, FIRST_ISSUED_ID)
+    assert access.denial(mount) is None
+    assert isinstance(access.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
 
 
 @run_on_loop
@@ -615,19 +619,19 @@ def proven(made, client_id):
 
 @run_on_loop
 async def test_a_mount_needs_the_proof_of_its_client_id():
-    made, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
+    access, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
     for client_id in (5, FIRST_ISSUED_ID, FIRST_ISSUED_ID + 1):
-        assert made.denial(proven(made, client_id)) is None
+        assert access.denial(proven(access, client_id)) is None
     for denied in (
         mount_of(FIRST_ISSUED_ID),
         mount_of(5),
-        mount_of(FIRST_ISSUED_ID + 1, made.access.proof_of(FIRST_ISSUED_ID)),
+        mount_of(FIRST_ISSUED_ID + 1, access.access.proof_of(FIRST_ISSUED_ID)),
         proven(others, FIRST_ISSUED_ID),
     ):
-        error = made.denial(denied)
+        error = access.denial(denied)
         assert type(error) is ClientIdDenied
         assert str(error).startswith("partition 3: expected a client ID with a proof that it ")
-        assert type(made.denial(denied, version=7)) is BadRequest
+        assert type(access.denial(denied, version=7)) is BadRequest
     assert others.denial(proven(others, FIRST_ISSUED_ID)) is None
 
 
@@ -637,15 +641,15 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
         GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
     )
     for permissions, expected in ((accepting, type(None)), (MOUNTING, ClientIdDenied)):
-        made = AccessOfConnection(permissions=permissions)
+        access = AccessOfConnection(permissions=permissions)
         old = MountRequest(ReqId(5, 2, 3, 4), 0, 0)
         for mount in (old, mount_of(5)):
-            assert type(made.denial(mount, version=4)) is expected
-            assert made.access.bound_principal(mount) == "spark-etl"
-    made = AccessOfConnection(permissions=accepting)
-    assert isinstance(made.denial(mount_of(FIRST_ISSUED_ID)), ClientIdDenied)
-    assert isinstance(made.denial(mount_of(5, b"x" * 16)), ClientIdDenied)
-    assert made.access.bound_principal(mount_of(FIRST_ISSUED_ID)) == ""
+            assert type(access.denial(mount, version=4)) is expected
+            assert access.access.bound_principal(mount) == "spark-etl"
+    access = AccessOfConnection(permissions=accepting)
+    assert isinstance(access.denial(mount_of(FIRST_ISSUED_ID)), ClientIdDenied)
+    assert isinstance(access.denial(mount_of(5, b"x" * 16)), ClientIdDenied)
+    assert access.access.bound_principal(mount_of(FIRST_ISSUED_ID)) == ""
 
 
 @run_on_loop
@@ -656,19 +660,19 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
         (mount_of(5, b"x" * 16), []),  # a task of an earlier version, with a proof now
         (mount_of(FIRST_ISSUED_ID), []),
     ):
-        made = AccessOfConnection(permissions=accepting)
-        made.access.bound_principal(mount)
-        made.port.apply(dataclasses.replace(accepting, revision=7))
-        assert made.ended == []
-        made.port.apply(dataclasses.replace(MOUNTING, revision=8))
-        assert made.ended == reason
+        access = AccessOfConnection(permissions=accepting)
+        access.access.bound_principal(mount)
+        access.port.apply(dataclasses.replace(accepting, revision=7))
+        assert access.ended == []
+        access.port.apply(dataclasses.replace(MOUNTING, revision=8))
+        assert access.ended == reason
 
 
 @run_on_loop
 async def test_a_report_permits_mounts_without_a_proof(logged):
-    made = AccessOfConnection(is_enforced=False)
-    assert made.denial(mount_of(FIRST_ISSUED_ID)) is None
-    assert made.access.bound_principal(mount_of(5)) == ""
+    access = AccessOfConnection(is_enforced=False)
+    assert access.denial(mount_of(FIRST_ISSUED_ID)) is None
+    assert access.access.bound_principal(mount_of(5)) == ""
     assert "access.violation_reported peer=a:1 error=partition 3: expected a client ID " in logged()
     unknown = AccessOfConnection(is_enforced=False, permissions=None, token=None)
     assert unknown.access.proof_of(FIRST_ISSUED_ID) == NO_PROOF
@@ -709,23 +713,23 @@ async def test_an_older_peer_gets_an_error_of_its_version(message, version, expe
 @run_on_loop
 async def test_an_answer_or_a_late_token_ends_the_connection():
     for message in (Appended(1, 0, 3, 0), Authenticate(REQ_ID, SECRET)):
-        made = AccessOfConnection()
-        assert isinstance(made.denial(message), RemoteProtocolError)
-        assert made.ended == [f"expected a request, found {type(message).__name__}"]
+        access = AccessOfConnection()
+        assert isinstance(access.denial(message), RemoteProtocolError)
+        assert access.ended == [f"expected a request, found {type(message).__name__}"]
         assert AccessOfConnection(is_enforced=False).denial(message) is None
 
 
 @run_on_loop
 async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
-    made = AccessOfConnection(permissions=None, token=None)
-    error = made.denial(TransactionDataRequest(REQ_ID, 0))
+    access = AccessOfConnection(permissions=None, token=None)
+    error = access.denial(TransactionDataRequest(REQ_ID, 0))
     assert type(error) is PermissionsNotLoaded
     assert error.retriable
     assert (
         AccessOfConnection(is_enforced=False, permissions=None, token=None).denial(APPEND_3) is None
     )
-    made.port.apply(GRANTED)
-    assert made.denial(TransactionDataRequest(REQ_ID, 0)) is None
+    access.port.apply(GRANTED)
+    assert access.denial(TransactionDataRequest(REQ_ID, 0)) is None
     assert "denied" not in logged()
 
 
@@ -750,10 +754,10 @@ async def test_the_first_revision_ends_connections_without_any_permission():
 
 @run_on_loop
 async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
-    made = AccessOfConnection(is_enforced=False)
+    access = AccessOfConnection(is_enforced=False)
     for number in (9, 10, 9):
         message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
-        assert made.denial(message) is None
+        assert access.denial(message) is None
     (line,) = [each for each in logged().splitlines() if "violation" in each]
     assert line.startswith(
         "access.violation_reported peer=a:1 error=AppendRequest requires the verb append for "
@@ -790,24 +794,24 @@ def revision(**changes):
 )
 @run_on_loop
 async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
-    made = AccessOfConnection()
+    access = AccessOfConnection()
     anonymous = AccessOfConnection(token=None)
-    made.port.apply(permissions)
+    access.port.apply(permissions)
     anonymous.port.apply(dataclasses.replace(permissions, grants=GRANTED.grants[1:]))
-    assert (len(made.ended), anonymous.ended) == (int(reason is not None), [])
-    assert reason is None or reason in made.ended[0]
-    made.port.remove_connection(made.access)
-    made.port.apply(revision(tokens={}))
-    assert len(made.ended) == (reason is not None)
+    assert (len(access.ended), anonymous.ended) == (int(reason is not None), [])
+    assert reason is None or reason in access.ended[0]
+    access.port.remove_connection(access.access)
+    access.port.apply(revision(tokens={}))
+    assert len(access.ended) == (reason is not None)
 
 
 @run_on_loop
 async def test_a_report_ends_connections_only_because_of_tokens():
-    made = AccessOfConnection(is_enforced=False)
-    made.port.apply(revision(grants=()))
-    assert made.ended == []
-    made.port.apply(revision(tokens={}))
-    assert made.ended == ["token t1 of spark-etl is revoked"]
+    access = AccessOfConnection(is_enforced=False)
+    access.port.apply(revision(grants=()))
+    assert access.ended == []
+    access.port.apply(revision(tokens={}))
+    assert access.ended == ["token t1 of spark-etl is revoked"]
 
 
 @run_on_loop
@@ -827,11 +831,11 @@ async def test_an_expired_certificate_ends_its_connection_soon():
 
 @run_on_loop
 async def test_an_expired_token_ends_its_connection_soon():
-    made = AccessOfConnection()
-    assert made.denial(APPEND_3) is None
-    made.now_ms += 1
-    await poll_until(lambda: made.ended)
-    assert made.ended == ["token t1 of spark-etl has expired"]
+    access = AccessOfConnection()
+    assert access.denial(APPEND_3) is None
+    access.now_ms += 1
+    await poll_until(lambda: access.ended)
+    assert access.ended == ["token t1 of spark-etl has expired"]
 
 
 @run_on_loop

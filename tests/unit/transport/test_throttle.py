@@ -78,72 +78,72 @@ def appends(first, last, data=b""):
 
 @run_on_virtual_loop
 async def test_requests_wait_in_order_and_the_connection_is_not_read():
-    made = Connection(appends_per_s=10)
-    begun_s = made.loop.time()
-    made.throttle.receive(appends(1, 15))
-    assert made.throttle.is_pausing
-    assert 10 <= len(made.passed) < 15
+    connection = Connection(appends_per_s=10)
+    begun_s = connection.loop.time()
+    connection.throttle.receive(appends(1, 15))
+    assert connection.throttle.is_pausing
+    assert 10 <= len(connection.passed) < 15
     await pass_time(0.2)
-    made.throttle.receive(appends(16, 16))  # it was in a buffer
+    connection.throttle.receive(appends(16, 16))  # it was in a buffer
     await pass_time(2)
-    assert not made.throttle.is_pausing
-    assert made.sequences == [*range(1, 17)]
-    assert not any(made.rejections)
-    assert 0.4 <= made.passed[14][2] - begun_s <= 0.5  # 11 at once, then one in 0.1 s
+    assert not connection.throttle.is_pausing
+    assert connection.sequences == [*range(1, 17)]
+    assert not any(connection.rejections)
+    assert 0.4 <= connection.passed[14][2] - begun_s <= 0.5  # 11 at once, then one in 0.1 s
 
 
 @run_on_virtual_loop
 async def test_what_waits_longer_than_a_second_is_rejected_in_order():
-    made = Connection(appends_per_s=10)
-    made.throttle.receive(appends(1, 50))
+    connection = Connection(appends_per_s=10)
+    connection.throttle.receive(appends(1, 50))
     await pass_time(1.5)
-    assert made.sequences == [*range(1, 51)]
-    granted = made.rejections.index(True)
+    assert connection.sequences == [*range(1, 51)]
+    granted = connection.rejections.index(True)
     assert 18 <= granted <= 22
-    assert all(made.rejections[granted:])
-    _, retry_ms, at_s = made.passed[-1]
+    assert all(connection.rejections[granted:])
+    _, retry_ms, at_s = connection.passed[-1]
     assert 0 < retry_ms <= 1_100
     assert at_s <= 1.1
 
 
 @run_on_virtual_loop
 async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_read():
-    made = Connection(bytes_per_s=1_000)
-    made.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, REJECTIONS_PER_S)])
-    assert made.rejections == [False] + [True] * (REJECTIONS_PER_S - 1)
-    assert made.passed[1][1] >= 8_000
-    assert not made.throttle.is_pausing
-    made.throttle.receive(appends(1, REJECTIONS_PER_S))
-    assert made.throttle.is_pausing
+    connection = Connection(bytes_per_s=1_000)
+    connection.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, REJECTIONS_PER_S)])
+    assert connection.rejections == [False] + [True] * (REJECTIONS_PER_S - 1)
+    assert connection.passed[1][1] >= 8_000
+    assert not connection.throttle.is_pausing
+    connection.throttle.receive(appends(1, REJECTIONS_PER_S))
+    assert connection.throttle.is_pausing
     await pass_time(0.9)
-    assert made.throttle.is_pausing
+    assert connection.throttle.is_pausing
     await pass_time(0.2)
-    assert not made.throttle.is_pausing
+    assert not connection.throttle.is_pausing
 
 
 @run_on_virtual_loop
 async def test_a_large_rejected_request_counts_as_several():
-    made = Connection(bytes_per_s=1_000)
-    made.throttle.receive(appends(1, 1, bytes(9_000)))
+    connection = Connection(bytes_per_s=1_000)
+    connection.throttle.receive(appends(1, 1, bytes(9_000)))
     count = REJECTIONS_PER_S // (1 + (1 << 20) // BYTES_PER_REJECTION)
-    made.throttle.receive(appends(2, 1 + count, bytes(1 << 20)))
-    assert not made.throttle.is_pausing
-    made.throttle.receive(appends(2 + count, 1 + 2 * count, bytes(1 << 20)))
-    assert made.throttle.is_pausing
+    connection.throttle.receive(appends(2, 1 + count, bytes(1 << 20)))
+    assert not connection.throttle.is_pausing
+    connection.throttle.receive(appends(2 + count, 1 + 2 * count, bytes(1 << 20)))
+    assert connection.throttle.is_pausing
 
 
 @run_on_virtual_loop
 async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mount():
-    made = Connection(bytes_per_s=1_000)
-    made.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
+    connection = Connection(bytes_per_s=1_000)
+    connection.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
     await pass_time(3)
-    made.throttle.receive(appends(3, 5, bytes(9_000)))
-    assert made.rejections == [False] + [True] * 4
+    connection.throttle.receive(appends(3, 5, bytes(9_000)))
+    assert connection.rejections == [False] + [True] * 4
     other = AppendRequest(ReqId(9, 2, 3, 1), 0, (), (), (), 0, b"", 0)
     mount = MountWriter(ReqId(1, 2, 3, -1), 1, 0, wants_feed=False)
-    made.throttle.receive([other, mount, *appends(3, 3)])
+    connection.throttle.receive([other, mount, *appends(3, 3)])
     await pass_time(2)
-    assert made.rejections == [False] + [True] * 4 + [False] * 3
+    assert connection.rejections == [False] + [True] * 4 + [False] * 3
 
 
 @run_on_virtual_loop
@@ -164,12 +164,12 @@ async def test_the_connections_of_a_principal_share_its_limit_evenly():
 
 @run_on_virtual_loop
 async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate():
-    made = Connection(bytes_per_s=1_000_000)
+    connection = Connection(bytes_per_s=1_000_000)
     ranged = RangeRequest(ReqId(-1, 0, 3, -9), 0, 9, 4_000_000, 0, ())
-    made.throttle.receive([ranged])
-    assert made.passed[0][0] == dataclasses.replace(ranged, bytes_max=250_000)
-    made.throttle.receive([dataclasses.replace(ranged, bytes_max=1_000)])
-    assert made.passed[1][0].bytes_max == 1_000
+    connection.throttle.receive([ranged])
+    assert connection.passed[0][0] == dataclasses.replace(ranged, bytes_max=250_000)
+    connection.throttle.receive([dataclasses.replace(ranged, bytes_max=1_000)])
+    assert connection.passed[1][0].bytes_max == 1_000
     lengths = (250_000).to_bytes(4, "big") + (150_000).to_bytes(4, "big")
     for answer in (
         RangeData(ranged.req_id, 0, 9, 10, 0, b"", bytes(1_000_000), 0, 9, ()),
@@ -178,11 +178,11 @@ async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate
         RangeBytes(1, 2, 3, 0, 2, LOCATIONS, lengths, b"places", 0, bytes(16), ()),
         ErrorResponse(ranged.req_id, 1, False, "x"),
     ):
-        made.throttle.on_sent(answer)
-    made.throttle.receive([ranged])
-    _, retry_ms, _ = made.passed[2]
+        connection.throttle.on_sent(answer)
+    connection.throttle.receive([ranged])
+    _, retry_ms, _ = connection.passed[2]
     assert 1_400 <= retry_ms <= 1_600
-    assert made.passed[2][0] is ranged  # `denial` finds its error
+    assert connection.passed[2][0] is ranged  # `denial` finds its error
 
 
 async def feed(made, frames, *, count=1_000):
@@ -201,36 +201,36 @@ def feed_frame(first, count, headers=b""):
 
 @run_on_virtual_loop
 async def test_a_feed_gets_the_rate_of_its_limit_and_counts_what_a_filter_leaves_out():
-    made = Connection(bytes_per_s=100_000)
-    took_s = await feed(made, 30)  # 20 KB each: 600 KB, of which the burst is in advance
+    connection = Connection(bytes_per_s=100_000)
+    took_s = await feed(connection, 30)  # 20 KB each: 600 KB, of which the burst is in advance
     assert 4.6 <= took_s <= 5.3
-    assert made.quota.usage.bytes == 600_000 - made.throttle._unpaid_bytes
+    assert connection.quota.usage.bytes == 600_000 - connection.throttle._unpaid_bytes
     await pass_time(1)
-    assert not made.throttle.is_pausing_feeds
-    assert made.quota.usage.bytes == 600_000
-    made.throttle.on_feed_sent(150_000)  # of a 0.13 client
-    assert made.throttle.is_pausing_feeds
-    pauses = len(made.resumed_s)
+    assert not connection.throttle.is_pausing_feeds
+    assert connection.quota.usage.bytes == 600_000
+    connection.throttle.on_feed_sent(150_000)  # of a 0.13 client
+    assert connection.throttle.is_pausing_feeds
+    pauses = len(connection.resumed_s)
     await pass_time(2)
-    assert len(made.resumed_s) == pauses + 1
-    made.quota = None
-    assert await feed(made, 100) < 0.1
+    assert len(connection.resumed_s) == pauses + 1
+    connection.quota = None
+    assert await feed(connection, 100) < 0.1
 
 
 @run_on_virtual_loop
 async def test_a_feed_delays_a_request_by_a_part_of_a_second_only():
-    made = Connection(bytes_per_s=100_000)
-    reading = [made, Connection(made.quota), Connection(made.quota)]
+    connection = Connection(bytes_per_s=100_000)
+    reading = [connection, Connection(connection.quota), Connection(connection.quota)]
     for each in reading:
         each.throttle.on_feed_sent(1_000_000)  # 10 s of the limit
     await pass_time(2)
     for number in range(1, 6):
-        sent_s = made.loop.time()
-        made.throttle.receive(appends(number, number, bytes(1_000)))
-        while not made.sequences or made.sequences[-1] != number:
+        sent_s = connection.loop.time()
+        connection.throttle.receive(appends(number, number, bytes(1_000)))
+        while not connection.sequences or connection.sequences[-1] != number:
             await pass_time(0.01)
-        assert made.loop.time() - sent_s < 0.4
-    assert not any(made.rejections)
+        assert connection.loop.time() - sent_s < 0.4
+    assert not any(connection.rejections)
     assert all(each.throttle.is_pausing_feeds for each in reading)
     await pass_time(30)
     assert not any(each.throttle.is_pausing_feeds for each in reading)
@@ -238,8 +238,8 @@ async def test_a_feed_delays_a_request_by_a_part_of_a_second_only():
 
 @run_on_virtual_loop
 async def test_a_flood_of_requests_does_not_stop_a_feed():
-    made = Connection(bytes_per_s=100_000)
-    flooding = [Connection(made.quota) for _ in range(4)]
+    connection = Connection(bytes_per_s=100_000)
+    flooding = [Connection(connection.quota) for _ in range(4)]
 
     async def flood(each):
         number = 0
@@ -251,7 +251,7 @@ async def test_a_flood_of_requests_does_not_stop_a_feed():
 
     async with asyncio.TaskGroup() as tasks:
         floods = [tasks.create_task(flood(each)) for each in flooding]
-        took_s = await feed(made, 20)
+        took_s = await feed(connection, 20)
         for each in floods:
             each.cancel()
     assert took_s < 60  # 4 s without the flood
@@ -259,29 +259,29 @@ async def test_a_flood_of_requests_does_not_stop_a_feed():
 
 @run_on_virtual_loop
 async def test_a_range_with_a_filter_counts_what_it_leaves_out():
-    made = Connection(bytes_per_s=1_000_000)
+    connection = Connection(bytes_per_s=1_000_000)
     lineage = (object(),)
     answers = (
         RangeData(ReqId(-1, 0, 3, -9), 0, 0, 50_000, 0, b"", b"", 0, 9, lineage),
         RangeData(ReqId(-1, 0, 3, -9), 0, 0, 50_000, 0, b"", b"", 0, 9, ()),  # own headers
     )
     for answer in answers:
-        made.throttle.on_sent(answer)
-        assert made.quota.usage.bytes == 1_000_000
+        connection.throttle.on_sent(answer)
+        assert connection.quota.usage.bytes == 1_000_000
 
 
 @run_on_virtual_loop
 async def test_an_exception_in_a_delayed_message_closes_the_connection(caplog):
-    made, errors = Connection(appends_per_s=10), []
+    connection, errors = Connection(appends_per_s=10), []
 
     def fail(_messages):
         errors.append(ValueError("a bug"))
         raise errors[-1]
 
-    made.throttle.receive(appends(1, 15))
-    made.throttle._pass_on = fail
+    connection.throttle.receive(appends(1, 15))
+    connection.throttle._pass_on = fail
     await pass_time(2)
-    assert [made.error] == errors
+    assert [connection.error] == errors
     assert "net.throttle_failed peer=a:1" in caplog.text
     fed = Connection(bytes_per_s=1_000)
     fed.throttle._resume_feeds = lambda: fail(None)
@@ -311,101 +311,101 @@ def failed(made, partition, sequence=-1):
 
 @run_on_virtual_loop
 async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
-    made = Connection(feeds=1)
-    assert mount(made, 1) is None
-    mounted(made, 1)
-    assert mount(made, 1) is None
-    failed(made, 1)  # the earlier one may still be there
-    assert mount(made, 2) == 1_000
+    connection = Connection(feeds=1)
+    assert mount(connection, 1) is None
+    mounted(connection, 1)
+    assert mount(connection, 1) is None
+    failed(connection, 1)  # the earlier one may still be there
+    assert mount(connection, 2) == 1_000
     await pass_time(2)
-    assert mount(made, 1, wants_feed=False) is None
-    assert mount(made, 2) == 1_000
-    mounted(made, 1)
-    assert mount(made, 2) is None
-    failed(made, 2, sequence=5)  # an append
-    assert len(made.quota.feeds) == 1
-    failed(made, 2)
-    assert mount(made, 3) is None
-    made.throttle.on_feeds_ended(3)
-    assert mount(made, 4) is None
-    made.quota.remove_connection(made)
-    assert made.quota.feeds == {}
+    assert mount(connection, 1, wants_feed=False) is None
+    assert mount(connection, 2) == 1_000
+    mounted(connection, 1)
+    assert mount(connection, 2) is None
+    failed(connection, 2, sequence=5)  # an append
+    assert len(connection.quota.feeds) == 1
+    failed(connection, 2)
+    assert mount(connection, 3) is None
+    connection.throttle.on_feeds_ended(3)
+    assert mount(connection, 4) is None
+    connection.quota.remove_connection(connection)
+    assert connection.quota.feeds == {}
 
 
 @run_on_virtual_loop
 async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
-    made = Connection(feeds=1)
-    other = Connection(made.quota)
-    assert mount(made, 1) is None
-    mounted(made, 1)
-    failed(made, 1)  # of a range with the ID of the mount
+    connection = Connection(feeds=1)
+    other = Connection(connection.quota)
+    assert mount(connection, 1) is None
+    mounted(connection, 1)
+    failed(connection, 1)  # of a range with the ID of the mount
     assert mount(other, 1) is None
     failed(other, 1)  # a proof that is not valid
-    assert mount(made, 2) == 1_000
-    made.throttle.on_feeds_ended(1)
+    assert mount(connection, 2) == 1_000
+    connection.throttle.on_feeds_ended(1)
     # The error comes before the mount is done.
-    assert mount(made, 3) is None
-    failed(made, 3)
-    mounted(made, 3)
-    assert mount(made, 4) == 1_000
-    made.throttle.on_feeds_ended(3)
-    assert mount(made, 5) is None
-    failed(made, 5)
-    assert mount(made, 6) is None
-    mounted(made, 6)
-    assert not made.is_ended
-    mounted(made, 5)
-    assert made.is_ended
+    assert mount(connection, 3) is None
+    failed(connection, 3)
+    mounted(connection, 3)
+    assert mount(connection, 4) == 1_000
+    connection.throttle.on_feeds_ended(3)
+    assert mount(connection, 5) is None
+    failed(connection, 5)
+    assert mount(connection, 6) is None
+    mounted(connection, 6)
+    assert not connection.is_ended
+    mounted(connection, 5)
+    assert connection.is_ended
 
 
 @run_on_virtual_loop
 async def test_mounts_that_fail_leave_nothing():
-    made = Connection(connections=9)
+    connection = Connection(connections=9)
     for partition in range(100):
-        assert mount(made, partition, sequence=5) is None
-        failed(made, partition, sequence=5)
-        made.throttle.receive([MountRequest(mount_id(partition), 0, 0)])
-        made.throttle.on_sent(MountResponse(mount_id(partition), MountState.NOT_READY))
-    assert made.quota.feeds == {}
-    assert made.throttle._mounts == {}
+        assert mount(connection, partition, sequence=5) is None
+        failed(connection, partition, sequence=5)
+        connection.throttle.receive([MountRequest(mount_id(partition), 0, 0)])
+        connection.throttle.on_sent(MountResponse(mount_id(partition), MountState.NOT_READY))
+    assert connection.quota.feeds == {}
+    assert connection.throttle._mounts == {}
     for number in range(throttle.MOUNTS_MAX + 1):
-        assert not made.is_ended
-        mount(made, 1, sequence=number)
-    assert made.is_ended
+        assert not connection.is_ended
+        mount(connection, 1, sequence=number)
+    assert connection.is_ended
 
 
 @run_on_virtual_loop
 async def test_a_closed_connection_passes_nothing_on():
-    made = Connection(appends_per_s=10)
-    made.throttle.receive(appends(1, 15))
-    passed = len(made.passed)
-    made.throttle.stop()
+    connection = Connection(appends_per_s=10)
+    connection.throttle.receive(appends(1, 15))
+    passed = len(connection.passed)
+    connection.throttle.stop()
     await pass_time(2)
-    assert len(made.passed) == passed
+    assert len(connection.passed) == passed
 
 
 @run_on_virtual_loop
 async def test_without_limits_what_waits_is_passed_on():
-    made = Connection(appends_per_s=1)
-    made.throttle.receive(appends(1, 3))
-    made.quota = None  # a revision has removed them
-    made.throttle.receive(appends(4, 9))
+    connection = Connection(appends_per_s=1)
+    connection.throttle.receive(appends(1, 3))
+    connection.quota = None  # a revision has removed them
+    connection.throttle.receive(appends(4, 9))
     await pass_time(1.5)
-    assert made.sequences == [*range(1, 10)]
-    made.throttle.receive(appends(10, 99))
-    assert len(made.passed) == 99
+    assert connection.sequences == [*range(1, 10)]
+    connection.throttle.receive(appends(10, 99))
+    assert len(connection.passed) == 99
 
 
 @run_on_virtual_loop
 async def test_a_feed_continues_soon_after_a_higher_limit():
-    made = Connection(bytes_per_s=1_000)
-    made.quota.charge_sent_bytes(
-        1_000_000, made.now_ns
+    connection = Connection(bytes_per_s=1_000)
+    connection.quota.charge_sent_bytes(
+        1_000_000, connection.now_ns
     )  # a large range, which is paid for in 1,000 s
-    made.throttle.on_feed_sent(10_000)
+    connection.throttle.on_feed_sent(10_000)
     await pass_time(10)
-    assert made.throttle.is_pausing_feeds
-    made.quota.set_limits(PrincipalLimits(bytes_per_s=1_000_000))
+    assert connection.throttle.is_pausing_feeds
+    connection.quota.set_limits(PrincipalLimits(bytes_per_s=1_000_000))
     await pass_time(2)
-    assert not made.throttle.is_pausing_feeds
-    assert made.resumed_s
+    assert not connection.throttle.is_pausing_feeds
+    assert connection.resumed_s

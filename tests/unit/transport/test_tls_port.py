@@ -34,14 +34,14 @@ def logged(caplog, monkeypatch):
 
 
 def listening(files, **settings):
-    asked = {"tls_require_certificate": False} | files.settings | settings
-    return tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", **asked))
+    server_settings = {"tls_require_certificate": False} | files.settings | settings
+    return tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", **server_settings))
 
 
 def trusting(files, **settings):
     """The context of a client without a certificate."""
-    asked = {"tls": "on", "tls_authorities": files.authorities} | settings
-    return tls.dial_context(ClientConfig(**asked), "")
+    server_settings = {"tls": "on", "tls_authorities": files.authorities} | settings
+    return tls.dial_context(ClientConfig(**server_settings), "")
 
 
 @contextlib.asynccontextmanager
@@ -455,8 +455,10 @@ async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_
 async def test_a_connection_without_data_is_not_logged(files, logged):
     async with open_port(listening(files)) as (_, listener, address):
         for is_reset in (False, True, False):
-            with socket.create_connection(("127.0.0.1", listener.port)) as gone:
-                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
+            with socket.create_connection(("127.0.0.1", listener.port)) as closed_connection:
+                closed_connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0)
+                )
         async with linked(address, trusting(files)):
             pass
         await poll_until(lambda: not listener._tls_port._limits._count)
@@ -643,8 +645,8 @@ async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
         monkeypatch.setattr(
             asyncio, "timeout_at", lambda when: timeouts.append(timeout_at(when)) or timeouts[-1]
         )
-        with socket.create_connection((ANY, listener.port)) as gone:
-            gone.sendall(hello_of_client(files))
+        with socket.create_connection((ANY, listener.port)) as closed_connection:
+            closed_connection.sendall(hello_of_client(files))
             await poll_until(lambda: delayed)
             assert [each.when() for each in timeouts] == [None]
         turns._call_later = call_later
