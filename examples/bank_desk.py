@@ -40,8 +40,13 @@ class Write(TransactionContext):
     def execute(self, builder: TransactionBuilder) -> bool:
         """Fill in the entry; return False if the partition has an entry with this key (rule 3)."""
         with self._books.reading(builder) as connection:
-            is_row = (ENTRIES.c.partition_id == builder.partition_id) & (ENTRIES.c.key == self._key)
-            if connection.execute(sa.select(ENTRIES.c.kind).where(is_row)).first() is not None:
+            is_known_key = (ENTRIES.c.partition_id == builder.partition_id) & (
+                ENTRIES.c.key == self._key
+            )
+            if (
+                connection.execute(sa.select(ENTRIES.c.kind).where(is_known_key)).first()
+                is not None
+            ):
                 return False
             entry = self._decide(connection)
         builder.set_header(HEADER)
@@ -153,7 +158,9 @@ class Bank:
         self._catch_up(self.home(account))
         is_account = ACCOUNTS.c.account == account
         with self._books.engine.connect() as connection:
-            found = connection.execute(sa.select(ACCOUNTS.c.cents).where(is_account)).scalar_one_or_none()
+            found = connection.execute(
+                sa.select(ACCOUNTS.c.cents).where(is_account)
+            ).scalar_one_or_none()
         if found is None:
             raise Refused(f"there is no account {account}")
         return int(found)

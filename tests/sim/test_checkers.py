@@ -283,7 +283,7 @@ def test_decision_ignores_untrusted_replicas(world, doubt):
         world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
 
 
-def test_decision_covers_what_an_unknown_replica_may_have(world):
+def test_the_decision_covers_the_records_that_an_unknown_replica_may_have(world):
     session = world.claim()
     world.fence(session, *REPLICAS)
     # With the third one unknown, what one of them has may be on two.
@@ -559,7 +559,7 @@ def test_outcome_truth_detects_a_false_rejection(world):
         world.checks.on_submission_rejected(world.client, effect)
 
 
-def test_a_rejection_names_what_is_final(world):
+def test_a_lock_rejection_names_a_committed_transaction(world):
     settled = SessionSettled(world, reason=m.RowOutcomeCode.LOCK, conflict=world.history.last + 1)
     with fails("OutcomeTruth"):
         world.checks.on_submission_settled(world.client, settled.effect)
@@ -1182,7 +1182,7 @@ def first_end(world):
     return Manifest.from_bytes(data, recorded.manifest).newest_objects[0].last + 1
 
 
-def test_only_what_was_requested_expires(expiring):
+def test_only_the_requested_transactions_expire(expiring):
     first = first_end(expiring)
     with fails("Expired"):
         expires(expiring, first, first - 1)

@@ -16,7 +16,7 @@ def schedule(seed):
     return Schedule(seed, SETUP)
 
 
-def test_contexts_commit_what_they_decide_by_their_view():
+def test_contexts_commit_their_decisions_by_their_view():
     found = run(schedule(4))
     assert found.is_good, found.text
     assert found.counts["feed unsubscribed"] > 2

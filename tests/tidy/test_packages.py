@@ -86,7 +86,7 @@ def test_folders_are_small() -> None:
         assert 0 < len(list(folder.iterdir())) <= FILES_MAX
 
 
-def test_headers_state_what_is_not_run() -> None:
+def test_headers_name_the_parts_that_no_test_runs() -> None:
     headers = [
         DOCKER_FOLDER / "Dockerfile",
         DOCKER_FOLDER / "compose.yaml",

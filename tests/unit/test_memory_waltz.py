@@ -366,7 +366,7 @@ def test_fault_settings_have_bounds(wrong):
 # --- the feed
 
 
-def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
+def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
     with waltz_memory.client() as client:
         ledger = RecordingCallbacks(-1)
         client.subscribe(ledger, [0])

@@ -72,7 +72,7 @@ def test_a_revocation_leaves_the_other_partitions():
     assert revoked(some, ANN, [READ], ((0, 9),)).grants == (every.grants[1],)
 
 
-def test_a_revocation_of_what_is_not_granted_is_an_error():
+def test_a_revocation_of_a_permission_that_is_not_granted_is_an_error():
     old = changes.grant(EMPTY, ANN, [READ], ((0, 3),))
     for grantee, verbs, partitions in (
         (ANN, [APPEND], None),

@@ -43,7 +43,7 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
     scenario()
 
 
-def test_an_author_that_is_behind_reads_what_it_has_not_seen():
+def test_an_author_with_lag_reads_the_transactions_after_its_mark():
     @run_on_virtual_loop
     async def scenario():
         async with memory_cluster() as cluster, cluster.client().open_during() as client:

@@ -79,7 +79,7 @@ async def test_applied_data_is_not_kept():
 
 
 @run_on_virtual_loop
-async def test_a_feed_that_ends_releases_what_it_had_fetched_ahead():
+async def test_a_feed_that_ends_releases_its_prefetched_ranges():
     async with (
         memory_cluster(partition_count=1) as cluster,
         cluster.client().open_during() as client,

@@ -408,7 +408,7 @@ def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
     assert slow.count == 1
 
 
-def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
+def test_closing_ends_requests_that_wait_for_zookeeper(monkeypatch):
     async def ask_and_close():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
 

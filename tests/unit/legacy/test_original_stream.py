@@ -445,7 +445,7 @@ def test_missing_headers_end_in_an_error(mounted, state):
     assert mounted.say(append(1)) == []
 
 
-def test_what_0_13_cannot_express_is_not_sent(mounted):
+def test_messages_that_0_13_cannot_express_are_not_sent(mounted):
     with pytest.raises(errors.LocalProtocolError, match="ReplicasRequest"):
         mounted.say(m.ReplicasRequest(mine(-5), linearizable=False))
     data_only = m.RangeRequest(mine(-6), 0, 1, 100, RangeForm.WHOLE, ())

@@ -447,7 +447,7 @@ def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
 # --- mounts
 
 
-def test_a_mount_waits_for_what_is_in_flight() -> None:
+def test_a_mount_waits_for_the_appends_in_flight() -> None:
     world = ready()
     world.append()
     world.run()

@@ -159,7 +159,7 @@ async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
 
 
 @run_on_loop
-async def test_a_report_carries_out_what_it_would_deny():
+async def test_a_report_permits_and_records_requests_that_access_would_deny():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)

@@ -117,7 +117,7 @@ def test_a_failed_write_leaves_its_first_half_and_no_partial_sector(disk):
     assert disk.visible_content(PATH)[:4] == b"aaaa"
 
 
-def test_a_full_disk_takes_what_fits_and_reads_continue():
+def test_a_full_disk_accepts_appends_that_fit_and_reads_continue():
     disk = SimDisk(capacity_bytes=10)
     file = disk.open(PATH, create=True)
     file.pwrite([b"12345678"], 0)

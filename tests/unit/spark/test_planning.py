@@ -104,7 +104,7 @@ def test_an_absent_partition_is_named() -> None:
     task_count_min=st.integers(1, 20),
     per_task_max=st.integers(1, 120),
 )
-def test_tasks_cover_exactly_what_was_requested(
+def test_tasks_cover_exactly_the_requested_transactions(
     counts: list[int], task_count_min: int, per_task_max: int
 ) -> None:
     whole = [TransactionRange(p, 7, 6 + count) for p, count in enumerate(counts) if count]

@@ -190,7 +190,7 @@ def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
     assert request(bench, owner, range_to(owner, 6)).end.last == 6
 
 
-def test_what_is_not_archived_is_reported_over_all_segments(make):
+def test_the_archive_backlog_is_reported_over_all_segments(make):
     age_ms = 1 << 60
     bench = make(archive=ArchiveLimits(1 << 20, age_ms), segment_bytes_max=600)
     owner = filled(bench, batches=8)
@@ -573,7 +573,7 @@ def test_a_mark_with_another_chain_is_rejected(make):
     assert starts(bench) == []
 
 
-def test_the_next_round_checks_again_and_a_later_session_needs_its_own_mark(make):
+def test_the_next_round_checks_again_and_a_later_session_has_another_mark(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()

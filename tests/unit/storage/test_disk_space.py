@@ -106,7 +106,7 @@ def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
     assert space.reserved_bytes == 4_000
 
 
-def test_without_a_reserve_only_what_is_free_counts():
+def test_without_a_reserve_only_free_space_counts():
     _, space = made(reserve=0)
     space.check_append(10_000)
     with pytest.raises(NoSpace):

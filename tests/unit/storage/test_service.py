@@ -522,7 +522,7 @@ def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
     assert bench.service.queue_limits.owner_bytes == 512 + 100
 
 
-def test_a_reader_never_sees_what_is_not_synced(bench):
+def test_a_reader_never_sees_unsynced_records(bench):
     owner = bench.owned(5)
     bench.send(7, open_request())
     bench.send(1, owner.append())

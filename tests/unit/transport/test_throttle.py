@@ -93,7 +93,7 @@ async def test_requests_wait_in_order_and_the_connection_is_not_read():
 
 
 @run_on_virtual_loop
-async def test_what_waits_longer_than_a_second_is_rejected_in_order():
+async def test_requests_that_wait_longer_than_a_second_are_rejected_in_order():
     connection = Connection(appends_per_s=10)
     connection.throttle.receive(appends(1, 50))
     await pass_time(1.5)
@@ -385,7 +385,7 @@ async def test_a_closed_connection_passes_nothing_on():
 
 
 @run_on_virtual_loop
-async def test_without_limits_what_waits_is_passed_on():
+async def test_without_limits_waiting_requests_are_passed_on():
     connection = Connection(appends_per_s=1)
     connection.throttle.receive(appends(1, 3))
     connection.quota = None  # a revision has removed them
