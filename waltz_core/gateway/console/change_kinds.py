@@ -71,7 +71,7 @@ class ChangeKind(NamedTuple):
                 words += [each.option, value] if each.option else [value]
         return words
 
-    def keywords(self, arguments: Mapping[str, str]) -> dict[str, Any]:
+    def keyword_arguments(self, arguments: Mapping[str, str]) -> dict[str, Any]:
         """Return the keyword arguments for the function; raises RequestRejected."""
         return {
             each.keyword: _parse_value(each, arguments.get(each.name, ""))
@@ -233,7 +233,7 @@ def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
         if not isinstance(value, str) or len(value) > TEXT_CHARACTERS_MAX:
             raise RequestRejected(f"arguments.{key}", expected="a short text", found=value)
     given = {key: value.strip() for key, value in arguments.items()}
-    kind.keywords(given)  # reports a missing or malformed argument
+    kind.keyword_arguments(given)  # reports a missing or malformed argument
     return kind, given
 
 

@@ -149,7 +149,7 @@ class ConsoleChanges:
         )
         self._changes.appendleft(change)
         self._forget_oldest_changes()
-        executing = self._execute(change, caller.ssl, kind.keywords(arguments))
+        executing = self._execute(change, caller.ssl, kind.keyword_arguments(arguments))
         task = self.tasks.create_task(executing, name="console_change")
         self._running.add(task)
         task.add_done_callback(partial(self._on_ended, change))

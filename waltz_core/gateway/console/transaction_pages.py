@@ -85,7 +85,7 @@ async def read_page_from(
         is_cut = len(found) > missing
         following = rows[-1].transaction_id + 1 if is_cut else int(chunk.next)
     return {
-        "transactions": await _shown(rows),
+        "transactions": await _transaction_fields(rows),
         "next": following,
         "first_available": ends.first_available,
         "high_water_mark": ends.mark,
@@ -121,7 +121,7 @@ async def read_page_until(
     await search.run()
     has_previous = search.end >= search.first_available
     return {
-        "transactions": await _shown(search.rows),
+        "transactions": await _transaction_fields(search.rows),
         "next": max(end + 1, search.first_available),
         "previous": search.end if has_previous else int(BEFORE_FIRST),
         "first_available": search.first_available,
@@ -148,7 +148,7 @@ async def first_transaction_at(
             stamp_ms_of = partial(async_stamp_ms_of, client, partition)
             older = await async_first_since(stamp_ms_of, ends.mark, time_ms, first - 1)
         except errors.BeforeLogStart as error:
-            first = _raised_start(error, first)
+            first = _available_start_in(error, first)
             if first > ends.mark:
                 return {"transaction_id": first, "high_water_mark": ends.mark}
         else:
@@ -171,7 +171,7 @@ async def _read_log_ends(client: AsyncWaltzClient, partition: int) -> _LogEnds:
     return _LogEnds(first, int(found.high_water_mark))
 
 
-def _raised_start(error: errors.BeforeLogStart, known: int) -> int:
+def _available_start_in(error: errors.BeforeLogStart, known: int) -> int:
     """Return the first available ID that an error states; raise the error if it is not new."""
     if error.first_available <= known:
         raise error
@@ -258,7 +258,7 @@ class _BackwardSearch:
             try:
                 found = await self._read_window(low)
             except errors.BeforeLogStart as error:  # rule 5
-                self.first_available = _raised_start(error, self.first_available)
+                self.first_available = _available_start_in(error, self.first_available)
                 continue
             if found is not None:
                 self._add(found, low)
@@ -336,7 +336,7 @@ def _time_ms_of(transaction_id: int, stamps: list[tuple[int, int, int]]) -> int 
     return stamps[at][2]
 
 
-async def _shown(rows: list[_PageRow]) -> list[dict[str, Any]]:
+async def _transaction_fields(rows: list[_PageRow]) -> list[dict[str, Any]]:
     """Return the JSON fields of transactions."""
     shown = []
     text_bytes = 0

@@ -72,7 +72,7 @@ def test_each_change_has_the_parameters_of_its_subcommand(kind):
 def test_the_command_of_a_change_calls_its_function_with_the_same_values(kind, has_options):
     arguments = sample_arguments(kind, has_options=has_options)
     assert parse_change({"name": kind.name, "arguments": arguments}) == (kind, arguments)
-    values = kind.keywords(arguments)
+    values = kind.keyword_arguments(arguments)
     given = parse_command([*kind.command_words(arguments), "--connect", CONNECT])
     assert {name: given[name] for name in values} == values
 
@@ -176,7 +176,7 @@ def test_a_change_of_a_finding_does_what_its_command_does(command):
         each.name: VALUE_OF_KIND[each.kind] for each in kind.parameters if each.name in empty
     }
     _, arguments = parse_change({"name": kind.name, "arguments": filled})
-    keywords = kind.keywords(arguments)
+    keywords = kind.keyword_arguments(arguments)
     words = shlex.split(command)[1:]
     for name in empty:  # `parse_command` rejects a placeholder where a number is expected
         words = [filled[name] if word == "ADMIN_PORT" else word for word in words]
