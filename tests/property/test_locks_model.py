@@ -39,7 +39,7 @@ class Model:
         self.entered.clear()
         self.slots = [min(slot, mark) for slot in self.slots]
 
-    def field_offsets(self, lock: int) -> list[int]:
+    def places(self, lock: int) -> list[int]:
         value, found = lock & 0xFFFFFFFF, []
         for _ in range(3):
             value = (value * 1103515245 + 12345) & 0xFFFFFFFF

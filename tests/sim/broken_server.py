@@ -34,7 +34,7 @@ def locks_kept_over_foreign_session() -> Patches:
 @switch
 def fences_end_with_a_release() -> Patches:
     """A server that releases a partition forgets which older attempts it has to reject."""
-    yield replaced(Mounts, "on_released", Mounts.clear)
+    yield replaced(Mounts, "on_released", Mounts.on_generation_begun)
 
 
 @switch
@@ -237,7 +237,7 @@ def older_connections_append() -> Patches:
 @switch
 def mount_fences_when_answered() -> Patches:
     """Older connections of a client may append until a new mount is answered, not requested."""
-    begin, finish, is_ready = Mounts.begin, Mounts.finish, Mounts.is_ready
+    begin, finish, is_ready = Mounts.begin_mount, Mounts.finish_mount, Mounts.is_ready
     older = {}  # the mounts of one partition -> by client, the connection that still appends
 
     def begin_keeping_the_older(self, client_id, connection, *others):
@@ -254,8 +254,8 @@ def mount_fences_when_answered() -> Patches:
         is_older = older.get(id(self), {}).get(client_id) == connection
         return is_older or is_ready(self, client_id, connection)
 
-    yield replaced(Mounts, "begin", begin_keeping_the_older)
-    yield replaced(Mounts, "finish", finish_alone)
+    yield replaced(Mounts, "begin_mount", begin_keeping_the_older)
+    yield replaced(Mounts, "finish_mount", finish_alone)
     yield replaced(Mounts, "is_ready", is_either_ready)
 
 

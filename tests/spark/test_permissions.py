@@ -58,7 +58,7 @@ class Places(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def field_offsets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
     """Run a cluster with access control."""
     directory = tmp_path_factory.mktemp("tenant")
     certificates = create_certificates(directory)

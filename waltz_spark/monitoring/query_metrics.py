@@ -46,7 +46,7 @@ from waltz_spark.writer.write_counts import (
 REQUEST_S_MAX: Final = 2.0
 
 
-class _QueryPartition(NamedTuple):
+class _LagKey(NamedTuple):
     """The labels of a lag."""
 
     cluster: str
@@ -113,16 +113,16 @@ class _Queries:
                 found[each.name] = found.get(each.name, NO_ROWS).plus(each.counts)
         return found
 
-    def positions(self, cluster: str, key: bytes) -> dict[_QueryPartition, int]:
+    def positions(self, cluster: str, key: bytes) -> dict[_LagKey, int]:
         """Return the last transactions that queries have read of a cluster."""
-        found: dict[_QueryPartition, int] = {}
+        found: dict[_LagKey, int] = {}
         with self._lock:
             for query in self._queries.values():
                 for source, end in enumerate(query.ends):
                     if end.cluster_key != key.hex():
                         continue
                     for partition, mark in end.marks.items():
-                        position = _QueryPartition(cluster, query.name, source, partition)
+                        position = _LagKey(cluster, query.name, source, partition)
                         found[position] = min(mark, found.get(position, mark))
         return found
 
@@ -166,7 +166,7 @@ class _LagRequest:
 
     def __init__(self, connect: str) -> None:
         self._connect = connect
-        self._lags: dict[_QueryPartition, _Lag] = {}
+        self._lags: dict[_LagKey, _Lag] = {}
         self._thread = threading.Thread(target=self._run, name="waltz-lags", daemon=True)
         self._thread.start()
 
@@ -175,7 +175,7 @@ class _LagRequest:
         """Whether an answer is outstanding."""
         return self._thread.is_alive()
 
-    def wait(self, timeout_s: float) -> Mapping[_QueryPartition, _Lag]:
+    def wait(self, timeout_s: float) -> Mapping[_LagKey, _Lag]:
         """Return the lags; none if they do not arrive in time."""
         self._thread.join(timeout_s)
         return {} if self.is_running else self._lags
@@ -226,7 +226,7 @@ class _Scrape:
                     self._requests[connect] = _LagRequest(connect)
             requests = list(self._requests.values())
         until_s = time.monotonic() + REQUEST_S_MAX
-        lags: dict[_QueryPartition, _Lag] = {}
+        lags: dict[_LagKey, _Lag] = {}
         for each in requests:
             lags |= each.wait(max(0.0, until_s - time.monotonic()))
         for key, lag in sorted(lags.items()):
