@@ -305,7 +305,7 @@ def layout_table(*layouts: ByteLayout) -> str:
     places = [
         place
         for number, layout in enumerate(layouts)
-        for place in layout.places(sum(each.size_bytes for each in layouts[:number]))
+        for place in layout.field_offsets(sum(each.size_bytes for each in layouts[:number]))
     ]
     rows = [
         (
