@@ -36,7 +36,8 @@ async def lasting_findings(
 
     async def check() -> tuple[Facts, list[Finding]]:
         facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
-        facts = replace(facts, connect=shown_connect or connect)
+        if shown_connect is not None:
+            facts = replace(facts, connect=shown_connect)
         return facts, diagnose(facts)
 
     facts, found = await check()

@@ -39,7 +39,7 @@ class SnapshotReader:
         self._reading: asyncio.Task[None] | None = None
         self._failure: errors.WaltzError | None = None  # of the last read
         self._begun_s = self._next_s = 0.0
-        self._permissions: Permissions | None = None
+        self._permissions: Permissions | errors.BadConfig | None = None
 
     async def read(self) -> tuple[ClusterSnapshot, str]:
         """Return the state in ZooKeeper, and the error if it is that of an earlier read.
@@ -66,10 +66,17 @@ class SnapshotReader:
     async def known_permissions(self) -> "Permissions | None":
         """Return the permissions of the last read; None: the cluster has no access control.
 
-        Raises CoordinatorUnavailable if ZooKeeper was never read.
+        Raises:
+            CoordinatorUnavailable: ZooKeeper was never read.
+            PermissionDenied: the gateway's user in ZooKeeper may not read the permissions.
         """
         if self._snapshot is None:
             await self.read()
+        if isinstance(self._permissions, errors.BadConfig):
+            raise errors.PermissionDenied(
+                "no server or storage answers, and the gateway cannot read the permissions in "
+                "ZooKeeper. Hint: use `waltz-core doctor`."
+            )
         return self._permissions
 
     async def _zookeeper_error(self) -> str:
@@ -91,7 +98,7 @@ class SnapshotReader:
         try:
             async with asyncio.timeout(READ_S_MAX):
                 coordinator = self._coordinator()
-                self._permissions = await coordinator.permissions.read()
+                self._permissions = await _read_permissions(coordinator)
                 self._snapshot = await ClusterSnapshot.read(coordinator)
         except TimeoutError:
             self._failure = errors.CoordinatorUnavailable(NO_ANSWER_TEXT)
@@ -108,6 +115,14 @@ class SnapshotReader:
             self._reading = None
             pause_s = min(max(PAUSE_S_MIN, _now_s() - self._begun_s), PAUSE_S_MAX)
             self._next_s = _now_s() + (pause_s if self._failure is None else 0.0)
+
+
+async def _read_permissions(coordinator: Coordinator) -> "Permissions | errors.BadConfig | None":
+    """Return the permissions, or the error if the gateway's user in ZooKeeper may not read them."""
+    try:
+        return await coordinator.permissions.read()
+    except errors.BadConfig as error:
+        return error
 
 
 def _now_s() -> float:

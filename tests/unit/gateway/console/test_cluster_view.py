@@ -61,6 +61,8 @@ class World:
 
     async def read(self):
         """Return the permissions in ZooKeeper."""
+        if isinstance(self.stored, errors.WaltzError):
+            raise self.stored
         return self.stored
 
     async def view(self, token_hash=""):
@@ -505,6 +507,17 @@ def test_if_no_member_answers_the_gateway_checks_the_caller(world, token_hash, e
         findings_of(world, Facts(CONNECT, is_cluster_missing=True), token_hash=token_hash)
     world.case.storage(A, failure="")
     asyncio.run(world.viewer.view(token_hash))  # the storage has checked the token
+
+
+def test_a_gateway_that_may_not_read_the_permissions_shows_what_members_permit(world):
+    world.stored = errors.BadConfig("ZooKeeper denies access to /w/x/access")
+    assert asyncio.run(world.viewer.view(READER))["zookeeper_error"] == ""
+    for number in (1, 2):
+        world.case.server(number, failure="refused", served_partitions={})
+    for each in (A, B, C, SPARE):
+        world.case.storage(each, failure="refused")
+    with pytest.raises(errors.PermissionDenied, match="cannot read the permissions"):
+        asyncio.run(world.viewer.view(ADMINISTRATOR))
 
 
 # --- reads of ZooKeeper
