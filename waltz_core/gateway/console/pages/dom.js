@@ -98,7 +98,7 @@ export function scrollTable({ caption, id, columns, body }, attributes = {}) {
 
 export const hiddenText = (text) => el("span", { class: "visually-hidden" }, text);
 
-// Symbols and words of all states; the colour comes from the level.
+// Symbols and words of all states; the color comes from the level.
 const STATES = {
   up: ["✓", "up", "good"],
   down: ["✕", "down", "bad"],
