@@ -306,16 +306,16 @@ def test_a_rare_header_is_found_forwards_in_several_requests(monkeypatch):
     run(scenario)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_pages_of_any_log_have_each_matching_transaction_once(monkeypatch, seed):
     random = Random(seed)
     monkeypatch.setattr(transaction_pages, "PAGE_BYTES_MAX", random.choice([1, 500, 5000, 50_000]))
 
     async def scenario(client):
         rows = []
-        while len(rows) < 600:
+        while len(rows) < 150:
             sizes = random.choice([(0, 20), (0, 3000), (2000, 20_000)])
-            run_of_rows = random.randint(1, 150)
+            run_of_rows = random.randint(1, 40)
             rows += [
                 (random.choice([0, 0, 0, 0, 7]), bytes(random.randint(*sizes)))
                 for _ in range(run_of_rows)
@@ -324,7 +324,7 @@ def test_pages_of_any_log_have_each_matching_transaction_once(monkeypatch, seed)
             await write(client, rows[start : start + 100])
         for headers in ((), (7,)):
             expected = [at for at, each in enumerate(rows) if not headers or each[0] == 7]
-            count = random.choice([1, 7, 50, 200])
+            count = random.choice([1, 7, 50, 60])
             first, found = 0, []
             while first < len(rows):
                 page = await read_page_from(client, P, first, count, headers)
