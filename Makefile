@@ -61,9 +61,9 @@ test: check ## The simulator, the site, real daemons, faults, Spark, notebooks, 
 
 # On two cores one after the other; with more cores, `make -j 2 test` runs both at the same time.
 # Tests that compute or sync all the time would delay the daemons of others, so they have a run.
-# The site comes first: one worker builds it, which takes longer than any other test of this run.
 test-core:
-	@$(RUN) python -m pytest -n auto $(IN_ORDER) $(SITE) $(SIMULATED) $(ARGS)
+	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
+	@$(RUN) python -m pytest $(SITE) $(ARGS)
 	@$(RUN) python -m pytest $(FIVE) -m 'not slow' $(REAL) $(ARGS)
 
 # With the oldest Spark, the file with most tests starts first: it takes longest.
@@ -96,16 +96,14 @@ spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versio
 	    $(RUN) python -m pytest -n $(ONE_MORE) tests/unit/spark $(ARGS); \
 	    $(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) tests/spark $(ARGS); done
 
-# mypy uses one core, so the tests run at the same time.
 check: ## Style, spelling, types, layers, and the quick tests; under a minute
 	@scripts/bootstrap dev
 	@$(RUN) ruff format --check --quiet . || { echo 'not formatted: run make format'; exit 1; }
 	@$(RUN) ruff check --quiet .
 	@$(RUN) typos --format brief
+	@$(RUN) python -m mypy
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
-	@$(RUN) python -m mypy & types=$$!; \
-	    $(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS) && tests=0 || tests=$$?; \
-	    wait $$types && exit $$tests
+	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)
 
 # Each tool has an environment of its own, of some hundred megabytes, so `make test` leaves them out.
 .PHONY: test-tools
