@@ -72,6 +72,8 @@ def take_cluster(console: ConsolePage, cluster: LocalCluster, name: str) -> None
     console.page.wait_for_selector('[data-testid="storage-card"][data-state="up"]')
     cluster.kill("storage-2")
     console.page.wait_for_selector('[data-testid="storage-card"][data-state="down"]')
+    # The sessions of the partitions open again without this storage.
+    console.page.get_by_text("appends continue").wait_for()
     console.save(IMAGES / f"console-{name}.png")
 
 
