@@ -57,7 +57,7 @@ class ChangeCaller(NamedTuple):
 
 @dataclass(slots=True)
 class ConsoleChange:
-    """One change: what was requested, by whom, and how far it is."""
+    """One change: its command, the user that has requested it, and its progress."""
 
     number: int
     kind: ChangeKind
