@@ -16,5 +16,5 @@ def _is_alive(port: str) -> bool:
 
 
 # A container has one daemon, so one of the ports answers.
-_PORTS = (os.environ["WALTZ_SERVER_HTTP_PORT"], os.environ["WALTZ_STORAGE_HTTP_PORT"])
+_PORTS = [os.environ[f"WALTZ_{kind}_HTTP_PORT"] for kind in ("SERVER", "STORAGE", "GATEWAY")]
 sys.exit(not any(map(_is_alive, _PORTS)))

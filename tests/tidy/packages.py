@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import yaml
 
 from tests.tidy.sources import PROJECT_ROOT
-from waltz_core.config import CONFIG_TYPES_BY_KIND, ServerConfig, StorageConfig
+from waltz_core.config import CONFIG_TYPES_BY_KIND, GatewayConfig, ServerConfig, StorageConfig
 from waltz_core.config.settings import load_config
 
 DOCKER_FOLDER = PROJECT_ROOT / "conf" / "docker"
 SYSTEMD_FOLDER = PROJECT_ROOT / "conf" / "systemd"
 CHART_FOLDER = PROJECT_ROOT / "conf" / "helm" / "waltz"
 MANIFESTS_FILE = PROJECT_ROOT / "conf" / "kubernetes" / "waltz.yaml"
-DAEMONS = ("server", "storage")
+DAEMONS = ("server", "storage", "gateway")
 _ENV = re.compile(r"(?m)^ENV (.*)$")
 
 
@@ -26,7 +26,7 @@ class PackagedDaemon(NamedTuple):
 
     name: str
     command: list[str]
-    config: ServerConfig | StorageConfig
+    config: ServerConfig | StorageConfig | GatewayConfig
 
     @property
     def ports(self) -> dict[str, int]:
@@ -68,17 +68,22 @@ def manifests_of_kind(kind: str, path: Path = MANIFESTS_FILE) -> dict[str, dict[
     }
 
 
+def replicated_workloads(path: Path = MANIFESTS_FILE) -> dict[str, dict[str, Any]]:
+    """Return the stateful sets and deployments, by name."""
+    return manifests_of_kind("StatefulSet", path) | manifests_of_kind("Deployment", path)
+
+
 def pod_specification(workload: dict[str, Any]) -> dict[str, Any]:
-    """Return the specification of the pods of a stateful set or a job."""
+    """Return the specification of the pods of a workload."""
     return workload["spec"]["template"]["spec"]
 
 
 def kubernetes_daemons(directory: Path, path: Path = MANIFESTS_FILE) -> Iterator[PackagedDaemon]:
-    """Yield a daemon for each pod; `directory` is for the settings files."""
+    """Yield a daemon for each replica; `directory` is for the settings files."""
     (settings,) = manifests_of_kind("ConfigMap", path).values()
     for name, text in settings["data"].items():
         (directory / name).write_text(text, encoding="utf-8")
-    for name, found in manifests_of_kind("StatefulSet", path).items():
+    for name, found in replicated_workloads(path).items():
         (container,) = pod_specification(found)["containers"]
         for number in range(found["spec"]["replicas"]):
             pod = f"{name}-{number}"
@@ -103,5 +108,5 @@ def _read_daemon(
 ) -> PackagedDaemon:
     kind = CONFIG_TYPES_BY_KIND[command[0]]
     config = load_config(kind, path=file, environment=variables).config
-    assert isinstance(config, ServerConfig | StorageConfig)
+    assert isinstance(config, ServerConfig | StorageConfig | GatewayConfig)
     return PackagedDaemon(name, command, config)

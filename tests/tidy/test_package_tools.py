@@ -26,7 +26,13 @@ COMPOSE = DOCKER_FOLDER / "compose.yaml"
 # Each is a list of values that change what the chart writes.
 VARIANTS = {
     "as written": [],
-    "without TLS": ["tls.secretName=", "settings.access=off", "settings.insecure_network=true"],
+    "without TLS": [
+        "tls.secretName=",
+        "settings.access=off",
+        "settings.insecure_network=true",
+        "gateway.settings.insecure_network=true",
+    ],
+    "without gateways": ["gateway.replicas=0"],
     "with an auth file": ["zookeeper.authSecretName=waltz-zookeeper"],
     "with larger values": [
         "storage.replicas=6",

@@ -24,12 +24,19 @@ from tests.tidy.packages import (
     kubernetes_daemons,
     manifests_of_kind,
     pod_specification,
+    replicated_workloads,
     tls_settings,
     yaml_documents,
 )
 from tests.tidy.sources import PROJECT_ROOT, read_text
 from waltz_core import __version__
-from waltz_core.config import CONFIG_TYPES_BY_KIND, ServerConfig, StorageConfig, TlsConfig
+from waltz_core.config import (
+    CONFIG_TYPES_BY_KIND,
+    GatewayConfig,
+    ServerConfig,
+    StorageConfig,
+    TlsConfig,
+)
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import render_toml
 from waltz_core.transport.tls import check_network
@@ -43,6 +50,7 @@ DEFAULT_PORTS = {
         "admin_port": StorageConfig(connect="z:1/w", directory="d").admin_port,
         "http_port": 15282,
     },
+    "gateway": {"port": GatewayConfig(connect="z:1/w").port, "http_port": 15382},
 }
 UNITS = [SYSTEMD_FOLDER / f"waltz-{kind}.service" for kind in DAEMONS]
 
@@ -155,9 +163,10 @@ def test_the_health_check_of_the_image_reads_livez(*, is_alive: bool) -> None:
 
 def test_daemons_of_the_compose_file_have_valid_settings() -> None:
     daemons = list(compose_daemons())
-    assert [each.command for each in daemons] == [["storage", "run"]] * 3 + [["server", "run"]] * 2
+    kinds = ["storage"] * 3 + ["server"] * 2 + ["gateway"]
+    assert [each.command for each in daemons] == [[kind, "run"] for kind in kinds]
     for each in daemons:
-        assert each.config.advertised_host == each.name
+        assert getattr(each.config, "advertised_host", each.name) == each.name
         assert each.config.insecure_network
         assert each.ports == DEFAULT_PORTS[each.command[0]]
         assert parse_command(each.command)
@@ -220,12 +229,16 @@ def test_units_permit_all_connections(unit: Path) -> None:
 
 
 def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
-    assert [each.command[0] for each in pods] == ["server"] * 2 + ["storage"] * 3
+    kinds = ["server"] * 2 + ["storage"] * 3 + ["gateway"] * 2
+    assert [each.command[0] for each in pods] == kinds
     for each in pods:
         assert each.ports == DEFAULT_PORTS[each.command[0]]
         assert each.config.http_host == each.config.listen_host == "0.0.0.0"
-        assert each.config.access == "on"
         assert parse_command(each.command[:2])
+        if isinstance(each.config, GatewayConfig):
+            assert not each.config.insecure_network
+            continue
+        assert each.config.access == "on"
         _, set_name, namespace, *domain = each.config.advertised_host.split(".")
         assert each.config.advertised_host.startswith(f"{each.name}.")
         assert set_name in manifests_of_kind("Service")
@@ -235,12 +248,16 @@ def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
 def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) -> None:
     files = tls_settings()
     assert TlsConfig(**files).tls == "on"
-    for found in manifests_of_kind("StatefulSet").values():
+    for found in replicated_workloads().values():
         (container,) = pod_specification(found)["containers"]
         mounts = {each["mountPath"] for each in container["volumeMounts"]}
         places = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
         assert set(places) <= mounts
     for each in pods:
+        if isinstance(each.config, GatewayConfig):
+            assert each.config.https_certificate == files["tls_certificate"]
+            assert each.config.https_key == files["tls_key"]
+            continue
         place = Path(parse_connect_string(each.config.connect).tls)
         assert place.as_posix() == "/etc/waltz/settings/tls.toml"
         (tmp_path / place.name).write_text(render_toml("tls", files), encoding="utf-8")
@@ -259,7 +276,7 @@ def test_the_job_creates_the_cluster_of_the_storages(pods: list[PackagedDaemon])
 
 
 def test_ports_and_probes_of_the_manifests() -> None:
-    for name, found in manifests_of_kind("StatefulSet").items():
+    for name, found in replicated_workloads().items():
         (container,) = pod_specification(found)["containers"]
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         expected = DEFAULT_PORTS[name.rpartition("-")[2]]
@@ -283,21 +300,22 @@ def selects(service: dict[str, dict[str, object]], found: dict[str, object]) -> 
 
 
 def test_members_are_found_before_they_are_ready() -> None:
-    for service in manifests_of_kind("Service").values():
+    for name in manifests_of_kind("StatefulSet"):
+        service = manifests_of_kind("Service")[name]
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"]
 
 
 def test_the_environment_of_pods_has_no_variables_of_services() -> None:
     """WALTZ_SERVER_PORT of a service would be a setting."""
-    workloads = [*manifests_of_kind("StatefulSet").values(), *manifests_of_kind("Job").values()]
-    assert len(workloads) == 3
+    workloads = [*replicated_workloads().values(), *manifests_of_kind("Job").values()]
+    assert len(workloads) == 4
     assert not any(pod_specification(each)["enableServiceLinks"] for each in workloads)
 
 
-def test_each_stateful_set_has_a_disruption_budget() -> None:
+def test_each_kind_of_daemon_has_a_disruption_budget() -> None:
     budgets = manifests_of_kind("PodDisruptionBudget")
-    for name, found in manifests_of_kind("StatefulSet").items():
+    for name, found in replicated_workloads().items():
         assert budgets[name]["spec"]["selector"] == found["spec"]["selector"]
         assert budgets[name]["spec"]["maxUnavailable"] == 1
 

@@ -1,4 +1,5 @@
-{{/* The parts that the manifests share. A daemon is named by its kind, "server" or "storage". */}}
+{{/* The parts that the manifests share. A daemon is named by its kind: "server",
+"storage" or "gateway". */}}
 
 {{- define "waltz.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
