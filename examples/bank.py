@@ -137,20 +137,20 @@ class Terminal:
 
 
 COMMANDS = {
-    "open": Command("ACCOUNT", "a new account; any whole number", Terminal.open),
-    "deposit": Command("ACCOUNT AMOUNT", "bring money in, 100 or 12.50", Terminal.deposit),
-    "withdraw": Command("ACCOUNT AMOUNT", "take money out, if it is there", Terminal.withdraw),
+    "open": Command("ACCOUNT", "open an account; its number is any whole number", Terminal.open),
+    "deposit": Command("ACCOUNT AMOUNT", "deposit an amount, such as 100 or 12.50", Terminal.deposit),
+    "withdraw": Command("ACCOUNT AMOUNT", "withdraw an amount, up to the balance", Terminal.withdraw),
     "transfer": Command("SOURCE TARGET AMOUNT", "move money between accounts", Terminal.transfer),
     "deactivate": Command("ACCOUNT", "close an empty account permanently", Terminal.deactivate),
-    "balance": Command("ACCOUNT", "what an account holds", Terminal.balance, is_write=False),
-    "accounts": Command("", "what all accounts hold", Terminal.accounts, is_write=False),
+    "balance": Command("ACCOUNT", "show the balance of an account", Terminal.balance, is_write=False),
+    "accounts": Command("", "show the balances of all accounts", Terminal.accounts, is_write=False),
     "history": Command(
-        "ACCOUNT", "what has happened to an account", Terminal.history, is_write=False
+        "ACCOUNT", "show the entries of an account", Terminal.history, is_write=False
     ),
     "settle": Command(
-        "", "end transfers that were left half done", Terminal.settle, is_write=False
+        "", "complete transfers that were interrupted", Terminal.settle, is_write=False
     ),
-    "help": Command("", "this list", Terminal.help, is_write=False),
+    "help": Command("", "show this list", Terminal.help, is_write=False),
 }
 
 
