@@ -138,11 +138,17 @@ class Terminal:
 
 COMMANDS = {
     "open": Command("ACCOUNT", "open an account; its number is any whole number", Terminal.open),
-    "deposit": Command("ACCOUNT AMOUNT", "deposit an amount, such as 100 or 12.50", Terminal.deposit),
-    "withdraw": Command("ACCOUNT AMOUNT", "withdraw an amount, up to the balance", Terminal.withdraw),
+    "deposit": Command(
+        "ACCOUNT AMOUNT", "deposit an amount, such as 100 or 12.50", Terminal.deposit
+    ),
+    "withdraw": Command(
+        "ACCOUNT AMOUNT", "withdraw an amount, up to the balance", Terminal.withdraw
+    ),
     "transfer": Command("SOURCE TARGET AMOUNT", "move money between accounts", Terminal.transfer),
     "deactivate": Command("ACCOUNT", "close an empty account permanently", Terminal.deactivate),
-    "balance": Command("ACCOUNT", "show the balance of an account", Terminal.balance, is_write=False),
+    "balance": Command(
+        "ACCOUNT", "show the balance of an account", Terminal.balance, is_write=False
+    ),
     "accounts": Command("", "show the balances of all accounts", Terminal.accounts, is_write=False),
     "history": Command(
         "ACCOUNT", "show the entries of an account", Terminal.history, is_write=False
