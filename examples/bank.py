@@ -108,10 +108,10 @@ class Terminal:
         show_line(f"{'account':>12}  {'balance':>20}")
         for account, cents, is_active in rows:
             show_line(f"{account:>12}  {money(cents):>20}{'' if is_active else '  deactivated'}")
-        moving = self.bank.cents_under_way()
-        if moving:
-            show_line(f"{'in transit':>12}  {money(moving):>20}")
-        show_line(f"{'total':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
+        in_transit = self.bank.cents_in_transit()
+        if in_transit:
+            show_line(f"{'in transit':>12}  {money(in_transit):>20}")
+        show_line(f"{'total':>12}  {money(in_transit + sum(cents for _, cents, _ in rows)):>20}")
 
     def history(self, words: list[str]) -> None:
         """Print the entries of the account words[0], in the order of the log."""
@@ -137,20 +137,26 @@ class Terminal:
 
 
 COMMANDS = {
-    "open": Command("ACCOUNT", "a new account; any whole number", Terminal.open),
-    "deposit": Command("ACCOUNT AMOUNT", "bring money in, 100 or 12.50", Terminal.deposit),
-    "withdraw": Command("ACCOUNT AMOUNT", "take money out, if it is there", Terminal.withdraw),
+    "open": Command("ACCOUNT", "open an account; its number is any whole number", Terminal.open),
+    "deposit": Command(
+        "ACCOUNT AMOUNT", "deposit an amount, such as 100 or 12.50", Terminal.deposit
+    ),
+    "withdraw": Command(
+        "ACCOUNT AMOUNT", "withdraw an amount, up to the balance", Terminal.withdraw
+    ),
     "transfer": Command("SOURCE TARGET AMOUNT", "move money between accounts", Terminal.transfer),
     "deactivate": Command("ACCOUNT", "close an empty account permanently", Terminal.deactivate),
-    "balance": Command("ACCOUNT", "what an account holds", Terminal.balance, is_write=False),
-    "accounts": Command("", "what all accounts hold", Terminal.accounts, is_write=False),
+    "balance": Command(
+        "ACCOUNT", "show the balance of an account", Terminal.balance, is_write=False
+    ),
+    "accounts": Command("", "show the balances of all accounts", Terminal.accounts, is_write=False),
     "history": Command(
-        "ACCOUNT", "what has happened to an account", Terminal.history, is_write=False
+        "ACCOUNT", "show the entries of an account", Terminal.history, is_write=False
     ),
     "settle": Command(
-        "", "end transfers that were left half done", Terminal.settle, is_write=False
+        "", "complete transfers that were interrupted", Terminal.settle, is_write=False
     ),
-    "help": Command("", "this list", Terminal.help, is_write=False),
+    "help": Command("", "show this list", Terminal.help, is_write=False),
 }
 
 
@@ -198,7 +204,7 @@ def sentence_of(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def attempt(terminal: Terminal, words: Sequence[str], key: str | None = None) -> bool:
+def run_and_print_error(terminal: Terminal, words: Sequence[str], key: str | None = None) -> bool:
     """Run a command; if it fails, print a one-line message and return False."""
     try:
         terminal.run(words, key)
@@ -208,7 +214,7 @@ def attempt(terminal: Terminal, words: Sequence[str], key: str | None = None) ->
     return True
 
 
-def prompt(terminal: Terminal) -> None:
+def run_prompt(terminal: Terminal) -> None:
     """Read commands from standard input and run them, until `quit` or the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, if it exists
@@ -221,12 +227,12 @@ def prompt(terminal: Terminal) -> None:
         if words and words[0] in ("quit", "exit"):
             break
         if words:
-            attempt(terminal, words)
+            run_and_print_error(terminal, words)
     show_line("good-bye")
 
 
 @contextlib.contextmanager
-def opened(options: argparse.Namespace) -> Iterator[Terminal]:
+def open_terminal(options: argparse.Namespace) -> Iterator[Terminal]:
     """Open the bank on the cluster and the database of the command line; yield its terminal."""
     with contextlib.ExitStack() as stack:
         directory: Path = options.directory
@@ -260,10 +266,10 @@ def main() -> int:
         print_commands()
         return 0
     try:
-        with opened(options) as terminal:
+        with open_terminal(options) as terminal:
             if options.command:
-                return 0 if attempt(terminal, options.command, options.id) else 1
-            prompt(terminal)
+                return 0 if run_and_print_error(terminal, options.command, options.id) else 1
+            run_prompt(terminal)
     except (BadConfig, WaltzError, SQLAlchemyError, ImportError) as error:
         print(f"bank: {sentence_of(error)}", file=sys.stderr)
         return 1

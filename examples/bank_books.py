@@ -116,7 +116,7 @@ class Books(SqlCallbacks):
         self.engine = engine
         self._applied: dict[int, int] = {}
         self._stopped: dict[int, Exception] = {}
-        self._moved = threading.Condition()
+        self._progressed = threading.Condition()
         for _ in range(ATTEMPTS_MAX - 1):
             # Another instance may be creating the same tables.
             with contextlib.suppress(sa.exc.DBAPIError):
@@ -145,10 +145,10 @@ class Books(SqlCallbacks):
                 row |= {"source": entry.account, "target": entry.other}
                 connection.execute(SENDS.insert().values(row))
             case "arrive" | "reject":
-                row = {"key": sent_as(entry.key), "is_rejected": entry.kind == "reject"}
+                row = {"key": send_key_of(entry.key), "is_rejected": entry.kind == "reject"}
                 connection.execute(ARRIVALS.insert().values(row))
             case "return":
-                is_send = SENDS.c.key == sent_as(entry.key)
+                is_send = SENDS.c.key == send_key_of(entry.key)
                 connection.execute(SENDS.update().where(is_send).values(is_returned=True))
         for account, cents, other in entry.effects():
             changed = connection.execute(
@@ -165,7 +165,7 @@ class Books(SqlCallbacks):
     def client_high_water_mark(self, partition: int) -> int:
         """Return the partition's high-water mark that the database stores."""
         mark = super().client_high_water_mark(partition)
-        self._note(partition, mark)
+        self._record_applied(partition, mark)
         return mark
 
     def apply_transactions(
@@ -177,7 +177,7 @@ class Books(SqlCallbacks):
         """
         count = super().apply_transactions(partition, transactions, last)
         if count:
-            self._note(partition, transactions[count - 1].transaction_id)
+            self._record_applied(partition, transactions[count - 1].transaction_id)
         return count
 
     def uncaught_exception(
@@ -186,9 +186,9 @@ class Books(SqlCallbacks):
         """Wake the callers of `wait_for` if this error stops the feed of the partition."""
         policy = super().uncaught_exception(partition, transaction_id, error)
         if policy is PoisonPolicy.STOP:
-            with self._moved:
+            with self._progressed:
                 self._stopped[partition] = error
-                self._moved.notify_all()
+                self._progressed.notify_all()
         return policy
 
     def wait_for(self, partition: int, transaction_id: int) -> None:
@@ -198,12 +198,12 @@ class Books(SqlCallbacks):
             Unavailable: the feed of the partition has stopped, or `WAIT_S_MAX` has passed.
         """
 
-        def is_over() -> bool:
-            came = self._applied.get(partition, -1) >= transaction_id
-            return came or partition in self._stopped
+        def has_ended() -> bool:
+            is_applied = self._applied.get(partition, -1) >= transaction_id
+            return is_applied or partition in self._stopped
 
-        with self._moved:
-            if is_over() or self._moved.wait_for(is_over, WAIT_S_MAX):
+        with self._progressed:
+            if has_ended() or self._progressed.wait_for(has_ended, WAIT_S_MAX):
                 if partition not in self._stopped:
                     return
                 raise Unavailable(f"the books cannot continue: {self._stopped[partition]}")
@@ -211,13 +211,13 @@ class Books(SqlCallbacks):
             f"the books have not caught up with the log within {WAIT_S_MAX:.0f} s. Hint: try again."
         )
 
-    def _note(self, partition: int, mark: int) -> None:
-        with self._moved:
+    def _record_applied(self, partition: int, mark: int) -> None:
+        with self._progressed:
             self._applied[int(partition)] = int(mark)
-            self._moved.notify_all()
+            self._progressed.notify_all()
 
 
-def sent_as(key: str) -> str:
+def send_key_of(key: str) -> str:
     """Return the key of the `send` entry that an `arrive`, `reject` or `return` belongs to."""
     return key.rpartition("/")[0]
 

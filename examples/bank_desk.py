@@ -16,26 +16,26 @@ from waltz_core.client import TransactionBuilder, TransactionContext, WaltzClien
 
 CENTS_MAX = 10**15
 
-Decide = Callable[[sa.Connection], Entry]
+ComputeEntry = Callable[[sa.Connection], Entry]
 
 
 class Refused(Exception):
     """The bank rejects the operation; the message states the reason."""
 
 
-class Write(TransactionContext):
-    """Writes one entry, which `decide` computes from the books, again after each lock conflict."""
+class WriteEntry(TransactionContext):
+    """Writes one entry; calls `compute_entry` again after each lock conflict."""
 
-    def __init__(self, books: Books, home: int, key: str, decide: Decide) -> None:
+    def __init__(self, books: Books, account: int, key: str, compute_entry: ComputeEntry) -> None:
         super().__init__()
         self._books = books
-        self._home = home
+        self._account = account
         self._key = key
-        self._decide = decide
+        self._compute_entry = compute_entry
 
     def partition_id(self, partition_count: int) -> int:
         """Return the partition of the account whose entry this is."""
-        return partition_of(account_lock(self._home), partition_count)
+        return partition_of(account_lock(self._account), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
         """Fill in the entry; return False if the partition has an entry with this key (rule 3)."""
@@ -48,7 +48,7 @@ class Write(TransactionContext):
                 is not None
             ):
                 return False
-            entry = self._decide(connection)
+            entry = self._compute_entry(connection)
         builder.set_header(HEADER)
         builder.set_transaction_data(list(entry))
         builder.set_write_locks(entry.locks())
@@ -76,70 +76,71 @@ class Bank:
 
     def open(self, account: int, *, key: str | None = None) -> None:
         """Open an account; reject a number that is in use."""
-        key = checked_key(key)
+        key = valid_key(key)
 
-        def decide(connection: sa.Connection) -> Entry:
+        def compute_entry(connection: sa.Connection) -> Entry:
             is_account = ACCOUNTS.c.account == account
             if connection.execute(sa.select(ACCOUNTS).where(is_account)).first() is not None:
                 raise Refused(f"there is an account {account} already")
             return Entry("open", key, account)
 
-        self._write(account, key, decide)
+        self._write_entry(account, key, compute_entry)
 
     def deposit(self, account: int, cents: int, *, key: str | None = None) -> None:
         """Deposit an amount in cents into an account."""
-        key = checked_key(key)
+        key = valid_key(key)
 
-        def decide(connection: sa.Connection) -> Entry:
-            check_takes(connection, account, cents)
+        def compute_entry(connection: sa.Connection) -> Entry:
+            check_can_receive(connection, account, cents)
             return Entry("deposit", key, account, cents)
 
-        self._write(account, key, decide)
+        self._write_entry(account, key, compute_entry)
 
     def withdraw(self, account: int, cents: int, *, key: str | None = None) -> None:
         """Withdraw an amount in cents; reject an amount above the balance."""
-        key = checked_key(key)
+        key = valid_key(key)
 
-        def decide(connection: sa.Connection) -> Entry:
-            check_has(connection, account, cents)
+        def compute_entry(connection: sa.Connection) -> Entry:
+            check_can_pay(connection, account, cents)
             return Entry("withdraw", key, account, cents)
 
-        self._write(account, key, decide)
+        self._write_entry(account, key, compute_entry)
 
     def transfer(self, source: int, target: int, cents: int, *, key: str | None = None) -> None:
         """Transfer an amount in cents, within a partition or between two (rule 4)."""
         if source == target:
             raise Refused("a transfer needs two accounts")
-        key = checked_key(key)
-        kind = "transfer" if self.home(source) == self.home(target) else "send"
+        key = valid_key(key)
+        target_partition = self.partition_of_account(target)
+        kind = "transfer" if self.partition_of_account(source) == target_partition else "send"
 
-        def decide(connection: sa.Connection) -> Entry:
-            check_has(connection, source, cents)
+        def compute_entry(connection: sa.Connection) -> Entry:
+            check_can_pay(connection, source, cents)
             # For a `send`, the target's partition decides again.
-            check_takes(connection, target, cents)
+            check_can_receive(connection, target, cents)
             return Entry(kind, key, source, cents, target)
 
-        self._catch_up(self.home(target))
-        self._write(source, key, decide)
+        self._catch_up(target_partition)
+        self._write_entry(source, key, compute_entry)
         if kind == "send":
-            self._settle(key)
+            self._complete_transfer(key)
 
     def deactivate(self, account: int, *, key: str | None = None) -> None:
         """Close an account permanently.
 
         Its balance must be 0, and no transfer from it may be in transit.
         """
-        key = checked_key(key)
+        key = valid_key(key)
 
-        def decide(connection: sa.Connection) -> Entry:
-            cents = active_cents(connection, account)
+        def compute_entry(connection: sa.Connection) -> Entry:
+            cents = balance_of_active_account(connection, account)
             if cents:
                 raise Refused(f"account {account} holds {money(cents)}; it must be empty")
             if any(row.source == account for row in connection.execute(in_transit())):
                 raise Refused(f"a transfer from account {account} is in transit; try again")
             return Entry("deactivate", key, account)
 
-        self._write(account, key, decide)
+        self._write_entry(account, key, compute_entry)
 
     def settle_all(self) -> int:
         """Complete all transfers in transit; return their number."""
@@ -148,14 +149,14 @@ class Bank:
             keys = [row.key for row in connection.execute(in_transit())]
         for key in keys:
             with contextlib.suppress(Refused):
-                self._settle(key)
+                self._complete_transfer(key)
         return len(keys)
 
     # -- queries
 
     def balance(self, account: int) -> int:
         """Return the balance of an account in cents, including all entries committed before."""
-        self._catch_up(self.home(account))
+        self._catch_up(self.partition_of_account(account))
         is_account = ACCOUNTS.c.account == account
         with self._books.engine.connect() as connection:
             found = connection.execute(
@@ -172,7 +173,7 @@ class Bank:
             rows = connection.execute(sa.select(ACCOUNTS).order_by(ACCOUNTS.c.account)).all()
         return [(row.account, row.cents, row.is_active) for row in rows]
 
-    def cents_under_way(self) -> int:
+    def cents_in_transit(self) -> int:
         """Return the total in cents of the transfers in transit between partitions."""
         with self._books.engine.connect() as connection:
             return sum(row.cents for row in connection.execute(in_transit()))
@@ -193,7 +194,7 @@ class Bank:
 
     # -- parts
 
-    def home(self, account: int) -> int:
+    def partition_of_account(self, account: int) -> int:
         """Return the partition that an account belongs to."""
         return partition_of(account_lock(account), self._client.partition_count)
 
@@ -206,44 +207,47 @@ class Bank:
         mark = self._client.high_water_mark(partition, linearizable=True)
         self._books.wait_for(partition, mark)
 
-    def _write(self, home: int, key: str, decide: Decide) -> None:
-        self._catch_up(self.home(home))  # so that no operation is rejected because of a stale state
-        transaction_id = self._client.submit(Write(self._books, home, key, decide)).result()
+    def _write_entry(self, account: int, key: str, compute_entry: ComputeEntry) -> None:
+        partition = self.partition_of_account(account)
+        self._catch_up(partition)  # so that no operation is rejected because of a stale state
+        transaction_id = self._client.submit(
+            WriteEntry(self._books, account, key, compute_entry)
+        ).result()
         if transaction_id is not None:
-            self._books.wait_for(self.home(home), transaction_id)
+            self._books.wait_for(partition, transaction_id)
 
-    def _settle(self, key: str) -> None:
+    def _complete_transfer(self, key: str) -> None:
         """Complete one transfer between partitions (rule 4).
 
         Raises:
             Refused: the target's partition has rejected the transfer, and the money was returned.
         """
         with self._books.engine.connect() as connection:
-            sent = connection.execute(sa.select(SENDS).where(SENDS.c.key == key)).one()
+            send = connection.execute(sa.select(SENDS).where(SENDS.c.key == key)).one()
 
-        def decide(connection: sa.Connection) -> Entry:
+        def compute_entry(connection: sa.Connection) -> Entry:
             kind = "arrive"
             try:
-                check_takes(connection, sent.target, sent.cents)
+                check_can_receive(connection, send.target, send.cents)
             except Refused:
                 kind = "reject"
-            return Entry(kind, f"{key}/end", sent.target, sent.cents, sent.source)
+            return Entry(kind, f"{key}/end", send.target, send.cents, send.source)
 
-        self._write(sent.target, f"{key}/end", decide)
+        self._write_entry(send.target, f"{key}/end", compute_entry)
         with self._books.engine.connect() as connection:
             is_arrival = ARRIVALS.c.key == key
             is_rejected = connection.execute(
                 sa.select(ARRIVALS.c.is_rejected).where(is_arrival)
             ).scalar_one()
         if is_rejected:
-            back = Entry("return", f"{key}/back", sent.source, sent.cents, sent.target)
-            self._write(sent.source, back.key, lambda _: back)
+            return_entry = Entry("return", f"{key}/back", send.source, send.cents, send.target)
+            self._write_entry(send.source, return_entry.key, lambda _: return_entry)
             raise Refused(
-                f"account {sent.target} does not accept it any more; the money was returned"
+                f"account {send.target} does not accept it any more; the money was returned"
             )
 
 
-def active_cents(connection: sa.Connection, account: int) -> int:
+def balance_of_active_account(connection: sa.Connection, account: int) -> int:
     """Return the balance in cents of an account; raise Refused unless it exists and is active."""
     found = connection.execute(sa.select(ACCOUNTS).where(ACCOUNTS.c.account == account)).first()
     if found is None:
@@ -253,19 +257,19 @@ def active_cents(connection: sa.Connection, account: int) -> int:
     return int(found.cents)
 
 
-def check_takes(connection: sa.Connection, account: int, cents: int) -> None:
+def check_can_receive(connection: sa.Connection, account: int, cents: int) -> None:
     """Raise Refused if an account cannot receive an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
         raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
-    if active_cents(connection, account) + cents > CENTS_MAX:
+    if balance_of_active_account(connection, account) + cents > CENTS_MAX:
         raise Refused(f"account {account} would hold more than {money(CENTS_MAX)}")
 
 
-def check_has(connection: sa.Connection, account: int, cents: int) -> None:
+def check_can_pay(connection: sa.Connection, account: int, cents: int) -> None:
     """Raise Refused if an account cannot pay an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
         raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
-    held = active_cents(connection, account)
+    held = balance_of_active_account(connection, account)
     if held < cents:
         raise Refused(f"account {account} holds {money(held)}, which is less than {money(cents)}")
 
@@ -277,7 +281,7 @@ def in_transit() -> sa.Select[tuple[str, int, int, int, bool]]:
     return sa.select(SENDS).select_from(both).where(~SENDS.c.is_returned & sa.not_(has_arrived))
 
 
-def checked_key(key: str | None) -> str:
+def valid_key(key: str | None) -> str:
     """Return the valid key of a command; for None, generate a unique key."""
     if key is None:
         return secrets.token_hex(8)

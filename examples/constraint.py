@@ -11,7 +11,7 @@ reads the new balance, and aborts.
 
 import threading
 
-from from_log import FromLog, arguments, cluster, fresh_name
+from from_log import LogState, cluster, options_parser, random_name
 
 from waltz_core.client import (
     TransactionBuilder,
@@ -25,7 +25,7 @@ HEADER = 102
 DEPOSIT, WITHDRAWAL = 100, 80
 
 
-class Balance(FromLog):
+class Balance(LogState):
     """The balance of one account: the sum of its differences in the log."""
 
     def __init__(self, account: str) -> None:
@@ -33,22 +33,22 @@ class Balance(FromLog):
         self.account = account
         self.amount = 0
 
-    def take(self, value: dict[str, object]) -> None:
+    def apply_value(self, value: dict[str, object]) -> None:
         """Add a difference to the balance if it belongs to this account."""
         if value["account"] == self.account:
             self.amount += int(str(value["difference"]))
 
 
-class Change(TransactionContext):
+class ChangeBalance(TransactionContext):
     """Adds a difference to the balance, unless the balance would fall below zero."""
 
     def __init__(
-        self, balance: Balance, difference: int, have_read: threading.Barrier, *, plain: bool
+        self, balance: Balance, difference: int, both_have_read: threading.Barrier, *, plain: bool
     ) -> None:
         super().__init__()
         self._balance = balance
         self._difference = difference
-        self._have_read = have_read
+        self._both_have_read = both_have_read
         self._plain = plain
         self._is_first = True
 
@@ -60,7 +60,7 @@ class Change(TransactionContext):
         """Write the difference; return False to abort if the balance would fall below zero."""
         amount = self._balance.amount
         if self._is_first:
-            self._have_read.wait()  # both services read before either writes: a certain conflict
+            self._both_have_read.wait()  # both services read before either writes
             self._is_first = False
         if amount + self._difference < 0:
             return False
@@ -82,23 +82,29 @@ class Service:
         self.partition = partition_of(lock("account", account), self.client.partition_count)
         self.client.subscribe(self.balance, [self.partition])
 
-    def change(self, difference: int, have_read: threading.Barrier, *, plain: bool) -> None:
+    def change(self, difference: int, both_have_read: threading.Barrier, *, plain: bool) -> None:
         """Make one change, and print if the log accepted it."""
         self.balance.catch_up(self.client, self.partition)
-        context = Change(self.balance, difference, have_read, plain=plain)
-        done = self.client.submit(context).result()
-        outcome = "refused: not enough is left" if done is None else f"in the log as {done}"
+        context = ChangeBalance(self.balance, difference, both_have_read, plain=plain)
+        transaction_id = self.client.submit(context).result()
+        outcome = (
+            "refused: not enough is left"
+            if transaction_id is None
+            else f"in the log as {transaction_id}"
+        )
         print(f"{self.name}: {difference:+} {outcome}", flush=True)
 
 
-def play(connect: str, *, plain: bool) -> int:
+def run_example(connect: str, *, plain: bool) -> int:
     """Deposit once, then withdraw twice concurrently; return the final balance."""
-    account = fresh_name()
+    account = random_name()
     services = [Service(name, connect, account) for name in ("Anna", "Boris")]
     services[0].change(DEPOSIT, threading.Barrier(1), plain=plain)
-    have_read = threading.Barrier(2, timeout=60)
+    both_have_read = threading.Barrier(2, timeout=60)
     threads = [
-        threading.Thread(target=each.change, args=(-WITHDRAWAL, have_read), kwargs={"plain": plain})
+        threading.Thread(
+            target=each.change, args=(-WITHDRAWAL, both_have_read), kwargs={"plain": plain}
+        )
         for each in services
     ]
     for thread in threads:
@@ -113,9 +119,9 @@ def play(connect: str, *, plain: bool) -> int:
 
 def main() -> int:
     """Run the example; return 1 if the balance is negative."""
-    options = arguments(__doc__).parse_args()
+    options = options_parser(__doc__).parse_args()
     with cluster(options.connect) as connect:
-        amount = play(connect, plain=options.plain)
+        amount = run_example(connect, plain=options.plain)
     print(f"the balance is {amount}")
     if amount < 0:
         print("BROKEN: a balance must never be negative")

@@ -11,7 +11,7 @@ with the value that the first write has stored.
 
 import threading
 
-from from_log import FromLog, arguments, cluster, fresh_name
+from from_log import LogState, cluster, options_parser, random_name
 
 from waltz_core.client import (
     TransactionBuilder,
@@ -25,7 +25,7 @@ HEADER = 101
 ROUNDS = 5
 
 
-class Counter(FromLog):
+class Counter(LogState):
     """The value of one counter, computed from the log."""
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,7 @@ class Counter(FromLog):
         self.name = name
         self.value = 0
 
-    def take(self, value: dict[str, object]) -> None:
+    def apply_value(self, value: dict[str, object]) -> None:
         """Replace the value if the transaction belongs to this counter."""
         if value["counter"] == self.name:
             self.value = int(str(value["value"]))
@@ -84,9 +84,9 @@ class Service:
         self.counter.wait_for(transaction_id)
 
 
-def play(connect: str, *, plain: bool) -> int:
+def run_example(connect: str, *, plain: bool) -> int:
     """Let two services increment a counter concurrently in each round; return its final value."""
-    name = fresh_name()
+    name = random_name()
     services = [Service(connect, name), Service(connect, name)]
     for number in range(1, ROUNDS + 1):
         both_have_read = threading.Barrier(2, timeout=60)
@@ -107,9 +107,9 @@ def play(connect: str, *, plain: bool) -> int:
 
 def main() -> int:
     """Run the example; return 1 if an increment was lost."""
-    options = arguments(__doc__).parse_args()
+    options = options_parser(__doc__).parse_args()
     with cluster(options.connect) as connect:
-        value = play(connect, plain=options.plain)
+        value = run_example(connect, plain=options.plain)
     expected = 2 * ROUNDS
     if value != expected:
         print(f"LOST: {expected - value} of {expected} increments")

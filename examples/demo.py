@@ -33,12 +33,12 @@ from waltz_spark.functions import lock, partition_of
 
 DISPATCH = 7  # the application header of a dispatch; a departure has header 0
 DISPATCH_SCHEMA = "tailnum string, origin string, dest string, dispatcher string"
-ANNA_TAKES, BORIS_TAKES = (0, 40), (25, 65)  # places in the list of the busiest aircraft
+ANNA_PLACES, BORIS_PLACES = (0, 40), (25, 65)  # places in the list of the busiest aircraft
 SETTINGS = {"spark.sql.shuffle.partitions": "4"}  # enough for two cores and small tables
-CONTESTED = ANNA_TAKES[1] - BORIS_TAKES[0]
+CONTESTED_COUNT = ANNA_PLACES[1] - BORIS_PLACES[0]
 
 
-class Failed(Exception):
+class FailedCheck(Exception):
     """The log has broken a guarantee: a figure differs from the expected one."""
 
 
@@ -51,7 +51,7 @@ class Figures:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def measure(self, what: str) -> Iterator[None]:
         """Measure and print the duration in seconds of a step, the body of the `with` statement."""
         began = time.monotonic()
         yield
@@ -65,12 +65,12 @@ def show_line(text: str) -> None:
 
 
 def check(what: str, *, found: object, expected: object) -> None:
-    """Raise Failed if a figure differs from the expected one."""
+    """Raise FailedCheck if a figure differs from the expected one."""
     if found != expected:
-        raise Failed(f"{what}: expected {expected}, found {found}")
+        raise FailedCheck(f"{what}: expected {expected}, found {found}")
 
 
-def load(table: DataFrame, connect: str, partition_count: int) -> None:
+def append_flights(table: DataFrame, connect: str, partition_count: int) -> None:
     """Append every flight with its aircraft's lock.
 
     A flight without a tail number has no lock; its flight number chooses the partition.
@@ -87,33 +87,33 @@ def load(table: DataFrame, connect: str, partition_count: int) -> None:
     )
 
 
-def departures(snapshot: waltz_spark.Snapshot) -> DataFrame:
+def read_flights(snapshot: waltz_spark.Snapshot) -> DataFrame:
     """Return the flights in the log, with their partitions and transaction IDs."""
     columns = f"{SCHEMA}, partition int, transaction_id long"
     return snapshot.read(columns, dataFormat="msgpack", headers="0")
 
 
-def differing_rows(table: DataFrame, back: DataFrame) -> int:
+def differing_rows(table: DataFrame, read_back: DataFrame) -> int:
     """Return how many different rows do not occur equally often in both tables."""
     columns = table.columns
     both = table.select(*columns, F.lit(1).alias("side")).unionAll(
-        back.select(*columns, F.lit(-1).alias("side"))
+        read_back.select(*columns, F.lit(-1).alias("side"))
     )
     return both.groupBy(*columns).agg(F.sum("side").alias("sides")).where("sides != 0").count()
 
 
-def whereabouts(back: DataFrame) -> DataFrame:
+def aircraft_table(read_back: DataFrame) -> DataFrame:
     """Compute the table of aircraft from the log: departure count and last destination of each."""
     latest = F.struct("time_hour", "sched_dep_time", "partition", "transaction_id")
     return (
-        back.where("tailnum IS NOT NULL")
+        read_back.where("tailnum IS NOT NULL")
         .groupBy("tailnum")
         .agg(F.count("*").alias("departures"), F.max_by("dest", latest).alias("at"))
         .orderBy(F.desc("departures"), "tailnum")
     )
 
 
-def dispatch(
+def dispatch_rows(
     spark: SparkSession, dispatcher: str, aircraft: list[tuple[str, str]], to: str
 ) -> DataFrame:
     """Return one row for each aircraft: its next flight, with a write lock on the aircraft."""
@@ -126,41 +126,43 @@ def dispatch(
     )
 
 
-def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) -> int:
+def run_conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) -> int:
     """Let two dispatchers conflict, and check the outcome; return the number of rejected rows."""
     snapshot = waltz_spark.snapshot(spark, connect)
     marks = snapshot.high_water_marks
-    anna = dispatch(spark, "Anna", busiest[slice(*ANNA_TAKES)], "BOS")
-    boris = dispatch(spark, "Boris", busiest[slice(*BORIS_TAKES)], "SFO")
+    anna = dispatch_rows(spark, "Anna", busiest[slice(*ANNA_PLACES)], "BOS")
+    boris = dispatch_rows(spark, "Boris", busiest[slice(*BORIS_PLACES)], "SFO")
     first = waltz_spark.append(anna, connect, high_water_marks=marks, dataFormat="msgpack")
     check(
-        "Anna's rows committed", found=first.counts["committed"], expected=len(range(*ANNA_TAKES))
+        "Anna's rows committed", found=first.counts["committed"], expected=len(range(*ANNA_PLACES))
     )
     second = waltz_spark.append(boris, connect, high_water_marks=marks, dataFormat="msgpack")
-    refused = second.rejected.select(
+    rejected = second.rejected.select(
         "tailnum", "dest", "partition", "lock_failure_transaction_id"
     ).cache()
-    won = first.committed.select(
+    winners = first.committed.select(
         "tailnum", "partition", F.col("transaction_id").alias("lock_failure_transaction_id")
     )
-    both = {tailnum for tailnum, _ in busiest[BORIS_TAKES[0] : ANNA_TAKES[1]]}
+    both = {tailnum for tailnum, _ in busiest[BORIS_PLACES[0] : ANNA_PLACES[1]]}
     check(
         "Boris's rejected aircraft",
-        found={row.tailnum for row in refused.collect()},
+        found={row.tailnum for row in rejected.collect()},
         expected=both,
     )
-    named = refused.join(won, ["tailnum", "partition", "lock_failure_transaction_id"]).count()
-    check("rejections that name Anna's transaction", found=named, expected=CONTESTED)
+    matching_count = rejected.join(
+        winners, ["tailnum", "partition", "lock_failure_transaction_id"]
+    ).count()
+    check("rejections that name Anna's transaction", found=matching_count, expected=CONTESTED_COUNT)
     show_line(
         "   the log rejects exactly the rows that conflict with Anna's, and names her transactions:"
     )
-    refused.orderBy("partition", "lock_failure_transaction_id").show(5, truncate=False)
-    again = decide_again(spark, connect, both)
-    check("Boris's rows committed after a new decision", found=again, expected=CONTESTED)
+    rejected.orderBy("partition", "lock_failure_transaction_id").show(5, truncate=False)
+    again = append_new_decisions(spark, connect, both)
+    check("Boris's rows committed after a new decision", found=again, expected=CONTESTED_COUNT)
     return int(second.counts["rejected"])
 
 
-def decide_again(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
+def append_new_decisions(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
     """Append Boris's rejected decisions again, from a new snapshot; return how many committed."""
     snapshot = waltz_spark.snapshot(spark, connect)
     sent = snapshot.read(DISPATCH_SCHEMA, dataFormat="msgpack", headers=DISPATCH)
@@ -169,7 +171,7 @@ def decide_again(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
         for row in sent.where("dispatcher = 'Anna'").collect()
         if row.tailnum in tailnums
     ]
-    boris = dispatch(spark, "Boris", now, "SFO")
+    boris = dispatch_rows(spark, "Boris", now, "SFO")
     marks = snapshot.high_water_marks
     return int(
         waltz_spark.append(boris, connect, high_water_marks=marks, dataFormat="msgpack").counts[
@@ -187,32 +189,34 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
     figures.rows = table.count()
     check("flights in the file", found=figures.rows, expected=ROW_COUNT)
     show_line(f"2. writing {figures.rows:,} flights through Spark into three replicas")
-    with figures.timed("write"):
-        load(table, connect, len(before.high_water_marks))
+    with figures.measure("write"):
+        append_flights(table, connect, len(before.high_water_marks))
     show_line("3. reading them back through Spark")
-    back = departures(waltz_spark.snapshot(spark, connect)).cache()
-    with figures.timed("read"):
-        check("flights in the log", found=back.count(), expected=ROW_COUNT)
+    read_back = read_flights(waltz_spark.snapshot(spark, connect)).cache()
+    with figures.measure("read"):
+        check("flights in the log", found=read_back.count(), expected=ROW_COUNT)
     show_line("   comparing every column of every row")
-    with figures.timed("compare"):
-        check("rows that differ", found=differing_rows(table, back), expected=0)
+    with figures.measure("compare"):
+        check("rows that differ", found=differing_rows(table, read_back), expected=0)
     show_line("4. the busiest aircraft, and where each one is, from the log")
-    found = whereabouts(back).limit(BORIS_TAKES[1]).collect()
+    found = aircraft_table(read_back).limit(BORIS_PLACES[1]).collect()
     for row in found[:5]:
         show_line(f"   {row.tailnum:8} {row.departures:4} departures, now at {row['at']}")
     show_line("5. two dispatchers, one snapshot, the same aircraft")
-    figures.rejected = conflict(spark, connect, [(row.tailnum, row["at"]) for row in found])
+    figures.rejected = run_conflict(spark, connect, [(row.tailnum, row["at"]) for row in found])
     return figures
 
 
-def end(spark: SparkSession) -> None:
+def stop_spark(spark: SparkSession) -> None:
     """Terminate Spark's idle Python workers, then stop Spark.
 
     Spark itself only closes the pipes of the workers, and a worker then sometimes prints a
     traceback.
     """
-    below = psutil.Process().children(recursive=True)
-    workers = [each for each in below if any("pyspark.daemon" in word for word in _words(each))]
+    children = psutil.Process().children(recursive=True)
+    workers = [
+        each for each in children if any("pyspark.daemon" in word for word in _command_line(each))
+    ]
     for each in workers:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.terminate()
@@ -220,7 +224,7 @@ def end(spark: SparkSession) -> None:
     spark.stop()
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
     return []
@@ -238,10 +242,10 @@ def main() -> int:
             connect = given or stack.enter_context(waltz_core.local.cluster())
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             spark = waltz_spark.session("waltz demo", master="local[2]", **SETTINGS)
-            stack.callback(end, spark)
+            stack.callback(stop_spark, spark)
             show_line(f"   {connect}")
             figures = run(spark, connect, scratch)
-    except (Failed, WaltzError) as error:
+    except (FailedCheck, WaltzError) as error:
         show_line(f"demo: FAILED: {error}")
         return 1
     write, read = figures.seconds["write"], figures.seconds["read"]

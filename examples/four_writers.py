@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 
 WRITER_COUNT = 4
-VICTIM = "storage-2"
-KILLED_AT, STARTED_AT = 0.25, 0.6  # shares of the transactions that have an outcome
+KILLED_STORAGE = "storage-2"
+KILL_SHARE, RESTART_SHARE = 0.25, 0.6  # shares of the transactions that have an outcome
 ACCOUNT_COUNT, COUNTER_COUNT = 2_000, 200
 BATCH_ROWS, SINGLES, CONTEXTS = 250, 50, 12
 IN_FLIGHT = {"batch": 4, "single": 400, "context": 24}
@@ -148,7 +148,7 @@ class Counters(Callbacks):
             return self._values.get(counter, 0)
 
 
-class Count(TransactionContext):
+class IncrementContext(TransactionContext):
     """Increments a counter, starting from its value in the feed; records every attempt."""
 
     timeout_ms: int | None = 120_000
@@ -193,7 +193,7 @@ class Pending(NamedTuple):
 
     future: "Future[Any]"
     recorded: list[RecordedOutcome]
-    context: Count | None = None
+    context: IncrementContext | None = None
 
 
 class Writer:
@@ -215,29 +215,29 @@ class Writer:
         count = self._client.partition_count
         self._accounts: list[list[int]] = [[] for _ in range(count)]
         for account in range(ACCOUNT_COUNT):
-            hashed = lock("account", account)
-            self._accounts[partition_of(hashed, count)].append(hashed)
+            lock_hash = lock("account", account)
+            self._accounts[partition_of(lock_hash, count)].append(lock_hash)
 
     def run(self) -> None:
         """Write this process's share of the transactions, and wait for all outcomes."""
         with self._client:
             self._client.subscribe(self._counters)
             while self._left:
-                self._batch(min(BATCH_ROWS, self._left))
+                self._append_batch(min(BATCH_ROWS, self._left))
                 for _ in range(min(SINGLES * 5, self._left)):
-                    self._single()
+                    self._append_one()
                 for _ in range(min(CONTEXTS * 20, self._left)):
-                    self._count()
+                    self._submit_increment()
             for kind in IN_FLIGHT:
-                self._settle(kind, in_flight=0)
+                self._collect_outcomes(kind, in_flight=0)
 
-    def _take(self, count: int) -> list[str]:
+    def _next_keys(self, count: int) -> list[str]:
         keys = [f"{self._number}.{self._next + place}" for place in range(count)]
         self._next += count
         self._left -= count
         return keys
 
-    def _blind(self, key: str, partition: int, mark: int) -> Content:
+    def _random_content(self, key: str, partition: int, mark: int) -> Content:
         """Create a random transaction with some locks, without reading the log first."""
         chosen = self._random.sample(self._accounts[partition], 3)
         kind = self._random.randrange(4)
@@ -251,11 +251,11 @@ class Writer:
             padding="x" * self._random.randrange(120),
         )
 
-    def _batch(self, count: int) -> None:
-        self._settle("batch", in_flight=IN_FLIGHT["batch"])
+    def _append_batch(self, count: int) -> None:
+        self._collect_outcomes("batch", in_flight=IN_FLIGHT["batch"])
         partition = self._random.randrange(self._client.partition_count)
         mark = int(self._client.high_water_mark(partition))
-        rows = [self._blind(key, partition, mark) for key in self._take(count)]
+        rows = [self._random_content(key, partition, mark) for key in self._next_keys(count)]
         data = [row.to_bytes() for row in rows]
         payload = encode_append(
             [PLAIN] * count,
@@ -270,16 +270,16 @@ class Writer:
             for row, each in zip(rows, data, strict=True)
         ]
         future = self._client.append_batch(partition, payload, count, client_high_water_mark=mark)
-        self._add("batch", Pending(future, recorded))
+        self._add_pending("batch", Pending(future, recorded))
 
-    def _single(self) -> None:
-        self._settle("single", in_flight=IN_FLIGHT["single"])
+    def _append_one(self) -> None:
+        self._collect_outcomes("single", in_flight=IN_FLIGHT["single"])
         partition = self._random.randrange(self._client.partition_count)
         # A new high-water mark costs a round trip, so most appends use a slightly old one.
         if self._next % SINGLES == 0 or partition not in self._marks:
             self._marks[partition] = int(self._client.high_water_mark(partition))
-        (key,) = self._take(1)
-        row = self._blind(key, partition, self._marks[partition])
+        (key,) = self._next_keys(1)
+        row = self._random_content(key, partition, self._marks[partition])
         data = row.to_bytes()
         recorded = RecordedOutcome(key, partition, digest_of(data), time.monotonic())
         future = self._client.append(
@@ -291,50 +291,53 @@ class Writer:
             append_locks=row.appends,
             client_high_water_mark=row.mark,
         )
-        self._add("single", Pending(future, [recorded]))
+        self._add_pending("single", Pending(future, [recorded]))
 
-    def _count(self) -> None:
-        self._settle("context", in_flight=IN_FLIGHT["context"])
-        (key,) = self._take(1)
-        context = Count(key, self._random.randrange(COUNTER_COUNT), self._counters)
+    def _submit_increment(self) -> None:
+        self._collect_outcomes("context", in_flight=IN_FLIGHT["context"])
+        (key,) = self._next_keys(1)
+        context = IncrementContext(key, self._random.randrange(COUNTER_COUNT), self._counters)
         future = self._client.submit(context)
-        self._add("context", Pending(future, context.attempts, context))
+        self._add_pending("context", Pending(future, context.attempts, context))
 
-    def _add(self, kind: str, pending: Pending) -> None:
-        pending.future.add_done_callback(lambda _: _stamp(pending.recorded))
+    def _add_pending(self, kind: str, pending: Pending) -> None:
+        pending.future.add_done_callback(lambda _: set_report_times(pending.recorded))
         self._pending[kind].append(pending)
 
-    def _settle(self, kind: str, *, in_flight: int) -> None:
+    def _collect_outcomes(self, kind: str, *, in_flight: int) -> None:
         """Wait until fewer than `in_flight` are pending; add the outcomes to the ledger."""
         queue = self._pending[kind]
         while queue and len(queue) >= max(1, in_flight):
             pending = queue.popleft()
-            _decide(pending)
+            set_outcomes(pending)
             self.ledger += pending.recorded
             with self._progress.get_lock():
                 self._progress.value += 1 if pending.context else len(pending.recorded)
 
 
-def _stamp(recorded: list[RecordedOutcome]) -> None:
+def set_report_times(recorded: list[RecordedOutcome]) -> None:
+    """Set the time of the report in the records that have none yet."""
     now_s = time.monotonic()
     for each in recorded:
         each.reported_s = each.reported_s or now_s
 
 
-def _decide(pending: Pending) -> None:
+def set_outcomes(pending: Pending) -> None:
     """Set the recorded outcomes according to the future's result."""
     pending.future.exception()
-    _stamp(pending.recorded)  # This thread may continue before the future's callbacks run.
+    set_report_times(
+        pending.recorded
+    )  # This thread may continue before the future's callbacks run.
     try:
         result = pending.future.result()
     except WaltzError as error:
-        for each in _last_try(pending):
+        for each in _records_of_last_attempt(pending):
             each.outcome, each.why = _outcome_of(error), f"{type(error).__name__}: {error}"
         return
-    last_try = _last_try(pending)
+    last_attempt = _records_of_last_attempt(pending)
     if isinstance(result, BatchOutcome):
         for each, reason, transaction_id in zip(
-            last_try, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
+            last_attempt, result.reasons.tolist(), result.transaction_ids.tolist(), strict=True
         ):
             each.why = RowOutcomeCode(reason).name
             each.outcome = {RowOutcomeCode.COMMITTED: OK, RowOutcomeCode.LOCK: REJECTED}.get(
@@ -342,10 +345,10 @@ def _decide(pending: Pending) -> None:
             )
             each.transaction_id = transaction_id
         return
-    last_try[0].outcome, last_try[0].transaction_id = OK, int(result)
+    last_attempt[0].outcome, last_attempt[0].transaction_id = OK, int(result)
 
 
-def _last_try(pending: Pending) -> list[RecordedOutcome]:
+def _records_of_last_attempt(pending: Pending) -> list[RecordedOutcome]:
     """Return the records of the last attempt; mark earlier attempts of a context as rejected."""
     if pending.context is None:
         return pending.recorded
@@ -396,12 +399,12 @@ def read_log(connect: str) -> list[Entry]:
 
 
 def _entries(partition: int, records: bytes) -> Iterator[Entry]:
-    at = 0
-    while at < len(records):
-        transaction_id, request_id, _, length, _ = RECORD.unpack_from(records, at)
-        start = at + RECORD.size
+    offset = 0
+    while offset < len(records):
+        transaction_id, request_id, _, length, _ = RECORD.unpack_from(records, offset)
+        start = offset + RECORD.size
         yield Entry(partition, transaction_id, request_id, records[start : start + length])
-        at = start + length + TRAILER_BYTES
+        offset = start + length + TRAILER_BYTES
 
 
 @dataclass
@@ -432,8 +435,10 @@ def compare(ledger: list[RecordedOutcome], log: list[Entry]) -> Verdict:
         if recorded is None:
             verdict.wrong.append(f"{where} was not written by any process")
             continue
-        right = recorded.partition == entry.partition and recorded.digest == digest_of(entry.data)
-        verdict.check(right, f"{where} has other bytes than the sent ones")
+        is_equal = recorded.partition == entry.partition and recorded.digest == digest_of(
+            entry.data
+        )
+        verdict.check(is_equal, f"{where} has other bytes than the sent ones")
         verdict.check(
             recorded.outcome in (OK, UNKNOWN),
             f"{where} was reported as {recorded.outcome} {recorded.why}",
@@ -475,15 +480,15 @@ def _check_locks(log: list[Entry], verdict: Verdict) -> None:
     counters: Counter[int] = Counter()
     for entry in log:
         content = Content.from_bytes(entry.data)
-        for hashed in (*content.writes, *content.reads):
-            writer = writers.get((entry.partition, hashed), -1)
+        for lock_hash in (*content.writes, *content.reads):
+            writer = writers.get((entry.partition, lock_hash), -1)
             verdict.check(
                 writer <= content.mark,
                 f"{content.key} at {entry.partition}/{entry.transaction_id} had seen "
                 f"{content.mark} and conflicts with {writer}",
             )
-        for hashed in (*content.writes, *content.appends):
-            writers[entry.partition, hashed] = entry.transaction_id
+        for lock_hash in (*content.writes, *content.appends):
+            writers[entry.partition, lock_hash] = entry.transaction_id
         if content.counter >= 0:
             counters[content.counter] += 1
             verdict.check(
@@ -512,7 +517,7 @@ def _check_times(log: list[Entry], outcomes: dict[str, RecordedOutcome], verdict
 # the run
 
 
-def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
+def run_writers(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
     """Run four writers, kill and restart a storage meanwhile, and compare outcomes with the log."""
     started = multiprocessing.get_context("spawn")
     progress = started.Value("q", 0)
@@ -528,17 +533,17 @@ def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
     for writer in writers:
         writer.start()
 
-    def reached(share: float) -> None:
+    def wait_for_share(share: float) -> None:
         while progress.value < share * transactions and any(w.is_alive() for w in writers):
             time.sleep(0.02)
         show_line(f"   {progress.value:,} of {transactions:,} have an outcome")
 
-    reached(KILLED_AT)
-    cluster.kill(VICTIM)
-    show_line(f"   {VICTIM} was killed")
-    reached(STARTED_AT)
-    cluster.start(VICTIM)
-    show_line(f"   {VICTIM} was restarted")
+    wait_for_share(KILL_SHARE)
+    cluster.kill(KILLED_STORAGE)
+    show_line(f"   {KILLED_STORAGE} was killed")
+    wait_for_share(RESTART_SHARE)
+    cluster.start(KILLED_STORAGE)
+    show_line(f"   {KILLED_STORAGE} was restarted")
     for writer in writers:
         writer.join()
     failed = [number for number, writer in enumerate(writers) if writer.exitcode != 0]
@@ -572,7 +577,7 @@ def main() -> int:
         with running_cluster(directory / "cluster") as cluster:
             show_line(f"{arguments.transactions:,} transactions from {WRITER_COUNT} processes")
             began = time.monotonic()
-            verdict = play(cluster, arguments.transactions, directory)
+            verdict = run_writers(cluster, arguments.transactions, directory)
             took = time.monotonic() - began
     for what in (OK, REJECTED, LOST, UNKNOWN, "in the log"):
         show_line(f"{what:>12}: {verdict.counts[what]:,}")

@@ -14,31 +14,33 @@ from waltz_core.client import Callbacks, Transaction, WaltzClient
 WAIT_S_MAX = 60.0
 
 
-class FromLog(Callbacks):
+class LogState(Callbacks):
     """An application's state, computed from all transactions with one header, in log order."""
 
     def __init__(self, header: int) -> None:
         self._header = header
         self._applied = -1
-        self._moved = threading.Condition()
+        self._state_changed = threading.Condition()
 
     @abstractmethod
-    def take(self, value: Any) -> None:  # noqa: ANN401 - any value of the application
+    def apply_value(self, value: Any) -> None:  # noqa: ANN401 - any value of the application
         """Apply the value of one transaction with the header to the state."""
 
     def apply_transaction(self, transaction: Transaction) -> None:
         """Apply a committed transaction, and wake the callers of `wait_for`."""
         value: Any = transaction.value() if transaction.header == self._header else None
-        with self._moved:
+        with self._state_changed:
             if value is not None:
-                self.take(value)
+                self.apply_value(value)
             self._applied = transaction.transaction_id
-            self._moved.notify_all()
+            self._state_changed.notify_all()
 
     def wait_for(self, transaction_id: int) -> None:
         """Wait until the state includes a transaction; exit after 60 s."""
-        with self._moved:
-            if not self._moved.wait_for(lambda: self._applied >= transaction_id, WAIT_S_MAX):
+        with self._state_changed:
+            if not self._state_changed.wait_for(
+                lambda: self._applied >= transaction_id, WAIT_S_MAX
+            ):
                 raise SystemExit(f"the feed has stopped at transaction {self._applied}")
 
     def catch_up(self, client: WaltzClient, partition: int) -> None:
@@ -57,7 +59,7 @@ def cluster(connect: str | None) -> Iterator[str]:
         yield local
 
 
-def arguments(about: str | None) -> argparse.ArgumentParser:
+def options_parser(about: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of these examples; `about`'s first line describes them."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--connect", help="a running cluster [default: a temporary one]")
@@ -67,6 +69,6 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def fresh_name() -> str:
+def random_name() -> str:
     """Return a random name, so that a run does not share its state with other runs."""
     return secrets.token_hex(4)

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 
-from from_log import FromLog, arguments, cluster, fresh_name
+from from_log import LogState, cluster, options_parser, random_name
 
 from waltz_core.client import (
     TransactionBuilder,
@@ -30,19 +30,19 @@ HEADER = 103
 CENTS = 4_999
 
 
-class Payments(FromLog):
+class Payments(LogState):
     """The numbers of all payments in the log."""
 
     def __init__(self) -> None:
         super().__init__(HEADER)
-        self.made: list[str] = []
+        self.numbers: list[str] = []
 
-    def take(self, value: dict[str, object]) -> None:
+    def apply_value(self, value: dict[str, object]) -> None:
         """Add the number of a payment."""
-        self.made.append(str(value["payment"]))
+        self.numbers.append(str(value["payment"]))
 
 
-class Pay(TransactionContext):
+class MakePayment(TransactionContext):
     """Makes a payment, unless the log contains it already."""
 
     def __init__(self, payment: str, payments: Payments, *, plain: bool) -> None:
@@ -62,63 +62,66 @@ class Pay(TransactionContext):
         if self._plain:
             return True
         builder.set_write_locks([lock("payment", self._payment)])
-        return self._payment not in self._payments.made
+        return self._payment not in self._payments.numbers
 
 
-def pay(connect: str, payment: str, *, plain: bool, is_to_die: bool) -> None:
-    """Run the payer: make the payment, or wait to be killed after sending it if `is_to_die`."""
+def pay(connect: str, payment: str, *, plain: bool, waits_for_kill: bool) -> None:
+    """Run the payer: make the payment. If `waits_for_kill`, wait after sending it."""
     payments = Payments()
     with WaltzClient(connect) as client:
         partition = partition_of(lock("payment", payment), client.partition_count)
         client.subscribe(payments, [partition])
         payments.catch_up(client, partition)
-        outcome = client.submit(Pay(payment, payments, plain=plain))
-        if is_to_die:
+        outcome = client.submit(MakePayment(payment, payments, plain=plain))
+        if waits_for_kill:
             # This process never reads the answer: its parent kills it here.
             sys.stdin.read()
             os._exit(1)
-        done = outcome.result()
-    print(f"payer: {'was paid already' if done is None else f'paid, transaction {done}'}")
+        transaction_id = outcome.result()
+    if transaction_id is None:
+        print("payer: was paid already")
+    else:
+        print(f"payer: paid, transaction {transaction_id}")
 
 
-def play(connect: str, options: argparse.Namespace) -> int:
+def run_example(connect: str, options: argparse.Namespace) -> int:
     """Run a payer, kill it, and run it again; return how often the log contains the payment."""
-    payment = fresh_name()
+    payment = random_name()
     command = [sys.executable, __file__, "--connect", connect, "--pay", payment]
     command += ["--plain"] if options.plain else []
     payments = Payments()
     with WaltzClient(connect) as client:
         partition = partition_of(lock("payment", payment), client.partition_count)
-        seen = int(client.high_water_mark(partition, linearizable=True))
+        last_id = int(client.high_water_mark(partition, linearizable=True))
         client.subscribe(payments, [partition])
-        payments.wait_for(seen)
-        payer = subprocess.Popen([*command, "--to-die"], stdin=subprocess.PIPE)
+        payments.wait_for(last_id)
+        payer = subprocess.Popen([*command, "--wait-for-kill"], stdin=subprocess.PIPE)
         try:
-            while payment not in payments.made:
-                seen += 1
-                payments.wait_for(seen)
+            while payment not in payments.numbers:
+                last_id += 1
+                payments.wait_for(last_id)
         finally:
             payer.kill()
             payer.communicate()
         print("the payment is in the log, and the payer was killed before it knew", flush=True)
         subprocess.run(command, check=True)
         payments.catch_up(client, partition)
-        return payments.made.count(payment)
+        return payments.numbers.count(payment)
 
 
 def main() -> int:
     """Run the example; return 1 if the payment was not made exactly once."""
-    parser = arguments(__doc__)
-    parser.add_argument("--pay", help=argparse.SUPPRESS)  # for the payer that `play` starts
-    parser.add_argument("--to-die", action="store_true", help=argparse.SUPPRESS)
+    parser = options_parser(__doc__)
+    parser.add_argument("--pay", help=argparse.SUPPRESS)  # for the payer that `run_example` starts
+    parser.add_argument("--wait-for-kill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pay is not None:
-        pay(options.connect, options.pay, plain=options.plain, is_to_die=options.to_die)
+        pay(options.connect, options.pay, plain=options.plain, waits_for_kill=options.wait_for_kill)
         return 0
     with cluster(options.connect) as connect:
-        times = play(connect, options)
-    if times != 1:
-        print(f"WRONG: paid {times} times")
+        payment_count = run_example(connect, options)
+    if payment_count != 1:
+        print(f"WRONG: paid {payment_count} times")
         return 1
     print("payments: OK, paid once")
     return 0

@@ -1,8 +1,8 @@
-"""Every hour: notes the marks of the log, waits until a table has them, then runs dbt on the table.
+"""Every hour: get the marks of the log, wait until a table has reached them, and run dbt.
 
-So the models contain everything that was committed before the run. `waltz-core follow` keeps the
-table, in a process of its own. Environment variables: WALTZ_CONNECT, the log; ACCOUNTS_TABLE, the
-table; DBT_PROJECT_DIR, the dbt project.
+Therefore the models contain all transactions that were committed before the run. A separate process
+runs `waltz-core follow`, which keeps the table up to date. Environment variables: WALTZ_CONNECT is
+the log, ACCOUNTS_TABLE is the table, and DBT_PROJECT_DIR is the dbt project.
 """
 
 import os
@@ -17,23 +17,23 @@ def accounts() -> None:
     """Declare the three tasks."""
 
     @task
-    def marks_of_the_log() -> dict[str, int]:
+    def get_log_marks() -> dict[str, int]:
         return log_marks(os.environ["WALTZ_CONNECT"])
 
-    table_has_them = MarksSensor(
-        task_id="table_has_them",
+    wait_for_table = MarksSensor(
+        task_id="wait_for_table",
         table=os.environ["ACCOUNTS_TABLE"],
-        marks=marks_of_the_log(),
-        mode="reschedule",  # occupies no worker between two looks at the table
+        marks=get_log_marks(),
+        mode="reschedule",  # occupies no worker between two checks of the table
         poke_interval=10,
         timeout=timedelta(hours=1),
     )
 
     @task.bash
-    def models() -> str:
+    def run_dbt() -> str:
         return "dbt build"
 
-    table_has_them >> models()
+    wait_for_table >> run_dbt()
 
 
 accounts()

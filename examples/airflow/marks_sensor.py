@@ -1,7 +1,7 @@
-"""An Airflow sensor that waits until a log, or a table that follows it, has given marks.
+"""An Airflow sensor that waits until a log, or a table that follows it, has reached given marks.
 
-Marks are a dictionary of transaction IDs by partition, with partitions as text as in JSON:
-`{"0": 41, "1": 7}`. So a task can return them, and the sensor can take them from it.
+Marks are a dictionary from partitions to transaction IDs. The partitions are texts, as in JSON:
+`{"0": 41, "1": 7}`. Therefore an Airflow task can return marks, and pass them to the sensor.
 """
 
 import json
@@ -14,14 +14,14 @@ from waltz_core.client import WaltzClient
 
 
 def log_marks(connect: str) -> dict[str, int]:
-    """Return the marks of a log: everything that was committed before the call is included."""
+    """Return the marks of a log, which include all transactions committed before the call."""
     with WaltzClient(connect) as client:
         marks = client.high_water_marks(linearizable=True)
     return {str(partition): mark for partition, mark in marks.items()}
 
 
 def table_marks(table: str, follower: str = "follow") -> dict[str, int]:
-    """Return the marks in the newest commit of a follower; none if it has not committed any."""
+    """Return the marks in the newest commit of a follower; an empty dictionary if there is none."""
     for commit in DeltaTable(table).history():
         with suppress(ValueError, KeyError, TypeError):  # another program's metadata
             waltz = json.loads(commit["userMetadata"])["waltz"]
@@ -31,14 +31,14 @@ def table_marks(table: str, follower: str = "follow") -> dict[str, int]:
 
 
 class MarksSensor(BaseSensorOperator):
-    """Waits until each of the given partitions has its mark, or a later one.
+    """Waits until each of the given partitions has reached its mark.
 
     Args:
-        marks: the ID of a transaction by partition; also the result of another task.
-        connect: the log, as in `WaltzClient(connect)`; or
-        table: the directory or URL of a Delta table that `waltz-core follow` keeps.
+        marks: a transaction ID for each partition; also the result of another task.
+        connect: the connect string of the log. Pass either `connect` or `table`.
+        table: the directory or URL of a Delta table that `waltz-core follow` keeps up to date.
         follower: the name of the table's follower.
-        **options: those of Airflow's sensors, such as `timeout` and `poke_interval`.
+        **options: options of Airflow's sensors, such as `timeout` and `poke_interval`.
 
     Raises:
         ValueError: expected `connect` or `table`, found both or neither.
@@ -64,12 +64,12 @@ class MarksSensor(BaseSensorOperator):
         self.follower = follower
 
     def poke(self, context: Context) -> bool:
-        """Return whether the marks are reached; log those that are not."""
+        """Return whether all marks are reached; log the missing ones."""
         if self.table is not None:
             found = table_marks(self.table, self.follower)
         else:
             found = log_marks(self.connect)
-        late = {each: mark for each, mark in self.marks.items() if found.get(each, -1) < mark}
-        if late:
-            self.log.info("waiting for marks %s, found %s", late, found)
-        return not late
+        missing = {each: mark for each, mark in self.marks.items() if found.get(each, -1) < mark}
+        if missing:
+            self.log.info("waiting for marks %s, found %s", missing, found)
+        return not missing

@@ -97,7 +97,7 @@ class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
         self._file.flush()
 
 
-class JournaledIncrement(four_writers.Count):  # type: ignore[misc, name-defined]
+class JournaledIncrement(four_writers.IncrementContext):  # type: ignore[misc, name-defined]
     """Increments a counter; journals each attempt before it is sent."""
 
     timeout_ms: int | None = REQUEST_TIMEOUT_MS
@@ -236,7 +236,7 @@ class Application:
         self._add_pending(partition, four_writers.Pending(future, context.attempts, context))
 
     def _add_pending(self, partition: int, pending: Any) -> None:
-        pending.future.add_done_callback(lambda _: four_writers._stamp(pending.recorded))
+        pending.future.add_done_callback(lambda _: four_writers.set_report_times(pending.recorded))
         self._pending[partition].append(pending)
 
     def _journal_outcomes(self, partition: int) -> None:
@@ -246,7 +246,7 @@ class Application:
             pending.remove(each)
             if not each.recorded:
                 continue  # a context that timed out before its first try
-            four_writers._decide(each)
+            four_writers.set_outcomes(each)
             self._journal.write(
                 *(self._journal.reported_line(reported) for reported in each.recorded)
             )

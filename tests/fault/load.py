@@ -179,13 +179,13 @@ class Load:
         future = self._client.append_batch(
             partition, payload, BATCH_ROWS, client_high_water_mark=mark
         )
-        future.add_done_callback(lambda _: four_writers._stamp(row_outcome))
+        future.add_done_callback(lambda _: four_writers.set_report_times(row_outcome))
         self._pending.append(four_writers.Pending(future, row_outcome))
 
     def _settle(self) -> None:
         while self._pending:
             pending = self._pending.popleft()
-            four_writers._decide(pending)
+            four_writers.set_outcomes(pending)
             self.ledger += pending.recorded
             outcomes = [each.outcome for each in pending.recorded]
             self.committed += outcomes.count(four_writers.OK)

@@ -100,7 +100,7 @@ def test_the_sums_are_right_whichever_process_is_killed(
     ledger = Ledger(scenario.cluster.connect)
     ledger.check_whole()
     ledger.check_outcomes(journaled)
-    assert bank.cents_under_way() == 0
+    assert bank.cents_in_transit() == 0
     books = {account: (cents, is_active) for account, cents, is_active in bank.accounts()}
     assert books == ledger.accounts
     assert sum(cents for cents, _ in books.values()) == ledger.brought_in
@@ -238,7 +238,11 @@ class BankThatDies(bank_desk.Bank):
 def in_two_partitions(bank: bank_desk.Bank, first: int) -> tuple[int, int]:
     """Return two accounts that no one entry can change together."""
     one = first
-    two = next(each for each in range(first + 1, first + 50) if bank.home(each) != bank.home(one))
+    two = next(
+        each
+        for each in range(first + 1, first + 50)
+        if bank.partition_of_account(each) != bank.partition_of_account(one)
+    )
     return one, two
 
 
@@ -257,7 +261,7 @@ def test_the_next_bank_settles_transfers_in_transit(
     dying.close()
     engine.dispose()
     bank.catch_up()  # all partitions: the log has transfers of other tests
-    assert (bank.balance(one), bank.balance(two), bank.cents_under_way()) == (300, 0, 200)
+    assert (bank.balance(one), bank.balance(two), bank.cents_in_transit()) == (300, 0, 200)
     bank.withdraw(one, 300)
     with pytest.raises(bank_desk.Refused, match="is in transit"):
         bank.deactivate(one)
@@ -265,7 +269,7 @@ def test_the_next_bank_settles_transfers_in_transit(
         bank.deactivate(two)
     assert bank.settle_all() == 1
     balances = (200, 0) if is_closed else (0, 200)
-    assert (bank.balance(one), bank.balance(two), bank.cents_under_way()) == (*balances, 0)
+    assert (bank.balance(one), bank.balance(two), bank.cents_in_transit()) == (*balances, 0)
     assert bank.settle_all() == 0
     if is_closed:
         bank.withdraw(one, 200)

@@ -33,10 +33,10 @@ def test_an_outcome_keeps_its_time_if_its_callback_is_late():
     future: Future[int] = Future()
     asked = four_writers.RecordedOutcome("1.1", 0, "digest", sent_s=1.0)
     future.set_result(7)
-    four_writers._decide(four_writers.Pending(future, [asked]))
+    four_writers.set_outcomes(four_writers.Pending(future, [asked]))
     first_s = asked.reported_s
     assert (asked.outcome, asked.transaction_id, first_s > 1.0) == (four_writers.OK, 7, True)
-    four_writers._stamp([asked])
+    four_writers.set_report_times([asked])
     assert asked.reported_s == first_s
 
 
