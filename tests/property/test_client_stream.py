@@ -17,7 +17,7 @@ def test_outcomes_agree_with_the_log(block):
     for seed in range(block * 30, block * 30 + 30):
         world = ModelWorld(Random(seed), wants_feed=seed % 2 == 0)
         world.run(300)
-        world.heal()
+        world.finish_without_faults()
         world.check()
         for settled in world.settled.values():
             if isinstance(settled, stream_events.SubmissionSettled):
@@ -40,7 +40,7 @@ def test_a_filtered_feed_advances_over_all_ids_and_delivers_matching_transaction
     for seed in range(60):
         world = ModelWorld(Random(seed), wants_feed=True, header_values=values)
         world.run(300)
-        world.heal()
+        world.finish_without_faults()
         world.check()
         over += world.fed.count(None)
         passed += len(world.fed) - world.fed.count(None)
@@ -52,7 +52,7 @@ def test_without_faults_every_row_is_settled_and_fed():
     world = ModelWorld(Random(1), wants_feed=True)
     for _ in range(20):
         world.append()
-    world.heal()
+    world.finish_without_faults()
     for _ in range(500):
         world.feed()
         world.deliver_to_client()

@@ -20,7 +20,7 @@ ANN, SERVERS = Grantee("ann", is_group=False), Grantee("servers", is_group=True)
 TOKEN = StoredToken("t1", "ann", 5)
 
 
-def revoked(old, grantee, verbs, partitions):
+def revoke(old, grantee, verbs, partitions):
     return changes.revoke(old, grantee, verbs, partitions, partition_count=COUNT)
 
 
@@ -65,11 +65,11 @@ def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
 
 def test_a_revocation_leaves_the_other_partitions():
     every = changes.grant(EMPTY, ANN, [READ, APPEND], None)
-    some = revoked(every, ANN, [READ], ((2, 3), (9, 9)))
+    some = revoke(every, ANN, [READ], ((2, 3), (9, 9)))
     assert some.grants[0].partitions == ((0, 1), (4, 8))
     assert some.grants[1] == every.grants[1]
-    assert revoked(some, ANN, [READ], None).grants == (every.grants[1],)
-    assert revoked(some, ANN, [READ], ((0, 9),)).grants == (every.grants[1],)
+    assert revoke(some, ANN, [READ], None).grants == (every.grants[1],)
+    assert revoke(some, ANN, [READ], ((0, 9),)).grants == (every.grants[1],)
 
 
 def test_a_revocation_of_a_permission_that_is_not_granted_is_an_error():
@@ -80,9 +80,9 @@ def test_a_revocation_of_a_permission_that_is_not_granted_is_an_error():
         (Grantee("bob", is_group=False), [READ], None),
     ):
         with pytest.raises(BadRequest, match=r"has no grant of \w+ for partitions"):
-            revoked(old, grantee, verbs, partitions)
+            revoke(old, grantee, verbs, partitions)
     # One of several verbs is enough.
-    assert revoked(old, ANN, [READ, APPEND], None).grants == ()
+    assert revoke(old, ANN, [READ, APPEND], None).grants == ()
 
 
 partition_sets = st.sets(st.integers(0, COUNT - 1), min_size=1)
@@ -96,7 +96,7 @@ def test_grants_and_revocations_are_unions_and_differences(steps):
         if is_grant:
             found, expected = changes.grant(found, ANN, [READ], ranges), expected | numbers
         elif expected & numbers:
-            found, expected = revoked(found, ANN, [READ], ranges), expected - numbers
+            found, expected = revoke(found, ANN, [READ], ranges), expected - numbers
         assert changes.granted_partitions(found, "ann", READ, COUNT) == expected
         assert len(found.grants) <= 1
         access_node.encode_permissions(found)  # asserts that it decodes
@@ -115,8 +115,8 @@ def test_a_principal_is_checked_before_it_is_encoded(name):
 
 
 def test_anonymous_may_have_grants_and_no_token():
-    made = changes.grant(EMPTY, Grantee("anonymous", is_group=False), [READ], None)
-    assert changes.granted_partitions(made, "anonymous", READ, 1) == {0}
+    changed = changes.grant(EMPTY, Grantee("anonymous", is_group=False), [READ], None)
+    assert changes.granted_partitions(changed, "anonymous", READ, 1) == {0}
     with pytest.raises(BadConfig, match="not reserved, found 'anonymous'"):
         changes.add_token(EMPTY, "ab" * 32, StoredToken("t", "anonymous", 1))
 
@@ -147,8 +147,8 @@ def test_the_last_grant_of_replicate_for_a_partition_is_kept():
         ):
             changes.check_replicate_remains(old, after, COUNT)
 
-    is_checked(revoked(old, SERVERS, [REPLICATE], None))
-    is_checked(revoked(old, SERVERS, [REPLICATE], ((3, 3),)))
+    is_checked(revoke(old, SERVERS, [REPLICATE], None))
+    is_checked(revoke(old, SERVERS, [REPLICATE], ((3, 3),)))
     is_checked(changes.delete_group(old, "servers"))
     is_checked(changes.remove_from_group(old, "servers", ["s1", "s2"]))
     changes.check_replicate_remains(old, changes.remove_from_group(old, "servers", ["s1"]), COUNT)
@@ -164,9 +164,9 @@ def test_permissions_without_replicate_can_be_changed():
 
 
 def test_a_group_gets_and_loses_members():
-    made = changes.add_to_group(EMPTY, "g", ["a", "b", "a"])
-    assert made.groups == {"g": ("a", "b")}
-    more = changes.add_to_group(made, "g", ["c", "a"])
+    changed = changes.add_to_group(EMPTY, "g", ["a", "b", "a"])
+    assert changed.groups == {"g": ("a", "b")}
+    more = changes.add_to_group(changed, "g", ["c", "a"])
     assert more.groups == {"g": ("a", "b", "c")}
     assert changes.remove_from_group(more, "g", ["a", "c"]).groups == {"g": ("b",)}
     with pytest.raises(BadRequest, match="d is not a member of group g"):
@@ -177,16 +177,16 @@ def test_a_deleted_group_loses_its_grants():
     old = changes.add_to_group(EMPTY, "g", ["a"])
     old = changes.grant(old, Grantee("g", is_group=True), [READ], None)
     old = changes.grant(old, Grantee("g", is_group=False), [READ], None)
-    made = changes.delete_group(old, "g")
-    assert made.groups == {}
-    assert made.grants == (Grant("g", False, READ, None),)
-    access_node.encode_permissions(made)
+    changed = changes.delete_group(old, "g")
+    assert changed.groups == {}
+    assert changed.grants == (Grant("g", False, READ, None),)
+    access_node.encode_permissions(changed)
 
 
 def test_a_missing_group_is_named():
     for change in (
         lambda: changes.grant(EMPTY, SERVERS, [READ], None),
-        lambda: revoked(EMPTY, SERVERS, [READ], None),
+        lambda: revoke(EMPTY, SERVERS, [READ], None),
         lambda: changes.delete_group(EMPTY, "servers"),
         lambda: changes.remove_from_group(EMPTY, "servers", ["a"]),
     ):
@@ -209,24 +209,26 @@ def test_limits_are_set_one_by_one_and_removed_together():
 
 
 def test_tokens_are_added_and_revoked_by_id():
-    made = changes.add_token(EMPTY, "ab" * 32, TOKEN)
-    assert changes.add_token(made, "ab" * 32, TOKEN) == made  # again, after an unknown outcome
+    changed = changes.add_token(EMPTY, "ab" * 32, TOKEN)
+    assert (
+        changes.add_token(changed, "ab" * 32, TOKEN) == changed
+    )  # again, after an unknown outcome
     with pytest.raises(BadRequest, match="a token with ID t1 exists already"):
-        changes.add_token(made, "cd" * 32, TOKEN)
+        changes.add_token(changed, "cd" * 32, TOKEN)
     with pytest.raises(BadRequest, match="a token with ID t2 exists already"):
-        changes.add_token(made, "ab" * 32, replace(TOKEN, token_id="t2"))
-    assert changes.revoke_token(made, "t1").tokens == {}
+        changes.add_token(changed, "ab" * 32, replace(TOKEN, token_id="t2"))
+    assert changes.revoke_token(changed, "t1").tokens == {}
     with pytest.raises(BadRequest, match="there is no token with ID 't2'"):
-        changes.revoke_token(made, "t2")
-    assert changes.remove_expired_tokens(made, 4) == made
-    assert changes.remove_expired_tokens(made, 5).tokens == {}
+        changes.revoke_token(changed, "t2")
+    assert changes.remove_expired_tokens(changed, 4) == changed
+    assert changes.remove_expired_tokens(changed, 5).tokens == {}
 
 
 def test_a_revision_has_a_printable_author():
-    made = changes.with_revision(EMPTY, 7, "a\nb\udc80" + 500 * "x", 9)
-    assert (made.revision, made.changed_ms) == (7, 9)
-    assert made.changed_by == ("a?b?" + 500 * "x")[: changes.AUTHOR_CHARACTERS_MAX]
-    access_node.encode_permissions(made)
+    changed = changes.with_revision(EMPTY, 7, "a\nb\udc80" + 500 * "x", 9)
+    assert (changed.revision, changed.changed_ms) == (7, 9)
+    assert changed.changed_by == ("a?b?" + 500 * "x")[: changes.AUTHOR_CHARACTERS_MAX]
+    access_node.encode_permissions(changed)
     with pytest.raises(
         BadRequest, match="expected a revision number of at most 9223372036854775807"
     ):

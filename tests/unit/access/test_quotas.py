@@ -33,7 +33,7 @@ def begin(quota, at_ns, size_bytes=0, waited_ns=0):
     return quota.begin_request(at_ns, size_bytes=size_bytes, is_append=True, waited_ns=waited_ns)
 
 
-def learned(quotas, limits, grants=(), revision=1, groups=None):
+def apply_limits(quotas, limits, grants=(), revision=1, groups=None):
     permissions = Permissions(
         revision, "ops", 0, bytes(32), groups=groups or {}, grants=tuple(grants), limits=limits
     )
@@ -102,8 +102,8 @@ def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
 def test_a_greedy_principal_gets_its_limit_and_no_more(per_s):
     quota, granted = quota_of(appends_per_s=per_s), 0
     for now_ms in range(10_000):  # it tries again each millisecond
-        begun = begin(quota, START_NS + now_ms * MS)
-        granted += not isinstance(begun, Overloaded)
+        answer = begin(quota, START_NS + now_ms * MS)
+        granted += not isinstance(answer, Overloaded)
     # In ten seconds, with the burst, and what has begun to wait.
     assert 11 * per_s <= granted <= 12 * per_s + 1
 
@@ -150,10 +150,10 @@ def test_the_limits_of_the_asterisk_are_defaults():
         "*": PrincipalLimits(bytes_per_s=7, connections=5),
         "etl": PrincipalLimits(bytes_per_s=9, feeds=2),
     }
-    quotas = learned(Quotas(), limits)
+    quotas = apply_limits(Quotas(), limits)
     assert quotas.quota_of("etl", 0).limits == PrincipalLimits(9, None, 5, 2)
     assert quotas.quota_of("anonymous", 0).limits == PrincipalLimits(7, None, 5, None)
-    only = learned(Quotas(), {"etl": PrincipalLimits(feeds=2)})
+    only = apply_limits(Quotas(), {"etl": PrincipalLimits(feeds=2)})
     assert only.quota_of("ann", 0) is None
     assert Quotas().quota_of("etl", 0) is None  # before the first revision
 
@@ -161,31 +161,31 @@ def test_the_limits_of_the_asterisk_are_defaults():
 def test_servers_have_no_quota():
     limits, groups = {"*": PrincipalLimits(1), "s1": PrincipalLimits(1)}, {"servers": ("s1",)}
     grants = (Grant("servers", True, REPLICATE, ((0, 0),)),)
-    quotas = learned(Quotas(), limits, grants, groups=groups)
+    quotas = apply_limits(Quotas(), limits, grants, groups=groups)
     assert quotas.quota_of("s1", 0) is None
     assert quotas.quota_of("s2", 0) is not None
 
 
 def test_a_revision_changes_the_limits_that_differ():
-    quotas = learned(Quotas(), {"etl": PrincipalLimits(512, 1)})
+    quotas = apply_limits(Quotas(), {"etl": PrincipalLimits(512, 1)})
     quota = quotas.quota_of("etl", START_NS)
     for _ in range(2):
         begin(quota, START_NS)
-    learned(quotas, {"etl": PrincipalLimits(512, 1)}, revision=2)
+    apply_limits(quotas, {"etl": PrincipalLimits(512, 1)}, revision=2)
     assert quotas.quota_of("etl", START_NS) is quota
     assert begin(quota, START_NS, waited_ns=1) is not None
     assert isinstance(begin(quota, START_NS, waited_ns=1), Overloaded)
-    learned(quotas, {"etl": PrincipalLimits(512, 100)}, revision=3)
+    apply_limits(quotas, {"etl": PrincipalLimits(512, 100)}, revision=3)
     error = begin(quota, START_NS, waited_ns=1)
     assert "512 bytes per second" in str(error)
-    learned(quotas, {"etl": PrincipalLimits(1_000_000, 100)}, revision=4)
+    apply_limits(quotas, {"etl": PrincipalLimits(1_000_000, 100)}, revision=4)
     assert begin(quota, START_NS) == 0
-    learned(quotas, {}, revision=5)
+    apply_limits(quotas, {}, revision=5)
     assert quotas.quota_of("etl", START_NS) is None
 
 
 def test_a_principal_cannot_refill_its_bucket_by_a_new_connection():
-    quotas = learned(Quotas(), {"*": PrincipalLimits(appends_per_s=1)})
+    quotas = apply_limits(Quotas(), {"*": PrincipalLimits(appends_per_s=1)})
     quota = quotas.quota_of("etl", START_NS)
     quota.add_connection("a")
     for _ in range(2):
@@ -211,7 +211,7 @@ def test_the_first_principals_with_a_grant_have_a_label_each():
         Grant("last", False, READ, None),
     )
     limits = {"*": PrincipalLimits(connections=3)}
-    quotas = learned(Quotas(), limits, grants, groups={"team": members})
+    quotas = apply_limits(Quotas(), limits, grants, groups={"team": members})
     names = ("p0", *members, "last", "without-grant")
     for each in names:
         quotas.quota_of(each, 0).add_connection(each)
@@ -226,11 +226,11 @@ def test_the_first_principals_with_a_grant_have_a_label_each():
 def test_a_revision_moves_a_principal_to_its_new_label():
     limits = {"*": PrincipalLimits(connections=3)}
     grants = (Grant("etl", False, READ, None),)
-    quotas = learned(Quotas(), limits, grants)
+    quotas = apply_limits(Quotas(), limits, grants)
     quota = quotas.quota_of("etl", 0)
     begin(quota, START_NS)
     assert quotas.usage["etl"].appends == 1
-    learned(quotas, limits, (), revision=2)
+    apply_limits(quotas, limits, (), revision=2)
     begin(quota, START_NS)
     assert list(quotas.usage) == [OTHER_LABEL]
     assert quotas.usage[OTHER_LABEL].appends == 1

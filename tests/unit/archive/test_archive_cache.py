@@ -18,7 +18,7 @@ def cache():
     cache.close()
 
 
-def loaded(cache, key, byte_count=10):
+def has_loaded(cache, key, byte_count=10):
     """Return whether `get` had to load the key."""
     calls = []
     assert cache.get(key, lambda: (calls.append(key) or f"value of {key}", byte_count)) == (
@@ -29,45 +29,45 @@ def loaded(cache, key, byte_count=10):
 
 def test_the_values_used_longest_ago_are_removed_first(cache):
     for key in range(10):
-        assert loaded(cache, key)
+        assert has_loaded(cache, key)
     assert cache.byte_count == 100
-    assert not loaded(cache, 0)
-    assert loaded(cache, "large", 85)
+    assert not has_loaded(cache, 0)
+    assert has_loaded(cache, "large", 85)
     assert cache.byte_count == 95
-    assert not loaded(cache, 0)
-    assert loaded(cache, 9)
+    assert not has_loaded(cache, 0)
+    assert has_loaded(cache, 9)
 
 
 def test_a_value_above_the_limit_is_returned_and_not_kept(cache):
-    assert loaded(cache, 1)
-    assert loaded(cache, "huge", 101)
-    assert loaded(cache, "huge", 101)
-    assert not loaded(cache, 1)
+    assert has_loaded(cache, 1)
+    assert has_loaded(cache, "huge", 101)
+    assert has_loaded(cache, "huge", 101)
+    assert not has_loaded(cache, 1)
     assert cache.byte_count == 10
 
 
 @pytest.fixture
-def waiting(monkeypatch):
+def waiting_callers(monkeypatch):
     """A semaphore that is released when a caller waits for the load of another one."""
     released = Semaphore(0)
 
-    class NotedFuture(Future):
+    class ObservedFuture(Future):
         def result(self, timeout=None):
             released.release()
             return super().result(timeout)
 
-    monkeypatch.setattr(archive_cache, "Future", NotedFuture)
+    monkeypatch.setattr(archive_cache, "Future", ObservedFuture)
     return released
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_threads_share_a_load_or_its_error(cache, waiting, fails):
+def test_threads_share_a_load_or_its_error(cache, waiting_callers, fails):
     calls = []
 
     def load():
         calls.append(None)
         for _ in range(3):
-            assert waiting.acquire(timeout=TEST_TIMEOUT_S)
+            assert waiting_callers.acquire(timeout=TEST_TIMEOUT_S)
         if fails:
             raise ArchiveUnavailable("no route")
         return "value of key", 10
@@ -77,7 +77,7 @@ def test_threads_share_a_load_or_its_error(cache, waiting, fails):
     outcomes = [repr(each.exception()) if fails else each.result() for each in gets]
     assert outcomes == 4 * ["ArchiveUnavailable('no route')" if fails else "value of key"]
     assert len(calls) == 1
-    assert loaded(cache, "key") is fails
+    assert has_loaded(cache, "key") is fails
 
 
 def test_a_read_ahead_loads_once_and_its_error_is_found_again_by_a_read(cache):
@@ -93,7 +93,7 @@ def test_a_read_ahead_loads_once_and_its_error_is_found_again_by_a_read(cache):
     assert len(calls) == 1
     with pytest.raises(ArchiveUnavailable):
         cache.get("bad", failing)
-    assert not loaded(cache, "good")
+    assert not has_loaded(cache, "good")
     cache.read_ahead("good", failing)  # in memory: no thread is needed
     assert len(calls) == 2
 

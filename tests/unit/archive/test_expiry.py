@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.archive.test_garbage_collection import CollectedStore, all_files, listed_files, run
-from tests.unit.archive.test_garbage_collection import request as collection
+from tests.unit.archive.test_garbage_collection import request as collection_job
 from tests.unit.archive.test_upload import KEY, NONCE, job_after, read_manifest
 from waltz_core.archive import manifest
 from waltz_core.archive.archive_cache import ArchiveCache
@@ -31,15 +31,21 @@ def archived(tmp_path, monkeypatch):
     return store, uploaded
 
 
-def run_expiry(store, made, *, before=0, before_ms=0, retention_ms=0, now_ms=NOW_MS, attempt=20):
-    recorded = RecordedManifest(3, made.last, made.chain, made.name, made.file_crc)
-    job = ExpiryJob(9, NONCE, attempt, recorded, before, before_ms, retention_ms)
+def run_expiry(
+    store, new_manifest, *, before=0, before_ms=0, retention_ms=0, now_ms=NOW_MS, attempt=20
+):
+    recorded_after_expiry = RecordedManifest(
+        3, new_manifest.last, new_manifest.chain, new_manifest.name, new_manifest.file_crc
+    )
+    job = ExpiryJob(9, NONCE, attempt, recorded_after_expiry, before, before_ms, retention_ms)
     return expire(store, KEY, job, now_ms=now_ms)
 
 
-def recorded(made, expired):
+def recorded_after_expiry(new_manifest, expired):
     """Return the manifest as ZooKeeper would record it after an expiry."""
-    return NewManifest(made.last, made.chain, made.stamp_ms, expired.name, expired.file_crc)
+    return NewManifest(
+        new_manifest.last, new_manifest.chain, new_manifest.stamp_ms, expired.name, expired.file_crc
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,32 +53,32 @@ def recorded(made, expired):
     [(1, 0), (9, 0), (10, 10), (29, 20), (30, 30), (59, 50), (60, 60), (99, 60)],
 )
 def test_whole_objects_below_an_id_expire(archived, before, first):
-    store, made = archived
-    found = run_expiry(store, made, before=before)
+    store, new_manifest = archived
+    found = run_expiry(store, new_manifest, before=before)
     assert found.first == first
     assert bool(found.name) == (first > 0)
     if found.name:
-        head = read_manifest(store, recorded(made, found))
-        assert (head.first, head.last, head.chain) == (first, made.last, made.chain)
+        head = read_manifest(store, recorded_after_expiry(new_manifest, found))
+        assert (head.first, head.last, head.chain) == (first, new_manifest.last, new_manifest.chain)
 
 
-@pytest.mark.parametrize("way", ["time", "retention"])
+@pytest.mark.parametrize("limit_kind", ["time", "retention"])
 @pytest.mark.parametrize("expired_count", [0, 1, 2, 3, 6])
 def test_objects_that_were_committed_before_a_time_expire(
-    archived, way, expired_count, monkeypatch
+    archived, limit_kind, expired_count, monkeypatch
 ):
-    store, made = archived
-    times = stamped(store, made, monkeypatch)
+    store, new_manifest = archived
+    times = set_commit_times(store, new_manifest, monkeypatch)
     before_ms = times[expired_count] if expired_count < 6 else times[-1] + 1
     bound = {"before_ms": before_ms}
-    if way == "retention":
+    if limit_kind == "retention":
         bound = {"retention_ms": NOW_MS - before_ms}
-    assert run_expiry(store, made, **bound).first == expired_count * OBJECT_IDS
+    assert run_expiry(store, new_manifest, **bound).first == expired_count * OBJECT_IDS
 
 
-def stamped(store, made, monkeypatch):
+def set_commit_times(store, new_manifest, monkeypatch):
     """Give each object a commit time of its own; return them."""
-    head = read_manifest(store, made)
+    head = read_manifest(store, new_manifest)
     page = head.pages[0]
     times = [1_000_000 + 10 * number for number in range(6)]
     entries = [
@@ -93,9 +99,11 @@ def stamped(store, made, monkeypatch):
 
 
 def test_objects_without_times_expire_with_later_ones(archived, monkeypatch):
-    store, made = archived
-    stamped(store, made, monkeypatch)
-    found = RecordedManifest(3, made.last, made.chain, made.name, 0).read(store, KEY)
+    store, new_manifest = archived
+    set_commit_times(store, new_manifest, monkeypatch)
+    found = RecordedManifest(3, new_manifest.last, new_manifest.chain, new_manifest.name, 0).read(
+        store, KEY
+    )
     newest = (
         found.newest_objects[0]._replace(commit_ms_min=0, commit_ms_max=0),
         *found.newest_objects[1:],
@@ -103,38 +111,43 @@ def test_objects_without_times_expire_with_later_ones(archived, monkeypatch):
     page = found.pages[0]._replace(commit_ms_min=0, commit_ms_max=0)
     changed = manifest.replace(found, pages=(page,), newest_objects=newest)
     monkeypatch.setattr(RecordedManifest, "read", lambda *_: changed)
-    assert run_expiry(store, made, before_ms=newest[1].commit_ms_max + 1).first == 4 * OBJECT_IDS
+    assert (
+        run_expiry(store, new_manifest, before_ms=newest[1].commit_ms_max + 1).first
+        == 4 * OBJECT_IDS
+    )
     before_ms = newest[1].commit_ms_max
-    assert run_expiry(store, made, before_ms=before_ms, attempt=21).first == 2 * OBJECT_IDS
+    assert run_expiry(store, new_manifest, before_ms=before_ms, attempt=21).first == 2 * OBJECT_IDS
 
 
 def test_expired_files_are_deleted_after_the_grace_period_only(archived):
-    store, made = archived
+    store, new_manifest = archived
     before = set(all_files(store))
-    expired = recorded(made, run_expiry(store, made, before=35))
-    old = listed_files(store, made)
-    run(store, collection(expired, attempt=21), now_ms=NOW_MS + EXPIRY_GRACE_MS - 1)
+    expired = recorded_after_expiry(new_manifest, run_expiry(store, new_manifest, before=35))
+    old = listed_files(store, new_manifest)
+    run(store, collection_job(expired, attempt=21), now_ms=NOW_MS + EXPIRY_GRACE_MS - 1)
     kept = set(all_files(store))
-    assert old - {made.name} <= kept, "a reader with the older manifest may need them"
-    run(store, collection(expired, attempt=22), now_ms=NOW_MS + EXPIRY_GRACE_MS)
+    assert old - {new_manifest.name} <= kept, "a reader with the older manifest may need them"
+    run(store, collection_job(expired, attempt=22), now_ms=NOW_MS + EXPIRY_GRACE_MS)
     names = set(all_files(store))
     deleted = {each for each in before - names if each.endswith(".parquet")}
     assert sorted(int(each.rpartition("/")[2].partition("-")[0]) for each in deleted) == [0, 10, 20]
-    with ArchiveCacheOf(store, expired) as reader:
+    with ReaderWithCache(store, expired) as reader:
         assert reader.read_range(30, 59, 1 << 20).lengths.size == 30
         with pytest.raises(BeforeLogStart, match="the first available one is 30") as caught:
             reader.read_range(29, 40, 1 << 20)
         assert caught.value.first_available == 30
-    run(store, collection(expired, attempt=23), now_ms=NOW_MS + EXPIRY_GRACE_MS)
+    run(store, collection_job(expired, attempt=23), now_ms=NOW_MS + EXPIRY_GRACE_MS)
     assert set(all_files(store)) == names
 
 
-class ArchiveCacheOf:
+class ReaderWithCache:
     """A reader of a manifest, and its cache."""
 
-    def __init__(self, store, made):
+    def __init__(self, store, new_manifest):
         self.cache = ArchiveCache(1 << 20)
-        self.reader = ArchiveReader(ArchiveStore(store.url), made.name, made.file_crc, self.cache)
+        self.reader = ArchiveReader(
+            ArchiveStore(store.url), new_manifest.name, new_manifest.file_crc, self.cache
+        )
 
     def __enter__(self):
         return self.reader
@@ -145,21 +158,21 @@ class ArchiveCacheOf:
 
 def test_the_next_expiry_removes_deleted_objects_from_the_manifest(archived):
     store, uploaded = archived
-    expired = recorded(uploaded, run_expiry(store, uploaded, before=35))
+    expired = recorded_after_expiry(uploaded, run_expiry(store, uploaded, before=35))
     later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS - 1, attempt=21)
     assert later == (30, "", 0), "nothing has changed"
     later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=22)
     assert (later.first, later.name != "") == (30, True)
-    head = read_manifest(store, recorded(uploaded, later))
+    head = read_manifest(store, recorded_after_expiry(uploaded, later))
     assert (head.pages, [each.first for each in head.newest_objects]) == ((), [30, 40, 50])
-    uploaded = upload(store, KEY, job_after(recorded(uploaded, later), attempt=23))
+    uploaded = upload(store, KEY, job_after(recorded_after_expiry(uploaded, later), attempt=23))
     assert read_manifest(store, uploaded).first == 30
 
 
 def test_all_can_expire_and_the_archive_continues(archived):
     store, uploaded = archived
-    expired = recorded(uploaded, run_expiry(store, uploaded, before=100))
-    later = recorded(
+    expired = recorded_after_expiry(uploaded, run_expiry(store, uploaded, before=100))
+    later = recorded_after_expiry(
         uploaded, run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=21)
     )
     assert not read_manifest(store, later).newest_objects
@@ -169,7 +182,7 @@ def test_all_can_expire_and_the_archive_continues(archived):
 
 
 def test_a_manifest_that_is_not_the_written_one_is_found(archived):
-    store, made = archived
+    store, new_manifest = archived
     store.read = lambda name: ArchiveStore.read(store, name) + b" " * ("-20.json" in name)
     with pytest.raises(ChecksumMismatch, match=r"manifest .*-20\.json: found other bytes"):
-        run_expiry(store, made, before=35)
+        run_expiry(store, new_manifest, before=35)

@@ -42,16 +42,16 @@ class CollectedStore(FailingStore):
     on_delete = staticmethod(lambda: None)
 
     def list_files(self, folder):
-        self._meet("list", folder, is_after=False)
+        self._fail_if_chosen("list", folder, is_after=False)
         found = super().list_files(folder)
-        self._meet("list", folder, is_after=True)
+        self._fail_if_chosen("list", folder, is_after=True)
         return found
 
     def delete(self, name):
         self.on_delete()
-        self._meet("delete", name, is_after=False)
+        self._fail_if_chosen("delete", name, is_after=False)
         super().delete(name)
-        self._meet("delete", name, is_after=True)
+        self._fail_if_chosen("delete", name, is_after=True)
 
 
 def all_files(store):
@@ -61,18 +61,20 @@ def all_files(store):
     }
 
 
-def listed_files(store, made):
+def listed_files(store, new_manifest):
     """Return the names of a manifest, its pages and its objects."""
-    head = read_manifest(ArchiveStore(store.url), made)
-    names = {made.name, *(each.name for each in head.newest_objects)}
+    head = read_manifest(ArchiveStore(store.url), new_manifest)
+    names = {new_manifest.name, *(each.name for each in head.newest_objects)}
     for page in head.pages:
         entries = decode_page(page, ArchiveStore.read(store, page.name)).entries
         names |= {page.name, *(each.name for each in entries)}
     return names
 
 
-def request(made, *, session=10, nonce=OTHER, attempt=1, **changes):
-    recorded = RecordedManifest(3, made.last, made.chain, made.name, made.file_crc)
+def collection_job(new_manifest, *, session=10, nonce=OTHER, attempt=1, **changes):
+    recorded = RecordedManifest(
+        3, new_manifest.last, new_manifest.chain, new_manifest.name, new_manifest.file_crc
+    )
     return GarbageCollectionJob(session, nonce, attempt, recorded._replace(**changes))
 
 
@@ -80,11 +82,11 @@ def run(store, job, *, now_ms=LATER_MS):
     return collect_garbage(store, KEY, job, now_ms=now_ms)
 
 
-def fail_upload(store, made, *, attempt, writes=1, kind=Crash, **changes):
+def fail_upload(store, new_manifest, *, attempt, writes=1, kind=Crash, **changes):
     """Let an upload end after it has written this many files."""
     store.fail_next(2 * writes, is_after=False, kind=kind)
     with pytest.raises(kind):
-        upload(store, KEY, job_after(made, attempt=attempt, **changes))
+        upload(store, KEY, job_after(new_manifest, attempt=attempt, **changes))
     store.fail_next(-1, is_after=False)
 
 
@@ -125,37 +127,39 @@ def test_a_name_shows_the_attempt_that_has_written_it(archived):
 
 
 def test_files_of_the_recorded_manifest_remain_readable(archived):
-    store, made = archived
+    store, new_manifest = archived
     before = all_files(store)
-    kept = listed_files(store, made)
-    found = run(store, request(made))
+    kept = listed_files(store, new_manifest)
+    found = run(store, collection_job(new_manifest))
     after = all_files(store)
     assert set(after) == kept
     assert after.items() <= before.items()
     garbage = [len(data) for name, data in before.items() if name not in kept]
     assert found == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
-    reader = ArchiveReader(ArchiveStore(store.url), made.name, made.file_crc, ArchiveCache(1 << 20))
-    assert reader.read_range(0, made.last, 1 << 20).lengths.size == made.last + 1
-    assert run(store, request(made)) == CollectedGarbage(0, 0, 0, has_more=False)
+    reader = ArchiveReader(
+        ArchiveStore(store.url), new_manifest.name, new_manifest.file_crc, ArchiveCache(1 << 20)
+    )
+    assert reader.read_range(0, new_manifest.last, 1 << 20).lengths.size == new_manifest.last + 1
+    assert run(store, collection_job(new_manifest)) == CollectedGarbage(0, 0, 0, has_more=False)
 
 
 def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived):
-    store, made = archived
-    kept = listed_files(store, made)
+    store, new_manifest = archived
+    kept = listed_files(store, new_manifest)
     before = set(all_files(store))
     objects = {each for each in before if "/objects/" in each}
     name = pin_objects(store, KEY, b"k" * 16)
-    run(store, request(made))
+    run(store, collection_job(new_manifest))
     assert set(all_files(store)) == kept | objects | {name}
     assert before > kept | objects
     store.delete(name)
-    run(store, request(made))
+    run(store, collection_job(new_manifest))
     assert set(all_files(store)) == kept
 
 
 def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
     """A restore checks after the pin that the objects exist, and would not see a later delete."""
-    store, made = archived
+    store, new_manifest = archived
     deleted = []
 
     def pin_after_one():
@@ -165,7 +169,7 @@ def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
 
     before = {each for each in all_files(store) if "/objects/" in each}
     store.on_delete = pin_after_one
-    found = run(store, request(made))
+    found = run(store, collection_job(new_manifest))
     after = {each for each in all_files(store) if "/objects/" in each}
     assert len(before - after) == 1
     assert found.file_count == len(deleted) > 1, "replaced manifests are deleted all the same"
@@ -199,7 +203,7 @@ def test_the_temporary_file_of_a_pin_is_listed_and_removed_like_the_pin(archived
     assert not is_pinned(store, KEY)
 
 
-def age(store, name, modified_ms):
+def set_modified_time(store, name, modified_ms):
     os.utime(Path(store.url.removeprefix("file://")) / name, (0, modified_ms / 1_000))
 
 
@@ -214,29 +218,31 @@ def heads_of(store):
 
 def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived):
     """Even if it is old: lagging replicas have only its name."""
-    store, made = archived
+    store, new_manifest = archived
     now_ms = 10 * REPLACED_GRACE_MS
-    heads, listed = heads_of(store), listed_files(store, made)
+    heads, listed = heads_of(store), listed_files(store, new_manifest)
     for version, names in heads.items():
         for name in names:
-            age(store, name, now_ms if version >= 5 else now_ms - 2 * REPLACED_GRACE_MS)
-    run(store, request(made), now_ms=now_ms)
+            set_modified_time(
+                store, name, now_ms if version >= 5 else now_ms - 2 * REPLACED_GRACE_MS
+            )
+    run(store, collection_job(new_manifest), now_ms=now_ms)
     assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
-    run(store, request(made), now_ms=now_ms + REPLACED_GRACE_MS - 1)
+    run(store, collection_job(new_manifest), now_ms=now_ms + REPLACED_GRACE_MS - 1)
     assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
-    run(store, request(made), now_ms=now_ms + REPLACED_GRACE_MS)
+    run(store, collection_job(new_manifest), now_ms=now_ms + REPLACED_GRACE_MS)
     assert set(all_files(store)) == listed
 
 
 def test_files_of_ended_attempts_of_the_same_session_are_deleted(archived):
-    store, made = archived
-    fail_upload(store, made, attempt=20, session_id=10, nonce=OTHER)
-    fail_upload(store, made, attempt=21, session_id=10, nonce=OTHER)
-    run(store, request(made, attempt=21))
-    (kept,) = set(all_files(store)) - listed_files(store, made)
+    store, new_manifest = archived
+    fail_upload(store, new_manifest, attempt=20, session_id=10, nonce=OTHER)
+    fail_upload(store, new_manifest, attempt=21, session_id=10, nonce=OTHER)
+    run(store, collection_job(new_manifest, attempt=21))
+    (kept,) = set(all_files(store)) - listed_files(store, new_manifest)
     assert origin_of(kept) == FileOrigin(10, OTHER, 21)
-    run(store, request(made, attempt=22))
-    assert set(all_files(store)) == listed_files(store, made)
+    run(store, collection_job(new_manifest, attempt=22))
+    assert set(all_files(store)) == listed_files(store, new_manifest)
 
 
 @pytest.mark.parametrize("suffix", ["", ".tmp"])
@@ -246,60 +252,60 @@ def test_files_of_ended_attempts_of_the_same_session_are_deleted(archived):
 def test_a_file_of_a_later_or_another_owner_stops_the_collection(
     archived, tmp_path, origin, suffix
 ):
-    store, made = archived
+    store, new_manifest = archived
     (tmp_path / f"{CLUSTER}/3/manifests/9-{origin}.json{suffix}").write_bytes(b"x")
     before = all_files(store)
     with pytest.raises(
         BadRequest, match=f"owner has written files since session 10, found .*9-{origin}."
     ):
-        run(store, request(made))
+        run(store, collection_job(new_manifest))
     assert all_files(store) == before
 
 
-def roll_back(store, made, *, to):
+def roll_back(store, new_manifest, *, head_version):
     """Archive in session 10 after the manifest of session 9 with this version."""
-    head = next(name for name in heads_of(store)[to] if f"/{to}-9-" in name)
+    head = next(name for name in heads_of(store)[head_version] if f"/{head_version}-9-" in name)
     data = ArchiveStore.read(store, head)
     found = manifest.Manifest.from_bytes(data, head)
-    old = made._replace(last=found.last, chain=found.chain, name=head, file_crc=crc32(data))
-    return archive_in_10(store, old, attempt=0)
+    old = new_manifest._replace(last=found.last, chain=found.chain, name=head, file_crc=crc32(data))
+    return upload_in_session_10(store, old, attempt=0)
 
 
-def archive_in_10(store, made, *, attempt):
-    return upload(store, KEY, job_after(made, attempt=attempt, session_id=10, nonce=OTHER))
+def upload_in_session_10(store, new_manifest, *, attempt):
+    return upload(store, KEY, job_after(new_manifest, attempt=attempt, session_id=10, nonce=OTHER))
 
 
 def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
     """Backups may list what was recorded before, also when the new versions have passed it."""
-    store, made = archived
-    own = roll_back(store, made, to=4)
+    store, new_manifest = archived
+    own = roll_back(store, new_manifest, head_version=4)
     assert {6, 5} <= set(heads_of(store))
     for attempt in range(1, 6):
         before = all_files(store)
         with pytest.raises(
             BadRequest, match=r"versions above 6 .* session 9.* found .*/5-10-.*back"
         ):
-            run(store, request(own, attempt=attempt))
+            run(store, collection_job(own, attempt=attempt))
         with pytest.raises(BadRequest, match=r"above 6 \(manifest"):
-            run(store, request(own, session=11, nonce=NONCE, attempt=0))
+            run(store, collection_job(own, session=11, nonce=NONCE, attempt=0))
         assert all_files(store) == before
-        own = archive_in_10(store, own, attempt=attempt)
+        own = upload_in_session_10(store, own, attempt=attempt)
     # The operator abandons the backups that need them.
     for name in heads_of(store)[6]:
         if "/6-9-" in name:
             store.delete(name)
-    run(store, request(own, attempt=9))
+    run(store, collection_job(own, attempt=9))
     assert set(all_files(store)) == listed_files(store, own)
 
 
 def test_failed_attempts_of_several_sessions_are_no_rollback(archived):
     """Each owner may have written the version after the recorded one, and nothing above it."""
-    store, made = archived
+    store, new_manifest = archived
     for session in (10, 11, 12):
-        upload(store, KEY, job_after(made, attempt=50, session_id=session, nonce=OTHER))
+        upload(store, KEY, job_after(new_manifest, attempt=50, session_id=session, nonce=OTHER))
     own = {"session_id": 13, "nonce": OTHER}
-    last = upload(store, KEY, job_after(made, attempt=0, **own))
-    run(store, request(last, session=13))
+    last = upload(store, KEY, job_after(new_manifest, attempt=0, **own))
+    run(store, collection_job(last, session=13))
     assert set(all_files(store)) == listed_files(store, last)
 
 
@@ -319,26 +325,26 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_nothing_is_deleted_if_the_recorded_manifest_differs(archived, fault):
     changes, error, reason = FAULTS[fault]
-    store, made = archived
+    store, new_manifest = archived
     before = all_files(store)
     with pytest.raises(error, match=reason):
-        run(store, request(made, **changes))
+        run(store, collection_job(new_manifest, **changes))
     assert all_files(store) == before
 
 
 @pytest.mark.parametrize("kind", ["parquet", "-page.json"])
 def test_nothing_is_deleted_if_a_listed_file_is_missing(archived, kind):
-    store, made = archived
-    lost = min(name for name in listed_files(store, made) if name.endswith(kind))
+    store, new_manifest = archived
+    lost = min(name for name in listed_files(store, new_manifest) if name.endswith(kind))
     store.delete(lost)
     before = all_files(store)
     with pytest.raises(ObjectMissing, match=lost):
-        run(store, request(made))
+        run(store, collection_job(new_manifest))
     assert all_files(store) == before
 
 
 def test_files_with_other_names_and_of_other_partitions_are_left_alone(archived, tmp_path):
-    store, made = archived
+    store, new_manifest = archived
     others = [
         f"{CLUSTER}/3/objects/notes.txt",
         f"{CLUSTER}/3/manifests/backup/1-9-{NONCE.hex()}-1.json",
@@ -349,19 +355,19 @@ def test_files_with_other_names_and_of_other_partitions_are_left_alone(archived,
     for name in others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    assert run(store, request(made)).unknown_count == 2
-    assert set(all_files(store)) == {*others, *listed_files(store, made)}
+    assert run(store, collection_job(new_manifest)).unknown_count == 2
+    assert set(all_files(store)) == {*others, *listed_files(store, new_manifest)}
 
 
 def test_a_collection_deletes_a_few_files_at_a_time(archived, monkeypatch):
     monkeypatch.setattr(garbage_collection, "DELETIONS_MAX", 5)
-    store, made = archived
-    garbage = len(all_files(store)) - len(listed_files(store, made))
+    store, new_manifest = archived
+    garbage = len(all_files(store)) - len(listed_files(store, new_manifest))
     assert garbage > 10
-    found = run(store, request(made))
+    found = run(store, collection_job(new_manifest))
     assert (found.file_count, found.has_more) == (5, True)
     garbage -= 5
-    while (found := run(store, request(made))).has_more:
+    while (found := run(store, collection_job(new_manifest))).has_more:
         assert found.file_count == 5
         garbage -= 5
     assert found.file_count == garbage
@@ -372,15 +378,15 @@ def test_a_collection_deletes_a_few_files_at_a_time(archived, monkeypatch):
 def test_after_a_failure_or_a_crash_at_any_step_a_later_collection_deletes_the_rest(
     archived, is_after, kind
 ):
-    store, made = archived
-    kept = listed_files(store, made)
+    store, new_manifest = archived
+    kept = listed_files(store, new_manifest)
     store.fail_next(-1, is_after=False)
     number, is_failing = 0, True
     while is_failing:
-        fail_upload(store, made, attempt=100 + number)
+        fail_upload(store, new_manifest, attempt=100 + number)
         store.fail_next(number, is_after=is_after, kind=kind)
         try:
-            run(store, request(made))
+            run(store, collection_job(new_manifest))
             is_failing = False
         except kind:
             number += 1
@@ -392,42 +398,48 @@ def test_after_a_failure_or_a_crash_at_any_step_a_later_collection_deletes_the_r
 @pytest.mark.parametrize("is_seen", [False, True])
 def test_a_fenced_owner_deletes_nothing_that_the_later_one_needs(archived, is_seen):
     """The later owner archives before the fenced owner's list, or between its deletes."""
-    store, made = archived
+    store, new_manifest = archived
     later = []
 
     def archive():
         if not later:
             later.append(None)
             own = {"session_id": 10, "nonce": OTHER}
-            second = upload(ArchiveStore(store.url), KEY, job_after(made, attempt=1, **own))
+            second = upload(ArchiveStore(store.url), KEY, job_after(new_manifest, attempt=1, **own))
             later[0] = upload(ArchiveStore(store.url), KEY, job_after(second, attempt=2, **own))
 
     if is_seen:
         archive()
     store.on_delete = archive
     with suppress(BadRequest):
-        run(store, request(made, session=9, nonce=NONCE, attempt=12))
+        run(store, collection_job(new_manifest, session=9, nonce=NONCE, attempt=12))
         assert not is_seen
     assert listed_files(store, later[0]) <= set(all_files(store))
 
 
 def test_a_late_collection_keeps_later_attempts_of_its_session(archived):
     """The owner has abandoned it, and has archived since."""
-    store, made = archived
+    store, new_manifest = archived
     own = {"session_id": 10, "nonce": OTHER}
-    second = upload(store, KEY, job_after(made, attempt=8, **own))
-    run(store, request(made, attempt=7))
-    assert set(all_files(store)) == listed_files(store, made) | listed_files(store, second)
+    second = upload(store, KEY, job_after(new_manifest, attempt=8, **own))
+    run(store, collection_job(new_manifest, attempt=7))
+    assert set(all_files(store)) == listed_files(store, new_manifest) | listed_files(store, second)
 
 
 def test_progress_is_reported_with_each_call_of_the_store(archived):
-    store, made = archived
+    store, new_manifest = archived
     store.fail_next(-1, is_after=False)
     calls = []
-    collect_garbage(store, KEY, request(made), now_ms=LATER_MS, on_progress=lambda: calls.append(1))
+    collect_garbage(
+        store,
+        KEY,
+        collection_job(new_manifest),
+        now_ms=LATER_MS,
+        on_progress=lambda: calls.append(1),
+    )
     assert len(calls) == len(store.done) - 1, "all but the read of the head"
     calls.clear()
-    upload(store, KEY, job_after(made, attempt=50), lambda: calls.append(1))
+    upload(store, KEY, job_after(new_manifest, attempt=50), lambda: calls.append(1))
     assert len(calls) >= 4
 
 

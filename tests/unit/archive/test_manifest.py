@@ -22,7 +22,7 @@ def entry(number, *, rows=10, first=None):
     return ObjectEntry(name, first, first + rows - 1, chain, 5_000, 77, 9_000, *times)
 
 
-def filled(count):
+def manifest_with_objects(count):
     found = EMPTY
     for number in range(count):
         found = found.with_object(entry(number))
@@ -35,7 +35,7 @@ def read(found):
 
 def test_a_manifest_round_trips():
     for count in (0, 1, 30):
-        found = filled(count)
+        found = manifest_with_objects(count)
         assert read(found) == found
         assert (found.version, found.last) == (count, 10 * count - 1)
     assert found.chain == entry(29).chain
@@ -44,7 +44,7 @@ def test_a_manifest_round_trips():
 @pytest.mark.parametrize("first", [9, 11])
 def test_an_object_after_a_gap_or_over_another_one_is_rejected(first):
     with pytest.raises(BadFormat, match="to be 10, found an object"):
-        filled(1).with_object(entry(1, first=first))
+        manifest_with_objects(1).with_object(entry(1, first=first))
 
 
 def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
@@ -74,7 +74,7 @@ def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
 
 def test_expired_objects_stay_listed_for_the_grace_period(monkeypatch):
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
-    found = filled(4)
+    found = manifest_with_objects(4)
     found = found.with_page("p", found.page_to_write)
     for first, pages, newest in ((0, 1, 2), (19, 1, 2), (20, 0, 2), (35, 0, 1), (40, 0, 0)):
         expired = read(found.with_expiry(first, 5))
@@ -88,7 +88,7 @@ def test_expired_objects_stay_listed_for_the_grace_period(monkeypatch):
 
 
 def test_each_expiry_has_its_own_grace_period():
-    found = filled(4).with_expiry(10, 0).with_expiry(30, 100)
+    found = manifest_with_objects(4).with_expiry(10, 0).with_expiry(30, 100)
     assert found.deletable_below(EXPIRY_GRACE_MS) == 10
     found = read(found.with_expiry(30, EXPIRY_GRACE_MS))
     assert [each.first for each in found.newest_objects] == [10, 20, 30]
@@ -97,14 +97,14 @@ def test_each_expiry_has_its_own_grace_period():
 
 
 def test_the_first_available_id_never_decreases():
-    found = filled(4).with_expiry(20, 0)
+    found = manifest_with_objects(4).with_expiry(20, 0)
     for first in (19, 41):
         with pytest.raises(AssertionError):
             found.with_expiry(first, 0)
 
 
 def test_a_changed_byte_is_found():
-    data = filled(3).to_bytes()
+    data = manifest_with_objects(3).to_bytes()
     rng = Random(1)
     for at in rng.sample(range(len(data)), 100):
         changed = bytearray(data)
@@ -130,7 +130,7 @@ def test_a_changed_byte_is_found():
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
-    good = filled(3)
+    good = manifest_with_objects(3)
     values = {
         name: getattr(good, name)
         for name in ("version", "first", "last", "chain", "newest_objects")
@@ -147,13 +147,16 @@ def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
         (b'{"format": 2}', "expected file format 1, found 2"),
         (b'{"format": 1}', "KeyError"),
         (b"{", "manifest m: "),
-        (filled(1).to_bytes()[9:].replace(b'"file_crc":77', b'"file_crc":true'), "file_crc of"),
         (
-            filled(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'),
+            manifest_with_objects(1).to_bytes()[9:].replace(b'"file_crc":77', b'"file_crc":true'),
+            "file_crc of",
+        ),
+        (
+            manifest_with_objects(1).to_bytes()[9:].replace(b'"name":"', b'"names":"'),
             "expected the values of ObjectEntry",
         ),
         (
-            filled(1).to_bytes()[9:].replace(b'"pages":[]', b'"pages":{}'),
+            manifest_with_objects(1).to_bytes()[9:].replace(b'"pages":[]', b'"pages":{}'),
             "expected a JSON list in field pages",
         ),
     ],

@@ -19,14 +19,14 @@ SIZES = (3, 1, 40, 7)  # of the batches; more than `raw_records` processes one b
 FIRST = 1_000
 
 
-def opened(data):
+def open_object(data):
     return ArchiveObject(io.BytesIO(data), "o")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_records_and_batches_return_byte_for_byte(rows):
     records, lineage = make_batches(FIRST, sizes=SIZES)
-    found = opened(encode_object(records, lineage, rows=rows))
+    found = open_object(encode_object(records, lineage, rows=rows))
     pieces = [found.read_row_group(group) for group in range(found.group_count)]
     assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
     assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
@@ -64,7 +64,7 @@ def test_a_changed_byte_is_found_or_changes_nothing():
         data = bytearray(whole)
         data[at] ^= 1 << rng.randrange(8)
         try:
-            again = opened(bytes(data))
+            again = open_object(bytes(data))
             assert list(again.verify()) == lineage
             pieces = [again.read_row_group(group) for group in range(again.group_count)]
             assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
@@ -76,7 +76,7 @@ def test_a_changed_byte_is_found_or_changes_nothing():
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
     records, lineage = make_batches(FIRST, sizes=SIZES)
-    found = opened(encode_object(records, lineage, rows=rows))
+    found = open_object(encode_object(records, lineage, rows=rows))
     outlines, entries = found.read_outlines()
     assert entries == lineage
     assert [each.first for each in outlines] == list(range(FIRST, FIRST + len(records), rows))
@@ -91,10 +91,10 @@ def test_a_changed_byte_of_each_column_is_found(column):
     """Also of commit times, which no chain and no record CRC covers (rule 4)."""
     records, lineage = make_batches(FIRST, sizes=SIZES)
     data = bytearray(encode_object(records, lineage))
-    chunk = opened(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))
+    chunk = open_object(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))
     data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
     with pytest.raises((BadFormat, ChecksumMismatch), match="object o: "):
-        list(opened(bytes(data)).verify())
+        list(open_object(bytes(data)).verify())
 
 
 def test_an_error_of_the_store_is_no_damage():
@@ -153,7 +153,7 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
             readers.add(threading.get_ident())
             return super().read(*arguments)
 
-    class NotedFile(StoreFile):
+    class RecordingFile(StoreFile):
         def read(self, byte_count=None):
             readers.add(threading.get_ident())
             return super().read(byte_count)
@@ -161,7 +161,7 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
     log = make_batches(FIRST, sizes=SIZES)
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("o", encode_object(*log))
-    for source in (Source(encode_object(*log)), NotedFile(store.open("o").native, "o")):
+    for source in (Source(encode_object(*log)), RecordingFile(store.open("o").native, "o")):
         found = ArchiveObject(source, "o")
         assert list(found.verify()) == found.read_outlines()[1] == log[1]
     assert readers == {threading.get_ident()}
@@ -179,26 +179,26 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
 def test_metadata_that_does_not_fit_the_rows_is_found(wrong, problem):
     records, lineage = make_batches(FIRST, sizes=SIZES)
     with pytest.raises((BadFormat, ChecksumMismatch), match=problem):
-        list(opened(encode_object(records, lineage, **wrong)).verify())
+        list(open_object(encode_object(records, lineage, **wrong)).verify())
 
 
 def test_a_missing_record_and_a_missing_batch_are_found():
     records, lineage = make_batches(FIRST, sizes=SIZES)
     with pytest.raises(BadFormat, match="expected transaction ID 1010, found 1011"):
-        list(opened(encode_object(records[:10] + records[11:], lineage)).verify())
+        list(open_object(encode_object(records[:10] + records[11:], lineage)).verify())
     last = lineage[-1]
     with pytest.raises(ChecksumMismatch, match="expected the last transaction 1050"):
-        list(opened(encode_object(records[: -SIZES[-1]], [*lineage[:-1], last])).verify())
+        list(open_object(encode_object(records[: -SIZES[-1]], [*lineage[:-1], last])).verify())
 
 
 def test_a_file_that_is_no_object_is_rejected():
     with pytest.raises(BadFormat, match="object o: "):
-        opened(b"not Parquet")
+        open_object(b"not Parquet")
     records, lineage = make_batches(FIRST, sizes=SIZES)
     sink = io.BytesIO()
     pq.write_table(pq.read_table(io.BytesIO(encode_object(records, lineage))).select([0, 1]), sink)
     with pytest.raises(BadFormat, match="expected the columns"):
-        opened(sink.getvalue())
+        open_object(sink.getvalue())
     with pytest.raises(BadFormat, match="expected object format 1, found 2"):
         ObjectMetadata.from_bytes(b'{"format": 2}')
     with pytest.raises(BadFormat, match="file is not valid:"):
@@ -207,7 +207,7 @@ def test_a_file_that_is_no_object_is_rejected():
 
 def test_a_footer_with_other_counts_of_rows_is_found():
     records, lineage = make_batches(FIRST, sizes=SIZES)
-    found = opened(encode_object(records, lineage, rows=10))
+    found = open_object(encode_object(records, lineage, rows=10))
     found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
     with pytest.raises(BadFormat, match="object o: "):
         found.read_outlines()
@@ -219,9 +219,9 @@ def test_pieces_become_one_row_group_with_the_same_bytes(rows):
     records, lineage = make_batches(FIRST, sizes=SIZES)
     whole = encode_object(records, lineage, rows=len(records))
     sink = io.BytesIO()
-    writer = ObjectWriter(sink, opened(whole).metadata)
+    writer = ObjectWriter(sink, open_object(whole).metadata)
     writer.write_row_group(split_into_pieces(records, lineage, rows))
     writer.close()
-    assert opened(sink.getvalue()).group_count == 1
-    assert list(opened(sink.getvalue()).verify()) == lineage
+    assert open_object(sink.getvalue()).group_count == 1
+    assert list(open_object(sink.getvalue()).verify()) == lineage
     assert pq.read_table(sink).equals(pq.read_table(io.BytesIO(whole)))

@@ -43,14 +43,14 @@ class CountingStore(ArchiveStore):
         self.is_reachable = True
 
     def read(self, name):
-        self._note(name)
+        self._record_opened(name)
         return super().read(name)
 
     def open(self, name):
-        self._note(name)
+        self._record_opened(name)
         return super().open(name)
 
-    def _note(self, name):
+    def _record_opened(self, name):
         is_ahead = current_thread().name.startswith("archive-read-ahead")
         (self.opened_ahead if is_ahead else self.opened).append(name)
         if not self.is_reachable:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.archive.test_garbage_collection import all_files, listed_files, run
-from tests.unit.archive.test_garbage_collection import request as collection
-from tests.unit.archive.test_upload import KEY, WrongStore, job_after, read_manifest
+from tests.unit.archive.test_garbage_collection import request as collection_job
+from tests.unit.archive.test_upload import KEY, CorruptingStore, job_after, read_manifest
 from tests.unit.archive.test_upload_faults import FailingStore
 from waltz_core.archive import manifest
 from waltz_core.archive.archive_cache import ArchiveCache
@@ -22,24 +22,24 @@ from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch, W
 OBJECT_IDS = 10  # of each object
 
 
-class Archived:
+class ArchivedLog:
     """Six objects with IDs 0..59, of which a page of the manifest has the first two."""
 
     def __init__(self, folder):
-        self.store = WrongStore(f"file://{folder}")
-        self.jobs, self.made = [], None
+        self.store = CorruptingStore(f"file://{folder}")
+        self.jobs, self.new_manifest = [], None
         for attempt in range(6):
-            self.jobs.append(job_after(self.made, attempt=attempt))
-            self.made = upload(self.store, KEY, self.jobs[-1])
+            self.jobs.append(job_after(self.new_manifest, attempt=attempt))
+            self.new_manifest = upload(self.store, KEY, self.jobs[-1])
         head = self.head()
         assert (len(head.pages), len(head.newest_objects)) == (1, 4)
-        self.entries = self.entries_of(self.made)
+        self.entries = self.entries_of(self.new_manifest)
 
-    def head(self, made=None):
-        return read_manifest(self.store, made or self.made)
+    def head(self, new_manifest=None):
+        return read_manifest(self.store, new_manifest or self.new_manifest)
 
-    def entries_of(self, made):
-        head = self.head(made)
+    def entries_of(self, new_manifest):
+        head = self.head(new_manifest)
         paged = [
             each
             for page in head.pages
@@ -50,7 +50,7 @@ class Archived:
     def path(self, number):
         return self.store.url.removeprefix("file://") + "/" + self.entries[number].name
 
-    def spoil(self, number):
+    def corrupt_footer(self, number):
         """Change the last bytes of an object: those of its footer."""
         with open(self.path(number), "r+b") as file:
             file.seek(-8, os.SEEK_END)
@@ -58,15 +58,17 @@ class Archived:
 
     def job(self, number, *, attempt=20, **changes):
         """Return the job that replaces an object with the batches of the log."""
-        replaced = ReplacedObject(self.entries[number].name, self.made.last, self.made.chain)
-        fields = {"manifest": self.made.name, "manifest_crc": self.made.file_crc}
+        replaced = ReplacedObject(
+            self.entries[number].name, self.new_manifest.last, self.new_manifest.chain
+        )
+        fields = {"manifest": self.new_manifest.name, "manifest_crc": self.new_manifest.file_crc}
         fields |= {"attempt": attempt, "replaced_object": replaced} | changes
         return replace(self.jobs[number], **fields)
 
-    def read(self, made, first):
+    def read(self, new_manifest, first):
         cache = ArchiveCache(1 << 20)
         try:
-            reader = ArchiveReader(self.store, made.name, made.file_crc, cache)
+            reader = ArchiveReader(self.store, new_manifest.name, new_manifest.file_crc, cache)
             return bytes(reader.read_range(first, first + OBJECT_IDS - 1, 1 << 20).records)
         finally:
             cache.close()
@@ -75,16 +77,16 @@ class Archived:
 @pytest.fixture
 def archived(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
-    return Archived(tmp_path)
+    return ArchivedLog(tmp_path)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 5])
 def test_the_manifest_lists_the_new_object_in_place_of_the_old_one(archived, number):
     before = archived.head()
-    whole = archived.read(archived.made, number * OBJECT_IDS)
-    archived.spoil(number)
+    whole = archived.read(archived.new_manifest, number * OBJECT_IDS)
+    archived.corrupt_footer(number)
     with pytest.raises(WaltzError, match=archived.entries[number].name):
-        archived.read(archived.made, number * OBJECT_IDS)
+        archived.read(archived.new_manifest, number * OBJECT_IDS)
     kept = all_files(archived.store)
     uploaded = upload(archived.store, KEY, archived.job(number))
     head = archived.head(uploaded)
@@ -114,7 +116,7 @@ def test_a_missing_object_is_written_again(archived):
 def test_the_archive_continues_after_a_replacement_and_old_pages_stay_right(archived):
     uploaded = upload(archived.store, KEY, archived.job(0))
     uploaded = upload(
-        archived.store, KEY, archived.job(2, attempt=21, **present(archived, uploaded))
+        archived.store, KEY, archived.job(2, attempt=21, **manifest_fields(archived, uploaded))
     )
     uploaded = upload(archived.store, KEY, job_after(uploaded, attempt=22))
     head = archived.head(uploaded)
@@ -124,10 +126,13 @@ def test_the_archive_continues_after_a_replacement_and_old_pages_stay_right(arch
         archived.read(uploaded, first)
 
 
-def present(archived, made):
+def manifest_fields(archived, new_manifest):
     """Return the fields of a job that follows a manifest."""
-    assert (made.last, made.chain) == (archived.made.last, archived.made.chain)
-    return {"manifest": made.name, "manifest_crc": made.file_crc}
+    assert (new_manifest.last, new_manifest.chain) == (
+        archived.new_manifest.last,
+        archived.new_manifest.chain,
+    )
+    return {"manifest": new_manifest.name, "manifest_crc": new_manifest.file_crc}
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -151,7 +156,7 @@ def test_an_object_that_was_replaced_before_is_not_replaced_again(archived, numb
     uploaded = upload(archived.store, KEY, archived.job(number))
     before = all_files(archived.store)
     again = upload(
-        archived.store, KEY, archived.job(number, attempt=21, **present(archived, uploaded))
+        archived.store, KEY, archived.job(number, attempt=21, **manifest_fields(archived, uploaded))
     )
     assert (again.name, again.last) == ("", uploaded.last)
     assert all_files(archived.store) == before
@@ -168,7 +173,7 @@ def test_a_replacement_that_fails_at_any_operation_leaves_the_archive_as_it_was(
     store = archived.store = FailingStore(archived.store.url)
     attempt, done = 20, False
     while not done:
-        before = listed_files(store, archived.made)
+        before = listed_files(store, archived.new_manifest)
         store.fail_next(attempt - 20, is_after=attempt % 2 == 0)
         try:
             upload(store, KEY, archived.job(0, attempt=attempt))
@@ -184,12 +189,12 @@ def test_a_replacement_that_fails_at_any_operation_leaves_the_archive_as_it_was(
 def test_the_old_object_is_garbage_once_the_new_manifest_is_recorded(archived, is_pinned):
     if is_pinned:
         pin_objects(archived.store, KEY, bytes(16))
-    before = listed_files(archived.store, archived.made)
+    before = listed_files(archived.store, archived.new_manifest)
     upload(archived.store, KEY, archived.job(0))
-    run(archived.store, collection(archived.made, attempt=21))
+    run(archived.store, collection_job(archived.new_manifest, attempt=21))
     assert before <= set(all_files(archived.store)), "the old manifest is the recorded one"
     uploaded = upload(archived.store, KEY, archived.job(0, attempt=22))
-    run(archived.store, collection(uploaded, attempt=23))
+    run(archived.store, collection_job(uploaded, attempt=23))
     names = set(ArchiveStore(archived.store.url).list_names(""))
     assert listed_files(archived.store, uploaded) <= names
     assert (archived.entries[0].name in names) == is_pinned

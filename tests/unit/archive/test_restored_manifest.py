@@ -45,15 +45,17 @@ def log(store):
     return write_archive(store, sizes=SIZES, page_entries=2, folder=FOLDER)
 
 
-def saved_of(store, log):
+def read_saved_manifest(store, log):
     return SavedManifest.read(store, log.name, log.crc)
 
 
 def restore(store, log, end):
-    return RestoredRange(store, saved_of(store, log)).write_manifest(NEW_KEY, 9, NONCE, end)
+    return RestoredRange(store, read_saved_manifest(store, log)).write_manifest(
+        NEW_KEY, 9, NONCE, end
+    )
 
 
-def name_of(number):
+def object_name(number):
     return f"{FOLDER}/objects/{number}.parquet"
 
 
@@ -71,13 +73,15 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
     log = log._replace(name="backup", crc=write_manifest(store, listed, "backup"))
     data = store.read(newest[0].name)
     with pytest.raises(ObjectMissing, match=old.name):
-        RestoredRange(store, saved_of(store, log))
+        RestoredRange(store, read_saved_manifest(store, log))
     other = store.read(newest[1].name)
     for attempt, each in enumerate((other, data[:-8] + bytes(8), data, data), start=2):
         store.write(old.name.replace("-1.parquet", f"-{attempt}.parquet"), each)
     batch = BatchEnd(log.lineage[-1].last, log.lineage[-1].chain, FIRST_COMMIT_MS)
-    made = RestoredRange(store, saved_of(store, log)).write_manifest(NEW_KEY, 9, NONCE, batch)
-    entries = SavedManifest.read(store, made.name, made.file_crc).entries()
+    new_manifest = RestoredRange(store, read_saved_manifest(store, log)).write_manifest(
+        NEW_KEY, 9, NONCE, batch
+    )
+    entries = SavedManifest.read(store, new_manifest.name, new_manifest.file_crc).entries()
     (found,) = (each for each in entries if each.first == old.first)
     assert found.name.endswith("-4.parquet"), "the first one with the same chain"
     assert found[1:] == old[1:]
@@ -92,7 +96,7 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
     replacement = name.replace("-1.parquet", "-2.parquet")
 
     def restored():
-        found = RestoredRange(store, saved_of(store, log))
+        found = RestoredRange(store, read_saved_manifest(store, log))
         return next(
             each.name for each in found._manifest.newest_objects if each.first == newest[0].first
         )
@@ -109,12 +113,12 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
 @pytest.mark.parametrize("last", [OBJECT - 1, OBJECT - 8])
 def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(store, log, last):
     """Its backup lists the object of its source, perhaps not as a whole."""
-    first = RestoredRange(store, saved_of(store, log))
+    first = RestoredRange(store, read_saved_manifest(store, log))
     end = first.batch_end_at(last)
-    made = first.write_manifest(NEW_KEY, 9, NONCE, end)
-    saved = SavedManifest.read(store, made.name, made.file_crc)
-    store.delete(name_of(0))
-    with pytest.raises(ObjectMissing, match=name_of(0)):
+    new_manifest = first.write_manifest(NEW_KEY, 9, NONCE, end)
+    saved = SavedManifest.read(store, new_manifest.name, new_manifest.file_crc)
+    store.delete(object_name(0))
+    with pytest.raises(ObjectMissing, match=object_name(0)):
         RestoredRange(store, saved)
     batches = [each for each in log.lineage if each.last <= last]
     name = f"{UUID(bytes=NEW_KEY)}/{PARTITION_ID}/objects/0-{last}-9-{NONCE.hex()}-4.parquet"
@@ -128,7 +132,7 @@ def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(s
 
 
 def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
-    found = RestoredRange(store, saved_of(store, log))
+    found = RestoredRange(store, read_saved_manifest(store, log))
     assert (found.first, found.last) == (0, 4 * OBJECT - 1)
     ends = {each.last: BatchEnd(each.last, each.chain, each.stamp_ms) for each in log.lineage}
     last_end = None
@@ -146,7 +150,7 @@ def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
 
 @pytest.mark.parametrize("last", [2, 3, OBJECT - 1, OBJECT + 2, 3 * OBJECT - 1, 4 * OBJECT - 1])
 def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(store, log, last):
-    end = RestoredRange(store, saved_of(store, log)).batch_end_at(last)
+    end = RestoredRange(store, read_saved_manifest(store, log)).batch_end_at(last)
     restored = restore(store, log, end)
     assert (restored.last, restored.chain, restored.stamp_ms) == end
     assert restored.name.startswith(
@@ -166,7 +170,9 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
 
 @pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
 def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
-    restored = restore(store, log, RestoredRange(store, saved_of(store, log)).batch_end_at(last))
+    restored = restore(
+        store, log, RestoredRange(store, read_saved_manifest(store, log)).batch_end_at(last)
+    )
     check = ArchiveCheck(store, NEW_KEY, PARTITION_ID, first=0)
     check.begin(RecordedArchive(0, restored.last, restored.chain, restored.name, restored.file_crc))
     while check.check_next_file():
@@ -176,17 +182,17 @@ def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
 
 def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     monkeypatch.setattr(manifest_module, "ENTRIES_PER_PAGE", 1)
-    found = RestoredRange(store, saved_of(store, log))
+    found = RestoredRange(store, read_saved_manifest(store, log))
     restored = restore(store, log, found.batch_end_at(found.last))
     manifest = Manifest.from_bytes(store.read(restored.name), restored.name)
     assert len(manifest.pages) == 3
     assert {each.name.partition("/")[0] for each in manifest.pages} == {str(UUID(bytes=NEW_KEY))}
     again = SavedManifest.read(store, restored.name, restored.file_crc)
-    assert again.entries() == saved_of(store, log).entries()
+    assert again.entries() == read_saved_manifest(store, log).entries()
 
 
 def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(store, log):
-    found = RestoredRange(store, saved_of(store, log))
+    found = RestoredRange(store, read_saved_manifest(store, log))
     for number, reach in enumerate(accumulate([OBJECT] * 4)):
         # The first batch of each object has no stamp: nothing proves that it is old enough.
         stamp = FIRST_COMMIT_MS + 1_000 * number
@@ -195,17 +201,17 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
 
 
 def test_another_archive_is_not_mistaken_for_an_expired_one(store, log, tmp_path):
-    saved, other = saved_of(store, log), ArchiveStore(f"file://{tmp_path}/other")
+    saved, other = read_saved_manifest(store, log), ArchiveStore(f"file://{tmp_path}/other")
     for may_have_expired in (False, True):
         with pytest.raises(ObjectMissing, match="Hint: check that this is the URL of the archive"):
             RestoredRange(other, saved, may_have_expired=may_have_expired)
 
 
 def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log):
-    store.delete(name_of(0))
+    store.delete(object_name(0))
     with pytest.raises(ObjectMissing, match=r"object .*0\.parquet with .* use --without-expired"):
-        RestoredRange(store, saved_of(store, log))
-    found = RestoredRange(store, saved_of(store, log), may_have_expired=True)
+        RestoredRange(store, read_saved_manifest(store, log))
+    found = RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
     assert found.first == OBJECT
     with pytest.raises(
         BadRequest,
@@ -221,25 +227,25 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
 @pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (1, 2, 3)])
 def test_another_object_that_is_missing_is_an_error(store, log, numbers):
     for each in numbers:
-        store.delete(name_of(each))
+        store.delete(object_name(each))
     with pytest.raises(
         ObjectMissing, match=r"object .*\.parquet with transactions .* does not exist"
     ):
-        RestoredRange(store, saved_of(store, log), may_have_expired=True)
+        RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
 
 
 def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):
     other = ArchiveStore(f"file://{tmp_path}/other")
     write_archive(other, sizes=SIZES, seed=5, folder=FOLDER)
-    damage(store, name_of(3), other.read(name_of(3)))
-    found = RestoredRange(store, saved_of(store, log))
+    damage(store, object_name(3), other.read(object_name(3)))
+    found = RestoredRange(store, read_saved_manifest(store, log))
     with pytest.raises(ChecksumMismatch, match=r"3\.parquet: expected chain hash"):
         found.batch_end_at(found.last)
     assert found.batch_end_at(3 * OBJECT - 1) is not None
 
 
 def test_each_file_of_a_manifest_is_verified(store, log):
-    saved = saved_of(store, log)
+    saved = read_saved_manifest(store, log)
     head = saved.head.replace(b'"version"', b'"vers1on"')
     for wrong in (
         saved._replace(file_crc=saved.file_crc ^ 1),
@@ -252,17 +258,22 @@ def test_each_file_of_a_manifest_is_verified(store, log):
         RestoredRange(store, saved._replace(pages=()))
     store.delete(f"{FOLDER}/manifests/page")
     with pytest.raises(ObjectMissing):
-        saved_of(store, log)
+        read_saved_manifest(store, log)
 
 
 def test_objects_of_other_clusters_are_rejected(store, log):
     """The key in the name of an object must be that in its metadata."""
     manifest = Manifest.from_bytes(store.read(log.name), log.name)
-    strange = f"{UUID(bytes=b'z' * 16)}/{PARTITION_ID}/objects/3.parquet"
-    store.write(strange, store.read(name_of(3)))
-    newest = (*manifest.newest_objects[:-1], manifest.newest_objects[-1]._replace(name=strange))
+    foreign_name = f"{UUID(bytes=b'z' * 16)}/{PARTITION_ID}/objects/3.parquet"
+    store.write(foreign_name, store.read(object_name(3)))
+    newest = (
+        *manifest.newest_objects[:-1],
+        manifest.newest_objects[-1]._replace(name=foreign_name),
+    )
     data = replace(manifest, newest_objects=newest).to_bytes()
-    saved = SavedManifest("m", manifest_module.crc32(data), data, saved_of(store, log).pages)
+    saved = SavedManifest(
+        "m", manifest_module.crc32(data), data, read_saved_manifest(store, log).pages
+    )
     with pytest.raises(BadFormat, match="expected cluster key"):
         RestoredRange(store, saved).batch_end_at(manifest.last)
 
@@ -280,9 +291,11 @@ def test_a_pin_is_written_once_and_protects_its_source(store):
 
 def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
     end = log.manifest.last + 1
-    gone = log.manifest.with_expiry(end, 0).with_expiry(end, manifest_module.EXPIRY_GRACE_MS)
-    store.write("gone.json", gone.to_bytes())
-    saved = SavedManifest.read(store, "gone.json", crc32(gone.to_bytes()))
+    fully_expired = log.manifest.with_expiry(end, 0).with_expiry(
+        end, manifest_module.EXPIRY_GRACE_MS
+    )
+    store.write("gone.json", fully_expired.to_bytes())
+    saved = SavedManifest.read(store, "gone.json", crc32(fully_expired.to_bytes()))
     with pytest.raises(
         ObjectMissing, match="partition 3, because all of its archived objects have expired"
     ):
@@ -300,19 +313,19 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
 def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
     """Otherwise manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
-    found = RestoredRange(store, saved_of(store, log))
+    found = RestoredRange(store, read_saved_manifest(store, log))
     manifest = found.write_manifest(key, 9, NONCE, found.batch_end_at(OBJECT - 1))
     assert Manifest.from_bytes(store.read(manifest.name), manifest.name).version == version
     assert manifest_version_of(manifest.name) == version
 
 
 def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
-    found = RestoredRange(store, saved_of(store, log))
+    found = RestoredRange(store, read_saved_manifest(store, log))
     found.check_objects_exist()
-    store.delete(name_of(0))
-    later = RestoredRange(store, saved_of(store, log), may_have_expired=True)
+    store.delete(object_name(0))
+    later = RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
     with pytest.raises(
-        ObjectMissing, match=f"{name_of(0)} with transactions 0..{OBJECT - 1} was deleted"
+        ObjectMissing, match=f"{object_name(0)} with transactions 0..{OBJECT - 1} was deleted"
     ):
         found.check_objects_exist()
     later.check_objects_exist()

@@ -154,16 +154,16 @@ def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, mon
     steps = []
     sync, link = os.fsync, os.link
 
-    def noted_sync(descriptor):
+    def record_sync(descriptor):
         steps.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
         sync(descriptor)
 
-    def noted_link(source, target):
+    def record_link(source, target):
         steps.append(("link", str(target)))
         link(source, target)
 
-    monkeypatch.setattr(store_module.os, "fsync", noted_sync)
-    monkeypatch.setattr(store_module.os, "link", noted_link)
+    monkeypatch.setattr(store_module.os, "fsync", record_sync)
+    monkeypatch.setattr(store_module.os, "link", record_link)
     store.write(NAME, b"abc")
     base = store.url.removeprefix("file://")
     assert steps == [
@@ -212,7 +212,7 @@ def test_a_request_to_google_is_repeated_for_a_minute_by_default(options, second
     assert pickled["retry_time_limit"] == timedelta(seconds=seconds)
 
 
-class Rejecting(BaseHTTPRequestHandler):
+class RejectingHandler(BaseHTTPRequestHandler):
     """Answers every request with the status of the server, which has the paths."""
 
     def do_request(self):
@@ -229,8 +229,8 @@ class Rejecting(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def rejecting() -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Rejecting) as server:
+def rejecting_server() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), RejectingHandler) as server:
         server.paths, server.status = [], 403
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -241,24 +241,26 @@ def rejecting() -> Iterator[ThreadingHTTPServer]:
 
 @pytest.mark.parametrize("call", ["read", "list_names"])
 def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
-    rejecting, monkeypatch, call
+    rejecting_server, monkeypatch, call
 ):
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "?sv=2021-12-02&sp=rwdl&sig=top%2Fsecret%3D")
-    url = f"abfs://account@127.0.0.1:{rejecting.server_port}/container/folder?enable_tls=false"
+    url = (
+        f"abfs://account@127.0.0.1:{rejecting_server.server_port}/container/folder?enable_tls=false"
+    )
     store = ArchiveStore(url)
     assert store.url == url
     with pytest.raises(ArchiveUnavailable, match=f"container/folder/{NAME}: .*403") as caught:
         getattr(store, call)(NAME)
-    assert rejecting.paths
-    assert all("sig=top%2Fsecret%3D" in each for each in rejecting.paths)
+    assert rejecting_server.paths
+    assert all("sig=top%2Fsecret%3D" in each for each in rejecting_server.paths)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_bucket_is_no_missing_object(rejecting):
+def test_a_missing_bucket_is_no_missing_object(rejecting_server):
     """A write to Google Cloud Storage finds nothing then."""
-    rejecting.status = 404
-    place = f"endpoint_override=127.0.0.1:{rejecting.server_port}&scheme=http"
+    rejecting_server.status = 404
+    place = f"endpoint_override=127.0.0.1:{rejecting_server.server_port}&scheme=http"
     store = ArchiveStore(f"gs://anonymous@bucket/folder?{place}")
     with pytest.raises(
         ArchiveUnavailable, match=f"write .*{NAME}: the bucket or the folder does not exist"
@@ -283,7 +285,7 @@ def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, mon
     """Without it there, it stops all threads to wait for the metadata service of EC2."""
     seen = []
 
-    def made(**options):
+    def create_file_system(**options):
         seen.append((options["region"], [os.environ.get(each) for each in variables]))
         return LocalFileSystem()
 
@@ -292,7 +294,7 @@ def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, mon
         monkeypatch.delenv(each, raising=False)
     if known:
         monkeypatch.setenv(known, "eu-central-1")
-    monkeypatch.setattr(store_module.arrow_fs, "S3FileSystem", made)
+    monkeypatch.setattr(store_module.arrow_fs, "S3FileSystem", create_file_system)
     ArchiveStore("s3://bucket/folder?region=eu-west-3")
     own = [known and ("eu-central-1" if each == known else None) for each in variables]
     assert seen == [("eu-west-3", own if known else ["eu-west-3", None])]

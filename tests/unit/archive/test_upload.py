@@ -20,7 +20,7 @@ NONCE = bytes(16)
 CLUSTER = "00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
-class WrongStore(ArchiveStore):
+class CorruptingStore(ArchiveStore):
     """Returns other bytes than were written for files with this in their names."""
 
     wrong = "?"
@@ -35,14 +35,14 @@ class WrongStore(ArchiveStore):
 
 @pytest.fixture
 def store(tmp_path):
-    return WrongStore(f"file://{tmp_path}")
+    return CorruptingStore(f"file://{tmp_path}")
 
 
-def job_after(present=None, *, attempt=1, counts=(2, 3), **changes):
+def job_after(previous=None, *, attempt=1, counts=(2, 3), **changes):
     """Return a job with two runs of batches after a manifest."""
     first, chain, _, name, file_crc = 0, GENESIS_CHAIN, 0, "", 0
-    if present is not None:
-        first, chain, _, name, file_crc = present.last + 1, *present[1:]
+    if previous is not None:
+        first, chain, _, name, file_crc = previous.last + 1, *previous[1:]
     runs, next_id, last_chain = [], first, chain
     for _ in range(2):
         records, lengths, entries = make_batches(next_id, counts, last_chain)
@@ -62,10 +62,10 @@ def job_after(present=None, *, attempt=1, counts=(2, 3), **changes):
     return UploadJob(**values | changes)
 
 
-def read_manifest(store, made):
-    data = store.read(made.name)
-    assert crc32(data) == made.file_crc
-    return Manifest.from_bytes(data, made.name)
+def read_manifest(store, new_manifest):
+    data = store.read(new_manifest.name)
+    assert crc32(data) == new_manifest.file_crc
+    return Manifest.from_bytes(data, new_manifest.name)
 
 
 def test_uploads_continue_each_other_and_their_objects_have_the_log(store):

@@ -28,24 +28,24 @@ class FailingStore(ArchiveStore):
     def fail_next(self, number, *, is_after, kind=ArchiveUnavailable):
         self.done, self.fails_at, self.is_after, self.kind = [], number, is_after, kind
 
-    def _meet(self, operation, name, *, is_after):
+    def _fail_if_chosen(self, operation, name, *, is_after):
         if not is_after:
             self.done.append((operation, name))
         if (len(self.done) - 1, is_after) == (self.fails_at, self.is_after):
             raise self.kind(f"archive: cannot {operation} {name}")
 
     def read(self, name):
-        self._meet("read", name, is_after=False)
+        self._fail_if_chosen("read", name, is_after=False)
         data = super().read(name)
-        self._meet("read", name, is_after=True)
+        self._fail_if_chosen("read", name, is_after=True)
         return data
 
     @contextmanager
     def open_sink(self, name):
-        self._meet("write", name, is_after=False)
+        self._fail_if_chosen("write", name, is_after=False)
         with super().open_sink(name) as sink:
             yield sink
-        self._meet("write", name, is_after=True)
+        self._fail_if_chosen("write", name, is_after=True)
 
 
 class FlippingStore(ArchiveStore):
@@ -80,9 +80,9 @@ def files_of(store):
 
 
 def test_an_upload_reads_back_each_file_that_it_writes(archived):
-    store, made = archived
+    store, new_manifest = archived
     store.fail_next(-1, is_after=False)
-    upload(store, KEY, job_after(made, attempt=9))
+    upload(store, KEY, job_after(new_manifest, attempt=9))
     assert [operation for operation, _ in store.done] == OPERATIONS
     assert [name.rsplit("/")[-2] for _, name in store.done[1::2]] == [
         "objects",
@@ -96,16 +96,16 @@ def test_an_upload_reads_back_each_file_that_it_writes(archived):
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
 def test_after_a_failure_or_a_crash_the_next_attempt_continues(archived, number, is_after, kind):
-    store, made = archived
+    store, new_manifest = archived
     before = files_of(store)
     store.fail_next(number, is_after=is_after, kind=kind)
     with pytest.raises(kind, match=f"cannot {OPERATIONS[number]} {CLUSTER}/3/"):
-        upload(store, KEY, job_after(made, attempt=9))
+        upload(store, KEY, job_after(new_manifest, attempt=9))
     garbage = files_of(store)
     assert before.items() <= garbage.items()
     assert len(garbage) - len(before) == (number + is_after) // 2, "files of the failed attempt"
     store.fail_next(-1, is_after=False)
-    after = upload(store, KEY, job_after(made, attempt=10))
+    after = upload(store, KEY, job_after(new_manifest, attempt=10))
     found = read_manifest(store, after)
     assert [each.first for each in found.newest_objects] == [20, 30, 40]
     listed = [each.name for each in (*found.pages, *found.newest_objects)]

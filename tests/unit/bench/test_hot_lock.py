@@ -10,7 +10,7 @@ from waltz_bench.hot_lock import CounterView
 RUN = 99
 
 
-async def written(client, counts) -> dict[int, int]:
+async def append_counts(client, counts) -> dict[int, int]:
     """Append counts, each with the ID from which it states to be computed."""
     found = {}
     for value, writer in counts:
@@ -33,7 +33,7 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
     async def scenario():
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await (await client.append(b"of another client", partition=0))
-            acknowledged = await written(client, counts)
+            acknowledged = await append_counts(client, counts)
             assert await hot_lock._check(client, RUN, 0, acknowledged) == wrong
             assert await hot_lock._check(client, RUN, 0, {**acknowledged, 77: 5}) == (
                 1,
@@ -47,7 +47,7 @@ def test_an_author_with_lag_reads_the_transactions_after_its_mark():
     @run_on_virtual_loop
     async def scenario():
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
-            await written(client, [(1, -1), (2, 0)])
+            await append_counts(client, [(1, -1), (2, 0)])
             await (await client.append(b"of another client", partition=0))
             assert await hot_lock._read(client, RUN, CounterView(0, -1, -1), 2) == CounterView(
                 2, 1, 2

@@ -26,7 +26,7 @@ NODE = "/w/x/access"
 SERVER, STORAGE = "server 10.0.1.1:5001", f"storage {ADDRESSES[0]}"
 
 
-class World:
+class AccessCluster:
     """A cluster in memory, of which each command opens a session."""
 
     def __init__(self):
@@ -64,13 +64,13 @@ class World:
         """End the server's session; without ZooKeeper it continues to serve."""
         self.daemons[0]._znodes.expire()
 
-    def connected(self, _connect):
-        world = self
+    def open_session(self, _connect):
+        cluster = self
 
         class Session:
             async def __aenter__(self):
-                coordinator = world.zookeeper.coordinator("/w")
-                coordinator._znodes.faults = world.faults
+                coordinator = cluster.zookeeper.coordinator("/w")
+                coordinator._znodes.faults = cluster.faults
                 return coordinator
 
             async def __aexit__(self, *_):
@@ -99,61 +99,61 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch):
-    world = World()
+def empty_cluster(monkeypatch):
+    cluster = AccessCluster()
     for module in (access_change, access_views, access_export):
-        monkeypatch.setattr(module, "open_command_session", world.connected)
+        monkeypatch.setattr(module, "open_command_session", cluster.open_session)
     monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", 0.0)
-    return world
+    return cluster
 
 
 @pytest.fixture
-def begun(world):
+def cluster(empty_cluster):
     """A cluster whose servers have `replicate`."""
-    world.run("init")
-    world.run("group", "add", "servers", "s1", "s2")
-    world.run("grant", "servers", "replicate", "--group")
-    return world
+    empty_cluster.run("init")
+    empty_cluster.run("group", "add", "servers", "s1", "s2")
+    empty_cluster.run("grant", "servers", "replicate", "--group")
+    return empty_cluster
 
 
-def test_permissions_are_created_once(world):
-    created = world.run("init", "--accept-0.13")
+def test_permissions_are_created_once(empty_cluster):
+    created = empty_cluster.run("init", "--accept-0.13")
     assert (
         created.stdout == "the permissions were created; they contain no grant yet; "
         "the permissions have revision 1\n"
     )
-    assert world.permissions.accepts_0_13
+    assert empty_cluster.permissions.accepts_0_13
     assert "access control is off at all 2 daemons, or they are" in created.stderr
-    key = world.permissions.client_key
-    assert "has permissions already" in world.run("init", code=1).stderr
-    assert world.permissions.client_key == key
+    key = empty_cluster.permissions.client_key
+    assert "has permissions already" in empty_cluster.run("init", code=1).stderr
+    assert empty_cluster.permissions.client_key == key
     assert key.hex() not in created.stdout + created.stderr
-    assert world.run("accept-0-13", "off").stdout.startswith(
+    assert empty_cluster.run("accept-0-13", "off").stdout.startswith(
         "client IDs without a proof of their principal are not"
     )
-    assert not world.permissions.accepts_0_13
+    assert not empty_cluster.permissions.accepts_0_13
 
 
-def test_every_change_needs_permissions_and_a_cluster(world):
+def test_every_change_needs_permissions_and_a_cluster(empty_cluster):
     words = [("grant", "a", "read"), ("list",), ("check", "a", "read"), ("token", "revoke", "t")]
     for each in words:
-        assert "has no permissions. Hint: `access init`" in world.run(*each, code=1).stderr
+        assert "has no permissions. Hint: `access init`" in empty_cluster.run(*each, code=1).stderr
 
 
-def test_grants_are_shown_and_checked(begun):
-    granted = begun.run("grant", "etl", "read,append", "--partitions", "0-3,7")
+def test_grants_are_shown_and_checked(cluster):
+    granted = cluster.run("grant", "etl", "read,append", "--partitions", "0-3,7")
     assert granted.stdout == (
         "etl has the verbs read,append for partitions 0-3,7; the permissions have revision 4\n"
     )
-    assert begun.permissions.changed_by
-    shown = begun.json("list")
+    assert cluster.permissions.changed_by
+    shown = cluster.json("list")
     assert (shown["revision"], shown["groups"]) == (4, {"servers": ["s1", "s2"]})
     assert shown["grants"] == [
         {"group": "servers", "verb": "replicate", "partitions": "all"},
         {"principal": "etl", "verb": "read", "partitions": "0-3,7"},
         {"principal": "etl", "verb": "append", "partitions": "0-3,7"},
     ]
-    text = begun.run("list").stdout
+    text = cluster.run("list").stdout
     assert "etl            read,append  0-3,7\n" in text
     assert "group servers  replicate    all\n" in text
     for words, code in (
@@ -164,27 +164,29 @@ def test_grants_are_shown_and_checked(begun):
         (("s2", "replicate"), 0),
         (("servers", "replicate"), 1),
     ):
-        assert begun.json("check", *words, code=code)["permitted"] is (code == 0)
-    begun.run("grant", "ops", "administer", "--partitions", "0-7")
-    denied = begun.run("check", "ops", "administer", code=1)  # as a daemon denies a request for all
+        assert cluster.json("check", *words, code=code)["permitted"] is (code == 0)
+    cluster.run("grant", "ops", "administer", "--partitions", "0-7")
+    denied = cluster.run(
+        "check", "ops", "administer", code=1
+    )  # as a daemon denies a request for all
     assert denied.stdout == (
         "denied: ops has the verb administer for partitions 0-7, but not for "
         "`all`; the permissions have revision 5\n"
     )
-    assert begun.json("check", "ops", "administer", code=1)["permitted"] is False
-    begun.run("check", "ops", "administer", "--partition", "7")
-    begun.run("grant", "ops", "administer")
-    begun.run("check", "ops", "administer")
-    denied = begun.run("check", "etl", "append", code=1)
+    assert cluster.json("check", "ops", "administer", code=1)["permitted"] is False
+    cluster.run("check", "ops", "administer", "--partition", "7")
+    cluster.run("grant", "ops", "administer")
+    cluster.run("check", "ops", "administer")
+    denied = cluster.run("check", "etl", "append", code=1)
     assert denied.stdout == (
         "denied: etl has the verb append for partitions 0-3,7; the permissions have revision 6\n"
     )
 
 
-def test_an_equal_grant_makes_no_revision(begun):
-    again = begun.run("grant", "servers", "replicate", "--group", "--partitions", "0-3")
+def test_an_equal_grant_makes_no_revision(cluster):
+    again = cluster.run("grant", "servers", "replicate", "--group", "--partitions", "0-3")
     assert again.stdout == "nothing to change; the permissions stay at revision 3\n"
-    assert begun.json("grant", "servers", "replicate", "--group")["changed"] is False
+    assert cluster.json("grant", "servers", "replicate", "--group")["changed"] is False
 
 
 @pytest.mark.parametrize(
@@ -224,35 +226,35 @@ def test_an_equal_grant_makes_no_revision(begun):
         (("token", "revoke", "t1"), "there is no token with ID 't1'."),
     ],
 )
-def test_wrong_input_changes_nothing(begun, words, error):
-    before = begun.permissions
-    assert error in begun.run(*words, code=1).stderr
-    assert begun.permissions == before
+def test_wrong_input_changes_nothing(cluster, words, error):
+    before = cluster.permissions
+    assert error in cluster.run(*words, code=1).stderr
+    assert cluster.permissions == before
 
 
-def test_the_last_grant_of_replicate_is_kept_without_force(begun):
+def test_the_last_grant_of_replicate_is_kept_without_force(cluster):
     last = (
         ("revoke", "servers", "replicate", "--group", "--partitions", "2"),
         ("group", "remove", "servers", "s1", "s2"),
         ("group", "delete", "servers"),
     )
-    before = begun.permissions
+    before = cluster.permissions
     for words in last:
         assert (
-            "no principal would have the verb `replicate` for" in begun.run(*words, code=1).stderr
+            "no principal would have the verb `replicate` for" in cluster.run(*words, code=1).stderr
         )
-    assert begun.permissions == before
-    begun.run(*last[0], "--force")
-    assert begun.permissions.grants[0].partitions == ((0, 1), (3, 7))
-    begun.run(*last[2], "--force")
-    assert begun.permissions.grants == ()
+    assert cluster.permissions == before
+    cluster.run(*last[0], "--force")
+    assert cluster.permissions.grants[0].partitions == ((0, 1), (3, 7))
+    cluster.run(*last[2], "--force")
+    assert cluster.permissions.grants == ()
 
 
-def test_a_revocation_names_what_groups_still_permit(begun):
-    begun.run("group", "add", "analysts", "ann")
-    begun.run("grant", "analysts", "read", "--group", "--partitions", "0-1")
-    begun.run("grant", "ann", "read")
-    revoked = begun.run("revoke", "ann", "read")
+def test_a_revocation_names_what_groups_still_permit(cluster):
+    cluster.run("group", "add", "analysts", "ann")
+    cluster.run("grant", "analysts", "read", "--group", "--partitions", "0-1")
+    cluster.run("grant", "ann", "read")
+    revoked = cluster.run("revoke", "ann", "read")
     assert revoked.stdout == (
         "ann no longer has a grant of read for partitions all; the permissions have revision 7\n"
     )
@@ -262,36 +264,36 @@ def test_a_revocation_names_what_groups_still_permit(begun):
     )
 
 
-def test_limits_are_shown(begun):
-    begun.run("limit", "*", "--connections", "100")
-    begun.run("limit", "etl", "--bytes-per-s", "5", "--appends-per-s", "6")
-    assert begun.json("list")["limits"] == {
+def test_limits_are_shown(cluster):
+    cluster.run("limit", "*", "--connections", "100")
+    cluster.run("limit", "etl", "--bytes-per-s", "5", "--appends-per-s", "6")
+    assert cluster.json("list")["limits"] == {
         "*": {"connections": 100},
         "etl": {"bytes_per_s": 5, "appends_per_s": 6},
     }
-    assert "etl        5            6              -            -" in begun.run("list").stdout
-    begun.run("limit", "etl", "--remove")
-    assert list(begun.permissions.limits) == ["*"]
+    assert "etl        5            6              -            -" in cluster.run("list").stdout
+    cluster.run("limit", "etl", "--remove")
+    assert list(cluster.permissions.limits) == ["*"]
 
 
-def test_a_limit_of_an_unknown_principal_is_stored_with_a_warning(begun, tmp_path):
-    begun.run("token", "create", "etl", "--file", tmp_path / "token")
-    begun.run("grant", "ann", "read")
+def test_a_limit_of_an_unknown_principal_is_stored_with_a_warning(cluster, tmp_path):
+    cluster.run("token", "create", "etl", "--file", tmp_path / "token")
+    cluster.run("grant", "ann", "read")
     for known in ("*", "s1", "etl", "ann"):
-        assert "names" not in begun.run("limit", known, "--feeds", "1").stderr
-    unknown = begun.run("limit", "anne", "--feeds", "1")
+        assert "names" not in cluster.run("limit", known, "--feeds", "1").stderr
+    unknown = cluster.run("limit", "anne", "--feeds", "1")
     assert unknown.stderr.startswith("no permission or token names anne yet\n")
-    assert begun.permissions.limits["anne"].feeds == 1
-    group = begun.run("limit", "servers", "--feeds", "1").stderr
+    assert cluster.permissions.limits["anne"].feeds == 1
+    group = cluster.run("limit", "servers", "--feeds", "1").stderr
     assert (
         "names servers yet. Hint: servers is a group, but only principals can have limits.\n"
         in group
     )
 
 
-def test_each_change_has_an_audit_entry(begun):
-    begun.run("revoke", "servers", "replicate", "--group", code=1)
-    commands = [(command.split(" --connect")[0], outcome) for command, outcome in begun.audit]
+def test_each_change_has_an_audit_entry(cluster):
+    cluster.run("revoke", "servers", "replicate", "--group", code=1)
+    commands = [(command.split(" --connect")[0], outcome) for command, outcome in cluster.audit]
     assert commands[:3] == [
         ("access init", "done"),
         ("access group add servers s1 s2", "done"),
@@ -305,210 +307,210 @@ def test_each_change_has_an_audit_entry(begun):
 # --- tokens
 
 
-def test_a_token_has_a_private_file_and_its_hash_in_zookeeper(begun, tmp_path):
+def test_a_token_has_a_private_file_and_its_hash_in_zookeeper(cluster, tmp_path):
     file = tmp_path / "token"
-    created = begun.run("token", "create", "etl", "--file", str(file), "--expires", "12h")
+    created = cluster.run("token", "create", "etl", "--file", str(file), "--expires", "12h")
     secret = file.read_text().strip()
     assert file.stat().st_mode & 0o777 == 0o600
-    ((token_hash, known),) = begun.permissions.tokens.items()
+    ((token_hash, known),) = cluster.permissions.tokens.items()
     assert token_hash == hash_of(bytes.fromhex(secret))
     assert known.principal == "etl"
-    assert known.expires_ms - begun.permissions.changed_ms == 12 * 3_600_000
+    assert known.expires_ms - cluster.permissions.changed_ms == 12 * 3_600_000
     assert f"created token {known.token_id} of etl in {file}; it expires at 20" in created.stdout
     assert "principal etl has no grant yet. Hint: `access grant` adds one." in created.stderr
 
-    begun.run("grant", "etl", "read")
-    (shown,) = begun.json("list")["tokens"]
+    cluster.run("grant", "etl", "read")
+    (shown,) = cluster.json("list")["tokens"]
     assert shown == {
         "id": known.token_id,
         "principal": "etl",
         "expires_ms": known.expires_ms,
         "is_expired": False,
     }
-    output = begun.run("list").stdout + begun.run("list", "--json").stdout + str(begun.audit)
-    for each in (secret, token_hash, begun.permissions.client_key.hex()):
+    output = cluster.run("list").stdout + cluster.run("list", "--json").stdout + str(cluster.audit)
+    for each in (secret, token_hash, cluster.permissions.client_key.hex()):
         assert each not in output
-    assert "was revoked" in begun.run("token", "revoke", known.token_id).stdout
-    assert begun.permissions.tokens == {}
+    assert "was revoked" in cluster.run("token", "revoke", known.token_id).stdout
+    assert cluster.permissions.tokens == {}
 
 
-def test_an_existing_file_is_not_overwritten(begun, tmp_path):
+def test_an_existing_file_is_not_overwritten(cluster, tmp_path):
     file = tmp_path / "token"
     file.write_text("mine")
-    before = begun.permissions
+    before = cluster.permissions
     words = ("token", "create", "etl", "--file")
-    assert "another name; delete the file only if an" in begun.run(*words, file, code=1).stderr
+    assert "another name; delete the file only if an" in cluster.run(*words, file, code=1).stderr
     assert file.read_text() == "mine"
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "target")
-    begun.run(*words, link, code=1)
+    cluster.run(*words, link, code=1)
     assert not (tmp_path / "target").exists()
     assert (
         "cannot be created: No such file"
-        in begun.run(*words, tmp_path / "no" / "token", code=1).stderr
+        in cluster.run(*words, tmp_path / "no" / "token", code=1).stderr
     )
-    assert begun.permissions == before
+    assert cluster.permissions == before
 
 
 @pytest.mark.parametrize("expires", ["0d", "90", "d", "-1d", "3651d", "1.5h", "90 d"])
-def test_a_token_expires_after_a_duration(begun, tmp_path, expires):
+def test_a_token_expires_after_a_duration(cluster, tmp_path, expires):
     file = tmp_path / "token"
     words = ("token", "create", "etl", "--file", file, f"--expires={expires}")
-    assert "--expires: expected a duration such as 90d" in begun.run(*words, code=1).stderr
+    assert "--expires: expected a duration such as 90d" in cluster.run(*words, code=1).stderr
     assert not file.exists()
 
 
-def test_a_rejected_token_leaves_no_file(begun, tmp_path, monkeypatch):
+def test_a_rejected_token_leaves_no_file(cluster, tmp_path, monkeypatch):
     file = tmp_path / "token"
     words = ("token", "create", "--file", file)
     assert (
         "expected the name of a principal that is not reserved"
-        in begun.run(*words, "anonymous", code=1).stderr
+        in cluster.run(*words, "anonymous", code=1).stderr
     )
     assert not file.exists()
-    size = len(begun.zookeeper.dump()[NODE])
+    size = len(cluster.zookeeper.dump()[NODE])
     monkeypatch.setattr(access_node, "NODE_BYTES_MAX", size + 10)
-    too_large = begun.run(*words, "etl", code=1)
+    too_large = cluster.run(*words, "etl", code=1)
     assert f"for their znode: expected at most {size + 10} bytes" in too_large.stderr
     assert not file.exists()
 
 
-def test_a_token_with_an_unknown_outcome_keeps_its_file(begun, tmp_path, monkeypatch):
+def test_a_token_with_an_unknown_outcome_keeps_its_file(cluster, tmp_path, monkeypatch):
     """The command ends between the write and its answer: the token may be valid."""
-    file, before = tmp_path / "token", begun.permissions
+    file, before = tmp_path / "token", cluster.permissions
 
-    async def unanswered(_self, _made, _before):
+    async def write_without_answer(_self, _new, _before):
         raise CoordinatorOutcomeUnknown("zk:1 did not answer a write")
 
-    monkeypatch.setattr(StoredPermissions, "_try_write", unanswered)
-    failed = begun.run("token", "create", "etl", "--file", file, code=1)
+    monkeypatch.setattr(StoredPermissions, "_try_write", write_without_answer)
+    failed = cluster.run("token", "create", "etl", "--file", file, code=1)
     assert "Hint: `access list` shows whether token t" in failed.stderr
     assert file.exists()
-    assert begun.permissions == before
+    assert cluster.permissions == before
 
 
-def test_expired_tokens_are_removed_together(begun, tmp_path):
+def test_expired_tokens_are_removed_together(cluster, tmp_path):
     for name, expires in (("a", "1m"), ("b", "90d")):
-        begun.run("token", "create", name, "--file", tmp_path / name, "--expires", expires)
+        cluster.run("token", "create", name, "--file", tmp_path / name, "--expires", expires)
     path = NODE
-    found = begun.permissions
+    found = cluster.permissions
     old = {
         key: replace(each, expires_ms=1) if each.principal == "a" else each
         for key, each in found.tokens.items()
     }
-    entry = begun.zookeeper.entry(path)
-    begun.zookeeper._nodes[path] = replace(
+    entry = cluster.zookeeper.entry(path)
+    cluster.zookeeper._nodes[path] = replace(
         entry, data=access_node.encode_permissions(replace(found, tokens=old))
     )
-    assert [each["is_expired"] for each in begun.json("list")["tokens"]] == [True, False]
-    removed = begun.run("token", "revoke", "--expired")
+    assert [each["is_expired"] for each in cluster.json("list")["tokens"]] == [True, False]
+    removed = cluster.run("token", "revoke", "--expired")
     assert removed.stdout.startswith("1 expired tokens were removed; the permissions have revision")
-    assert [each.principal for each in begun.permissions.tokens.values()] == ["b"]
+    assert [each.principal for each in cluster.permissions.tokens.values()] == ["b"]
 
 
 # --- files
 
 
-def test_an_export_is_imported_with_a_later_revision(begun, tmp_path):
+def test_an_export_is_imported_with_a_later_revision(cluster, tmp_path):
     file = tmp_path / "access"
-    begun.run("export", "--file", file)
-    saved = begun.permissions
+    cluster.run("export", "--file", file)
+    saved = cluster.permissions
     assert file.stat().st_mode & 0o777 == 0o600
     assert access_node.decode_permissions(file.read_bytes()) == saved
-    begun.run("export", "--file", file, code=1)
-    begun.run("grant", "etl", "read")
-    preview = begun.run("import", "--file", file)
+    cluster.run("export", "--file", file, code=1)
+    cluster.run("grant", "etl", "read")
+    preview = cluster.run("import", "--file", file)
     assert "nothing was changed. Hint: add --yes" in preview.stdout
     assert "the file has permissions of revision 3, written at 20" in preview.stdout
     assert "the cluster has permissions of revision 4, written at 20" in preview.stdout
-    assert begun.permissions.revision == 4
-    begun.run("import", "--file", file, "--yes")
-    now = begun.permissions
+    assert cluster.permissions.revision == 4
+    cluster.run("import", "--file", file, "--yes")
+    now = cluster.permissions
     assert replace(now, revision=3, changed_by="", changed_ms=0) == replace(
         saved, changed_by="", changed_ms=0
     )
     assert now.revision == 5
 
 
-def test_an_import_without_replicate_needs_force(begun, tmp_path):
+def test_an_import_without_replicate_needs_force(cluster, tmp_path):
     file = tmp_path / "access"
-    file.write_bytes(access_node.encode_permissions(replace(begun.permissions, grants=())))
+    file.write_bytes(access_node.encode_permissions(replace(cluster.permissions, grants=())))
     words = ("import", "--file", file, "--yes")
-    assert "no principal would have the verb `replicate`" in begun.run(*words, code=1).stderr
-    begun.run(*words, "--force")
-    assert begun.permissions.grants == ()
+    assert "no principal would have the verb `replicate`" in cluster.run(*words, code=1).stderr
+    cluster.run(*words, "--force")
+    assert cluster.permissions.grants == ()
 
 
-def test_a_file_that_is_no_export_is_named(begun, tmp_path):
+def test_a_file_that_is_no_export_is_named(cluster, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(b"{}")
     for words in (("--file", file), ("--file", file, "--yes")):
         assert (
             f"{file} is not a file of exported permissions: permissions: expected format 1"
-            in begun.run("import", *words, code=1).stderr
+            in cluster.run("import", *words, code=1).stderr
         )
     file.write_bytes((access_node.NODE_BYTES_MAX + 1) * b" ")
-    assert "bytes, found more" in begun.run("import", "--file", file, code=1).stderr
+    assert "bytes, found more" in cluster.run("import", "--file", file, code=1).stderr
 
 
 def test_an_import_sets_the_access_lists_of_nodes_that_other_users_may_have_created(
-    begun, tmp_path, monkeypatch
+    cluster, tmp_path, monkeypatch
 ):
     reset = []
 
-    async def noted(_self, path):
-        reset.append((path, begun.permissions.revision))
+    async def record_reset(_self, path):
+        reset.append((path, cluster.permissions.revision))
 
-    monkeypatch.setattr(MemorySession, "reset_access_list", noted)
-    begun.run("export", "--file", tmp_path / "access")
-    begun.run("import", "--file", tmp_path / "access", "--yes")
+    monkeypatch.setattr(MemorySession, "reset_access_list", record_reset)
+    cluster.run("export", "--file", tmp_path / "access")
+    cluster.run("import", "--file", tmp_path / "access", "--yes")
     assert reset == [(NODE, 3), ("/w/x/audit", 3)]  # before the write
-    assert begun.permissions.revision == 4
+    assert cluster.permissions.revision == 4
 
 
 # --- the daemons
 
 
-def test_a_command_names_the_daemons_that_use_its_revision(begun):
-    begun.publish(4, 4)
-    shown = begun.json("grant", "etl", "read", "--timeout-s", "0")
+def test_a_command_names_the_daemons_that_use_its_revision(cluster):
+    cluster.publish(4, 4)
+    shown = cluster.json("grant", "etl", "read", "--timeout-s", "0")
     assert (shown["applied"], shown["late"]) == ([SERVER, STORAGE], {})
-    begun.publish(5, 4)
-    late = begun.run("grant", "etl", "append", "--timeout-s", "0", code=1)
+    cluster.publish(5, 4)
+    late = cluster.run("grant", "etl", "append", "--timeout-s", "0", code=1)
     assert f"{STORAGE}: it uses revision 4\n" in late.stderr
     assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in late.stderr
     assert late.stdout == (
         "etl has the verbs append for partitions all; the permissions have revision 5\n"
     )
-    assert begun.json("list")["late"] == {STORAGE: "it uses revision 4"}
-    begun.publish(5, 5)
+    assert cluster.json("list")["late"] == {STORAGE: "it uses revision 4"}
+    cluster.publish(5, 5)
     # The same command waits again.
-    assert "all 2 daemons use revision 5" in begun.run("grant", "etl", "append").stderr
+    assert "all 2 daemons use revision 5" in cluster.run("grant", "etl", "append").stderr
 
 
-def test_a_daemon_without_a_revision_is_not_taken_for_one_that_uses_it(begun):
+def test_a_daemon_without_a_revision_is_not_taken_for_one_that_uses_it(cluster):
     """It may have lost its session, and still permit what was revoked."""
-    begun.publish(4, None)
-    late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
+    cluster.publish(4, None)
+    late = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
-    shown = begun.json("grant", "etl", "read", "--timeout-s", "0", code=1)
+    shown = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert shown["without_revision"] == [STORAGE]
 
 
-def test_a_server_without_zookeeper_is_not_overlooked(begun, monkeypatch):
+def test_a_server_without_zookeeper_is_not_overlooked(cluster, monkeypatch):
     """Its session has ended, and it may still permit what was revoked."""
-    begun.publish(4, 4)
-    begun.run("grant", "etl", "read", "--timeout-s", "0")
+    cluster.publish(4, 4)
+    cluster.run("grant", "etl", "read", "--timeout-s", "0")
     read = access_change.read_revision_use
 
-    async def expired(coordinator, revision, known):
-        begun.expire_server()
+    async def read_after_expiry(coordinator, revision, known):
+        cluster.expire_server()
         return await read(coordinator, revision, known)
 
     with monkeypatch.context() as patched:
-        patched.setattr(access_change, "read_revision_use", expired)
-        begun.publish(4, 5)
-        late = begun.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
+        patched.setattr(access_change, "read_revision_use", read_after_expiry)
+        cluster.publish(4, 5)
+        late = cluster.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
     assert (
         f"{SERVER} is not registered in ZooKeeper: it may still use older permissions\n"
         in late.stderr
@@ -516,70 +518,70 @@ def test_a_server_without_zookeeper_is_not_overlooked(begun, monkeypatch):
     assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in late.stderr
 
 
-def test_a_server_of_the_assignment_without_zookeeper_is_not_overlooked(begun):
-    begun.publish(4, 4)
-    begun.expire_server()
-    begun.set_assignment({1: {0: 3}})
-    shown = begun.json("grant", "etl", "read", "--timeout-s", "0", code=1)
+def test_a_server_of_the_assignment_without_zookeeper_is_not_overlooked(cluster):
+    cluster.publish(4, 4)
+    cluster.expire_server()
+    cluster.set_assignment({1: {0: 3}})
+    shown = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert (shown["unregistered"], shown["applied"]) == (["server 1"], [STORAGE])
-    assert begun.json("list")["unregistered"] == ["server 1"]
-    begun.set_assignment({})  # the other servers have taken its partitions
-    assert begun.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
+    assert cluster.json("list")["unregistered"] == ["server 1"]
+    cluster.set_assignment({})  # the other servers have taken its partitions
+    assert cluster.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
 
 
-def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(begun):
-    begun.publish(3, 3)
-    for each in begun.daemons:
+def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(cluster):
+    cluster.publish(3, 3)
+    for each in cluster.daemons:
         each._znodes.expire()
-    late = begun.run(
+    late = cluster.run(
         "revoke", "servers", "replicate", "--group", "--force", "--timeout-s", "0", code=1
     )
     assert "access control is off at all:" not in late.stderr
     assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
 
 
-def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(begun):
-    begun.publish(17, 4)
-    late = begun.run("grant", "etl", "read", "--timeout-s", "0", code=1)
+def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(cluster):
+    cluster.publish(17, 4)
+    late = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert f"{SERVER}: it uses revision 17, and ignores older revisions" in late.stderr
     assert "Restart each daemon that ignores older revisions." in late.stderr
 
 
-def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
-    begun.publish(3, 3)
+def test_a_command_waits_until_the_daemons_use_its_revision(cluster, monkeypatch):
+    cluster.publish(3, 3)
     waits = []
     sleep = asyncio.sleep
 
     async def publish_later(_seconds):
         waits.append(1)
-        for each in begun.daemons if len(waits) == 3 else ():
+        for each in cluster.daemons if len(waits) == 3 else ():
             name = each._applied._target[0]
             each.set_applied_revision(name, 4)
             await each._applied.publish()
         await sleep(0)
 
     monkeypatch.setattr(access_change.asyncio, "sleep", publish_later)
-    assert "all 2 daemons use revision 4" in begun.run("grant", "etl", "read").stderr
+    assert "all 2 daemons use revision 4" in cluster.run("grant", "etl", "read").stderr
     assert len(waits) == 3
 
 
-def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(begun, tmp_path, monkeypatch):
-    async def lost(_coordinator, _revision, _known):
+def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(cluster, tmp_path, monkeypatch):
+    async def fail_to_read(_coordinator, _revision, _known):
         raise CoordinatorUnavailable("zk:1 does not answer")
 
-    monkeypatch.setattr(access_change, "read_revision_use", lost)
+    monkeypatch.setattr(access_change, "read_revision_use", fail_to_read)
     for words in ((), ("--json",)):
         file = tmp_path / f"token{len(words)}"
-        failed = begun.run("token", "create", "etl", "--file", file, *words, code=1)
-        *_, known = begun.permissions.tokens.values()
+        failed = cluster.run("token", "create", "etl", "--file", file, *words, code=1)
+        *_, known = cluster.permissions.tokens.values()
         assert f"token {known.token_id} of etl in {file}" in failed.stderr
         assert "not check which daemons use it: zk:1 does not answer. Hint:" in failed.stderr
         assert (f"token {known.token_id}" in failed.stdout) is (not words)
 
 
 @pytest.mark.parametrize("fault", WriteFault)
-def test_a_lost_answer_of_zookeeper_makes_no_second_revision(begun, fault):
+def test_a_lost_answer_of_zookeeper_makes_no_second_revision(cluster, fault):
     # The first write is that of the audit.
-    begun.faults.extend([None, fault])
-    begun.run("grant", "etl", "read")
-    assert begun.permissions.revision == 4
+    cluster.faults.extend([None, fault])
+    cluster.run("grant", "etl", "read")
+    assert cluster.permissions.revision == 4

@@ -24,11 +24,13 @@ A, B = "10.0.0.1:5280", "10.0.0.2:5280"
 def archive(tmp_path, monkeypatch):
     """Return an archive with three objects of 10 IDs each, one of them in a page."""
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 1)
-    store, made = ArchiveStore(f"file://{tmp_path}"), []
+    store, manifests = ArchiveStore(f"file://{tmp_path}"), []
     for attempt in range(3):
-        made.append(upload(store, KEY, job_after(made[-1] if made else None, attempt=attempt)))
-    chains = {each.last: each.chain for each in made} | {-1: GENESIS_CHAIN}
-    return SimpleNamespace(store=store, made=made, chains=chains, root=tmp_path)
+        manifests.append(
+            upload(store, KEY, job_after(manifests[-1] if manifests else None, attempt=attempt))
+        )
+    chains = {each.last: each.chain for each in manifests} | {-1: GENESIS_CHAIN}
+    return SimpleNamespace(store=store, manifests=manifests, chains=chains, root=tmp_path)
 
 
 def find(archive, *, start=-1, last=29, starts=None, chains=None, url=None):
@@ -46,7 +48,7 @@ def find(archive, *, start=-1, last=29, starts=None, chains=None, url=None):
 
 @pytest.mark.parametrize("start", [-1, 9, 19, 29])
 def test_the_newest_manifest_that_ends_in_the_log_is_found(archive, start):
-    newest = archive.made[-1]
+    newest = archive.manifests[-1]
     found, skipped = find(archive, start=start, last=35)
     assert found == (29, newest.chain, newest.stamp_ms, 0, newest.file_crc, newest.name)
     assert found.stamp_ms > 0
@@ -58,26 +60,26 @@ def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(arch
     later = upload(
         archive.store,
         KEY,
-        job_after(archive.made[0], counts=(1, 1), session_id=10, nonce=OTHER, attempt=0),
+        job_after(archive.manifests[0], counts=(1, 1), session_id=10, nonce=OTHER, attempt=0),
     )
     chains = archive.chains | {later.last: later.chain}
     found, _ = find(archive, chains=chains)
     assert (found.last, found.manifest) == (later.last, later.name)
     # In the log the batches of the first owner follow instead.
     found, (skipped,) = find(archive)
-    assert found.manifest == archive.made[-1].name
+    assert found.manifest == archive.manifests[-1].name
     assert f"{later.name}: it ends at transaction {later.last} with chain hash" in skipped
     assert skipped.endswith("the log has no batch that ends there")
 
 
 def test_the_first_id_is_that_of_the_last_expiry(archive):
-    newest = archive.made[-1]
+    newest = archive.manifests[-1]
     recorded = RecordedManifest(PARTITION, newest.last, newest.chain, newest.name, newest.file_crc)
     job = ExpiryJob(9, bytes(16), 3, recorded, before=25, before_ms=0, retention_ms=0)
     expired = expire(archive.store, KEY, job, now_ms=1)
     assert find(archive)[0].first == 20
     # The grace period is over, and a collection has deleted the objects.
-    for each in (archive.root / archive.made[0].name).parents[1].glob("objects/*"):
+    for each in (archive.root / archive.manifests[0].name).parents[1].glob("objects/*"):
         if not each.name.startswith("20-"):
             each.unlink()
     found, _ = find(archive)
@@ -93,12 +95,12 @@ def test_nothing_is_archived_if_no_manifest_exists_and_all_logs_begin_at_0(archi
     ("url", "where"), [("", "no archive is configured"), ("file:///nowhere", "file:///nowhere")]
 )
 def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, where):
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as caught:
         find(archive, url=url, starts={B: 9})
     assert (
         f"partition 3: the log of {B} begins at transaction 10, so the archive ({where}) "
         "must have a manifest that ends at a transaction in 9..29; found none. Hint: "
-    ) in str(refused.value)
+    ) in str(caught.value)
 
 
 def corrupt(path: Path):
@@ -108,25 +110,25 @@ def corrupt(path: Path):
 
 
 def page_of(archive):
-    return max((archive.root / archive.made[-1].name).parent.glob("*-page.json"))
+    return max((archive.root / archive.manifests[-1].name).parent.glob("*-page.json"))
 
 
-def object_from(archive, first):
-    folder = (archive.root / archive.made[-1].name).parents[1] / "objects"
+def object_starting_at(archive, first):
+    folder = (archive.root / archive.manifests[-1].name).parents[1] / "objects"
     (found,) = folder.glob(f"{first}-*")
     return found
 
 
 FAULTS = {
-    "a corrupt head": (lambda each: corrupt(each.root / each.made[-1].name), "expected CRC"),
+    "a corrupt head": (lambda each: corrupt(each.root / each.manifests[-1].name), "expected CRC"),
     "a corrupt page": (lambda each: corrupt(page_of(each)), "expected CRC"),
     "no page": (lambda each: page_of(each).unlink(), "-page.json, because it does not exist"),
     "no object": (
-        lambda each: object_from(each, 20).unlink(),
+        lambda each: object_starting_at(each, 20).unlink(),
         "transactions 20..29. with .* found none",
     ),
     "half an object": (
-        lambda each: object_from(each, 20).write_bytes(b"half"),
+        lambda each: object_starting_at(each, 20).write_bytes(b"half"),
         "found one of 4 bytes",
     ),
 }
@@ -140,7 +142,7 @@ def test_an_older_manifest_is_used_instead_of_a_wrong_one_if_no_log_has_removed_
     break_it(archive)
     found, skipped = find(archive, start=9)
     assert found.last in (9, 19)
-    assert found.manifest != archive.made[-1].name
+    assert found.manifest != archive.manifests[-1].name
     assert skipped
     with pytest.raises(
         BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
@@ -179,7 +181,7 @@ def test_a_log_that_lacks_archived_transactions_is_rejected(archive, last):
 
 def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive):
     """The operator's way out where the chain at the mark is lost (docs/archive.md, "Limits")."""
-    folder = (archive.root / archive.made[0].name).parents[1]
+    folder = (archive.root / archive.manifests[0].name).parents[1]
     with pytest.raises(BadRequest, match="the log has no batch that ends there"):
         find(archive, chains={})
     folder.rename(archive.root / "moved")
@@ -189,11 +191,11 @@ def test_a_partition_opens_without_the_archive_when_its_folder_was_moved(archive
 
 
 def test_the_manifest_of_another_cluster_or_partition_is_ignored(archive):
-    folder = (archive.root / archive.made[0].name).parent
+    folder = (archive.root / archive.manifests[0].name).parent
     foreign = upload(archive.store, OTHER, job_after(attempt=7))
     (folder / Path(foreign.name).name).write_bytes(archive.store.read(foreign.name))
     found, (skipped,) = find(archive)
-    assert found.manifest == archive.made[-1].name
+    assert found.manifest == archive.manifests[-1].name
     assert "of cluster 0101" in skipped
 
 

@@ -18,7 +18,7 @@ from waltz_core.cluster.znodes.model import ArchivedMark, MarkerState, Partition
 from waltz_core.errors import ArchiveUnavailable
 
 
-class Case:
+class ArchiveWithMarks:
     """An archive, and a coordinator that returns the next of some marks at each read."""
 
     def __init__(self, folder):
@@ -41,35 +41,35 @@ class Case:
 
 
 @pytest.fixture
-def case(tmp_path):
-    return Case(tmp_path / "archive")
+def archive(tmp_path):
+    return ArchiveWithMarks(tmp_path / "archive")
 
 
-def without_first_object(case):
+def expire_first_object(archive):
     """Return the mark of a manifest after the expiry of an object, whose file is deleted."""
-    first, second = case.log.manifest.newest_objects[:2]
-    (case.folder / first.name).unlink()
-    later = case.log.manifest.with_expiry(second.first, 0)
-    return case.mark(later, "later", write_manifest(case.store, later, "later"))
+    first, second = archive.log.manifest.newest_objects[:2]
+    (archive.folder / first.name).unlink()
+    later = archive.log.manifest.with_expiry(second.first, 0)
+    return archive.mark(later, "later", write_manifest(archive.store, later, "later"))
 
 
-def test_an_object_that_has_expired_meanwhile_is_no_fault(case):
-    case.marks.append(without_first_object(case))
-    found = case.verify()
+def test_an_object_that_has_expired_meanwhile_is_no_fault(archive):
+    archive.marks.append(expire_first_object(archive))
+    found = archive.verify()
     assert (found["problems"], found["objects"]) == ([], 3)
 
 
-def test_a_manifest_that_was_deleted_meanwhile_is_no_fault(case):
-    case.marks.append(without_first_object(case))
-    (case.folder / case.log.name).unlink()
-    assert case.verify()["problems"] == []
+def test_a_manifest_that_was_deleted_meanwhile_is_no_fault(archive):
+    archive.marks.append(expire_first_object(archive))
+    (archive.folder / archive.log.name).unlink()
+    assert archive.verify()["problems"] == []
 
 
-def test_a_missing_object_of_the_recorded_manifest_is_reported(case, capsys):
-    without_first_object(case)
-    found = case.verify()
+def test_a_missing_object_of_the_recorded_manifest_is_reported(archive, capsys):
+    expire_first_object(archive)
+    found = archive.verify()
     assert [each["name"] for each in found["problems"]] == [
-        case.log.manifest.newest_objects[0].name
+        archive.log.manifest.newest_objects[0].name
     ]
     assert found["objects"] == 3
     shown = capsys.readouterr()
@@ -78,9 +78,9 @@ def test_a_missing_object_of_the_recorded_manifest_is_reported(case, capsys):
     assert shown.err == ""
 
 
-def test_a_partition_without_an_archive_has_no_problems(case, capsys):
-    case.marks = [None]
-    assert case.verify()["problems"] == []
+def test_a_partition_without_an_archive_has_no_problems(archive, capsys):
+    archive.marks = [None]
+    assert archive.verify()["problems"] == []
     assert capsys.readouterr().out == f"partition {PARTITION_ID}: no transaction is archived\n"
 
 
@@ -92,12 +92,12 @@ def test_a_partition_without_an_archive_has_no_problems(case, capsys):
         ((1, 10**6), "1..{0}", 3),
     ],
 )
-def test_ids_that_have_expired_are_named(case, capsys, wanted, shown, objects):
-    case.marks = [without_first_object(case)]
+def test_ids_that_have_expired_are_named(archive, capsys, wanted, shown, objects):
+    archive.marks = [expire_first_object(archive)]
     first, last = wanted
-    case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)
-    found = case.verify()
-    expired = case.log.manifest.newest_objects[0].last
+    archive.check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)
+    found = archive.verify()
+    expired = archive.log.manifest.newest_objects[0].last
     text = (
         f"transactions {shown.format(expired)} have expired; the first available one is "
         f"{expired + 1}\n"
@@ -107,23 +107,25 @@ def test_ids_that_have_expired_are_named(case, capsys, wanted, shown, objects):
     assert found["objects"] == (objects or 0)
 
 
-def test_a_range_without_an_archived_id_is_empty(case, capsys):
-    end = case.log.manifest.last
-    case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=end + 1, last=None)
-    assert case.verify()["last"] is None
+def test_a_range_without_an_archived_id_is_empty(archive, capsys):
+    end = archive.log.manifest.last
+    archive.check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=end + 1, last=None)
+    assert archive.verify()["last"] is None
     assert capsys.readouterr().out.endswith(f"archived; the last archived one is {end}\n")
-    everything = case.log.manifest.with_expiry(end + 1, 0)
-    mark = case.mark(everything, "later", write_manifest(case.store, everything, "later"))
-    case.marks = [mark]
+    everything = archive.log.manifest.with_expiry(end + 1, 0)
+    mark = archive.mark(everything, "later", write_manifest(archive.store, everything, "later"))
+    archive.marks = [mark]
     for first, last in ((1, None), (0, end), (0, None)):
-        case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)
+        archive.check = ArchiveCheck(
+            archive.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last
+        )
         # Without a range the manifest is verified.
-        assert (case.verify()["last"] is None) == ((first, last) != (0, None))
+        assert (archive.verify()["last"] is None) == ((first, last) != (0, None))
 
 
-def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch, capsys):
-    third = case.log.manifest.newest_objects[2]
-    open_file = case.store.open
+def test_a_check_that_is_interrupted_prints_where_to_continue(archive, monkeypatch, capsys):
+    third = archive.log.manifest.newest_objects[2]
+    open_file = archive.store.open
 
     async def main():
         task = asyncio.current_task()
@@ -134,28 +136,28 @@ def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch,
                 loop.call_soon_threadsafe(task.cancel)
             return open_file(name)
 
-        monkeypatch.setattr(case.store, "open", interrupted)
-        await _verify_partition(case, PARTITION_ID, case.check, print_result)
+        monkeypatch.setattr(archive.store, "open", interrupted)
+        await _verify_partition(archive, PARTITION_ID, archive.check, print_result)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     continue_with = capsys.readouterr().err.rpartition(" --first ")[2]
     assert int(continue_with) in {third.first, third.last + 1}
-    assert case.check._is_stopped
+    assert archive.check._is_stopped
 
 
-def test_a_store_that_fails_ends_the_check_with_the_place_to_continue(case, monkeypatch, capsys):
-    second = case.log.manifest.newest_objects[1]
-    open_file = case.store.open
+def test_a_store_that_fails_ends_the_check_with_the_place_to_continue(archive, monkeypatch, capsys):
+    second = archive.log.manifest.newest_objects[1]
+    open_file = archive.store.open
 
     def unreachable(name):
         if name == second.name:
             raise ArchiveUnavailable("no route")
         return open_file(name)
 
-    monkeypatch.setattr(case.store, "open", unreachable)
+    monkeypatch.setattr(archive.store, "open", unreachable)
     with pytest.raises(ArchiveUnavailable):
-        case.verify()
+        archive.verify()
     assert capsys.readouterr().err == (
         f"partition {PARTITION_ID}: all transactions before {second.first} are verified; to "
         f"continue, use --partition {PARTITION_ID} --first {second.first}\n"
@@ -175,9 +177,9 @@ def hang_until_reported(monkeypatch):
     return lambda: lines if printed.wait(TEST_TIMEOUT_S) else pytest.fail("nothing was printed")
 
 
-def test_a_check_states_which_call_of_the_store_hangs(case, monkeypatch):
-    second = case.log.manifest.newest_objects[1]
-    wait, open_file = hang_until_reported(monkeypatch), case.store.open
+def test_a_check_states_which_call_of_the_store_hangs(archive, monkeypatch):
+    second = archive.log.manifest.newest_objects[1]
+    wait, open_file = hang_until_reported(monkeypatch), archive.store.open
     found = []
 
     def hanging(name):
@@ -185,22 +187,22 @@ def test_a_check_states_which_call_of_the_store_hangs(case, monkeypatch):
             found.extend(wait())
         return open_file(name)
 
-    monkeypatch.setattr(case.store, "open", hanging)
-    assert case.verify()["problems"] == []
+    monkeypatch.setattr(archive.store, "open", hanging)
+    assert archive.verify()["problems"] == []
     assert re.fullmatch(
-        rf"the object store at {case.store.url} has not answered for \d+ s: reading "
+        rf"the object store at {archive.store.url} has not answered for \d+ s: reading "
         rf"{second.name}",
         found[-1],
     )
 
 
-def test_the_status_states_which_call_of_the_store_hangs(case, monkeypatch):
-    wait, read = hang_until_reported(monkeypatch), case.store.read
+def test_the_status_states_which_call_of_the_store_hangs(archive, monkeypatch):
+    wait, read = hang_until_reported(monkeypatch), archive.store.read
     found = []
-    monkeypatch.setattr(case.store, "read", lambda name: found.extend(wait()) or read(name))
-    entries = asyncio.run(archive_status._read_objects(case.store, case.marks[0]))
-    assert len(entries) == len(case.log.manifest.newest_objects)
-    assert f": reading manifest {case.log.name} and its pages" in found[0]
+    monkeypatch.setattr(archive.store, "read", lambda name: found.extend(wait()) or read(name))
+    entries = asyncio.run(archive_status._read_objects(archive.store, archive.marks[0]))
+    assert len(entries) == len(archive.log.manifest.newest_objects)
+    assert f": reading manifest {archive.log.name} and its pages" in found[0]
 
 
 def test_an_interrupted_command_does_not_wait_for_the_store(monkeypatch):

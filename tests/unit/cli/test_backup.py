@@ -74,7 +74,7 @@ def marks_of(last):
     return {0: -1, 1: -1, 2: -1, PARTITION_ID: last}
 
 
-async def take(coordinator, store, request_marks):
+async def run_backup(coordinator, store, request_marks):
     return await take_backup(coordinator, request_marks, store, ProgressLine(), now_ms=77)
 
 
@@ -93,7 +93,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         await coordinator.issued_ids.allocate_id()
         return marks_of(20)
 
-    taken = await take(coordinator, store, request_marks)
+    taken = await run_backup(coordinator, store, request_marks)
     assert (taken.name, taken.taken_ms, taken.client_id, taken.marks) == (
         "shop",
         77,
@@ -130,7 +130,7 @@ async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch
     async def request_marks():
         return marks_of(end)
 
-    taken = await take(coordinator, store, request_marks)
+    taken = await run_backup(coordinator, store, request_marks)
     assert len(waits) == 3
     assert taken.marks[PARTITION_ID] == end
 
@@ -157,7 +157,7 @@ async def test_a_manifest_that_was_replaced_meanwhile_is_read_in_its_new_form(st
     async def request_marks():
         return marks_of(20)
 
-    taken = await take(replacing, store, request_marks)
+    taken = await run_backup(replacing, store, request_marks)
     assert taken.partitions[PARTITION_ID].manifest.name == renamed
 
 
@@ -171,7 +171,7 @@ async def test_a_missing_manifest_is_an_error(store):
         return marks_of(20)
 
     with pytest.raises(ObjectMissing, match=log.name):
-        await take(coordinator, store, request_marks)
+        await run_backup(coordinator, store, request_marks)
 
 
 # ---- the file
@@ -248,7 +248,7 @@ def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, li
 def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monkeypatch, store):
     """The objects of the backup do not exist."""
     zookeeper = MemoryZooKeeper(asyncio.Event)
-    monkeypatch.setattr(restore_command, "pin_objects", pinned := Pins())
+    monkeypatch.setattr(restore_command, "pin_objects", pinned := RecordingPins())
     error = failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store)
     assert "found no objects of partition 0 of cluster" in error
     assert pinned.names
@@ -264,28 +264,28 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
     )
     for words in ((), ("--json",)):
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        ran = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
-        assert ran.returncode == 0, ran.stderr
+        result = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
+        assert result.returncode == 0, result.stderr
         assert ("/w/x/access" in zookeeper.dump()) is (access is not None)
         if words:
-            shown = json.loads(ran.stdout)["access"]
+            shown = json.loads(result.stdout)["access"]
             expected = {"revision": 17, "changed_by": "ann", "changed_ms": 5}
             assert shown == (None if access is None else expected)
         else:
             line = (
                 "permissions of revision 17, written at 1970-01-01T00:00:00Z by ann, with 0 grants"
             )
-            assert (line in ran.stdout) is (access is not None)
-            assert ("revoked after the backup are valid again" in ran.stdout) is (
+            assert (line in result.stdout) is (access is not None)
+            assert ("revoked after the backup are valid again" in result.stdout) is (
                 access is not None
             )
 
 
 def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
     """Run the command for a new cluster at /w; return its error."""
-    ran = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words, "--json")
-    assert ran.returncode == 1
-    return ran.stderr
+    result = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words, "--json")
+    assert result.returncode == 1
+    return result.stderr
 
 
 def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
@@ -350,7 +350,7 @@ def files_of(folder):
     return {each for each in folder.rglob("*") if each.is_file()}
 
 
-class Pins:
+class RecordingPins:
     """Writes pins, and notes their names."""
 
     def __init__(self):

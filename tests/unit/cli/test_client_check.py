@@ -17,7 +17,7 @@ LARGE = st.integers(0, 2**62)
 
 
 @pytest.fixture
-def connected(monkeypatch):
+def in_memory(monkeypatch):
     """Have every command's clients be clients of one Waltz in memory."""
 
     @contextmanager
@@ -30,17 +30,17 @@ def connected(monkeypatch):
     return run
 
 
-def printed(capsys, *words):
+def run_command_json(capsys, *words):
     code = main(
         ["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", str(TEST_TIMEOUT_S)]
     )
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected):
-    with connected() as waltz:
+def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, in_memory):
+    with in_memory() as waltz:
         words = ("--clients", "3", "--transactions", "8", "--partitions", "2")
-        code, found = printed(capsys, "validate", *words)
+        code, found = run_command_json(capsys, "validate", *words)
         assert code == 0
         assert found["is_valid"]
         assert (found["clients"], found["written"], found["checked"]) == (3, 24, 72)
@@ -50,32 +50,32 @@ def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected
         assert data == [[expected_data(number) for number in range(12)]] * 2
 
 
-def test_lost_answers_change_nothing(capsys, connected):
-    with connected(fault_rate=0.1, seed=1) as waltz:
-        code, found = printed(capsys, "validate", "--clients", "2", "--transactions", "30")
+def test_lost_answers_change_nothing(capsys, in_memory):
+    with in_memory(fault_rate=0.1, seed=1) as waltz:
+        code, found = run_command_json(capsys, "validate", "--clients", "2", "--transactions", "30")
         assert waltz.fault_count > 0
     assert (code, found["written"], found["checked"]) == (0, 60, 120)
 
 
-def test_a_log_that_does_not_reject_conflicts_is_detected(capsys, connected, monkeypatch):
+def test_a_log_that_does_not_reject_conflicts_is_detected(capsys, in_memory, monkeypatch):
     def unlocked(context, builder):
         context.attempts += 1
         builder.data = expected_data(builder.client_high_water_mark + 1)
         return True
 
     monkeypatch.setattr(NumberedContext, "execute", unlocked)
-    with connected():
-        code, found = printed(capsys, "validate", "--clients", "3", "--transactions", "20")
+    with in_memory():
+        code, found = run_command_json(capsys, "validate", "--clients", "3", "--transactions", "20")
     assert code == 1
     assert not found["is_valid"]
     assert "expected the transaction's own ID as data" in found["wrong"][0]
 
 
-def test_transactions_of_another_client_are_detected(capsys, connected):
-    with connected() as waltz:
+def test_transactions_of_another_client_are_detected(capsys, in_memory):
+    with in_memory() as waltz:
         with waltz.client() as client:
             client.append(b"not a number", partition=0).result()
-        code, found = printed(capsys, "consume", "--first", "0", "--transactions", "1")
+        code, found = run_command_json(capsys, "consume", "--first", "0", "--transactions", "1")
     assert code == 1
     assert found["wrong"] == [
         (
@@ -85,14 +85,16 @@ def test_transactions_of_another_client_are_detected(capsys, connected):
     ]
 
 
-def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
-    with connected():
-        _, made = printed(capsys, "create-producer", "--transactions", "9", "--partitions", "2")
+def test_producer_and_consumer_may_be_separate_commands(capsys, in_memory):
+    with in_memory():
+        _, made = run_command_json(
+            capsys, "create-producer", "--transactions", "9", "--partitions", "2"
+        )
         assert made == {"written": 9, "attempts": 9, "ids": {"0": [0, 4], "1": [0, 3]}}
         words = ("--first", "0", "--partitions", "2", "--transactions", "9")
-        code, found = printed(capsys, "create-consumer", *words)
+        code, found = run_command_json(capsys, "create-consumer", *words)
         assert (code, found["is_valid"], found["checked"]) == (0, True, 9)
-        code, found = printed(capsys, "consume", "--first", "1", "--transactions", "2")
+        code, found = run_command_json(capsys, "consume", "--first", "1", "--transactions", "2")
         assert (code, found["checked"], found["ids"]) == (0, 2, {"0": [1, 2]})
         assert main(["client", "consume", "--connect", "x:1/w", "--timeout-s", "0.2"]) == 1
         assert (
@@ -111,8 +113,8 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
         (["consume", "--first", "-1"], "--first: expected a transaction ID, 0 or more, found -1"),
     ],
 )
-def test_invalid_arguments_are_reported_in_one_sentence(capsys, connected, words, sentence):
-    with connected():
+def test_invalid_arguments_are_reported_in_one_sentence(capsys, in_memory, words, sentence):
+    with in_memory():
         assert main(["client", *words, "--connect", "memory:1/w"]) == 1
     assert sentence in capsys.readouterr().err
 

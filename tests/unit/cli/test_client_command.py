@@ -12,15 +12,15 @@ from waltz_core.memory_waltz import MemoryWaltz
 @pytest.fixture
 def waltz(monkeypatch):
     """Have the command's client be one of a Waltz in memory."""
-    with MemoryWaltz(partition_count=4) as made:
+    with MemoryWaltz(partition_count=4) as memory:
 
         @contextmanager
         def client(_connect):
-            with made.client() as opened:
+            with memory.client() as opened:
                 yield opened
 
         monkeypatch.setattr(client_command, "WaltzClient", client)
-        yield made
+        yield memory
 
 
 def append(*words):

@@ -84,7 +84,7 @@ def test_accepting_is_rejected_with_a_trusted_quorum(logs, is_rolled_back, is_wa
         cluster_disaster_recovery._check_is_needed(0, answered)
 
 
-class Died(Exception):
+class CommandDied(Exception):
     """The command ends here."""
 
 
@@ -99,7 +99,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     class Coordinator:
         async def write_partition(self, *_):
             assert not marked
-            raise Died
+            raise CommandDied
 
     metadata = SimpleNamespace(generation=1)
     answered = SimpleNamespace(
@@ -110,7 +110,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
         logs={A: log()},
     )
     command = SimpleNamespace(coordinator=Coordinator())
-    with pytest.raises(Died):
+    with pytest.raises(CommandDied):
         asyncio.run(cluster_disaster_recovery._declare_chosen_log(command, 0, answered, A, None))
     assert not marked
 
@@ -138,15 +138,15 @@ class Storage:
         pass
 
 
-async def die(*_):
-    raise Died
+async def raise_died(*_):
+    raise CommandDied
 
 
 async def no_archive(*_):
     return ""
 
 
-def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
+def rebuild_cluster(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
     """Rebuild a cluster of one partition on one storage, and return what it gives out then.
 
     The command dies once at each of these calls, and is run again.
@@ -194,8 +194,8 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
         monkeypatch.setattr(cluster_disaster_recovery, "_create_znodes", make_nodes_and_register)
         for name in dies_at:
             with monkeypatch.context() as patch:
-                patch.setattr(cluster_disaster_recovery, name, die)
-                with pytest.raises(Died):
+                patch.setattr(cluster_disaster_recovery, name, raise_died)
+                with pytest.raises(CommandDied):
                     await cluster_disaster_recovery._rebuild_cluster(command, chosen)
         await cluster_disaster_recovery._rebuild_cluster(command, chosen)
         replicas = await command.coordinator.read_replica_assignment()
@@ -215,7 +215,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
 def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
     last_issued = FIRST_ISSUED_ID + 80_000
     storage = Storage(MaximumIds(70_000, 400), MaximumIds(90_000, 500, last_issued))
-    ids, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
+    ids, owned, written, _ = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
     client_id, issued = ids
     assert client_id > 90_000
     assert issued == last_issued + 1
@@ -228,7 +228,7 @@ def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(access_node.encode_permissions(Permissions(17, "ann", 5, bytes(32))))
     storage = Storage(MaximumIds(70, 5))
-    *_, notes = rebuilt(
+    *_, notes = rebuild_cluster(
         monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign_replicas",), access_file=file
     )
     restored = [each for each in notes if "permissions" in each]
@@ -240,7 +240,7 @@ def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
     with pytest.raises(
         BadFormat, match=f"{file} is not a file of exported permissions: permissions: "
     ):
-        rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 9, access_file=file)
+        rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 9, access_file=file)
 
 
 DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas")
@@ -258,7 +258,7 @@ DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas
     ],
 )
 def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, dies_at):
-    found = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
+    found = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
     ids, owned, written, notes = found
     assert (*ids, owned, written) == (1_001, FIRST_ISSUED_ID + 1_000, 1_001, 1_000)
     is_noted = any("IDs from the clock of this machine:" in each for each in notes)

@@ -26,28 +26,30 @@ def storage(tmp_path):
 
 def log_of(target, payloads):
     """A storage with these payloads in one batch."""
-    world = ModeledLog(Random(1))
-    world.prepare()
-    encoded_records = [encode_record(place, one) for place, one in enumerate(payloads)]
+    modeled_log = ModeledLog(Random(1))
+    modeled_log.prepare()
+    encoded_records = [encode_record(record_id, one) for record_id, one in enumerate(payloads)]
     last = len(encoded_records) - 1
     chain = next_chain(
-        GENESIS_CHAIN, 0, last, world.session, b"".join(one[-4:] for one in encoded_records)
+        GENESIS_CHAIN, 0, last, modeled_log.session, b"".join(one[-4:] for one in encoded_records)
     )
-    entry = LineageEntry(0, last, world.session, 1_700_000_000_000, chain)
+    entry = LineageEntry(0, last, modeled_log.session, 1_700_000_000_000, chain)
     lengths = np.array([len(one) for one in encoded_records])
-    world.log.append(world.session, 0, lengths, b"".join(encoded_records), GENESIS_CHAIN, [entry])
-    world.close()
-    return write_to_directory(world.disk, target)
+    modeled_log.log.append(
+        modeled_log.session, 0, lengths, b"".join(encoded_records), GENESIS_CHAIN, [entry]
+    )
+    modeled_log.close()
+    return write_to_directory(modeled_log.disk, target)
 
 
-def printed(capsys, *words):
+def run_disk(capsys, *words):
     code = main(["disk", *map(str, words)])
     assert code == 0
     return capsys.readouterr().out
 
 
 def lines(capsys, *words):
-    return [json.loads(line) for line in printed(capsys, *words, "--json").splitlines()]
+    return [json.loads(line) for line in run_disk(capsys, *words, "--json").splitlines()]
 
 
 def test_verify_states_what_is_wrong_and_ends_with_1(storage, capsys):
@@ -116,7 +118,7 @@ def test_damage_is_shown_and_the_dump_continues(storage, capsys):
     assert (found[0]["first"], found[0]["next_id"]) == (0, 1)
     assert [one["is_valid"] for one in found[1:]].count(False) == 1
     assert [one["transaction_id"] for one in found[1:]] == list(range(1, 11))
-    out = printed(capsys, "dump-segment", path, "-r")
+    out = run_disk(capsys, "dump-segment", path, "-r")
     assert "record 0: bytes 128..172 cannot be read: expected transaction ID 0, found 1" in out
     assert " NO" in out
 
@@ -135,14 +137,14 @@ def test_a_deserializer_reads_payloads(tmp_path, monkeypatch, capsys, name):
     directory = log_of(tmp_path / "storage", [pack(one) for one in VALUES])
     found = lines(capsys, "dump-segment", directory, "-r", "-d", name)
     assert [one["data"] for one in found] == VALUES
-    assert '{"id": 0, "name": "Ada"}' in printed(capsys, "dump-segment", directory, "-d", name)
+    assert '{"id": 0, "name": "Ada"}' in run_disk(capsys, "dump-segment", directory, "-d", name)
 
 
 def test_any_bytes_are_shown(tmp_path, capsys):
     directory = log_of(tmp_path, [b"plain", b"\xff\x00", "Zo\u00eb".encode()])
     found = lines(capsys, "dump-segment", directory, "-r", "--data")
     assert [one["data_hex"] for one in found] == ["706c61696e", "ff00", "5a6fc3ab"]
-    out = printed(capsys, "dump-segment", directory, "--data")
+    out = run_disk(capsys, "dump-segment", directory, "--data")
     assert "  plain\n" in out
     assert "\\xff" in out
     assert "Zo\u00eb" in out
@@ -217,7 +219,7 @@ def test_the_statistic_counts_all_segments(storage, capsys):
         "records_mean": 6.5,
         "records_max": 9,
     }
-    out = printed(capsys, "segment-statistic", storage)
+    out = run_disk(capsys, "segment-statistic", storage)
     assert out.count("  records   ") == 3
     assert "  index     13 entries, 1.00 a record" in out
 
@@ -233,7 +235,7 @@ def test_control_files_are_shown_with_the_current_structures(storage, capsys):
     assert value["storage_id"] == {"id": "00010203-0405-0607-0809-0a0b0c0d0e0f", "wrong": []}
     flip_byte(storage / "2" / "waltz-x.ctl", 20)
     flip_byte(storage / "2" / "waltz-x.ctl", 4096 + 20)
-    out = printed(capsys, "dump-control-file", storage / "2")
+    out = run_disk(capsys, "dump-control-file", storage / "2")
     assert "expected CRC b25c4fb2, found a6093a67" in out
     assert out.splitlines()[2].split() == ["counts", "no", "no"]
 
@@ -243,11 +245,11 @@ def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
     good = path.read_bytes()
     flip_byte(path, 140)
     bad = path.read_bytes()
-    out = printed(capsys, "repair-index", storage, "--dry-run")
+    out = run_disk(capsys, "repair-index", storage, "--dry-run")
     assert "0000000000000000011.idx: 1 wrong entry; would be rebuilt, 13 entries" in out
     assert out.count("; unchanged") == 2
     assert path.read_bytes() == bad
-    out = printed(capsys, "repair-index", storage)
+    out = run_disk(capsys, "repair-index", storage)
     assert "0000000000000000011.idx: 1 wrong entry; rebuilt, 13 entries" in out
     assert path.read_bytes() == good
 

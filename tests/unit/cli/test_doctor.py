@@ -21,7 +21,7 @@ CONNECT = "127.0.0.1:1/waltz/none"
 
 
 @pytest.fixture
-def gathered(monkeypatch, tmp_path):
+def facts_to_gather(monkeypatch, tmp_path):
     """Let the doctor receive these facts, one after the other; the last one stays."""
     monkeypatch.setattr(lasting_findings, "RECHECK_INTERVAL_S", 0.0)
     monkeypatch.chdir(tmp_path)
@@ -36,46 +36,50 @@ def gathered(monkeypatch, tmp_path):
     return facts
 
 
-def without(facts, address):
+def with_failed_storage(facts, address):
     storages = dict(facts.cluster.storages)
     storages[address] = replace(storages[address], failure="refused", replicas={})
     return replace(facts, cluster=replace(facts.cluster, storages=storages))
 
 
-def test_a_healthy_cluster_is_reported_as_healthy(gathered, capsys):
+def test_a_healthy_cluster_is_reported_as_healthy(facts_to_gather, capsys):
     assert main(["doctor", "--connect", CONNECT]) == 0
     first, clocks = capsys.readouterr().out.splitlines()
     assert first.startswith("no problems: 2 servers, 4 storages,")
     assert "4 storages and of this machine differ by at most 3 ms" in clocks
 
 
-def test_findings_are_numbered_with_their_commands(gathered, capsys):
-    gathered[:] = [without(healthy(), A)]
+def test_findings_are_numbered_with_their_commands(facts_to_gather, capsys):
+    facts_to_gather[:] = [with_failed_storage(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     sentence, command = capsys.readouterr().out.splitlines()
     assert sentence.startswith(f"1. storage {A} does not answer: refused. Hint: ")
     assert command == "   waltz-core storage run --config storage.toml"
 
 
-def test_a_finding_that_disappears_is_not_reported(gathered, capsys):
-    gathered[:] = [without(healthy(), A), without(healthy(), B), healthy()]
+def test_a_finding_that_disappears_is_not_reported(facts_to_gather, capsys):
+    facts_to_gather[:] = [
+        with_failed_storage(healthy(), A),
+        with_failed_storage(healthy(), B),
+        healthy(),
+    ]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["is_healthy"], value["findings"]) == (True, [])
 
 
-def test_a_cluster_with_other_problems_at_each_check_is_not_healthy(gathered, capsys):
-    gathered[:] = [without(healthy(), A), without(healthy(), B)]
+def test_a_cluster_with_other_problems_at_each_check_is_not_healthy(facts_to_gather, capsys):
+    facts_to_gather[:] = [with_failed_storage(healthy(), A), with_failed_storage(healthy(), B)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     assert f"storage {B} does not answer" in capsys.readouterr().out
-    gathered[:] = [without(healthy(), each) for each in (A, B, A, B, A)]
+    facts_to_gather[:] = [with_failed_storage(healthy(), each) for each in (A, B, A, B, A)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     (sentence, _) = capsys.readouterr().out.splitlines()
     assert sentence.startswith(f"1. storage {A} does not answer")
 
 
-def test_scripts_get_one_value(gathered, capsys):
-    gathered[:] = [without(healthy(), A)]
+def test_scripts_get_one_value(facts_to_gather, capsys):
+    facts_to_gather[:] = [with_failed_storage(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["connect"] == healthy().connect
@@ -88,7 +92,7 @@ def test_scripts_get_one_value(gathered, capsys):
     assert value["not_measured"]
 
 
-def test_tls_files_that_do_not_match_are_one_error(gathered, tmp_path, capsys):
+def test_tls_files_that_do_not_match_are_one_error(facts_to_gather, tmp_path, capsys):
     one, other = create_certificates(tmp_path), create_certificates(tmp_path, name="other")
     settings = tmp_path / "client.toml"
     settings.write_text(
@@ -101,8 +105,8 @@ def test_tls_files_that_do_not_match_are_one_error(gathered, tmp_path, capsys):
     assert "key values mismatch" in sentence
 
 
-def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(gathered, capsys):
-    gathered[:] = [without(healthy(), A), Facts(CONNECT)]
+def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(facts_to_gather, capsys):
+    facts_to_gather[:] = [with_failed_storage(healthy(), A), Facts(CONNECT)]
     assert main(["doctor", "--connect", CONNECT]) == 1
     assert "could not be queried" in capsys.readouterr().out
     value = doctor_command.findings_json(Facts(CONNECT), [])
@@ -110,7 +114,7 @@ def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(gathered,
     assert not value["is_healthy"]
 
 
-def test_without_a_cluster_the_doctor_states_what_it_expects(gathered, capsys):
+def test_without_a_cluster_the_doctor_states_what_it_expects(facts_to_gather, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1

@@ -26,7 +26,7 @@ waltz_none NaN
 
 
 @contextlib.contextmanager
-def serving(body, status=200):
+def serve_page(body, status=200):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(status)
@@ -47,7 +47,7 @@ def serving(body, status=200):
 
 
 def test_numbers_are_shown_whole_without_the_buckets(capsys):
-    with serving(PAGE.encode()) as address:
+    with serve_page(PAGE.encode()) as address:
         assert main(["server", "metrics", address]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[-1] for line in lines] == [
@@ -70,7 +70,7 @@ def test_numbers_are_shown_whole_without_the_buckets(capsys):
     ],
 )
 def test_another_page_is_reported(capsys, body, status, sentence):
-    with serving(body, status) as address:
+    with serve_page(body, status) as address:
         assert main(["server", "metrics", address]) == 1
     assert sentence in capsys.readouterr().err
 

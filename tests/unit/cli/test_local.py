@@ -12,17 +12,17 @@ from waltz_core.local import LocalCluster
 
 
 def test_settings_of_a_local_cluster_come_from_file_environment_and_options(tmp_path, monkeypatch):
-    made = []
+    starts = []
 
     class Cluster:
         def __init__(self, directory, **counts):
-            made.append((str(directory), counts))
+            starts.append((str(directory), counts))
 
         def exists(self):
             return False
 
         def up(self, timeout_s, show_line):
-            made.append(timeout_s)
+            starts.append(timeout_s)
             raise BadConfig("enough")
 
     monkeypatch.setattr(local_command, "LocalCluster", Cluster)
@@ -30,16 +30,16 @@ def test_settings_of_a_local_cluster_come_from_file_environment_and_options(tmp_
     config.write_text("storage_count = 5\nserver_count = 1\nready_timeout_ms = 9000\n")
     monkeypatch.setenv("WALTZ_LOCAL_DIRECTORY", "there")
     assert main(["local", "up", "--config", str(config), "--servers", "4"]) == 1
-    _, (directory, counts), timeout_s = made
+    _, (directory, counts), timeout_s = starts
     assert (directory, timeout_s) == ("there", 9.0)
     assert (counts["storage_count"], counts["server_count"]) == (5, 4)
     assert counts["partition_count"] == LocalConfig().partition_count
     assert counts["tls"] is None
-    made.clear()
+    starts.clear()
     words = ["--directory", "here", "--timeout-s", "1.5", "--tls", "tls.toml"]
     assert main(["local", "up", *words]) == 1
-    assert (made[1][0], made[2]) == ("here", 1.5)
-    assert made[1][1]["tls"] == Path("tls.toml")
+    assert (starts[1][0], starts[2]) == ("here", 1.5)
+    assert starts[1][1]["tls"] == Path("tls.toml")
 
 
 def test_an_existing_cluster_is_not_started_with_other_counts(tmp_path, monkeypatch, capsys):
@@ -49,10 +49,10 @@ def test_an_existing_cluster_is_not_started_with_other_counts(tmp_path, monkeypa
     monkeypatch.setattr(LocalCluster, "up", lambda *_: "started:1/w")
     up = ["local", "up", "--directory", str(tmp_path)]
     assert main([*up, "--partitions", "5"]) == 1
-    refused = capsys.readouterr()
-    assert f"--partitions: the cluster in {tmp_path} was created with 4, which" in refused.err
-    assert "found 5" in refused.err
-    assert refused.out == ""
+    output = capsys.readouterr()
+    assert f"--partitions: the cluster in {tmp_path} was created with 4, which" in output.err
+    assert "found 5" in output.err
+    assert output.out == ""
     assert main([*up, "--storages", "3", "--partitions", "4"]) == 0
     assert main(up) == 0
     monkeypatch.setenv("WALTZ_LOCAL_SERVER_COUNT", "3")

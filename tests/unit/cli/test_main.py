@@ -70,8 +70,8 @@ def test_a_cluster_may_be_named_either_way(words, capsys, monkeypatch):
 )
 def test_an_error_for_a_command_of_waltz_0_13_names_the_new_command(words):
     subcommands = subcommands_of("cluster")
-    ours, theirs = (subcommands[name] for name in words)
-    assert theirs is ours
+    groups, arguments_of_group = (subcommands[name] for name in words)
+    assert arguments_of_group is groups
 
 
 def test_a_daemon_imports_nothing_of_the_other_verbs():
@@ -85,7 +85,7 @@ def test_a_daemon_imports_nothing_of_the_other_verbs():
         "'waltz_core.cli.change_commands', 'waltz_core.cli.http_pages', 'psutil', 'pyspark', "
         "'rich', 'argparse'))])"
     )
-    assert printed_last(code) == "[]"
+    assert run_python(code) == "[]"
 
 
 def test_help_imports_no_verb_and_plain_output_does_not_import_rich():
@@ -96,12 +96,12 @@ def test_help_imports_no_verb_and_plain_output_does_not_import_rich():
         "from waltz_core.cli.output import print_table; import waltz_core.cli.progress;"
         "print_table(['a'], [[1]]); print(*found, 'rich' in sys.modules)"
     )
-    *imported, has_rich = printed_last(code).split()
+    *imported, has_rich = run_python(code).split()
     assert {each.rpartition(".")[2] for each in imported} == {"main", "output", "subcommands"}
     assert has_rich == "False"
 
 
-def printed_last(code):
+def run_python(code):
     """Run code in a Python of its own; return the last line that it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
@@ -116,14 +116,14 @@ def test_a_daemons_options_show_their_defaults(capsys):
 
 
 @pytest.fixture
-def logging_as_before():
+def restore_logging():
     root = logging.getLogger()
     before = root.handlers[:], root.level
     yield
     root.handlers[:], root.level = before
 
 
-def test_the_logging_option_may_precede_a_command(tmp_path, capsys, logging_as_before):
+def test_the_logging_option_may_precede_a_command(tmp_path, capsys, restore_logging):
     path = tmp_path / "logging.toml"
     path.write_text("version = 1\ndisable_existing_loggers = false\n")
     assert main(["--logging", str(path), "config", "show", "local", "--json"]) == 0

@@ -47,24 +47,27 @@ class Link:
         return self.received.pop(0)
 
 
-def prepared(partition=2, *, mark=10, damaged=()):
+def prepared_answer(partition=2, *, mark=10, damaged=()):
     packed = struct.pack(f">{2 * len(damaged)}q", *[each for pair in damaged for each in pair])
     fields = (bytes(16), 6, mark, True, 20, b"c" * 16, False, packed)
     return Prepared(7, partition, partition, *fields)
 
 
-def asked(link, call):
+def run_request(link, call):
     return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
 
 
 def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
-    link = Link([DAMAGE], [prepared(2), DAMAGE], [DAMAGE, prepared(3)])
-    found = asked(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
-    assert found == {2: prepared(2), 3: prepared(3)}
+    link = Link([DAMAGE], [prepared_answer(2), DAMAGE], [DAMAGE, prepared_answer(3)])
+    found = run_request(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
+    assert found == {2: prepared_answer(2), 3: prepared_answer(3)}
     assert [(type(each), each.partition_id) for each in link.sent] == [(Prepare, 2), (Prepare, 3)]
     done = ReplicaEnd(7, 1_000_000, 2, 20, b"c" * 16)
     link = Link([DAMAGE, done])
-    assert asked(link, lambda replica: replica.set_low_water_mark(2, SESSION, prepared())) is None
+    assert (
+        run_request(link, lambda replica: replica.set_low_water_mark(2, SESSION, prepared_answer()))
+        is None
+    )
     assert [type(each) for each in link.sent] == [SetLowWaterMark]
 
 
@@ -72,46 +75,60 @@ def test_unexpected_answers_and_rejections_are_reported():
     with pytest.raises(
         RemoteProtocolError, match="a:1 answered with an unexpected message, SuccessResponse"
     ):
-        asked(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
+        run_request(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
     refusal = Nack(7, 1_000_000, 2, SessionFenced.code, 9, "a later one")
     with pytest.raises(SessionFenced, match="a:1: a later one"):
-        asked(Link([refusal]), lambda replica: replica.set_low_water_mark(2, SESSION, prepared()))
+        run_request(
+            Link([refusal]),
+            lambda replica: replica.set_low_water_mark(2, SESSION, prepared_answer()),
+        )
 
 
 def test_only_damage_above_the_mark_makes_a_log_untrusted():
-    assert not reported_log(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
-    assert reported_log(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
-    assert reported_log(prepared()).rank == (6, 20)
+    assert not reported_log(prepared_answer(damaged=[(3, 4), (9, 10)])).is_damaged
+    assert reported_log(prepared_answer(damaged=[(3, 4), (9, 11)])).is_damaged
+    assert reported_log(prepared_answer()).rank == (6, 20)
 
 
-def heads(first, *ids):
+def header_range(first, *ids):
     records = b"".join(
-        RECORD_HEADER.pack(place, REQ_ID.pack(client_id, generation, 2, 1), 0)
-        for place, (client_id, generation) in enumerate(ids, first)
+        RECORD_HEADER.pack(record_id, REQ_ID.pack(client_id, generation, 2, 1), 0)
+        for record_id, (client_id, generation) in enumerate(ids, first)
     )
     sizes = (b"", records, 0, b"c" * 16, b"")
     return RangeBytes(7, 1_000_001, 2, first, len(ids), RangeForm.HEADERS, *sizes)
 
 
-def ending(last, **changes):
-    return replace(prepared(), synced_max=last, **changes)
+def prepared_up_to(last, **changes):
+    return replace(prepared_answer(), synced_max=last, **changes)
 
 
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
     issued = FIRST_ISSUED_ID + 6  # by a server: the IDs of the two counters are apart
-    link = Link([heads(0, (issued, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
-    found = asked(link, lambda replica: replica.highest_ids(2, SESSION, ending(2)))
+    link = Link([header_range(0, (issued, 3), (70, 2))], [DAMAGE, header_range(2, (8, 4))])
+    found = run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(2)))
     assert found == MaximumIds(70, 4, issued)
     assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
     assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
-    link = Link([heads(20_000, (9, 3))])
+    link = Link([header_range(20_000, (9, 3))])
     with pytest.raises(IndexError):  # the test's link has no more answers
-        asked(link, lambda replica: replica.highest_ids(2, SESSION, ending(30_000)))
+        run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(30_000)))
     assert link.sent[0].first == 20_001
-    link = Link([heads(26_000, (9, 3))])  # the log begins there: older records are in the archive
+    link = Link(
+        [header_range(26_000, (9, 3))]
+    )  # the log begins there: older records are in the archive
     with pytest.raises(IndexError):
-        asked(link, lambda replica: replica.highest_ids(2, SESSION, ending(30_000, start=25_999)))
+        run_request(
+            link,
+            lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(30_000, start=25_999)),
+        )
     assert link.sent[0].first == 26_000
-    assert asked(Link(), lambda replica: replica.highest_ids(2, SESSION, ending(-1))) == NO_IDS
+    assert (
+        run_request(Link(), lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(-1)))
+        == NO_IDS
+    )
     with pytest.raises(RemoteProtocolError, match="unexpected message, RangeBytes"):
-        asked(Link([heads(0)]), lambda replica: replica.highest_ids(2, SESSION, ending(2)))
+        run_request(
+            Link([header_range(0)]),
+            lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(2)),
+        )

@@ -21,7 +21,7 @@ class Storage:
 
 
 @pytest.fixture(autouse=True)
-def stuck(monkeypatch):
+def stuck_storage(monkeypatch):
     @asynccontextmanager
     async def admin_connection(_address, *, ssl):
         yield Storage()

@@ -67,20 +67,20 @@ class HoldingStore(MemoryStore):
     def __init__(self, log: MemoryLog) -> None:
         super().__init__(log)
         self.is_holding = False
-        self.held: list[replication.Batch] = []
+        self.held_batches: list[replication.Batch] = []
 
     def submit(self, batch: replication.Batch) -> Sequence[replication.Effect]:
         if not self.is_holding:
             return super().submit(batch)
-        self.held.append(batch)
+        self.held_batches.append(batch)
         return ()
 
     def open(self) -> Sequence[replication.Effect]:
-        self.held.clear()
+        self.held_batches.clear()
         return super().open()
 
 
-class Hosted(NamedTuple):
+class HostedPartition(NamedTuple):
     """One partition on a server."""
 
     partition: Partition
@@ -107,7 +107,7 @@ class MemoryServer:
         self._cluster = cluster
         self.server_id = server_id
         self.coordinator = cluster.zookeeper.coordinator(ROOT)
-        self.partitions: dict[int, Hosted] = {}
+        self.partitions: dict[int, HostedPartition] = {}
         self.links: dict[int, net.Link] = {}
         self.listener: Listener | None = None
         self._connections = 0
@@ -124,10 +124,10 @@ class MemoryServer:
         await self.coordinator.follow_servers(self._on_servers_changed)
 
     def _on_servers_changed(self, view) -> None:
-        mine = view.partitions_of(self.server_id)
-        for number in [each for each in self.partitions if each not in mine]:
+        own_partitions = view.partitions_of(self.server_id)
+        for number in [each for each in self.partitions if each not in own_partitions]:
             self.partitions.pop(number)[1].post(replication.ReleaseOwnership())
-        for number, generation in mine.items():
+        for number, generation in own_partitions.items():
             if number not in self.partitions:
                 store = HoldingStore(self._cluster.logs[number])
                 partition = Partition(
@@ -141,7 +141,7 @@ class MemoryServer:
                     LargeBatchThrottle(),
                 )
                 driver = Driver(partition, lambda effect, n=number: self._perform(n, effect))
-                self.partitions[number] = Hosted(partition, driver, store)
+                self.partitions[number] = HostedPartition(partition, driver, store)
             partition, driver, _ = self.partitions[number]
             if partition.generation != generation:
                 driver.post(replication.TakeOwnership(generation, (MEMORY_REPLICA,)))
@@ -151,7 +151,7 @@ class MemoryServer:
         number = self._connections
         self.links[number] = link
 
-        def take(messages) -> None:
+        def on_messages(messages) -> None:
             for message in messages:
                 self.received.append(type(message).__name__)
                 if isinstance(message, ClientIdRequest):
@@ -168,12 +168,12 @@ class MemoryServer:
                         RequestReceived(ConnectionId(number), message, 100, 1_700_000_000_000)
                     )
 
-        def gone(reason: str) -> None:
+        def on_closed(reason: str) -> None:
             del self.links[number]
             for _, driver, _ in self.partitions.values():
                 driver.post(ConnectionClosed(ConnectionId(number)))
 
-        link.start(take, gone)
+        link.start(on_messages, on_closed)
 
     async def _issue_client_id(self, link: net.Link, message: ClientIdRequest) -> None:
         client_id = await self.coordinator.issued_ids.allocate_id()
@@ -200,16 +200,16 @@ class MemoryServer:
         """End a partition's session; `committed` of the batches in flight are in the log."""
         _partition, driver, store = self.partitions[number]
         log = self._cluster.logs[number]
-        for batch in store.held[:committed]:
+        for batch in store.held_batches[:committed]:
             log.write(batch, log.session)
         effects = [replication.SessionClosed(log.session, "lost"), *store.open()]
         out: list = []
-        real, store.step = store.step, lambda event, now_ms: effects
+        original_step, store.step = store.step, lambda event, now_ms: effects
         try:
             # After any event of the store the partition processes the store's effects.
             driver.post(replication.Checkpoint())
         finally:
-            store.step = real
+            store.step = original_step
         assert not out
 
     def release(self, number: int) -> None:
@@ -217,16 +217,16 @@ class MemoryServer:
         _, driver, store = self.partitions[number]
         log = self._cluster.logs[number]
         store.is_holding = False
-        held, store.held = store.held, []
+        batches, store.held_batches = store.held_batches, []
         effects: list = []
-        for batch in held:
+        for batch in batches:
             log.write(batch, log.session)
             effects.append(replication.TransactionsCommitted(log.session, log.mark, log.chain))
-        real, store.step = store.step, lambda event, now_ms: effects
+        original_step, store.step = store.step, lambda event, now_ms: effects
         try:
             driver.post(replication.Checkpoint())
         finally:
-            store.step = real
+            store.step = original_step
 
     async def stop(self) -> None:
         """Stop the server: it answers no client, and ZooKeeper notices."""

@@ -81,7 +81,7 @@ class ModelWorld:
         self.feed_at = 0
         self.mount_id: ReqId | None = None
         self.tokens = 0
-        self.lags: int | None = None
+        self.lagging_mark: int | None = None
         self.is_mounted = False
         self.stale: tuple[int, int] | None = None
         if wants_feed:
@@ -107,8 +107,8 @@ class ModelWorld:
                     for number, (packed, _) in zip(effect.ids, rows, strict=True):
                         self.fed[number] = ReqId.from_bytes(packed)
                 case stream_events.FeedLagging():
-                    assert self.lags is None, "asked to catch up twice"
-                    self.lags = effect.fed
+                    assert self.lagging_mark is None, "asked to catch up twice"
+                    self.lagging_mark = effect.fed
                 case stream_events.StreamReady() | stream_events.MarkAdvanced():
                     assert effect.high_water_mark < len(self.log)
                 case Report():
@@ -153,13 +153,13 @@ class ModelWorld:
         if self.random.random() < 0.2:
             self.step(stream_events.LinkFailed(attempt, errors.Unreachable("no")))
             return
-        usable = [
+        open_links = [
             wire.number
             for wire in self.wires
             if not wire.is_broken and wire.number not in opening.avoided_links
         ]
-        if usable and self.random.random() < 0.4:
-            number = usable[-1]
+        if open_links and self.random.random() < 0.4:
+            number = open_links[-1]
         else:
             number = len(self.wires)
             self.wires.append(Wire(number))
@@ -169,10 +169,10 @@ class ModelWorld:
         self.step(stream_events.LinkOpened(attempt, number, generation, self.connection_sequence))
 
     def break_wire(self) -> None:
-        alive = [wire for wire in self.wires if not wire.is_broken]
-        if not alive:
+        open_wires = [wire for wire in self.wires if not wire.is_broken]
+        if not open_wires:
             return
-        wire = self.random.choice(alive)
+        wire = self.random.choice(open_wires)
         wire.is_broken = True
         # Messages to the server may still arrive; no answer returns.
         while wire.to_server and self.random.random() < 0.5:
@@ -181,14 +181,14 @@ class ModelWorld:
         self.step(stream_events.LinkLost(wire.number, "cut"))
 
     def deliver_to_server(self) -> None:
-        busy = [wire for wire in self.wires if wire.to_server]
-        if busy:
-            self.take(self.random.choice(busy))
+        waiting_wires = [wire for wire in self.wires if wire.to_server]
+        if waiting_wires:
+            self.take(self.random.choice(waiting_wires))
 
     def deliver_to_client(self) -> None:
-        busy = [wire for wire in self.wires if wire.to_client and not wire.is_broken]
-        if busy:
-            wire = self.random.choice(busy)
+        waiting_wires = [wire for wire in self.wires if wire.to_client and not wire.is_broken]
+        if waiting_wires:
+            wire = self.random.choice(waiting_wires)
             self.step(stream_events.MessageReceived(wire.number, wire.to_client.popleft()))
 
     def answer(self, link: int, message: m.ClientMessage) -> None:
@@ -329,12 +329,12 @@ class ModelWorld:
             return
         rows = self.log[first : last + 1]
         headers = b"".join(FEED.pack(row.to_bytes(), header_of(row)) for row in rows)
-        picked = b""
+        offset_bytes = b""
         if self.feed_values:
-            headers, picked = select_headers(headers, self.feed_values)
+            headers, offset_bytes = select_headers(headers, self.feed_values)
         self.answer(
             self.feed_link,
-            m.FeedBatch(self.mount_id, first, len(rows), headers, 1, -1, bytes(16), picked),
+            m.FeedBatch(self.mount_id, first, len(rows), headers, 1, -1, bytes(16), offset_bytes),
         )
         self.feed_at = last + 1
 
@@ -362,8 +362,8 @@ class ModelWorld:
 
     def catch_up(self) -> None:
         """What the driver does after `FeedLagging`, at last."""
-        if self.lags is not None:
-            self.lags = None
+        if self.lagging_mark is not None:
+            self.lagging_mark = None
             rows = self.log[: max(len(self.fed), len(self.log) - 3)]
             self.fed = [self.requested_row(row) for row in rows]
             self.step(stream_events.ResumeFeed(TransactionId(len(self.fed) - 1)))
@@ -372,7 +372,7 @@ class ModelWorld:
         return row if not self.header_values or header_of(row) in self.header_values else None
 
     def subscribe_again(self) -> None:
-        self.lags = None
+        self.lagging_mark = None
         self.step(stream_events.Unsubscribe())
         mark = TransactionId(self.random.randrange(len(self.fed) + 1) - 1)
         del self.fed[mark + 1 :]
@@ -416,7 +416,7 @@ class ModelWorld:
         for _ in range(steps):
             self.random.choice(actions)()
 
-    def heal(self) -> None:
+    def finish_without_faults(self) -> None:
         """End all faults: every append in doubt must get an outcome."""
         for _ in range(2000):
             if not self.stream.has_pending and self.stream.phase in (Phase.READY, Phase.IDLE):
@@ -434,21 +434,21 @@ class ModelWorld:
         raise AssertionError(f"not settled: {self.stream.phase}")
 
     def check(self) -> None:
-        where = {row: i for i, row in enumerate(self.log)}
-        assert len(where) == len(self.log)
+        id_by_row = {row: i for i, row in enumerate(self.log)}
+        assert len(id_by_row) == len(self.log)
         assert set(self.settled) == set(range(self.tokens))
         for token, settled in self.settled.items():
             rows = self.sent.get(token, [])
             if isinstance(settled, stream_events.SubmissionRejected):
                 if not isinstance(settled.error, errors.OutcomeUnknown):
-                    assert not any(row in where for row in rows), (token, settled)
+                    assert not any(row in id_by_row for row in rows), (token, settled)
                 continue
             assert rows
             outcome = settled.outcome
             for i, row in enumerate(rows):
                 if outcome.reasons[i] == m.RowOutcomeCode.COMMITTED:
-                    assert where.get(row) == outcome.transaction_ids[i], (token, i)
+                    assert id_by_row.get(row) == outcome.transaction_ids[i], (token, i)
                 else:
-                    assert row not in where, (token, i, outcome.reasons[i])
+                    assert row not in id_by_row, (token, i, outcome.reasons[i])
                     assert outcome.transaction_ids[i] == BEFORE_FIRST
         assert self.fed == [self.requested_row(row) for row in self.log[: len(self.fed)]]

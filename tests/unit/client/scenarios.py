@@ -56,7 +56,7 @@ def result(req_id: ReqId, *rows: tuple[int, m.RowOutcomeCode, int], mark: int) -
     )
 
 
-def committed(req_id: ReqId, *ids: int) -> m.AppendResult:
+def committed_result(req_id: ReqId, *ids: int) -> m.AppendResult:
     return result(req_id, *((i, m.RowOutcomeCode.COMMITTED, -1) for i in ids), mark=max(ids))
 
 
@@ -74,17 +74,20 @@ def feed_headers(*req_ids: ReqId) -> bytes:
 
 
 def range_data(
-    asked: m.RangeRequest, *req_ids: ReqId, mark: int, lineage: tuple[LineageEntry, ...] = ()
+    range_request: m.RangeRequest,
+    *req_ids: ReqId,
+    mark: int,
+    lineage: tuple[LineageEntry, ...] = (),
 ) -> m.RangeData:
     count = len(req_ids)
     return m.RangeData(
-        asked.req_id,
-        asked.first,
+        range_request.req_id,
+        range_request.first,
         count,
-        asked.first + count,
+        range_request.first + count,
         m.RangeForm.HEADERS,
         b"",
-        headers(asked.first, *req_ids),
+        headers(range_request.first, *req_ids),
         1,
         mark,
         lineage,
@@ -98,17 +101,17 @@ class Scenario:
         self.stream = PartitionStream(CLIENT, PARTITION, settings, Random(1))
         self.now_ms = 0
         self.connection_sequence = 0
-        self.done: list[stream_events.Effect] = []
+        self.last_effects: list[stream_events.Effect] = []
         self.opening = stream_events.OpenLink(0, ())
 
     def step(self, event: stream_events.Event) -> list[stream_events.Effect]:
         """Step, and return the effects but for reports."""
         effects = self.stream.step(event, self.now_ms)
-        self.done = [each for each in effects if not isinstance(each, Report)]
-        for each in self.done:
+        self.last_effects = [each for each in effects if not isinstance(each, Report)]
+        for each in self.last_effects:
             if isinstance(each, stream_events.OpenLink):
                 self.opening = each
-        return self.done
+        return self.last_effects
 
     def wake(self, at_ms: int) -> list[stream_events.Effect]:
         self.now_ms = at_ms
@@ -122,16 +125,16 @@ class Scenario:
     ) -> list[stream_events.Effect]:
         return self.receive(m.ErrorResponse(req_id, error.code, error.retriable, str(error)), link)
 
-    def sent(self, kind: type | None = None) -> list[m.ClientMessage]:
+    def sent_messages(self, kind: type | None = None) -> list[m.ClientMessage]:
         """What the last step has sent."""
         return [
             each.message
-            for each in self.done
+            for each in self.last_effects
             if isinstance(each, stream_events.SendOnLink)
             and (kind is None or isinstance(each.message, kind))
         ]
 
-    def link(
+    def open_link(
         self, number: int = 1, generation: int = 0, *, supports_own_ranges: bool = False
     ) -> m.MountWriter:
         """Answer the last OpenLink; return the mount request that follows."""
@@ -147,28 +150,30 @@ class Scenario:
                 supports_own_ranges=supports_own_ranges,
             )
         )
-        (mount,) = self.sent(m.MountWriter)
+        (mount,) = self.sent_messages(m.MountWriter)
         return mount
 
-    def mounted(self, mount: m.MountWriter, mark: int, link: int = 1) -> list[stream_events.Effect]:
+    def answer_mount(
+        self, mount: m.MountWriter, mark: int, link: int = 1
+    ) -> list[stream_events.Effect]:
         return self.receive(m.Mounted(mount.req_id, 1, mark, 100, 1_000, 5_000), link)
 
-    def ready(self, mark: int = BEFORE_FIRST) -> "Scenario":
+    def mount_partition(self, mark: int = BEFORE_FIRST) -> "Scenario":
         """Mount on link 1, generation 0."""
         self.step(stream_events.MountPartition())
-        self.mounted(self.link(), mark)
+        self.answer_mount(self.open_link(), mark)
         assert self.stream.phase is stream_events.Phase.READY
         return self
 
-    def fed(self, mark: int, log_mark: int | None = None) -> m.FeedRequest:
+    def mount_with_feed(self, mark: int, log_mark: int | None = None) -> m.FeedRequest:
         """Subscribe after `mark` and mount with the feed; return the first request for more."""
         last = mark if log_mark is None else log_mark
         self.step(stream_events.Subscribe(mark))
-        self.mounted(self.link(), last)
-        (mount,) = self.sent(m.MountWriter)
+        self.answer_mount(self.open_link(), last)
+        (mount,) = self.sent_messages(m.MountWriter)
         assert mount.wants_feed
-        self.mounted(mount, last)
-        (request,) = self.sent(m.FeedRequest)
+        self.answer_mount(mount, last)
+        (request,) = self.sent_messages(m.FeedRequest)
         return request
 
 

@@ -46,7 +46,7 @@ class Author:
         self.appends.on_submission_settled(token, outcome)
 
 
-async def until(condition):
+async def wait_until(condition):
     async with asyncio.timeout(TEST_TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 - conditions of all kinds
             await asyncio.sleep(0)
@@ -93,7 +93,7 @@ async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkey
     author = Author()
     futures = [author.append(), author.append()]
     author.lose(1)
-    await until(lambda: author.appends._pause is None)  # now it waits for the second alone
+    await wait_until(lambda: author.appends._pause is None)  # now it waits for the second alone
     author.appends.abandon(NO_SERVER)
     assert len(author.sent) == 2
     assert errors_of(futures) == [errors.Unreachable] * 2
@@ -109,7 +109,7 @@ async def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
         author.append(data)
     author.lose(token)
     author.lose(3 - token)
-    await until(lambda: len(author.sent) == 4)
+    await wait_until(lambda: len(author.sent) == 4)
     assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
 
@@ -135,7 +135,7 @@ async def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
         author.append(data)
     author.lose(1)
     author.lose(2)
-    await until(lambda: len(author.sent) == 4)
+    await wait_until(lambda: len(author.sent) == 4)
     assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
 
@@ -157,7 +157,7 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
     future = author.append(**fields)
     author.lose(1, reason)
     if not fields and reason is not RowOutcomeCode.LOCK:
-        await until(lambda: len(author.sent) == 2)
+        await wait_until(lambda: len(author.sent) == 2)
         return
     assert future.done()
     assert not author.appends.has_pending
@@ -195,7 +195,7 @@ async def test_a_batch_waits_behind_appends_that_are_held_back(monkeypatch):
     author.append_batch(ReportOrder())
     author.append()
     assert len(author.sent) == 1
-    await until(lambda: len(author.sent) == 4)
+    await wait_until(lambda: len(author.sent) == 4)
     assert [each.row_count for each in author.sent] == [1, 1, 2, 1]
 
 
@@ -229,7 +229,7 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
     assert (await first).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 1  # the writer has received the first one only
     again = author.append_batch(order)
-    await until(lambda: len(author.sent) == 3)
+    await wait_until(lambda: len(author.sent) == 3)
     assert [each.row_count for each in author.sent] == [2, 1, 1]
     for each in (behind, again):
         assert (await each).reasons.tolist() == [RowOutcomeCode.LOST] * 2

@@ -32,7 +32,7 @@ from waltz_core.records.batches import encode_append
 from waltz_core.server.partition_events import PartitionLimits
 
 
-async def until(condition):
+async def wait_until(condition):
     while not condition():  # noqa: ASYNC110 - conditions of all kinds
         await asyncio.sleep(0.005)
 
@@ -212,7 +212,7 @@ async def test_rows_are_gathered_while_others_are_in_progress():
             server = cluster.servers[0]
             server.partitions[0].store.is_holding = True
             first = await client.append(b"first", partition=0)
-            await until(lambda: server.partitions[0].store.held)
+            await wait_until(lambda: server.partitions[0].store.held_batches)
             server.received.clear()
             futures = []
             for _ in range(50):
@@ -232,10 +232,10 @@ async def test_rows_do_not_wait_long_for_a_slow_answer():
         server = cluster.servers[0]
         server.partitions[0].store.is_holding = True
         first = await client.append(b"first", partition=0)
-        await until(lambda: server.partitions[0].store.held)
+        await wait_until(lambda: server.partitions[0].store.held_batches)
         server.received.clear()
         second = await client.append(b"second", partition=0)
-        await until(lambda: server.received == ["AppendRequest"])
+        await wait_until(lambda: server.received == ["AppendRequest"])
         assert not first.done()
         server.release(0)
         assert [await first, await second] == [0, 1]
@@ -264,12 +264,12 @@ async def test_an_invalid_mark_is_reported_by_the_call():
         with pytest.raises(errors.BadRequest, match=sentence):
             await client.append_batch(0, batch_of(b"a"), 1, client_high_water_mark=[0])
         with pytest.raises(errors.BadRequest, match=sentence):
-            await client.subscribe(Applying(mark=[0]), [0])
-        context = Counting({"value": 0})
+            await client.subscribe(RecordingCallbacks(mark=[0]), [0])
+        context = CounterContext({"value": 0})
 
         def execute(builder):
             builder.client_high_water_mark = [0]
-            return Counting.execute(context, builder)
+            return CounterContext.execute(context, builder)
 
         context.execute = execute
         with pytest.raises(errors.BadRequest, match=sentence):
@@ -302,7 +302,7 @@ async def test_a_full_window_waits_and_drops_nothing():
         futures = [await client.append(b"x", partition=0) for _ in range(10)]
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(client.append(b"y", partition=0))
-            await until(lambda: len(server.partitions[0].store.held) > 0)
+            await wait_until(lambda: len(server.partitions[0].store.held_batches) > 0)
             assert not waiting.done()
             server.release(0)
         assert await waiting.result() == 10
@@ -333,7 +333,7 @@ async def test_rows_lost_with_a_session_are_sent_again_and_batches_are_reported(
         store.is_holding = True
         futures = [await client.append(b"%d" % i, partition=0) for i in range(20)]
         batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
-        await until(lambda: store.held and server.received.count("AppendBatch") == 2)
+        await wait_until(lambda: store.held_batches and server.received.count("AppendBatch") == 2)
         store.is_holding = False
         server.lose_session(0, committed=0)
         assert (await batch).reasons.tolist() == [RowOutcomeCode.LOST] * 2
@@ -350,7 +350,7 @@ async def test_without_a_server_an_append_fails_definitely():
         await client.mount()
         assert client.pending_reason() == "the servers have not answered yet"
         await cluster.stop_server(cluster.servers[0])
-        await until(lambda: not client._partitions[0].is_ready)
+        await wait_until(lambda: not client._partitions[0].is_ready)
         future = await client.append(b"x", partition=0)
         assert client.pending_reason().startswith("partition 0 is not mounted: ")
         with pytest.raises(errors.Unreachable, match="not in the log"):
@@ -413,14 +413,14 @@ async def test_closing_waits_for_pending_appends_and_reports_unknown_outcomes():
 # contexts
 
 
-class Counting(TransactionContext):
+class CounterContext(TransactionContext):
     """Adds one to a counter that is built from the feed."""
 
     def __init__(self, state: dict, partition: int = 0) -> None:
         super().__init__()
         self.state = state
         self.partition = partition
-        self.answered: list[str] = []
+        self.called_hooks: list[str] = []
 
     def partition_id(self, partition_count):
         return self.partition
@@ -432,22 +432,22 @@ class Counting(TransactionContext):
         return True
 
     def on_completion(self, result):
-        self.answered.append(f"completed {result}")
+        self.called_hooks.append(f"completed {result}")
 
     def on_application(self):
-        self.answered.append("applied")
+        self.called_hooks.append("applied")
 
     def on_lock_failure(self):
-        self.answered.append("lock failure")
+        self.called_hooks.append("lock failure")
 
     def on_exception(self, error):
-        self.answered.append(f"exception {type(error).__name__}")
+        self.called_hooks.append(f"exception {type(error).__name__}")
 
     def on_expiration(self):
-        self.answered.append("expired")
+        self.called_hooks.append("expired")
 
 
-class Applying(AsyncCallbacks):
+class RecordingCallbacks(AsyncCallbacks):
     """Keeps the counter, or whatever was fed."""
 
     def __init__(self, mark: int = -1) -> None:
@@ -480,62 +480,62 @@ async def test_concurrent_contexts_lose_no_update():
     async with two_clients() as (cluster, one, two):
         contexts = []
         for client in (one, two):
-            callbacks = Applying()
+            callbacks = RecordingCallbacks()
             await client.subscribe(callbacks)
-            contexts += [(client, Counting(callbacks.state)) for _ in range(15)]
+            contexts += [(client, CounterContext(callbacks.state)) for _ in range(15)]
         futures = [await client.submit(context) for client, context in contexts]
         ids = [await future for future in futures]
         assert sorted(ids) == list(range(30))
         rows = cluster.logs[0].rows()
         assert [data for _, _, data in rows] == [bytes([i]) for i in range(1, 31)]
-        assert sum(c.answered.count("lock failure") for _, c in contexts) > 0
-        await until(lambda: all(c.answered[-1] == "applied" for _, c in contexts))
-        assert all(c.answered[-2] == "completed True" for _, c in contexts)
+        assert sum(c.called_hooks.count("lock failure") for _, c in contexts) > 0
+        await wait_until(lambda: all(c.called_hooks[-1] == "applied" for _, c in contexts))
+        assert all(c.called_hooks[-2] == "completed True" for _, c in contexts)
 
 
 @run_on_virtual_loop
 async def test_a_context_without_data_is_rejected():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        context = Counting({"value": 0})
+        context = CounterContext({"value": 0})
         context.execute = lambda builder: True
         with pytest.raises(errors.BadRequest, match="the transaction data"):
             await (await client.submit(context))
-        assert context.answered == ["exception BadRequest"]
+        assert context.called_hooks == ["exception BadRequest"]
 
 
 @run_on_virtual_loop
 async def test_retries_end_with_their_limit():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0, write_locks=[lock("counter")]))
-        context = Counting({"value": 0})
+        context = CounterContext({"value": 0})
         context.retries_max = 2
         marks = []
 
         def execute(builder):
             marks.append(builder.client_high_water_mark)
             builder.client_high_water_mark = -1  # the application's own, and never newer
-            return Counting.execute(context, builder)
+            return CounterContext.execute(context, builder)
 
         context.execute = execute
         with pytest.raises(errors.LockFailed):
             await (await client.submit(context))
-        assert context.answered == ["lock failure"] * 3 + ["expired"]
+        assert context.called_hooks == ["lock failure"] * 3 + ["expired"]
         assert marks == [0, 0, 0]
 
 
 @run_on_virtual_loop
 async def test_a_context_waits_at_most_its_timeout():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        callbacks = Applying()
+        callbacks = RecordingCallbacks()
         callbacks.poison[0] = 1  # the feed stops at the first transaction
         await client.subscribe(callbacks)
         await (await client.append(b"x", partition=0, append_locks=[lock("counter")]))
-        await until(lambda: callbacks.errors)
-        context = Counting({"value": 0})
+        await wait_until(lambda: callbacks.errors)
+        context = CounterContext({"value": 0})
         context.timeout_ms = 100
         with pytest.raises(errors.WaltzError):
             await (await client.submit(context))
-        assert context.answered[0] == "lock failure"
+        assert context.called_hooks[0] == "lock failure"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -549,13 +549,13 @@ async def test_data_is_fetched_with_its_neighbors():
         await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))
         found = []
 
-        class Reading(Applying):
+        class Reading(RecordingCallbacks):
             async def apply_transaction(self, transaction):
                 found.append(await transaction.data())
 
         cluster.servers[0].received.clear()
         await client.subscribe(Reading(), [0])
-        await until(lambda: len(found) == 300)
+        await wait_until(lambda: len(found) == 300)
         assert found == [b"%d" % i for i in range(300)]
         assert Counter(cluster.servers[0].received)["RangeRequest"] <= 3
 
@@ -572,11 +572,11 @@ async def test_data_is_fetched_with_its_neighbors():
 async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append_batch(0, batch_of(*[b"x"] * 5), 5, client_high_water_mark=-1))
-        callbacks = Applying()
+        callbacks = RecordingCallbacks()
         callbacks.policy = policy
         callbacks.poison[2] = 3 if policy is PoisonPolicy.RETRY else 1
         await client.subscribe(callbacks, [0])
-        await until(lambda: callbacks.seen == seen and len(callbacks.errors) == len(calls))
+        await wait_until(lambda: callbacks.seen == seen and len(callbacks.errors) == len(calls))
         assert [transaction_id for transaction_id, _ in callbacks.errors] == calls
         assert all(str(error) == "poison" for _, error in callbacks.errors)
 
@@ -585,9 +585,9 @@ async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
 async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
-        callbacks = Applying(mark=70)
+        callbacks = RecordingCallbacks(mark=70)
         await client.subscribe(callbacks, [0])
-        await until(lambda: callbacks.errors)
+        await wait_until(lambda: callbacks.errors)
         ((transaction_id, error),) = callbacks.errors
         assert transaction_id == 71
         assert isinstance(error, errors.ClientAheadOfLog)
@@ -601,7 +601,7 @@ async def test_a_slow_application_uses_bounded_memory_and_misses_nothing():
     async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
         go_on = asyncio.Event()
 
-        class Slow(Applying):
+        class Slow(RecordingCallbacks):
             async def apply_transaction(self, transaction):
                 await go_on.wait()
                 self.seen.append(transaction.transaction_id)
@@ -615,7 +615,7 @@ async def test_a_slow_application_uses_bounded_memory_and_misses_nothing():
         queue = client._partitions[0].applier._queue
         assert sum(len(headers) // 20 for _, headers, _ in queue) <= 2 * rows
         go_on.set()
-        await until(lambda: len(callbacks.seen) == 4 * rows)
+        await wait_until(lambda: len(callbacks.seen) == 4 * rows)
         assert callbacks.seen == list(range(4 * rows))
 
 
@@ -631,21 +631,21 @@ SHORT_TIMEOUTS = replace(
 )
 
 
-class Plain(AsyncCallbacks):
+class BlockingCallbacks(AsyncCallbacks):
     """Has no error policy; the first transaction waits until it may be applied."""
 
     def __init__(self, mark: int = -1) -> None:
         self.start = mark
         self.tries = 0
         self.seen: list[int] = []
-        self.may_go_on = asyncio.Event()
+        self.may_continue = asyncio.Event()
 
     async def client_high_water_mark(self, partition):
         return self.start
 
     async def apply_transaction(self, transaction):
         self.tries += 1
-        await self.may_go_on.wait()
+        await self.may_continue.wait()
         if transaction.header != 3:
             await transaction.data()
         self.seen.append(transaction.transaction_id)
@@ -656,11 +656,11 @@ def logged_outages():
     """Gather what is logged of them."""
     sentence: list[str] = []
 
-    class KazooHandler(logging.Handler):
+    class OutageHandler(logging.Handler):
         def emit(self, record):
             sentence.append(record.getMessage())
 
-    handler, log = KazooHandler(), logging.getLogger(outage_log.__name__)
+    handler, log = OutageHandler(), logging.getLogger(outage_log.__name__)
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)
@@ -675,16 +675,16 @@ def logged_outages():
 async def test_a_feed_waits_for_unavailable_data_without_a_limit():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
-        callbacks = Plain()
+        callbacks = BlockingCallbacks()
         await client.subscribe(callbacks, [0])
-        await until(lambda: callbacks.tries)
+        await wait_until(lambda: callbacks.tries)
         with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
-            callbacks.may_go_on.set()
-            await until(lambda: callbacks.tries >= 4)
+            callbacks.may_continue.set()
+            await wait_until(lambda: callbacks.tries >= 4)
             assert client._partitions[0].applier.stopped is None
             await cluster.add_server()
-            await until(lambda: callbacks.seen == [0, 1])
+            await wait_until(lambda: callbacks.seen == [0, 1])
         (waits,) = [line for line in logged if "for=data" in line]
         assert waits.startswith("feed.waiting partition=0 ")
         assert "within 250 ms:" in waits
@@ -698,17 +698,17 @@ async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
         payload = batch_of(*[b""] * rows, header=3)
         for _ in range(3):
             await (await writer.append_batch(0, payload, rows, client_high_water_mark=-1))
-        callbacks = Plain()
+        callbacks = BlockingCallbacks()
         await client.subscribe(callbacks, [0])
-        await until(lambda: callbacks.tries)
+        await wait_until(lambda: callbacks.tries)
         with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
-            callbacks.may_go_on.set()
-            await until(lambda: any("for=range" in line for line in logged))
+            callbacks.may_continue.set()
+            await wait_until(lambda: any("for=range" in line for line in logged))
             await cluster.add_server()
-            await until(lambda: len(callbacks.seen) == 3 * rows)
+            await wait_until(lambda: len(callbacks.seen) == 3 * rows)
         await (await writer.append(b"more", partition=0))
-        await until(lambda: len(callbacks.seen) == 3 * rows + 1)
+        await wait_until(lambda: len(callbacks.seen) == 3 * rows + 1)
         assert callbacks.seen == list(range(3 * rows + 1))
 
 
@@ -716,23 +716,23 @@ async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
 async def test_a_feed_from_the_end_waits_for_a_server_with_its_mark():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
-        callbacks = Plain(mark=LATEST)
-        callbacks.may_go_on.set()
+        callbacks = BlockingCallbacks(mark=LATEST)
+        callbacks.may_continue.set()
         with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             await client.subscribe(callbacks, [0])
-            await until(lambda: logged)
+            await wait_until(lambda: logged)
             await cluster.add_server()
-            await until(lambda: client._partitions[0].stream.has_feed)
-        await until(lambda: client._partitions[0].is_ready)
+            await wait_until(lambda: client._partitions[0].stream.has_feed)
+        await wait_until(lambda: client._partitions[0].is_ready)
         await (await writer.append(b"new", partition=0))
-        await until(lambda: callbacks.seen)
+        await wait_until(lambda: callbacks.seen)
         assert callbacks.seen == [1]
 
 
 @run_on_virtual_loop
 async def test_an_application_may_end_its_feed_in_an_outage():
-    class Strict(Plain):
+    class Strict(BlockingCallbacks):
         async def uncaught_exception(self, partition, transaction_id, error):
             assert isinstance(error, errors.Unavailable)
             return PoisonPolicy.STOP
@@ -741,10 +741,10 @@ async def test_an_application_may_end_its_feed_in_an_outage():
         await (await writer.append(b"a", partition=0))
         callbacks = Strict()
         await client.subscribe(callbacks, [0])
-        await until(lambda: callbacks.tries)
+        await wait_until(lambda: callbacks.tries)
         await cluster.stop_server(cluster.servers[0])
-        callbacks.may_go_on.set()
-        await until(lambda: client._partitions[0].applier.stopped is not None)
+        callbacks.may_continue.set()
+        await wait_until(lambda: client._partitions[0].applier.stopped is not None)
         assert callbacks.tries == 1
 
 
@@ -810,15 +810,17 @@ async def test_replicas_of_the_clients_group_are_nearby():
         return dict.fromkeys(storages, 7)
 
     async with memory_cluster() as cluster:
-        made = cluster.client(replace(IN_MEMORY_CONFIG, group=7))
-        with mock.patch.object(made.directory, "groups", side_effect=groups) as request_mock:
-            async with made.open_during() as ours:
-                (replica,) = (await ours.replicas(0)).replicas
-                assert (await ours.replicas(0)).nearby == (replica,)
-                sets = await ours.replica_sets([0, 1], group=8)
+        grouped_client = cluster.client(replace(IN_MEMORY_CONFIG, group=7))
+        with mock.patch.object(
+            grouped_client.directory, "groups", side_effect=groups
+        ) as request_mock:
+            async with grouped_client.open_during() as client:
+                (replica,) = (await client.replicas(0)).replicas
+                assert (await client.replicas(0)).nearby == (replica,)
+                sets = await client.replica_sets([0, 1], group=8)
                 assert [each.nearby for each in sets.values()] == [(), ()]
                 request_mock.side_effect = errors.CoordinatorUnavailable("ZooKeeper is away")
-                found = await ours.replicas(0)
+                found = await client.replicas(0)
                 assert (found.replicas, found.nearby) == ((replica,), ())
 
 
@@ -882,15 +884,15 @@ async def test_of_two_writers_with_one_id_the_later_attempt_wins():
             assert await (await winner.append(b"y", partition=0)) == 0
 
 
-class Computing(Counting):
+class SlowContext(CounterContext):
     """Computes its first attempt for a while."""
 
     def __init__(self, state):
         super().__init__(state)
-        self.begun, self.is_running = asyncio.Event(), asyncio.Event()
+        self.has_begun, self.is_running = asyncio.Event(), asyncio.Event()
 
     async def execute(self, builder):
-        self.begun.set()
+        self.has_begun.set()
         await self.is_running.wait()
         builder.set_transaction_data(1)
         return True
@@ -900,15 +902,15 @@ class Computing(Counting):
 async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes_ends():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
-        context = Computing({"value": 0})
+        context = SlowContext({"value": 0})
         async with asyncio.TaskGroup() as tasks:
             submitted = tasks.create_task(client.submit(context))
-            await context.begun.wait()
+            await context.has_begun.wait()
             await client.close()
             context.is_running.set()
         with pytest.raises(errors.Unreachable, match="closed before it sent the append"):
             await submitted.result()
-        assert context.answered == ["exception Unreachable"]
+        assert context.called_hooks == ["exception Unreachable"]
 
 
 @run_on_virtual_loop
@@ -940,7 +942,7 @@ async def test_a_flush_waits_for_earlier_appends_only():
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(append_on())
-            await until(lambda: client.has_pending)
+            await wait_until(lambda: client.has_pending)
             earlier = await client.append(b"earlier", partition=0)
             async with asyncio.timeout(TEST_TIMEOUT_S / 100):
                 mark = await client.flush(0)

@@ -34,14 +34,14 @@ def run(scenario, monkeypatch):
             async def registry(_):
                 yield WriteRequests(CONNECT, user)
 
-            async def entered(task, name, **options):
+            async def enter_task(task, name, **options):
                 found = TaskClaim(CONNECT, "w", task, run=name, **options)
                 await found.open(user)
                 return found
 
             monkeypatch.setattr(exactly_once, "_registry", registry)
             try:
-                await scenario(coordinator, entered)
+                await scenario(coordinator, enter_task)
             finally:
                 await user.links.close("the test is over")
                 await server.stop()
@@ -50,12 +50,12 @@ def run(scenario, monkeypatch):
 
 
 def test_other_clients_are_those_of_earlier_runs(monkeypatch):
-    async def scenario(coordinator, entered):
+    async def scenario(coordinator, enter_task):
         await coordinator.writes.begin("w", MARKS, 5)
-        first = [await entered(task, "one") for task in range(3)]
+        first = [await enter_task(task, "one") for task in range(3)]
         assert [await each.other_clients() for each in first] == [set()] * 3
         # Another run of the same job, cut into other tasks: one of them is new.
-        again, new = await entered(1, "two"), await entered(3, "two")
+        again, new = await enter_task(1, "two"), await enter_task(3, "two")
         ids = [int(each.state.client_id) for each in first]
         assert int(again.state.client_id) == ids[1]
         assert await again.other_clients() == {ids[0], ids[2]}
@@ -68,11 +68,11 @@ def test_other_clients_are_those_of_earlier_runs(monkeypatch):
 
 
 def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
-    async def scenario(coordinator, entered):
+    async def scenario(coordinator, enter_task):
         await coordinator.writes.begin("w", MARKS, 5)
-        first = await entered(0, "one")
+        first = await enter_task(0, "one")
         await first.check()
-        second = await entered(0, "one")
+        second = await enter_task(0, "one")
         with pytest.raises(errors.ConnectionSuperseded):
             await first.check()
         await second.check()
@@ -81,17 +81,17 @@ def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
 
 
 def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
-    async def scenario(coordinator, entered):
-        first = await entered(0, "one", series=(MARKS, 5))
+    async def scenario(coordinator, enter_task):
+        first = await enter_task(0, "one", series=(MARKS, 5))
         assert first.marks == dict(MARKS)
         # The marks of the first attempt hold.
-        assert (await entered(1, "one", series=({}, 5))).marks == dict(MARKS)
+        assert (await enter_task(1, "one", series=({}, 5))).marks == dict(MARKS)
         await coordinator.writes.finish("w", {"rows": 1}, 9)
-        done = await entered(2, "one")
+        done = await enter_task(2, "one")
         assert done.is_done
         await coordinator.writes.forget("w")
         with pytest.raises(errors.ConnectionSuperseded, match="the state of the write was removed"):
-            await entered(0, "one")
+            await enter_task(0, "one")
 
     run(scenario, monkeypatch)
 

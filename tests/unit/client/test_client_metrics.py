@@ -38,7 +38,7 @@ APPENDED, REJECTED, RETRIED, SECONDS, LAG = (
 
 
 @pytest.fixture(autouse=True)
-def exported() -> Iterator[None]:
+def export_client_metrics() -> Iterator[None]:
     """Export, without the clients of other tests."""
     with client_metrics._lock:
         client_metrics._closed.clear()

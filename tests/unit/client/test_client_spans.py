@@ -23,7 +23,7 @@ EXPORTED = InMemorySpanExporter()
 
 
 @pytest.fixture(autouse=True)
-def exported(monkeypatch: pytest.MonkeyPatch) -> None:
+def export_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Export the spans to `EXPORTED`: a process can set its tracer provider only once."""
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(EXPORTED))
@@ -97,7 +97,7 @@ async def test_a_rejected_append_is_an_error_and_a_batch_has_its_number_of_rows(
         assert attributes(partly)["waltz.transaction_id"] == 3
 
 
-class Applied(AsyncCallbacks):
+class FailingOnceCallbacks(AsyncCallbacks):
     """Records a span in each callback; the third one fails once."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks
     async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
         for row in range(4):
             await (await client.append(b"%d" % row, partition=0))
-        callbacks = Applied()
+        callbacks = FailingOnceCallbacks()
         await client.subscribe(callbacks, [0])
         await callbacks.is_done.wait()
     found = spans("apply 0")
@@ -148,7 +148,7 @@ class FailingProcessor(SpanProcessor):
         raise RuntimeError("this processor is broken")
 
 
-class Counted(AsyncCallbacks):
+class CountingCallbacks(AsyncCallbacks):
     """Counts transactions, without spans of its own."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ async def test_a_processor_that_fails_changes_no_outcome(method, monkeypatch, ca
     async with memory_cluster() as cluster, cluster.client(small_window).open_during() as client:
         for row in range(4):
             assert await (await client.append(b"%d" % row, partition=0)) == row
-        callbacks = Counted()
+        callbacks = CountingCallbacks()
         await client.subscribe(callbacks, [0])
         await callbacks.is_done.wait()
         assert await client.flush(0) == 3

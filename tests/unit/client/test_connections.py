@@ -46,11 +46,11 @@ async def request_concurrently(dials, count, *, cancelled=None, address=None):
         WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.start(print, len)
     )
     links = ServerLinks(dial_timeout_s=5, late_answers_s=0)
-    where = address or f"127.0.0.1:{listener.port}"
+    server_address = address or f"127.0.0.1:{listener.port}"
 
     async def get():
         try:
-            link = await links.get(where)
+            link = await links.get(server_address)
         except errors.WaltzError as error:
             return error
         assert not link.is_closed
@@ -110,34 +110,36 @@ async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(m
 
 
 @asynccontextmanager
-async def a_server(silent=lambda: None):
+async def client_and_server(silent=lambda: None):
     """Give the links of a client, a server's address, and what the server has got."""
-    got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
-    listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
+    received, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
+    listener = await listen(
+        WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: record_messages(link, received)
+    )
     async with asyncio.timeout(TEST_TIMEOUT_S):
-        yield links, f"127.0.0.1:{listener.port}", got
+        yield links, f"127.0.0.1:{listener.port}", received
         await links.close("the test is over")
     await listener.close()
 
 
-def taken(link, got):
-    link.start(lambda messages: got.extend((link, each) for each in messages), len)
+def record_messages(link, received):
+    link.start(lambda messages: received.extend((link, each) for each in messages), len)
 
 
-def ask(link):
+def send_request(link):
     return link.request(
         HighWaterMarkResponse, HighWaterMarkRequest, client_id=-1, partition_id=0, timeout_s=600
     )
 
 
-async def until(condition):
+async def wait_until(condition):
     while not condition():  # noqa: ASYNC110 - conditions of all kinds
         await asyncio.sleep(0)
 
 
 @run_on_loop
 async def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
-    async with a_server() as (links, address, _):
+    async with client_and_server() as (links, address, _):
         old = await links.get(address)
         old.attach(0, print, print, lambda: False, print)
         new = await links.get(address, excluded=(old.number,))
@@ -151,14 +153,14 @@ async def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
 
 @run_on_loop
 async def test_a_waiting_request_fails_when_the_connection_breaks():
-    async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
+    async with client_and_server() as (links, address, received), asyncio.TaskGroup() as group:
         link = await links.get(address)
-        waiting = group.create_task(answer_or_error(ask(link)))
-        await until(lambda: got)
-        got[0][0].abort("the server has died")
+        waiting = group.create_task(answer_or_error(send_request(link)))
+        await wait_until(lambda: received)
+        received[0][0].abort("the server has died")
         assert isinstance(await waiting, errors.Unreachable)
         # A later request still does not wait.
-        assert isinstance(await answer_or_error(ask(link)), errors.Unreachable)
+        assert isinstance(await answer_or_error(send_request(link)), errors.Unreachable)
 
 
 async def answer_or_error(waiting):
@@ -171,12 +173,12 @@ async def answer_or_error(waiting):
 @run_on_loop
 async def test_no_request_has_a_number_that_streams_use():
     """It distinguishes their answers."""
-    async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
+    async with client_and_server() as (links, address, received), asyncio.TaskGroup() as group:
         link = await links.get(address)
         for _ in range(3):
-            waiting = group.create_task(ask(link))
-            await until(lambda: got)
-            server, request = got.pop()
+            waiting = group.create_task(send_request(link))
+            await wait_until(lambda: received)
+            server, request = received.pop()
             assert request.req_id.sequence < CONTROL_SEQUENCE_MIN
             server.send(HighWaterMarkResponse(request.req_id, 7))
             assert (await waiting).high_water_mark == 7
@@ -185,9 +187,9 @@ async def test_no_request_has_a_number_that_streams_use():
 
 @run_on_loop
 async def test_a_close_during_a_dial_keeps_no_connection(dials):
-    async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
+    async with client_and_server() as (links, address, _), asyncio.TaskGroup() as group:
         dialing = group.create_task(answer_or_error(links.get(address)))
-        await until(lambda: dials.count)
+        await wait_until(lambda: dials.count)
         await links.close("the client ends")
         dials.may_pass.set()
         assert isinstance(await dialing, errors.Unreachable)
@@ -201,19 +203,19 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
     )  # the test checks by itself
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     silences = []
-    async with a_server(lambda: silences.append(1)) as (links, address, got):
+    async with client_and_server(lambda: silences.append(1)) as (links, address, received):
         link = await links.get(address)
         is_waiting = [False]
         link.attach(0, print, print, lambda: is_waiting[0], print)
         async with asyncio.TaskGroup() as group:
-            asking = group.create_task(ask(link))
-            await until(lambda: got)
-            ((server, request),) = got
+            asking = group.create_task(send_request(link))
+            await wait_until(lambda: received)
+            ((server, request),) = received
             for spoken, count in ((False, 1), (True, 1), (False, 2)):
                 if spoken:
                     other = request.req_id._replace(sequence=-7)
                     server.send(HighWaterMarkResponse(other, 7))
-                    await until(lambda: link._watch._has_received)
+                    await wait_until(lambda: link._watch._has_received)
                 pass_check_interval(link)
                 assert len(silences) == count
             server.send(HighWaterMarkResponse(request.req_id, 7))

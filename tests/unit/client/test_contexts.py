@@ -9,7 +9,7 @@ from waltz_core.client import AsyncCallbacks, TransactionContext, lock
 LOCKS = [lock("counter")]
 
 
-class Following(AsyncCallbacks):
+class ValueCallbacks(AsyncCallbacks):
     """Keeps the last value of the log, and notifies when something was applied."""
 
     def __init__(self) -> None:
@@ -27,21 +27,21 @@ class Following(AsyncCallbacks):
         raise error
 
 
-class Interrupted(TransactionContext):
+class OvertakenContext(TransactionContext):
     """Adds one to the value, and is overtaken by another writer in its first attempt."""
 
-    def __init__(self, following: Following, other_writes) -> None:
+    def __init__(self, callbacks: ValueCallbacks, other_writes) -> None:
         super().__init__()
-        self.following = following
+        self.callbacks = callbacks
         self.other_writes = other_writes
         self.marks: list[int] = []
-        self.refusals = 0
+        self.lock_failures = 0
 
     def partition_id(self, partition_count: int) -> int:
         return 0
 
     async def execute(self, builder) -> bool:
-        value = self.following.value
+        value = self.callbacks.value
         if not self.marks:
             await self.other_writes()
         self.marks.append(builder.client_high_water_mark)
@@ -50,7 +50,7 @@ class Interrupted(TransactionContext):
         return True
 
     def on_lock_failure(self) -> None:
-        self.refusals += 1
+        self.lock_failures += 1
 
 
 @run_on_virtual_loop
@@ -60,15 +60,15 @@ async def test_the_mark_of_a_context_is_from_before_it_computes():
     A mark taken after the computation would let a value through that was computed from an old one.
     """
     async with two_clients() as (cluster, one, two):
-        following = Following()
-        await one.subscribe(following)
+        callbacks = ValueCallbacks()
+        await one.subscribe(callbacks)
 
         async def other_writes() -> None:
             await (await two.append(bytes([10]), partition=0, write_locks=LOCKS))
-            await following.is_applied.wait()
+            await callbacks.is_applied.wait()
 
-        context = Interrupted(following, other_writes)
+        context = OvertakenContext(callbacks, other_writes)
         assert await (await one.submit(context)) == 1
         assert context.marks == [-1, 0]
-        assert context.refusals == 1
+        assert context.lock_failures == 1
         assert [data for _, _, data in cluster.logs[0].rows()] == [bytes([10]), bytes([11])]

@@ -15,7 +15,7 @@ from waltz_core.wire.messages import FeedBatch
 ROWS = tuple(req(i, 0, 99) for i in range(1, 10))
 
 
-def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
+def mounted_cursor(mark: int, ahead_max: int = 10) -> FeedCursor:
     cursor = FeedCursor(ahead_max)
     cursor.start_after(mark)
     cursor.start_at_end(mark)
@@ -48,12 +48,12 @@ def test_records_before_the_start_do_not_count_as_lag():
 
 def test_a_batch_with_invalid_headers_is_rejected_with_a_reason():
     message = feed_batch(req(-1), 0, *ROWS[:2])
-    avoided_links = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
-    assert "found 40" in fed(BEFORE_FIRST).accept_batch(avoided_links)
+    wrong_count = type(message)(message.req_id, 0, 3, message.headers, 1, -1, bytes(16))
+    assert "found 40" in mounted_cursor(BEFORE_FIRST).accept_batch(wrong_count)
 
 
 def test_a_cursor_requests_more_once_when_half_is_applied():
-    cursor = fed(BEFORE_FIRST, ahead_max=3)
+    cursor = mounted_cursor(BEFORE_FIRST, ahead_max=3)
     assert cursor.take_request_mark() == BEFORE_FIRST
     assert cursor.take_request_mark() is None
     cursor.accept_batch(feed_batch(req(-1), 0, *ROWS[:3]))
@@ -67,7 +67,7 @@ def test_a_cursor_requests_more_once_when_half_is_applied():
 
 
 def test_a_lagging_cursor_accepts_no_feed_batch_until_it_resumes():
-    cursor = fed(4)
+    cursor = mounted_cursor(4)
     cursor.is_lagging = True
     assert cursor.accept_batch(feed_batch(req(-1), 5, *ROWS)) is None
     assert cursor.take_request_mark() is None
@@ -81,16 +81,16 @@ def test_a_lagging_cursor_accepts_no_feed_batch_until_it_resumes():
 # filters
 
 
-def heads(values: list[int]) -> bytes:
+def header_bytes(values: list[int]) -> bytes:
     return b"".join(struct.pack(">16si", b"r" * 16, value) for value in values)
 
 
-def filtered(first: int, values: list[int], wanted: tuple[int, ...]) -> FeedBatch:
-    headers, picked = select_headers(heads(values), wanted)
-    return FeedBatch(req(-1), first, len(values), headers, 1, -1, bytes(16), picked)
+def filtered_batch(first: int, values: list[int], wanted: tuple[int, ...]) -> FeedBatch:
+    headers, offset_bytes = select_headers(header_bytes(values), wanted)
+    return FeedBatch(req(-1), first, len(values), headers, 1, -1, bytes(16), offset_bytes)
 
 
-def cursor_of(*wanted: int) -> FeedCursor:
+def filtered_cursor(*wanted: int) -> FeedCursor:
     cursor = FeedCursor(10)
     cursor.start_after(BEFORE_FIRST, wanted)
     return cursor
@@ -103,30 +103,30 @@ values_of_a_log = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 @given(values_of_a_log, st.sets(st.integers(0, 3), min_size=1), st.data())
 def test_a_filtered_feed_is_dense_over_any_frames_and_repeats(values, wanted, drawn):
     wanted = tuple(sorted(wanted))
-    cursor = cursor_of(*wanted)
+    cursor = filtered_cursor(*wanted)
     found, at = [], 0
     while at < len(values):
         first = drawn.draw(st.integers(max(0, at - 5), at))
         last = drawn.draw(st.integers(at, len(values) - 1))
-        stretch = cursor.accept_batch(filtered(first, values[first : last + 1], wanted))
-        assert (stretch.first, stretch.last) == (at, last)
-        assert len(stretch.headers) == 20 * len(stretch.ids)
+        batch = cursor.accept_batch(filtered_batch(first, values[first : last + 1], wanted))
+        assert (batch.first, batch.last) == (at, last)
+        assert len(batch.headers) == 20 * len(batch.ids)
         found += [
             (number, value)
             for number, (_, value) in zip(
-                stretch.ids, struct.iter_unpack(">16si", stretch.headers), strict=True
+                batch.ids, struct.iter_unpack(">16si", batch.headers), strict=True
             )
         ]
-        assert cursor.accept_batch(filtered(first, values[first : last + 1], wanted)) is None
+        assert cursor.accept_batch(filtered_batch(first, values[first : last + 1], wanted)) is None
         at = last + 1
     assert found == [(i, value) for i, value in enumerate(values) if value in wanted]
 
 
 @pytest.mark.parametrize("offsets", [(1, 0), (1, 1), (-1, 1), (1, 3)])
 def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
-    picked = struct.pack(">2i", *offsets)
-    message = FeedBatch(req(-1), 0, 3, heads([7, 8]), 1, -1, bytes(16), picked)
-    assert "2 offsets" in cursor_of(7, 8).accept_batch(message)
+    offset_bytes = struct.pack(">2i", *offsets)
+    message = FeedBatch(req(-1), 0, 3, header_bytes([7, 8]), 1, -1, bytes(16), offset_bytes)
+    assert "2 offsets" in filtered_cursor(7, 8).accept_batch(message)
 
 
 @given(
@@ -136,19 +136,19 @@ def test_filtered_transactions_are_in_order_and_within_their_batch(offsets):
     st.integers(0, 3),
 )
 def test_a_filtered_batch_is_whole_or_rejected_with_a_reason(count, offsets, values, surplus):
-    picked = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
-    message = FeedBatch(req(-1), 0, count, heads(values), 1, -1, bytes(16), picked)
-    taken = cursor_of(7, 8).accept_batch(message)
+    offset_bytes = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
+    message = FeedBatch(req(-1), 0, count, header_bytes(values), 1, -1, bytes(16), offset_bytes)
+    batch = filtered_cursor(7, 8).accept_batch(message)
     rises = offsets == sorted(set(offsets)) and all(0 <= each < count for each in offsets)
-    of_some = rises and len(offsets) == len(values) and not surplus
-    of_all = not picked and len(values) == count
-    if count > 0 and (of_some or of_all) and set(values) <= {7, 8}:
-        assert (taken.first, taken.last) == (0, count - 1)
-        assert list(taken.ids) == (list(range(count)) if of_all else offsets)
+    is_filtered_batch = rises and len(offsets) == len(values) and not surplus
+    is_whole_batch = not offset_bytes and len(values) == count
+    if count > 0 and (is_filtered_batch or is_whole_batch) and set(values) <= {7, 8}:
+        assert (batch.first, batch.last) == (0, count - 1)
+        assert list(batch.ids) == (list(range(count)) if is_whole_batch else offsets)
     else:
-        assert "feed" in taken
+        assert "feed" in batch
 
 
 def test_an_unrequested_filter_is_rejected():
-    taken = cursor_of().accept_batch(filtered(0, [7, 0, 7], (7,)))
-    assert "found 40" in taken
+    batch = filtered_cursor().accept_batch(filtered_batch(0, [7, 0, 7], (7,)))
+    assert "found 40" in batch

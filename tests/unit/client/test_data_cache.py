@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
-from tests.unit.client.test_async_client import batch_of, until
+from tests.unit.client.test_async_client import batch_of, wait_until
 from waltz_core.client import AsyncCallbacks
 from waltz_core.client.read.data_cache import DataBudget
 from waltz_core.records.record import TransactionId
@@ -14,18 +14,18 @@ COUNT = 60
 SIZE = 2_000
 
 
-class Reading(AsyncCallbacks):
+class ReadingCallbacks(AsyncCallbacks):
     """Requests the data of each transaction."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[bytes]] = defaultdict(list)
         self.kept_bytes: list[int] = []
         self.budget: DataBudget | None = None
-        self.held: dict[int, object] = {}
+        self.transactions: dict[int, object] = {}
 
     async def apply_transaction(self, transaction):
         self.seen[transaction.partition_id].append(await transaction.data())
-        self.held.setdefault(transaction.partition_id, transaction)
+        self.transactions.setdefault(transaction.partition_id, transaction)
         assert self.budget is not None
         self.kept_bytes.append(self.budget.used_bytes)
 
@@ -36,10 +36,10 @@ async def write(client, partition):
 
 
 async def read_all(client, partitions):
-    callbacks = Reading()
+    callbacks = ReadingCallbacks()
     callbacks.budget = client.subscriptions.data_budget
     await client.subscribe(callbacks, range(partitions))
-    await until(lambda: all(len(callbacks.seen[each]) == COUNT for each in range(partitions)))
+    await wait_until(lambda: all(len(callbacks.seen[each]) == COUNT for each in range(partitions)))
     assert all(
         callbacks.seen[each] == [b"%d" % i + bytes(SIZE) for i in range(COUNT)]
         for each in range(partitions)
@@ -71,11 +71,11 @@ async def test_applied_data_is_not_kept():
             await write(client, partition)
         callbacks = await read_all(client, 2)
         assert max(callbacks.kept_bytes) >= SIZE
-        await until(lambda: client.subscriptions.data_budget.used_bytes == 0)
+        await wait_until(lambda: client.subscriptions.data_budget.used_bytes == 0)
         # It can still be had, from the log.
-        assert await callbacks.held[1].data() == b"0" + bytes(SIZE)
+        assert await callbacks.transactions[1].data() == b"0" + bytes(SIZE)
         await client.set_partitions([0])
-        assert await callbacks.held[1].data() == b"0" + bytes(SIZE)
+        assert await callbacks.transactions[1].data() == b"0" + bytes(SIZE)
 
 
 @run_on_virtual_loop
@@ -94,14 +94,14 @@ async def test_a_feed_that_ends_releases_its_prefetched_ranges():
 
         await client.subscribe(Waiting())
         budget = client.subscriptions.data_budget
-        await until(lambda: budget.used_bytes > 0)
+        await wait_until(lambda: budget.used_bytes > 0)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.set_partitions([]))
             may_go_on.set()
         assert budget.used_bytes == 0
 
 
-class Holder:
+class FakeCache:
     """A substitute for a cache with its own accounting."""
 
     def __init__(self, budget):
@@ -120,7 +120,7 @@ class Holder:
 
 def test_chunks_over_the_budget_are_dropped_oldest_first_except_the_newest():
     budget = DataBudget(100)
-    one, two = Holder(budget), Holder(budget)
+    one, two = FakeCache(budget), FakeCache(budget)
     one.keep(0, 40)
     two.keep(0, 40)
     one.keep(7, 30)
@@ -135,7 +135,7 @@ def test_chunks_over_the_budget_are_dropped_oldest_first_except_the_newest():
 def test_the_share_of_a_partition_shrinks_with_their_number():
     budget = DataBudget(8_000)
     assert budget.fetch_bytes_max == 2_000
-    holders = [Holder(budget) for _ in range(10)]
+    holders = [FakeCache(budget) for _ in range(10)]
     assert budget.fetch_bytes_max == 200
     for each in holders[1:]:
         budget.remove(each)

@@ -123,7 +123,7 @@ def test_all_callers_of_a_shared_request_get_its_failure():
     assert zookeeper.count == 1
 
 
-class WithViews(AnsweringZooKeeper):
+class ZooKeeperWithViews(AnsweringZooKeeper):
     """A ZooKeeper that answers at once, with views that are given one after the other."""
 
     def __init__(self, *views):
@@ -141,7 +141,7 @@ def view(server_id=7, *, host="a", is_settled=True):
 
 
 def test_an_owner_in_an_unsettled_view_is_ignored():
-    zookeeper = WithViews(view(is_settled=False), view())
+    zookeeper = ZooKeeperWithViews(view(is_settled=False), view())
     directory = directory_of(zookeeper)
     with pytest.raises(errors.NotOwned):
         run_in_virtual_time(directory.owner(0, after_failure=True))
@@ -171,7 +171,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
 
 
 def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
-    zookeeper = WithViews(view(), view(8, host="b"))
+    zookeeper = ZooKeeperWithViews(view(), view(8, host="b"))
     directory = directory_of(zookeeper)
     for after_failure, owner, count in (
         (False, OWNER, 1),
@@ -286,7 +286,7 @@ def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
     assert OtherCluster.open_count == 0
 
 
-class Grouped:
+class ZooKeeperWithGroups:
     """A ZooKeeper that counts requests for groups."""
 
     def __init__(self):
@@ -299,7 +299,7 @@ class Grouped:
 
 
 def test_groups_are_read_once_and_again_for_an_unknown_storage():
-    zookeeper = Grouped()
+    zookeeper = ZooKeeperWithGroups()
     directory = directory_of(zookeeper)
 
     async def ask(*storages):
@@ -325,7 +325,7 @@ def test_a_request_to_a_closed_directory_fails():
         run_in_virtual_time(close_and_ask())
 
 
-class Unsettled(OutdatedZooKeeper):
+class UnsettledZooKeeper(OutdatedZooKeeper):
     """A ZooKeeper whose servers have just changed."""
 
     async def read_servers(self):
@@ -345,13 +345,13 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
             seen.append(len(directory.owners))
             await directory.close()
 
-    sessions, seen = [OutdatedZooKeeper, Unsettled], []
+    sessions, seen = [OutdatedZooKeeper, UnsettledZooKeeper], []
     monkeypatch.setattr(CONNECT, connect)
     run_in_virtual_time(open_twice())
     assert seen == [3, 0]
 
 
-class Slow:
+class SlowConnect:
     """Connects on request, and counts the requests."""
 
     def __init__(self, error=None):
@@ -378,7 +378,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
         assert await directory.owner(0, after_failure=True) == Owner("z:1", 3)
         await directory.close()
 
-    slow = Slow()
+    slow = SlowConnect()
     monkeypatch.setattr(CONNECT, slow)
     run_in_virtual_time(ask())
     assert slow.count == 1
@@ -402,7 +402,7 @@ def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
                 await asyncio.sleep(0)
             slow.may_connect.set()
 
-    slow = Slow(errors.CoordinatorUnavailable("refused"))
+    slow = SlowConnect(errors.CoordinatorUnavailable("refused"))
     monkeypatch.setattr(CONNECT, slow)
     run_in_virtual_time(ask())
     assert slow.count == 1
@@ -424,7 +424,7 @@ def test_closing_ends_requests_that_wait_for_zookeeper(monkeypatch):
             await directory.close()
         assert len(asyncio.all_tasks()) == 1
 
-    slow = Slow()
+    slow = SlowConnect()
     monkeypatch.setattr(CONNECT, slow)
     run_in_virtual_time(ask_and_close())
 
@@ -452,7 +452,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
     assert OtherCluster.open_count == 0
 
 
-class Rebuilt(WithViews):
+class RebuiltZooKeeper(ZooKeeperWithViews):
     """A ZooKeeper whose cluster is missing after the directory was opened, and returns."""
 
     def __init__(self):
@@ -481,10 +481,10 @@ class Rebuilt(WithViews):
             raise errors.ClusterNotFound("no cluster at root /shop")
 
 
-def missing(zookeeper):
+def reopen_after_missing_cluster(zookeeper):
     """Return a directory that was opened and has met a missing cluster since."""
 
-    async def meet():
+    async def open_and_lose_cluster():
         directory = directory_of(zookeeper)
         await directory.open(lambda _owners: None)
         zookeeper.is_missing = True
@@ -497,12 +497,12 @@ def missing(zookeeper):
         zookeeper.is_missing = False
         return directory
 
-    return run_in_virtual_time(meet())
+    return run_in_virtual_time(open_and_lose_cluster())
 
 
 def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
-    zookeeper = Rebuilt()
-    directory = missing(zookeeper)
+    zookeeper = RebuiltZooKeeper()
+    directory = reopen_after_missing_cluster(zookeeper)
     assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
     run_in_virtual_time(directory.run())
     assert directory.owners == {0: Owner("followed:1", 3)}
@@ -510,14 +510,14 @@ def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
 
 def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
     """An error that no retry can repair would end streams and feeds for good."""
-    zookeeper = Rebuilt()
+    zookeeper = RebuiltZooKeeper()
     directory = directory_of(zookeeper)
     run_in_virtual_time(directory.open(lambda _owners: None))
 
-    async def rotten():
+    async def undecodable():
         raise errors.BadFormat("/shop/serverDescriptors/s_0: rotten")
 
-    zookeeper.read_servers = zookeeper.read_latest_servers = rotten
+    zookeeper.read_servers = zookeeper.read_latest_servers = undecodable
     for ask in (
         lambda: directory.owner(0, after_failure=True),
         lambda: directory.owner_now(0),
@@ -529,8 +529,8 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
 
 
 def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
-    zookeeper = Rebuilt()
-    directory = missing(zookeeper)
+    zookeeper = RebuiltZooKeeper()
+    directory = reopen_after_missing_cluster(zookeeper)
     zookeeper.key = UUID(int=8)
     for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
         with pytest.raises(errors.ClusterKeyMismatch, match=f"key {UUID(int=7).hex}"):
@@ -538,7 +538,7 @@ def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
 
 
 def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
-    zookeeper = Rebuilt()
+    zookeeper = RebuiltZooKeeper()
     zookeeper.is_missing = True
     directory = directory_of(zookeeper)
 

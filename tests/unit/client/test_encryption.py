@@ -50,7 +50,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def clients(directory: Path) -> Iterator[tuple[MemoryWaltz, WaltzClient]]:
+def waltz_and_client(directory: Path) -> Iterator[tuple[MemoryWaltz, WaltzClient]]:
     """A Waltz, and a client that encrypts with key a."""
     with MemoryWaltz(1) as waltz:
         yield waltz, waltz.client(config(directory, key="a"))
@@ -61,7 +61,7 @@ def config(directory: Path, *, key: str = "", **others: object):
     return replace(IN_MEMORY_CONFIG, **given)
 
 
-class Seen(Callbacks):
+class RecordingCallbacks(Callbacks):
     """Notes what a feed brings, until `count` transactions are there."""
 
     def __init__(self, count: int) -> None:
@@ -79,8 +79,8 @@ class Seen(Callbacks):
             self.is_done.set()
 
 
-class SeenOnLoop(AsyncCallbacks):
-    def __init__(self, seen: Seen) -> None:
+class AsyncRecordingCallbacks(AsyncCallbacks):
+    def __init__(self, seen: RecordingCallbacks) -> None:
         self._seen = seen
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
@@ -91,17 +91,21 @@ class SeenOnLoop(AsyncCallbacks):
             self._seen.is_done.set()
 
 
-def stored(waltz: MemoryWaltz) -> list[bytes]:
+def stored_payloads(waltz: MemoryWaltz) -> list[bytes]:
     return [each.data for each in waltz.transactions(0)]
 
 
 def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Path) -> None:
-    with clients(directory) as (waltz, client):
+    with waltz_and_client(directory) as (waltz, client):
         client.append(b"one", header=7).result()
         client.append(b"two", encryption_key_id="b").result()
         waltz.client().append(b"plain").result()
-        assert [each[:6] for each in stored(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b", b"plain"]
-        seen = Seen(3)
+        assert [each[:6] for each in stored_payloads(waltz)] == [
+            b"WZE\x01\x01a",
+            b"WZE\x01\x01b",
+            b"plain",
+        ]
+        seen = RecordingCallbacks(3)
         client.subscribe(seen)
         assert seen.is_done.wait(TEST_TIMEOUT_S)
         assert seen.rows == [(b"one", None), (b"two", None), (b"plain", None)]
@@ -109,11 +113,11 @@ def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Pat
         assert [(row.data, row.data_error) for row in chunk.rows()] == seen.rows
         # A client without keys changes nothing.
         (chunk,) = waltz.client().read_range(0, 0, 2)
-        assert [row.data for row in chunk.rows()] == stored(waltz)
+        assert [row.data for row in chunk.rows()] == stored_payloads(waltz)
 
 
 def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
-    with clients(directory) as (waltz, client):
+    with waltz_and_client(directory) as (waltz, client):
         client.append(b"one").result()
         client.append(b"two", encryption_key_id="b").result()
         waltz.client().append(b"plain").result()
@@ -125,7 +129,7 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
             (None, "the payload is not encrypted"),
         ]
         reader = waltz.client(config(directory, encryption_required=True))
-        seen = Seen(3)
+        seen = RecordingCallbacks(3)
         reader.subscribe(seen)
         assert seen.is_done.wait(TEST_TIMEOUT_S)
         assert seen.rows == expected
@@ -142,8 +146,8 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
             (directory / "b").unlink()
             keys.key_cache_for.cache_clear()
         async with waltz.async_client(config(directory)) as reader:
-            seen = Seen(2)
-            await reader.subscribe(SeenOnLoop(seen))
+            seen = RecordingCallbacks(2)
+            await reader.subscribe(AsyncRecordingCallbacks(seen))
             await poll_until(seen.is_done.is_set)
             assert seen.rows == [(b"one", None), (None, "the key 'b' does not exist")]
 
@@ -156,17 +160,17 @@ def pay(builder: TransactionBuilder, value: int, key: str | None) -> bool:
 
 
 def test_contexts_encrypt_their_transactions(directory: Path) -> None:
-    with clients(directory) as (waltz, client):
+    with waltz_and_client(directory) as (waltz, client):
         client.submit(pay(1, None)).result()
         client.submit(pay(2, "b")).result()
-        assert [each[:6] for each in stored(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b"]
+        assert [each[:6] for each in stored_payloads(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b"]
         (chunk,) = client.read_range(0, 0, 1)
         assert [(row.header, row.data) for row in chunk.rows()] == [(9, b"1"), (9, b"2")]
 
 
 def test_predecessors_are_decrypted(directory: Path) -> None:
     hot = {"write_locks": [lock("hot")], "client_high_water_mark": 0, "pipelined": True}
-    with clients(directory) as (waltz, client):
+    with waltz_and_client(directory) as (waltz, client):
         client.append(b"before").result()
         client.append(b"first", header=3, **hot).result()
         with pytest.raises(errors.LockFailed) as failed:
@@ -199,7 +203,7 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
 
 
 def test_a_key_that_cannot_be_used_appends_nothing(directory: Path) -> None:
-    with clients(directory) as (waltz, client):
+    with waltz_and_client(directory) as (waltz, client):
         for key, text in (("c", "has no such key."), ("../a", "expected a key ID")):
             with pytest.raises(errors.BadConfig, match=text):
                 client.append(b"x", encryption_key_id=key)
@@ -210,10 +214,10 @@ def test_a_key_that_cannot_be_used_appends_nothing(directory: Path) -> None:
             plain.append(b"x", encryption_key_id="a")
         with pytest.raises(errors.BadConfig, match="setting encryption_keys, which locates the"):
             plain.submit(pay(1, "a")).result()
-        assert stored(waltz) == []
+        assert stored_payloads(waltz) == []
 
 
-def archived(url: Path, payloads: list[bytes]) -> ArchivedObjects:
+def archive_payloads(url: Path, payloads: list[bytes]) -> ArchivedObjects:
     """Return an archive with an object that has some payloads."""
     records, crcs = [], b""
     for number, data in enumerate(payloads):
@@ -248,7 +252,7 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
         b"plain",
     ]
     (tmp_path / "archive").mkdir()
-    objects = archived(tmp_path / "archive", payloads)
+    objects = archive_payloads(tmp_path / "archive", payloads)
     (directory / "b").unlink()
     keys.key_cache_for.cache_clear()
     encryption = Encryption.from_reference(str(directory))
@@ -282,7 +286,7 @@ def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.Monk
         exec(start, names)
         names["WaltzClient"] = lambda _connect, config: waltz.client(config)
         exec("with WaltzClient" + end, names)
-        column = pa.array(stored(waltz), pa.binary())
+        column = pa.array(stored_payloads(waltz), pa.binary())
     names |= {"data": column, "headers": [0, 0]}
     exec(of_readers, names)
     assert names["payloads"].data.to_pylist() == [b"100 for rent", b"20 for books"]

@@ -21,7 +21,7 @@ class Link:
 
     def __init__(self, address, answer):
         self.address, self.answer = address, answer
-        self.asked = 0
+        self.request_count = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -30,7 +30,7 @@ class Link:
         return self.answer is not None
 
     async def request(self, kind, make, **_):
-        self.asked += 1
+        self.request_count += 1
         await self.may_answer.wait()
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -42,16 +42,16 @@ class LinksAndDirectory:
     """Links and directory of one client."""
 
     def __init__(self, *links):
-        self.of = {link.address: link for link in links}
+        self.links_by_address = {link.address: link for link in links}
         self.owners = {
             PartitionId(number): Owner(address, Generation(0))
-            for number, address in enumerate([*self.of, "gone:1"])
+            for number, address in enumerate([*self.links_by_address, "gone:1"])
         }
 
     async def get(self, address):
-        if address not in self.of:
+        if address not in self.links_by_address:
             raise errors.Unreachable(address)
-        return self.of[address]
+        return self.links_by_address[address]
 
     async def next_client_id(self):
         return 5
@@ -68,7 +68,7 @@ async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
     first = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
     assert await ids.get(one, instead_of=-1) == first
     assert await ids.get(two, instead_of=-1) == first
-    assert (one.asked, two.asked) == (1, 0)
+    assert (one.request_count, two.request_count) == (1, 0)
 
 
 @run_on_virtual_loop
@@ -108,12 +108,12 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
         errors.ClientIdDenied, match=r"argument client_id: .* rejects ID 7, because"
     ):
         await ids.get(link, instead_of=7)
-    assert link.asked == 0
+    assert link.request_count == 0
     # Without sequence numbers it is of no use to the application either.
     other = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
     for _ in range(2):
         assert await ids.get(link, instead_of=7, is_used_up=True) == other
-    assert link.asked == 1
+    assert link.request_count == 1
 
 
 @run_on_virtual_loop
@@ -123,13 +123,13 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
     frozen.may_answer.clear()
     async with asyncio.TaskGroup() as group:
         waiting = [group.create_task(ids.get(frozen, instead_of=-1)) for _ in range(10)]
-        while not frozen.asked:  # noqa: ASYNC110 - until the first of them has sent its request
+        while not frozen.request_count:  # noqa: ASYNC110 - until the first of them has sent its request
             await asyncio.sleep(0)
         found = await ids.get(other, instead_of=-1)
         frozen.may_answer.set()
     assert found.client_id == FIRST_ISSUED_ID + 51
     assert {task.result() for task in waiting} == {found}
-    assert frozen.asked == 1
+    assert frozen.request_count == 1
 
 
 @pytest.mark.parametrize("side", ["versions_offered", "versions_accepted"])
@@ -147,7 +147,7 @@ async def test_if_client_or_server_is_older_the_id_is_one_of_zookeeper(side, mon
         server = cluster.servers[0]
         server.partitions[0].store.is_holding = True
         outcome = await opened.append(b"row", partition=0)
-        await poll_until(lambda: server.partitions[0].store.held)
+        await poll_until(lambda: server.partitions[0].store.held_batches)
         server.received.clear()
         server.cut()
         server.release(0)

@@ -31,17 +31,17 @@ class Files:
         self.write(10, self.records[: 7 * self.size])
         self.write(17, self.records[7 * self.size :])
         self.ticket = b""
-        self.asked = []
-        self.taken = []
+        self.requested_ids = []
+        self.opened_segments = []
 
     def write(self, segment, records):
         (self.directory / str(segment)).write_bytes(bytes(FIRST_RECORD_OFFSET) + records)
 
-    def take(self, door, question, *, timeout_s):
+    def request_descriptor(self, door, question, *, timeout_s):
         assert (door, timeout_s) == ("the name", 5.0)
         partition_id, segment, ticket = decode_segment(question)
         assert (partition_id, ticket) == (3, self.ticket)
-        self.taken.append(segment)
+        self.opened_segments.append(segment)
         return os.open(self.directory / str(segment), os.O_RDONLY)
 
     def grant(self, first, count):
@@ -57,7 +57,7 @@ class Files:
 
     def read(self, reader, first, last, bytes_max=1 << 20, count=20):
         async def ask():
-            self.asked.append(first)
+            self.requested_ids.append(first)
             return self.grant(first, min(count, 30 - first))
 
         return asyncio.run(reader.read(first, last, bytes_max, ask))
@@ -66,7 +66,9 @@ class Files:
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     made = Files(tmp_path)
-    monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", made.take)
+    monkeypatch.setattr(
+        local_reader_module.descriptor_passing, "request_descriptor", made.request_descriptor
+    )
     return made
 
 
@@ -87,8 +89,8 @@ def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader)
         got += bytes(stretch.records)
         first += stretch.lengths.size
     assert got == files.records
-    assert files.asked == [10]
-    assert files.taken == [10, 17]
+    assert files.requested_ids == [10]
+    assert files.opened_segments == [10, 17]
 
 
 def test_files_are_requested_with_the_ticket_of_the_latest_grant(files, reader):
@@ -97,20 +99,20 @@ def test_files_are_requested_with_the_ticket_of_the_latest_grant(files, reader):
         reader.close()
         assert files.read(reader, 10, 12, count=3).lengths.size == 3
         files.read(reader, 20, 22, count=3)
-    assert files.taken == [10, 17, 10, 17]
+    assert files.opened_segments == [10, 17, 10, 17]
 
 
 def test_no_more_is_read_than_requested_and_one_record_at_least(files, reader):
     assert files.read(reader, 12, 13).lengths.size == 2
     assert files.read(reader, 20, 29, 1).lengths.size == 1
     assert files.read(reader, 11, 29).lengths.size == 19
-    assert files.asked == [12, 11]  # records outside of a grant are requested
+    assert files.requested_ids == [12, 11]  # records outside of a grant are requested
 
 
 def test_records_after_the_end_of_a_grant_are_requested_again(files, reader):
     assert files.read(reader, 10, 29, count=8).lengths.size == 8
     assert files.read(reader, 18, 29).lengths.size == 12
-    assert files.asked == [10, 18]
+    assert files.requested_ids == [10, 18]
 
 
 @pytest.mark.parametrize("at", [7, 28, 35, 36, 43])
@@ -212,7 +214,7 @@ def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(file
 
     def hangs(_door, question, *, timeout_s):
         assert is_running.wait(TEST_TIMEOUT_S)
-        return files.take("the name", question, timeout_s=100 * timeout_s)
+        return files.request_descriptor("the name", question, timeout_s=100 * timeout_s)
 
     monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", hangs)
 

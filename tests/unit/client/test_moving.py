@@ -22,7 +22,7 @@ from tests.unit.client.memory_cluster import (
     OpenedClient,
     memory_cluster,
 )
-from tests.unit.client.test_async_client import Applying, batch_of, until
+from tests.unit.client.test_async_client import RecordingCallbacks, batch_of, wait_until
 from waltz_core.client import RowOutcomeCode
 from waltz_core.client.links import silent_servers
 from waltz_core.client.stream import appends
@@ -35,13 +35,13 @@ from waltz_core.transport import net
 
 
 class HeldConnection:
-    """One connection through a `Proxy`; each direction can be held and released in order."""
+    """One connection through a `Proxy`. Each direction can be paused; no byte is lost."""
 
     def __init__(self) -> None:
         self.open = {"up": asyncio.Event(), "down": asyncio.Event()}
         for each in self.open.values():
             each.set()
-        self.held = {"up": 0, "down": 0}
+        self.held_bytes = {"up": 0, "down": 0}
         self.client: asyncio.StreamWriter | None = None
 
     def hold(self, direction: str) -> None:
@@ -57,15 +57,15 @@ class HeldConnection:
         assert self.client is not None
         self.client.transport.abort()
 
-    async def carry(
+    async def forward(
         self, direction: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Copy until the end; the end is held, too."""
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
-                self.held[direction] += len(data)
+                self.held_bytes[direction] += len(data)
                 await self.open[direction].wait()
-                self.held[direction] -= len(data)
+                self.held_bytes[direction] -= len(data)
                 writer.write(data)
         await self.open[direction].wait()
         writer.close()
@@ -74,44 +74,46 @@ class HeldConnection:
 class Proxy:
     """A proxy of a server's port."""
 
-    def __init__(self, port_behind: int, tasks: asyncio.TaskGroup) -> None:
-        self._port_behind = port_behind
+    def __init__(self, server_port: int, tasks: asyncio.TaskGroup) -> None:
+        self._server_port = server_port
         self._tasks = tasks
-        self.passages: list[HeldConnection] = []
+        self.connections: list[HeldConnection] = []
         self.port = 0
-        self.is_frozen = False  # new passages are taken, and carry nothing down
+        self.is_frozen = (
+            False  # new connections are accepted, and nothing is sent back to the client
+        )
 
-    async def enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._port_behind)
-        passage = HeldConnection()
-        passage.client = writer
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
+        connection = HeldConnection()
+        connection.client = writer
         if self.is_frozen:
-            passage.hold("down")
-        self.passages.append(passage)
-        self._tasks.create_task(passage.carry("up", reader, back))
-        self._tasks.create_task(passage.carry("down", there, writer))
+            connection.hold("down")
+        self.connections.append(connection)
+        self._tasks.create_task(connection.forward("up", reader, server_writer))
+        self._tasks.create_task(connection.forward("down", server_reader, writer))
 
 
 @contextlib.asynccontextmanager
-async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Proxy]]:
+async def start_proxies(cluster: MemoryCluster) -> AsyncIterator[list[Proxy]]:
     """Put a proxy in front of each server of the cluster, by the server's number."""
-    made: list[Proxy] = []
+    proxies: list[Proxy] = []
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as stack:
         for server in cluster.servers:
             assert server.listener is not None
-            way = Proxy(server.listener.port, tasks)
-            door = await stack.enter_async_context(
-                await asyncio.start_server(way.enter, "127.0.0.1", 0)
+            proxy = Proxy(server.listener.port, tasks)
+            listener = await stack.enter_async_context(
+                await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
             )
-            way.port = door.sockets[0].getsockname()[1]
-            await server.coordinator.register_server(descriptor(server, way))
-            made.append(way)
+            proxy.port = listener.sockets[0].getsockname()[1]
+            await server.coordinator.register_server(descriptor(server, proxy))
+            proxies.append(proxy)
         await cluster.wait_until_settled()
-        yield made
-        for way in made:
-            for passage in way.passages:
-                passage.release("up")
-                passage.release("down")
+        yield proxies
+        for proxy in proxies:
+            for connection in proxy.connections:
+                connection.release("up")
+                connection.release("down")
         for server in cluster.servers:
             server.cut()
 
@@ -120,50 +122,54 @@ async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Proxy]]:
 async def two_servers(
     config: ClientConfig = IN_MEMORY_CONFIG,
 ) -> AsyncIterator[tuple[MemoryCluster, list[Proxy], OpenedClient]]:
-    """Give a cluster of two servers, the ways to them, and a client."""
+    """Yield a cluster of two servers, their proxies, and a client."""
     async with (
         memory_cluster(server_count=2) as cluster,
-        ways(cluster) as there,
+        start_proxies(cluster) as proxies,
         cluster.client(config).open_during() as client,
     ):
-        yield cluster, there, client
+        yield cluster, proxies, client
 
 
-def descriptor(server: MemoryServer, way: Proxy, *preferred: int) -> model.ServerDescriptor:
-    return model.ServerDescriptor(server.server_id, "127.0.0.1", way.port, preferred)
+def descriptor(server: MemoryServer, proxy: Proxy, *preferred: int) -> model.ServerDescriptor:
+    return model.ServerDescriptor(server.server_id, "127.0.0.1", proxy.port, preferred)
 
 
-async def move(cluster: MemoryCluster, there: list[Proxy], to: MemoryServer) -> None:
+async def move(cluster: MemoryCluster, proxies: list[Proxy], new_owner: MemoryServer) -> None:
     """Make a server own partition 0, as `cluster prefer` does."""
-    for server, way in zip(cluster.servers, there, strict=True):
-        if server is not to:
-            await server.coordinator.change_preferences(descriptor(server, way))
-    await to.coordinator.change_preferences(descriptor(to, there[cluster.servers.index(to)], 0))
-    await until(lambda: 0 in to.partitions and to.partitions[0].partition.is_open)
+    for server, proxy in zip(cluster.servers, proxies, strict=True):
+        if server is not new_owner:
+            await server.coordinator.change_preferences(descriptor(server, proxy))
+    await new_owner.coordinator.change_preferences(
+        descriptor(new_owner, proxies[cluster.servers.index(new_owner)], 0)
+    )
+    await wait_until(
+        lambda: 0 in new_owner.partitions and new_owner.partitions[0].partition.is_open
+    )
     await cluster.wait_until_settled()
 
 
 MOVES = pytest.mark.parametrize("moves", [0, 1, 2], ids=["stays", "moves", "moves and returns"])
 
 
-async def make_moves(cluster: MemoryCluster, there: list[Proxy], count: int) -> None:
+async def make_moves(cluster: MemoryCluster, proxies: list[Proxy], count: int) -> None:
     for _ in range(count):
         (other,) = (each for each in cluster.servers if each is not cluster.owner(0))
-        await move(cluster, there, other)
+        await move(cluster, proxies, other)
 
 
 @MOVES
 @run_on_virtual_loop
 async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
-    async with two_servers() as (cluster, remote, client):
+    async with two_servers() as (cluster, proxies, client):
         await client.mount([0])
         server = cluster.owner(0)
-        (old,) = remote[cluster.servers.index(server)].passages
+        (old,) = proxies[cluster.servers.index(server)].connections
         old.hold("up")
         futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
         batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
-        await until(lambda: old.held["up"])
-        await make_moves(cluster, remote, moves)
+        await wait_until(lambda: old.held_bytes["up"])
+        await make_moves(cluster, proxies, moves)
         old.lose_client()
         # The batch is not in the log: rows are sent again and the batch is reported as lost.
         assert (await batch).reasons.tolist() == [RowOutcomeCode.LOST] * 2
@@ -171,7 +177,7 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
         assert cluster.owner(0) is server or moves == 1
         before = server.received.count("AppendBatch") + server.received.count("AppendRequest")
         old.release("up")
-        await until(
+        await wait_until(
             lambda: (
                 server.received.count("AppendBatch") + server.received.count("AppendRequest")
                 >= before + 2
@@ -187,16 +193,16 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
 async def test_a_late_answer_counts_and_no_row_is_written_twice(
     moves: int,
 ) -> None:
-    async with two_servers() as (cluster, remote, client):
+    async with two_servers() as (cluster, proxies, client):
         await client.mount([0])
         server = cluster.owner(0)
-        (old,) = remote[cluster.servers.index(server)].passages
+        (old,) = proxies[cluster.servers.index(server)].connections
         old.hold("down")
         futures = [await client.append(b"%d" % i, partition=0) for i in range(5)]
         batch = await client.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1)
-        await until(lambda: len(cluster.logs[0].rows()) == 7)
+        await wait_until(lambda: len(cluster.logs[0].rows()) == 7)
         assert not batch.done()
-        await make_moves(cluster, remote, moves)
+        await make_moves(cluster, proxies, moves)
         old.lose_client()
         assert (await batch).committed_count == 2
         ids = [await future for future in futures]
@@ -209,8 +215,8 @@ async def test_a_late_answer_counts_and_no_row_is_written_twice(
 
 @run_on_virtual_loop
 async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
-    async with two_servers() as (cluster, remote, client):
-        seen = Applying()
+    async with two_servers() as (cluster, proxies, client):
+        seen = RecordingCallbacks()
         await client.subscribe(seen, [0])
         futures, outcomes = [], []
         for turn in range(4):
@@ -221,7 +227,7 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
                     outcomes.append(
                         await client.append_batch(0, payload, 1, client_high_water_mark=-1)
                     )
-            await make_moves(cluster, remote, 1)
+            await make_moves(cluster, proxies, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
         # Each is in the log once, at the ID of its outcome, and in the order of the appends, though
@@ -238,22 +244,22 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
         assert [row for row in data if row.startswith(b"b")] == expected
         assert len(data) == len(sent) + len(expected)
         # The feed has all of it in order, once, over all moves.
-        await until(lambda: len(seen.seen) == len(data))
+        await wait_until(lambda: len(seen.seen) == len(data))
         assert seen.seen == list(range(len(data)))
 
 
 @run_on_virtual_loop
 async def test_resent_appends_keep_their_place() -> None:
-    async with two_servers() as (cluster, remote, client):
+    async with two_servers() as (cluster, proxies, client):
         await client.mount([0])
         server = cluster.owner(0)
         store = server.partitions[0].store
         store.is_holding = True
         in_flight = await client.append(b"1", partition=0)
-        await until(lambda: store.held)
+        await wait_until(lambda: store.held_bytes)
         server.partitions[0].partition.pipeline.hold_submissions()
         queued = await client.append(b"2", partition=0)
-        await until(lambda: server.received.count("AppendRequest") == 2)
+        await wait_until(lambda: server.received.count("AppendRequest") == 2)
         stream = client._partitions[0].stream
         wait = stream._wait_before_retry
         # What was queued is known to be lost before what was in flight is settled.
@@ -263,7 +269,7 @@ async def test_resent_appends_keep_their_place() -> None:
                 stream, "_wait_before_retry", lambda *arguments: (left.set(), wait(*arguments))
             ):
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(make_moves(cluster, remote, 1))
+                    group.create_task(make_moves(cluster, proxies, 1))
                     await left.wait()
                     unsent = await client.append(b"3", partition=0)
                     assert [await in_flight, await queued, await unsent] == [0, 1, 2]
@@ -271,7 +277,7 @@ async def test_resent_appends_keep_their_place() -> None:
 
 
 @contextlib.asynccontextmanager
-async def placed_client(
+async def client_with_layout(
     cluster: MemoryCluster, config: ClientConfig
 ) -> AsyncIterator[OpenedClient]:
     """A client as in a Spark task: given the layout, it watches nothing."""
@@ -287,38 +293,38 @@ async def placed_client(
 
 
 @pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
-@pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
+@pytest.mark.parametrize("name", ["dialed", "asked", "appended"])
 @run_on_virtual_loop
 @mock.patch.object(net, "HELLO_S_MAX", 60.0)
 @mock.patch.object(silent_servers, "SILENT_S", 0.05)
 async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
-    what: str, is_placed: bool
+    name: str, is_placed: bool
 ) -> None:
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=60_000, server_connect_timeout_ms=60_000)
     async with (
         memory_cluster(server_count=2) as cluster,
-        ways(cluster) as there,
-        placed_client(cluster, config)
+        start_proxies(cluster) as proxies,
+        client_with_layout(cluster, config)
         if is_placed
         else cluster.client(config).open_during() as client,
     ):
         await (await client.append(b"a", partition=0))
-        way = there[cluster.servers.index(cluster.owner(0))]
-        for each in way.passages:
+        proxy = proxies[cluster.servers.index(cluster.owner(0))]
+        for each in proxy.connections:
             each.hold("down")
-        way.is_frozen = True
+        proxy.is_frozen = True
         asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             # Data have a separate connection, which does not exist yet.
             "dialed": lambda: client.requests.fetch_data(PartitionId(0), TransactionId(0)),
             "asked": lambda: client.high_water_mark(0),
-            "appended": lambda: appended(client, b"b"),
+            "appended": lambda: append_and_wait(client, b"b"),
         }
         async with asyncio.TaskGroup() as tasks:
-            request_task = tasks.create_task(asks[what]())
-            await until(lambda: any(each.held["down"] for each in way.passages))
-            await make_moves(cluster, there, 1)
-        assert request_task.result() == {"dialed": b"a", "asked": 0, "appended": 1}[what]
+            request_task = tasks.create_task(asks[name]())
+            await wait_until(lambda: any(each.held_bytes["down"] for each in proxy.connections))
+            await make_moves(cluster, proxies, 1)
+        assert request_task.result() == {"dialed": b"a", "asked": 0, "appended": 1}[name]
 
 
-async def appended(client: OpenedClient, data: bytes) -> int:
+async def append_and_wait(client: OpenedClient, data: bytes) -> int:
     return await (await client.append(data, partition=0))

@@ -24,7 +24,7 @@ def test_a_call_of_the_class_raises_with_a_hint(given):
         AsyncWaltzClient(*given)
 
 
-async def _forgetting():
+async def use_without_await():
     client = AsyncWaltzClient.connect(CONNECT)
     with pytest.raises(
         errors.UsageError,
@@ -39,7 +39,7 @@ async def _forgetting():
 
 
 def test_a_forgotten_await_is_reported_at_the_first_use():
-    asyncio.run(_forgetting())
+    asyncio.run(use_without_await())
 
 
 @pytest.mark.parametrize("opened", [WaltzClient, AsyncWaltzClient.connect])
@@ -59,16 +59,20 @@ def test_a_client_is_neither_copied_nor_pickled():
             copy.copy(client._client)
 
 
-def _that_fails():
+def failing_iterator():
     yield 0
     yield int([])
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "sentence"),
+    ("call", "error", "sentence"),
     [
-        (lambda c: c.subscribe(_Callbacks(), _that_fails()), TypeError, "argument must be"),
-        (lambda c: c.subscribe(_Callbacks(), headers=_that_fails()), TypeError, "argument must be"),
+        (lambda c: c.subscribe(_Callbacks(), failing_iterator()), TypeError, "argument must be"),
+        (
+            lambda c: c.subscribe(_Callbacks(), headers=failing_iterator()),
+            TypeError,
+            "argument must be",
+        ),
         (
             lambda c: c.subscribe(_Callbacks(), 0),
             errors.BadRequest,
@@ -86,7 +90,7 @@ def _that_fails():
         ),
     ],
 )
-def test_an_argument_that_is_not_a_list_or_raises_is_reported_to_the_caller(what, error, sentence):
-    refused = pytest.raises(error, match=sentence)
-    with MemoryWaltz() as waltz, waltz.client() as client, refused:
-        what(client)
+def test_an_argument_that_is_not_a_list_or_raises_is_reported_to_the_caller(call, error, sentence):
+    expected = pytest.raises(error, match=sentence)
+    with MemoryWaltz() as waltz, waltz.client() as client, expected:
+        call(client)

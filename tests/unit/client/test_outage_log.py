@@ -11,7 +11,7 @@ from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonP
 from waltz_core.records.record import PartitionId
 
 
-def logged_at(
+def logged_times(
     caplog: pytest.LogCaptureFixture, *, log_after_s: float, failures_s: list[float | None]
 ) -> list[float]:
     """Return when it was logged; None in place of a time: it works again."""
@@ -42,13 +42,13 @@ def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
     tries: list[float | None] = [
         float(at_s) for at_s in range(5, 5 + int(2 * LOG_INTERVAL_S) + 20, 2)
     ]
-    assert logged_at(caplog, log_after_s=10, failures_s=tries) == [15, 75, 135]
-    assert logged_at(caplog, log_after_s=0, failures_s=tries) == [5, 65, 125]
+    assert logged_times(caplog, log_after_s=10, failures_s=tries) == [15, 75, 135]
+    assert logged_times(caplog, log_after_s=0, failures_s=tries) == [5, 65, 125]
 
 
 def test_the_next_outage_is_timed_from_its_own_start(caplog: pytest.LogCaptureFixture) -> None:
-    assert logged_at(caplog, log_after_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
-    assert logged_at(caplog, log_after_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
+    assert logged_times(caplog, log_after_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
+    assert logged_times(caplog, log_after_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
 
 
 @pytest.mark.parametrize(

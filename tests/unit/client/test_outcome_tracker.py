@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.client.scenarios import (
     CLIENT,
     PARTITION,
-    committed,
+    committed_result,
     feed_headers,
     headers,
     req,
@@ -25,7 +25,7 @@ from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import RowOutcomeCode
 
 
-def sent(
+def register_submission(
     tracker: OutcomeTracker, token: int, sequence: int, rows: int = 1, mark: int = 9
 ) -> PendingSubmission:
     pending = PendingSubmission(
@@ -35,26 +35,26 @@ def sent(
     return pending
 
 
-def a_tracker() -> OutcomeTracker:
+def new_tracker() -> OutcomeTracker:
     return OutcomeTracker(CLIENT, PARTITION)
 
 
 def test_sequence_numbers_are_not_used_twice():
-    tracker = a_tracker()
-    sent(tracker, 1, 1, rows=3)
+    tracker = new_tracker()
+    register_submission(tracker, 1, 1, rows=3)
     with pytest.raises(AssertionError):
-        sent(tracker, 2, 3)
+        register_submission(tracker, 2, 3)
 
 
 def test_an_answer_belongs_to_the_submission_with_exactly_its_request_id():
-    tracker = a_tracker()
-    pending = sent(tracker, 1, 5)
+    tracker = new_tracker()
+    pending = register_submission(tracker, 1, 5)
     assert tracker.find(req(5)) is pending
     assert tracker.find(req(5, generation=1)) is None
     assert tracker.find(req(6)) is None
-    assert tracker.on_answered(committed(req(5, generation=1), 10)) is None
-    assert tracker.on_answered(committed(req(5), 10))[0] is pending
-    assert tracker.on_answered(committed(req(5), 10)) is None
+    assert tracker.on_answered(committed_result(req(5, generation=1), 10)) is None
+    assert tracker.on_answered(committed_result(req(5), 10))[0] is pending
+    assert tracker.on_answered(committed_result(req(5), 10)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -64,16 +64,16 @@ def test_an_answer_belongs_to_the_submission_with_exactly_its_request_id():
     ids=["no id", "an id"],
 )
 def test_an_answer_that_contradicts_itself_is_not_trusted(rows, row):
-    tracker = a_tracker()
-    sent(tracker, 1, 1, rows=rows)
+    tracker = new_tracker()
+    register_submission(tracker, 1, 1, rows=rows)
     with pytest.raises(errors.RemoteProtocolError):
         tracker.on_answered(result(req(1), *[row] * rows, mark=9))
     assert len(tracker) == 1
 
 
 def test_the_log_takes_precedence_over_an_answer():
-    tracker = a_tracker()
-    sent(tracker, 1, 1, rows=2)
+    tracker = new_tracker()
+    register_submission(tracker, 1, 1, rows=2)
     tracker.match_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
     _, outcome = tracker.on_answered(result(req(1), *[(-1, RowOutcomeCode.LOST, -1)] * 2, mark=9))
     assert outcome.reasons.tolist() == [RowOutcomeCode.LOST, RowOutcomeCode.COMMITTED]
@@ -82,18 +82,18 @@ def test_the_log_takes_precedence_over_an_answer():
 
 
 def test_only_rows_of_the_same_client_count():
-    tracker = a_tracker()
-    pending = sent(tracker, 1, 1, rows=2)
-    strangers = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
-    assert tracker.match_headers(TransactionId(10), 5, headers(10, *strangers))
-    tracker.match_feed(TransactionId(10), feed_headers(*strangers))
+    tracker = new_tracker()
+    pending = register_submission(tracker, 1, 1, rows=2)
+    foreign_ids = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
+    assert tracker.match_headers(TransactionId(10), 5, headers(10, *foreign_ids))
+    tracker.match_feed(TransactionId(10), feed_headers(*foreign_ids))
     assert pending.found is None
     assert pending.known_outcome(BEFORE_FIRST) is None
 
 
 def test_a_submission_found_in_part_has_an_unknown_outcome():
-    tracker = a_tracker()
-    pending = sent(tracker, 1, 1, rows=2)
+    tracker = new_tracker()
+    pending = register_submission(tracker, 1, 1, rows=2)
     tracker.prove(TransactionId(15))
     tracker.match_feed(TransactionId(12), feed_headers(req(1)))
     assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may be in the log as well"
@@ -101,19 +101,19 @@ def test_a_submission_found_in_part_has_an_unknown_outcome():
 
 
 def test_unanswered_appends_are_read_back_up_to_the_last_proven_mark():
-    tracker = a_tracker()
-    sent(tracker, 1, 1, mark=9)
+    tracker = new_tracker()
+    register_submission(tracker, 1, 1, mark=9)
     tracker.prove(TransactionId(12))
-    sent(tracker, 2, 2, mark=12)
+    register_submission(tracker, 2, 2, mark=12)
     tracker.prove(TransactionId(20))
     assert tracker.unresolved_range() == (10, 20)
 
 
 def test_a_proof_does_not_cover_later_appends():
-    tracker = a_tracker()
-    sent(tracker, 1, 1, mark=9)
+    tracker = new_tracker()
+    register_submission(tracker, 1, 1, mark=9)
     tracker.prove(TransactionId(12))
-    late = sent(tracker, 2, 2, mark=12)
+    late = register_submission(tracker, 2, 2, mark=12)
     assert tracker.unresolved_range() == (10, 12)
     settled = tracker.settle(TransactionId(12))
     assert [pending.submission.token for pending, _ in settled] == [1]
@@ -127,11 +127,11 @@ def test_a_proof_does_not_cover_later_appends():
     order=st.randoms(use_true_random=False),
 )
 def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
-    tracker = a_tracker()
+    tracker = new_tracker()
     rows = []
     sequence = 1
     for token, size in enumerate(sizes):
-        sent(tracker, token, sequence, rows=size, mark=-1)
+        register_submission(tracker, token, sequence, rows=size, mark=-1)
         rows += [req(sequence + i) for i in range(size)]
         sequence += size
     # The log has some rows of each client, in order, with those of others in between.
@@ -161,12 +161,12 @@ def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
 )
 def test_a_short_part_of_the_feed_has_the_same_content_as_a_long_one(sizes, rows):
     found = []
-    for few in (ONE_BY_ONE_MAX, -1):
-        tracker, sequence = a_tracker(), 1
+    for limit in (ONE_BY_ONE_MAX, -1):
+        tracker, sequence = new_tracker(), 1
         for token, size in enumerate(sizes):
-            sent(tracker, token, sequence, rows=size)
+            register_submission(tracker, token, sequence, rows=size)
             sequence += size
-        with mock.patch.object(outcome_tracker, "ONE_BY_ONE_MAX", few):
+        with mock.patch.object(outcome_tracker, "ONE_BY_ONE_MAX", limit):
             try:
                 tracker.match_feed(TransactionId(20), feed_headers(*rows))
             except errors.DataLoss as error:

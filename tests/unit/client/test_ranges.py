@@ -52,9 +52,9 @@ def answer(**changes) -> RangeData:
     return replace(message, **changes)
 
 
-def flipped(place: int) -> bytes:
+def corrupt_records(position: int) -> bytes:
     records = bytearray(answer().records)
-    records[place] ^= 1
+    records[position] ^= 1
     return bytes(records)
 
 
@@ -68,8 +68,8 @@ def test_a_valid_answer_is_returned():
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"records": flipped(40)}, errors.ChecksumMismatch),
-        ({"records": flipped(7)}, errors.ChecksumMismatch),
+        ({"records": corrupt_records(40)}, errors.ChecksumMismatch),
+        ({"records": corrupt_records(7)}, errors.ChecksumMismatch),
         ({"records": answer().records[:-1]}, errors.BadFormat),
         ({"lengths": b"\0" * 20}, errors.BadFormat),
         ({"first": 11}, errors.RemoteProtocolError),
@@ -119,7 +119,7 @@ class Storage:
         return self.answer, 0
 
 
-def fetched(storage: Storage, form: RangeForm = RangeForm.WHOLE) -> RangeChunk:
+def fetch_from_storage(storage: Storage, form: RangeForm = RangeForm.WHOLE) -> RangeChunk:
     """Request 10..13 from a storage."""
     query = replace(QUERY, last=TransactionId(13), form=form)
     link, mark = ReaderConnection(storage), TransactionId(13)
@@ -133,7 +133,7 @@ def test_a_replica_s_answer_to_another_request_is_an_error_of_the_protocol(chang
     storage = Storage(4)
     storage.answer = replace(storage.answer, **changes)
     with pytest.raises(errors.RemoteProtocolError, match="found form"):
-        fetched(storage)
+        fetch_from_storage(storage)
 
 
 @pytest.mark.parametrize("size", [3, 4, 15, 17, 20])
@@ -148,17 +148,17 @@ def test_places_with_another_number_of_lengths_are_a_protocol_error(size: int):
 
 
 def test_records_beyond_the_requested_range_of_a_replica_are_not_trusted():
-    assert [fetched(Storage(count)).next for count in (1, 4)] == [11, 14]
+    assert [fetch_from_storage(Storage(count)).next for count in (1, 4)] == [11, 14]
     expected = r"s1:6001 .*: expected no transaction after 13, found transactions 10\.\.14"
     with pytest.raises(errors.RemoteProtocolError, match=expected):
-        fetched(Storage(5))
+        fetch_from_storage(Storage(5))
 
 
 def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
     storage = Storage(4)
     fields = {"form": RangeForm.HEADERS, "lengths": b"", "records": records}
     storage.answer = replace(storage.answer, records_crc=records_crc, **fields)
-    return fetched(storage, RangeForm.HEADERS)
+    return fetch_from_storage(storage, RangeForm.HEADERS)
 
 
 @pytest.mark.parametrize("at", [9, 20, 27])  # in the request's ID and in the header
@@ -245,11 +245,11 @@ def test_a_log_that_ends_too_early_is_a_loss():
 REPLICAS = ("s1:1", "s2:1", "s3:1", "s4:1")
 
 
-def asked_for_a_range(
+def requested_addresses(
     monkeypatch: pytest.MonkeyPatch,
     nearby: tuple[str, ...],
     *,
-    down: Collection[str] = (),
+    unreachable: Collection[str] = (),
     first: int = 10,
     order: tuple[str, ...] = REPLICAS,
 ) -> list[str]:
@@ -271,17 +271,17 @@ def asked_for_a_range(
     async def open_link(address: str, _: ReplicaSet, *, timeout_s: float, ssl: None) -> Link:
         assert timeout_s == 5
         requests.append(address)
-        if address in down:
+        if address in unreachable:
             raise errors.Unreachable(f"{address} is down")
         return Link(address)
 
-    async def from_server(query: RangeQuery) -> RangeChunk:
+    async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
         return chunk_of_server(P, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, order, nearby)
-        reader = ReplicaReader(P, replicas, from_server, first=first, timeout_s=5)
+        reader = ReplicaReader(P, replicas, read_from_server, first=first, timeout_s=5)
         for _ in range(2):
             assert (await reader.fetch(QUERY)).next == 15
 
@@ -292,39 +292,39 @@ def asked_for_a_range(
 
 def test_a_replica_nearby_is_queried_before_the_others(monkeypatch: pytest.MonkeyPatch):
     for first in range(5):
-        assert asked_for_a_range(monkeypatch, ("s3:1",), first=first) == ["s3:1"]
+        assert requested_addresses(monkeypatch, ("s3:1",), first=first) == ["s3:1"]
     near = ("s1:1", "s3:1")
-    both = {asked_for_a_range(monkeypatch, near, first=first)[0] for first in range(10)}
+    both = {requested_addresses(monkeypatch, near, first=first)[0] for first in range(10)}
     assert both == set(near)  # they share the work
-    asked = {asked_for_a_range(monkeypatch, (), first=first)[0] for first in range(20)}
-    assert asked == set(REPLICAS)
+    addresses = {requested_addresses(monkeypatch, (), first=first)[0] for first in range(20)}
+    assert addresses == set(REPLICAS)
 
 
 def test_a_repeated_read_uses_the_same_replica(monkeypatch: pytest.MonkeyPatch):
     for first in range(3):
-        once = asked_for_a_range(monkeypatch, (), first=first)
+        once = requested_addresses(monkeypatch, (), first=first)
         # In whatever order a server names them: that changes with each append.
         for order in (REPLICAS[::-1], REPLICAS[1:] + REPLICAS[:1], REPLICAS[2:] + REPLICAS[:2]):
-            assert asked_for_a_range(monkeypatch, (), first=first, order=order) == once
+            assert requested_addresses(monkeypatch, (), first=first, order=order) == once
 
 
 def test_if_nearby_replicas_fail_the_others_and_then_the_server_are_queried(
     monkeypatch: pytest.MonkeyPatch,
 ):
     near = ("s1:1", "s3:1")
-    one, two, three = asked_for_a_range(monkeypatch, near, down=near)
+    one, two, three = requested_addresses(monkeypatch, near, unreachable=near)
     assert {one, two} == set(near)
     assert three in {"s2:1", "s4:1"}
-    all_of_them = asked_for_a_range(monkeypatch, near, down=REPLICAS)
+    all_of_them = requested_addresses(monkeypatch, near, unreachable=REPLICAS)
     assert set(all_of_them[:2]) == set(near)
     assert set(all_of_them[2:4]) == {"s2:1", "s4:1"}
     assert all_of_them[4:] == ["server", "server"]
 
 
 def test_a_nearby_storage_that_is_not_engaged_gets_no_request(monkeypatch: pytest.MonkeyPatch):
-    asked = asked_for_a_range(monkeypatch, ("s9:1",), down=REPLICAS)
-    assert sorted(asked[:4]) == sorted(REPLICAS)
-    assert asked[4:] == ["server", "server"]
+    addresses = requested_addresses(monkeypatch, ("s9:1",), unreachable=REPLICAS)
+    assert sorted(addresses[:4]) == sorted(REPLICAS)
+    assert addresses[4:] == ["server", "server"]
 
 
 def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
@@ -348,12 +348,12 @@ def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
             waited_s[address] = clock.time() - began_s
         raise AssertionError
 
-    async def from_server(query: RangeQuery) -> RangeChunk:
+    async def read_from_server(query: RangeQuery) -> RangeChunk:
         return chunk_of_server(P, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
-        reader = ReplicaReader(P, replicas, from_server, first=10, timeout_s=2)
+        reader = ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=2)
         assert (await reader.fetch(QUERY)).next == 15
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
@@ -386,12 +386,12 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
             await greets.wait()
             return Link(address)
 
-        async def from_server(query: RangeQuery) -> RangeChunk:
+        async def read_from_server(query: RangeQuery) -> RangeChunk:
             return chunk_of_server(P, query, answer())
 
         monkeypatch.setattr(ReaderConnection, "open", open_link)
         replicas = ReplicaSet(bytes(16), 4, 1, 20, ("s1:1",))
-        reader = ReplicaReader(P, replicas, from_server, first=10, timeout_s=2)
+        reader = ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=2)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(reader.fetch(QUERY))
             await asyncio.sleep(0)
@@ -419,13 +419,13 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
         requests.append(address)
         return Link()
 
-    async def from_server(query: RangeQuery) -> RangeChunk:
+    async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
         return chunk_of_server(P, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
-        await ReplicaReader(P, replicas, from_server, first=10, timeout_s=5).fetch(QUERY)
+        await ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=5).fetch(QUERY)
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
     run_in_virtual_time(read())
@@ -454,13 +454,13 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
     async def open_link(address: str, *_: object, **__: object) -> Link:
         return Link(address)
 
-    async def from_server(query: RangeQuery) -> RangeChunk:
+    async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
         return chunk_of_server(P, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
-        await ReplicaReader(P, replicas, from_server, first=10, timeout_s=5).fetch(QUERY)
+        await ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=5).fetch(QUERY)
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
     run_in_virtual_time(read())

@@ -28,7 +28,7 @@ class Cluster:
     def __init__(self, **answers):
         self.answers = answers  # address: a function of the request, or an error
         self.owners = list(answers)  # each failure is followed by the next one's turn
-        self.asked = []
+        self.sent_requests = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.requests = OwnerRequests(self, self, CONFIG, Random(1))
@@ -52,7 +52,7 @@ class Link:
     async def request(self, answer, make, *, client_id, partition_id, timeout_s):
         assert self.is_bulk == (answer is m.RangeData)
         request = make((client_id, 0, partition_id, 1))
-        self.cluster.asked.append((self.address, type(request)))
+        self.cluster.sent_requests.append((self.address, type(request)))
         found = self.cluster.answers[self.address](request)
         if isinstance(found, Exception):
             raise found
@@ -64,7 +64,7 @@ class Link:
         return found
 
 
-def replicas(request, mark):
+def replicas_response(request, mark):
     return m.ReplicasResponse(
         request.req_id,
         session_id=5,
@@ -84,7 +84,7 @@ def mark(number):
                 return m.HighWaterMarkResponse(request.req_id, number)
             case m.ReplicasRequest(linearizable=is_proved):
                 shown = number + (100 if is_proved else 0)
-                return replicas(request, shown)
+                return replicas_response(request, shown)
             case m.RangeRequest(first=first, form=form):
                 return m.RangeData(
                     request.req_id, first, 0, first, form, b"", b"", NO_SESSION, number, ()
@@ -96,14 +96,14 @@ def mark(number):
 SILENCE = object()
 
 
-def gone(_request):
+def moved_owner(_request):
     return errors.NotOwned("it has moved")
 
 
 def test_after_a_failure_the_next_owner_is_looked_up():
-    cluster = Cluster(old=gone, new=mark(7))
+    cluster = Cluster(old=moved_owner, new=mark(7))
     assert run_in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False)) == 7
-    assert [address for address, _ in cluster.asked] == ["old", "new"]
+    assert [address for address, _ in cluster.sent_requests] == ["old", "new"]
 
 
 def test_a_mark_that_must_not_be_stale_is_requested_as_such():
@@ -118,7 +118,7 @@ def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
     def stale(request):
         if isinstance(request, m.ReplicasRequest):
             ends.append(9 if len(ends) < 2 else 4)
-            return replicas(request, ends[-1])
+            return replicas_response(request, ends[-1])
         return mark(4)(request)
 
     cluster = Cluster(owner=stale)
@@ -156,13 +156,13 @@ async def test_a_request_is_not_repeated_without_a_move():
     cluster.may_answer.clear()
     async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
         asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
-        while not cluster.asked:  # noqa: ASYNC110 - it is on its way
+        while not cluster.sent_requests:  # noqa: ASYNC110 - it is on its way
             await asyncio.sleep(0)
         cluster.requests.on_owners_changed({0: Owner("owner", 2), 1: Owner("other", 2)})
         await asyncio.sleep(0)
         cluster.may_answer.set()
         assert await asking == 7
-    assert len(cluster.asked) == 1
+    assert len(cluster.sent_requests) == 1
 
 
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.DataLoss])
@@ -170,7 +170,7 @@ def test_permanent_errors_are_not_retried(error):
     cluster = Cluster(owner=lambda _request: error("no"))
     with pytest.raises(error, match="no"):
         run_in_virtual_time(cluster.requests.flush(0))
-    assert len(cluster.asked) == 1
+    assert len(cluster.sent_requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
 
         def answer(request):
             is_silent = asyncio.get_running_loop().time() >= silent_at_s
-            return SILENCE if is_silent and len(cluster.asked) > 1 else gone(request)
+            return SILENCE if is_silent and len(cluster.sent_requests) > 1 else moved_owner(request)
 
         cluster = Cluster(owner=answer)
         cluster.requests._config = ClientConfig(
@@ -223,7 +223,7 @@ def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
 # --- rejections
 
 
-def rejections(*, stamps_ms=(9, 8), ids=2, reasons=(1, 3), conflicting=(7, -1)):
+def owner_with_rejections(*, stamps_ms=(9, 8), ids=2, reasons=(1, 3), conflicting=(7, -1)):
     """Return an owner that answers with these rejections."""
 
     def answer(request):
@@ -239,7 +239,7 @@ def rejections(*, stamps_ms=(9, 8), ids=2, reasons=(1, 3), conflicting=(7, -1)):
 
 
 def test_rejections_are_decoded_in_the_order_of_the_answer():
-    cluster = Cluster(owner=rejections())
+    cluster = Cluster(owner=owner_with_rejections())
     assert run_in_virtual_time(cluster.requests.recent_rejections(3)) == [
         Rejection(9, ReqId(1, 2, 3, 0), m.RowOutcomeCode.LOCK, 7),
         Rejection(8, ReqId(1, 2, 3, 1), m.RowOutcomeCode.AHEAD, -1),
@@ -251,18 +251,18 @@ def test_rejections_are_decoded_in_the_order_of_the_answer():
     [{"stamps_ms": (9,)}, {"ids": 3}, {"conflicting": ()}, {"reasons": (1, 200)}],
 )
 def test_rejections_that_do_not_fit_together_are_reported(wrong):
-    cluster = Cluster(owner=rejections(**wrong))
+    cluster = Cluster(owner=owner_with_rejections(**wrong))
     with pytest.raises(errors.RemoteProtocolError, match="rejections: expected"):
         run_in_virtual_time(cluster.requests.recent_rejections(3))
 
 
 def test_an_older_server_gets_no_request_for_rejections(monkeypatch):
     monkeypatch.setattr(Link, "reports_rejections", False)
-    cluster = Cluster(owner=rejections())
+    cluster = Cluster(owner=owner_with_rejections())
     with pytest.raises(errors.BadRequest) as failed:
         run_in_virtual_time(cluster.requests.recent_rejections(3))
     assert str(failed.value) == (
         "owner does not report the rejections of partition 3: expected client protocol L 9 or "
         "later, found an older version. Hint: upgrade the server."
     )
-    assert cluster.asked == []
+    assert cluster.sent_requests == []

@@ -229,12 +229,12 @@ def test_an_id_after_the_end_of_the_log_is_data_loss(client: WaltzClient, name):
         client.scan(0, **{name: 4})
 
 
-def archived(first: int) -> ReplicaSet:
+def replicas_with_archive(first: int) -> ReplicaSet:
     return replace(NO_REPLICAS, high_water_mark=9, archived=ArchivedRange(first, 8, "m", 0))
 
 
 def test_a_scan_begins_at_the_first_available_transaction():
-    sources = {0: archived(0), 1: archived(4)}
+    sources = {0: replicas_with_archive(0), 1: replicas_with_archive(4)}
     assert scan_ranges_of(sources, None, None) == [ScanRange(0, 0, 10), ScanRange(1, 4, 10)]
     for start, stop in ((3, None), (None, 3)):
         with pytest.raises(

@@ -16,14 +16,14 @@ class Scenario:
     """`SilentServers` on a clock of its own, and what was logged of them."""
 
     def __init__(self, caplog):
-        self.doubts = 0
-        self.silent_servers = SilentServers(self._doubt)
+        self.zookeeper_checks = 0
+        self.silent_servers = SilentServers(self._count_check)
         self.now_s = 100.0
         self._caplog = caplog
         caplog.set_level(logging.INFO, "waltz_core.client.links.silent_servers")
 
-    def _doubt(self):
-        self.doubts += 1
+    def _count_check(self):
+        self.zookeeper_checks += 1
 
     def at(self, now_s, call, *args, **named):
         """Call at a time; return what was logged meanwhile, as (level, text)."""
@@ -52,7 +52,7 @@ def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(scenar
             scenario.at(now_s, silent_servers.on_silence_detected, SERVER, 1, since_s=now_s - 1)
             == []
         )
-    assert scenario.doubts == 9
+    assert scenario.zookeeper_checks == 9
     assert scenario.at(300, silent_servers.on_data_received, SERVER, 1) == [
         ("INFO", f"server.responsive server={SERVER} after_s=200.5")
     ]

@@ -43,16 +43,16 @@ def transaction(number: int, header: int = 1, partition: int = 0) -> Transaction
     return Transaction(PartitionId(partition), TransactionId(number), words, NoData())
 
 
-class Adding(SqlCallbacks):
+class TotalView(SqlCallbacks):
     """Adds each transaction's header to one total."""
 
-    then: Callable[[sa.Connection], object] | None = None
+    after_update: Callable[[sa.Connection], object] | None = None
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
         added = TOTALS.c.total + transaction.header
         connection.execute(TOTALS.update().where(TOTALS.c.id == 1).values(total=added))
-        if self.then is not None:
-            self.then(connection)
+        if self.after_update is not None:
+            self.after_update(connection)
 
     @property
     def total(self) -> int:
@@ -71,7 +71,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
 
 
 def test_changes_and_mark_are_committed_together(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     assert callbacks.client_high_water_mark(0) == -1
     for number in range(5):
         callbacks.apply_transaction(transaction(number))
@@ -79,9 +79,9 @@ def test_changes_and_mark_are_committed_together(engine: sa.Engine) -> None:
 
 
 def test_an_error_in_apply_rolls_back_changes_and_mark(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
-    callbacks.then = lambda _: 1 // 0
+    callbacks.after_update = lambda _: 1 // 0
     with pytest.raises(ZeroDivisionError) as caught:
         callbacks.apply_transaction(transaction(0))
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (0, -1)
@@ -89,7 +89,7 @@ def test_an_error_in_apply_rolls_back_changes_and_mark(engine: sa.Engine) -> Non
 
 
 def test_each_application_and_partition_has_its_own_mark(engine: sa.Engine) -> None:
-    one, other = Adding(engine, application="one"), Adding(engine, application="other")
+    one, other = TotalView(engine, application="one"), TotalView(engine, application="other")
     one.client_high_water_mark(0)
     one.client_high_water_mark(3)
     one.apply_transaction(transaction(0))
@@ -100,7 +100,7 @@ def test_each_application_and_partition_has_its_own_mark(engine: sa.Engine) -> N
 
 
 @pytest.mark.parametrize(
-    "then",
+    "after_update",
     [
         lambda connection: connection.commit(),
         lambda connection: connection.rollback(),
@@ -115,15 +115,15 @@ def test_each_application_and_partition_has_its_own_mark(engine: sa.Engine) -> N
     ],
 )
 def test_commits_inside_apply_are_rejected(
-    engine: sa.Engine, then: Callable[[sa.Connection], object]
+    engine: sa.Engine, after_update: Callable[[sa.Connection], object]
 ) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
-    callbacks.then = then
+    callbacks.after_update = after_update
     with pytest.raises(BadRequest, match="leave the database transaction open"):
         callbacks.apply_transaction(transaction(0))
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (0, -1)
-    callbacks.then = None
+    callbacks.after_update = None
     callbacks.apply_transaction(transaction(0))
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (1, 0)
 
@@ -133,9 +133,9 @@ def test_an_error_of_commit_that_the_callback_catches_is_raised_again(engine: sa
         with pytest.raises(BadRequest):
             connection.commit()
 
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
-    callbacks.then = swallow
+    callbacks.after_update = swallow
     with pytest.raises(BadRequest):
         callbacks.apply_transaction(transaction(0))
     assert callbacks.total == 0
@@ -146,9 +146,9 @@ def test_a_caught_error_that_rolled_back_the_transaction_is_rejected(engine: sa.
         with pytest.raises(sa.exc.IntegrityError):
             connection.execute(sa.text("INSERT OR ROLLBACK INTO totals VALUES (1, 0)"))
 
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     apply_all(callbacks, range(3))
-    callbacks.then = insert_again
+    callbacks.after_update = insert_again
     with pytest.raises(
         BadRequest, match=r"had rolled the transaction back .* caught \(UNIQUE .*begin_nested"
     ):
@@ -156,7 +156,7 @@ def test_a_caught_error_that_rolled_back_the_transaction_is_rejected(engine: sa.
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (3, 2)
 
 
-def take_points(connection: sa.Connection) -> None:
+def use_savepoints(connection: sa.Connection) -> None:
     point = connection.begin_nested()
     connection.execute(TOTALS.update().values(total=1_000))
     point.rollback()
@@ -169,26 +169,31 @@ def catch_an_error(connection: sa.Connection) -> None:
         connection.execute(sa.text("INSERT INTO totals VALUES (1, 0)"))
 
 
-def running(statement: str) -> Callable[[sa.Connection], object]:
+def execute_statement(statement: str) -> Callable[[sa.Connection], object]:
     return lambda connection: connection.exec_driver_sql(statement).all()
 
 
 @pytest.mark.parametrize(
-    ("then", "total"),
+    ("after_update", "total"),
     [
-        (running("SELECT 'one; COMMIT' AS said"), 1),
-        (running("SELECT CASE WHEN total = 0 THEN 'none' ELSE 'some' END FROM totals -- ; end"), 1),
-        (running('SELECT total AS "; END" FROM totals'), 1),
-        (take_points, 11),
+        (execute_statement("SELECT 'one; COMMIT' AS said"), 1),
+        (
+            execute_statement(
+                "SELECT CASE WHEN total = 0 THEN 'none' ELSE 'some' END FROM totals -- ; end"
+            ),
+            1,
+        ),
+        (execute_statement('SELECT total AS "; END" FROM totals'), 1),
+        (use_savepoints, 11),
         (catch_an_error, 1),
     ],
 )
 def test_statements_that_keep_the_database_transaction_open_are_accepted(
-    engine: sa.Engine, then: Callable[[sa.Connection], object], total: int
+    engine: sa.Engine, after_update: Callable[[sa.Connection], object], total: int
 ) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
-    callbacks.then = then
+    callbacks.after_update = after_update
     apply_all(callbacks, [0])
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (total, 0)
 
@@ -206,9 +211,9 @@ def test_an_engine_that_cannot_commit_changes_and_mark_together_is_rejected(
 ) -> None:
     engine = sa.create_engine(url.format(tmp_path), **options)
     with pytest.raises(BadConfig, match=found):
-        Adding(engine)
+        TotalView(engine)
     with pytest.raises(BadConfig, match="create_engine, found 'sqlite://"):
-        Adding(url)  # type: ignore[arg-type]
+        TotalView(url)  # type: ignore[arg-type]
     engine.dispose()
 
 
@@ -222,7 +227,7 @@ def test_without_sqlalchemy_the_import_states_what_to_install(
 
 
 def test_a_database_restored_to_an_older_state_is_reported(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
     for number in range(5):
         callbacks.apply_transaction(transaction(number))
@@ -237,7 +242,7 @@ def test_a_database_restored_to_an_older_state_is_reported(engine: sa.Engine) ->
 
 
 def test_a_context_reads_under_the_databases_mark(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     builder = TransactionBuilder(PartitionId(0), TransactionId(77))
     with pytest.raises(BadRequest, match="Hint: subscribe the view to"), callbacks.reading(builder):
         pass
@@ -251,7 +256,7 @@ def test_a_context_reads_under_the_databases_mark(engine: sa.Engine) -> None:
 
 
 def test_a_context_reads_the_state_of_one_moment(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
     writer = sa.create_engine(engine.url, connect_args={"timeout": 0})
     builder = TransactionBuilder(PartitionId(0), TransactionId(77))
@@ -272,7 +277,7 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
     METADATA.create_all(engine)
     with engine.begin() as connection:
         connection.execute(TOTALS.insert().values(id=1, total=0))
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
     holding, tried = threading.Event(), threading.Event()
 
@@ -296,7 +301,7 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_an_outage_is_retried_and_an_application_error_stops(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     gone = sa.exc.OperationalError("SELECT 1", {}, Exception("server closed the connection"))
     assert callbacks.uncaught_exception(0, 7, gone) is PoisonPolicy.RETRY
     assert callbacks.uncaught_exception(0, 7, Unreachable("the log")) is PoisonPolicy.RETRY
@@ -316,7 +321,7 @@ def test_a_pool_without_a_free_connection_is_an_outage(tmp_path: Path) -> None:
         pool_timeout=0.01,
     )
     METADATA.create_all(engine)
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
     with engine.connect(), pytest.raises(sa.exc.TimeoutError) as caught:
         apply_all(callbacks, range(10))
@@ -326,42 +331,42 @@ def test_a_pool_without_a_free_connection_is_an_outage(tmp_path: Path) -> None:
     engine.dispose()
 
 
-class Summing(Adding):
+class BatchTotalView(TotalView):
     """Adds a batch's headers with one statement, and notes what it was given."""
 
     def __init__(self, engine: sa.Engine, **named: Any) -> None:
         super().__init__(engine, **named)
-        self.given: list[list[int]] = []
+        self.batches: list[list[int]] = []
         self.poison: set[int] = set()
         self.meanwhile: Callable[[], object] = lambda: None
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
-        self.given.append([int(each.transaction_id) for each in transactions])
+        self.batches.append([int(each.transaction_id) for each in transactions])
         self.meanwhile()
         added = TOTALS.c.total + sum(each.header for each in transactions)
         connection.execute(TOTALS.update().values(total=added))
-        if bad := self.poison.intersection(self.given[-1]):
+        if bad := self.poison.intersection(self.batches[-1]):
             raise ZeroDivisionError(min(bad))
 
 
-def given(numbers: Iterable[int]) -> list[Transaction]:
+def transactions_with_ids(numbers: Iterable[int]) -> list[Transaction]:
     return [transaction(number) for number in numbers]
 
 
 def apply_all(callbacks: SqlCallbacks, numbers: Iterable[int], last: int | None = None) -> None:
     """Apply as the client does: what is left, until all is applied or an error is raised."""
-    left = given(numbers)
+    left = transactions_with_ids(numbers)
     end = int(left[-1].transaction_id) if last is None else last
     while left:
         left = left[callbacks.apply_transactions(0, left, end) :]
 
 
 def test_a_batch_is_one_transaction_of_the_database(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
     commits: list[sa.Connection] = []
     sa.event.listen(engine, "commit", commits.append)
-    assert callbacks.apply_transactions(0, given(range(10)), 9) == 10
+    assert callbacks.apply_transactions(0, transactions_with_ids(range(10)), 9) == 10
     assert len(commits) == 1
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (10, 9)
 
@@ -371,9 +376,9 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr(sql.time, "monotonic", lambda: now_s)
-    callbacks = Summing(engine)
+    callbacks = BatchTotalView(engine)
     apply_all(callbacks, range(12_272))
-    sizes = [len(each) for each in callbacks.given]
+    sizes = [len(each) for each in callbacks.batches]
     assert sizes[:5] == [16, 32, 64, 128, 256]
     assert max(sizes) == 4_096
 
@@ -381,19 +386,19 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
         nonlocal now_s
         now_s += 1
 
-    callbacks.given.clear()
+    callbacks.batches.clear()
     callbacks.meanwhile = last_long
     apply_all(callbacks, range(12_272, 19_952))
-    assert [len(each) for each in callbacks.given][:4] == [4_096, 2_048, 1_024, 512]
+    assert [len(each) for each in callbacks.batches][:4] == [4_096, 2_048, 1_024, 512]
     assert callbacks.total == 19_952
 
 
 def test_a_failing_transaction_is_found_and_earlier_ones_stay(engine: sa.Engine) -> None:
-    callbacks = Summing(engine)
+    callbacks = BatchTotalView(engine)
     callbacks.poison = {37}
     with pytest.raises(ZeroDivisionError, match="37"):
         apply_all(callbacks, range(100))
-    assert callbacks.given[-1] == [37]
+    assert callbacks.batches[-1] == [37]
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (37, 36)
     apply_all(callbacks, range(38, 100))  # it was skipped
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (99, 99)
@@ -403,26 +408,26 @@ def test_a_batch_that_lasts_longer_than_the_database_allows_is_made_smaller(
     engine: sa.Engine,
 ) -> None:
     def time_out() -> None:
-        if len(callbacks.given[-1]) > 3:
+        if len(callbacks.batches[-1]) > 3:
             text = "canceling statement due to statement timeout"
             raise sa.exc.OperationalError("UPDATE totals", {}, Exception(text))
 
-    callbacks = Summing(engine)
+    callbacks = BatchTotalView(engine)
     callbacks.meanwhile = time_out
     for _ in range(3):  # as the client, which applies what is left again after a pause
         with pytest.raises(sa.exc.OperationalError):
             apply_all(callbacks, range(16))
-    assert [len(each) for each in callbacks.given] == [16, 8, 4]
-    callbacks.given.clear()
-    callbacks.apply_transactions(0, given(range(16)), 15)
-    assert callbacks.given == [[0, 1]]
+    assert [len(each) for each in callbacks.batches] == [16, 8, 4]
+    callbacks.batches.clear()
+    callbacks.apply_transactions(0, transactions_with_ids(range(16)), 15)
+    assert callbacks.batches == [[0, 1]]
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (2, 1)
 
 
 def test_a_commit_of_unknown_outcome_is_not_applied_again(
     engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
     commit = engine.dialect.do_commit
 
@@ -440,39 +445,39 @@ def test_a_commit_of_unknown_outcome_is_not_applied_again(
 
 
 def test_transactions_of_another_instance_are_left_out_of_a_batch(engine: sa.Engine) -> None:
-    one, other = Summing(engine), Summing(engine)
+    one, other = BatchTotalView(engine), BatchTotalView(engine)
     for each in (one, other):
         each.client_high_water_mark(0)
     apply_all(other, range(7))
     apply_all(one, range(12))
-    assert one.given == [[7, 8, 9, 10, 11]]
+    assert one.batches == [[7, 8, 9, 10, 11]]
     assert other.apply_transactions(0, [], 11) == 0
     apply_all(other, range(7, 13))
     assert (one.total, other.client_high_water_mark(0)) == (13, 12)
 
 
 def test_a_filter_moves_the_mark_past_filtered_transactions(engine: sa.Engine) -> None:
-    callbacks = Summing(engine)
+    callbacks = BatchTotalView(engine)
     apply_all(callbacks, [3, 8], last=20)
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (2, 20)
     assert callbacks.apply_transactions(0, [], 90) == 0
     assert callbacks.client_high_water_mark(0) == 90
     apply_all(callbacks, [91])
-    assert callbacks.given == [[3, 8], [91]]
+    assert callbacks.batches == [[3, 8], [91]]
 
 
 ONE, OTHER = bytes([1]) * 16, bytes([2]) * 16
 
 
 def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.begin(ONE)
     callbacks.client_high_water_mark(0)
     apply_all(callbacks, range(3))
-    again = Adding(engine)
+    again = TotalView(engine)
     again.begin(ONE)
     assert again.client_high_water_mark(0) == 2
-    other = Adding(engine)
+    other = TotalView(engine)
     other.begin(OTHER)
     with pytest.raises(
         ClusterKeyMismatch,
@@ -480,17 +485,17 @@ def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     ):
         other.client_high_water_mark(0)
     assert other.client_high_water_mark(1) == -1  # nothing of that partition is in the view
-    elsewhere = Adding(engine, application="of the new log")
+    elsewhere = TotalView(engine, application="of the new log")
     elsewhere.begin(OTHER)
     assert elsewhere.client_high_water_mark(0) == -1
 
 
 def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engine) -> None:
-    old = Adding(engine)
+    old = TotalView(engine)
     old.begin(ONE)
     old.client_high_water_mark(0)
     apply_all(old, range(3))
-    restored = Adding(engine)
+    restored = TotalView(engine)
     restored.begin(OTHER, RestoreSources({ONE.hex(): {0: 2}}))
     assert restored.client_high_water_mark(0) == 2
     # An instance that still applies the old log moves the mark no more.
@@ -499,17 +504,17 @@ def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engi
     ):
         apply_all(old, [3])
     apply_all(restored, [3, 4])
-    again = Adding(engine)
+    again = TotalView(engine)
     again.begin(OTHER)
     assert again.client_high_water_mark(0) == 4
 
 
 def test_a_view_past_the_restored_end_is_rejected(engine: sa.Engine) -> None:
-    old = Adding(engine)
+    old = TotalView(engine)
     old.begin(ONE)
     old.client_high_water_mark(0)
     apply_all(old, range(3))
-    restored = Adding(engine)
+    restored = TotalView(engine)
     restored.begin(OTHER, RestoreSources({ONE.hex(): {0: 1}}))
     with pytest.raises(ClusterKeyMismatch, match=r"cluster with key 0101"):
         restored.client_high_water_mark(0)
@@ -528,11 +533,11 @@ def test_a_mark_of_a_development_version_gets_the_key_of_the_next_cluster(
             )
         )
         connection.execute(sa.text("INSERT INTO waltz_high_water_marks VALUES ('', 0, 41)"))
-    callbacks = Adding(engine)
+    callbacks = TotalView(engine)
     callbacks.begin(ONE)
     assert callbacks.client_high_water_mark(0) == 41
     apply_all(callbacks, [42])
-    other = Adding(engine)
+    other = TotalView(engine)
     other.begin(OTHER)
     with pytest.raises(ClusterKeyMismatch, match="connected cluster has key 0202"):
         other.client_high_water_mark(0)
@@ -542,7 +547,7 @@ def test_callbacks_that_would_apply_nothing_are_rejected(engine: sa.Engine) -> N
     class Neither(SqlCallbacks):
         pass
 
-    class Old(Adding):
+    class Old(TotalView):
         def apply_transaction(self, transaction: Transaction) -> None:
             raise AssertionError(transaction)
 

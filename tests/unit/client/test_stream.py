@@ -9,7 +9,7 @@ from tests.unit.client.scenarios import (
     PARTITION,
     SETTINGS,
     Scenario,
-    committed,
+    committed_result,
     feed_batch,
     headers,
     range_data,
@@ -26,11 +26,11 @@ from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, Generation, 
 from waltz_core.wire import messages as m
 
 
-def settled(effects):
+def outcomes_by_token(effects):
     return {e.token: e.outcome for e in effects if isinstance(e, stream_events.SubmissionSettled)}
 
 
-def refused(effects):
+def rejection_errors(effects):
     return {e.token: e.error for e in effects if isinstance(e, stream_events.SubmissionRejected)}
 
 
@@ -43,9 +43,9 @@ def test_the_first_append_links_mounts_and_is_sent():
     assert scenario.step(stream_events.SendAppends(submission(1))) == [
         stream_events.OpenLink(1, ())
     ]
-    mount = scenario.link(generation=4)
+    mount = scenario.open_link(generation=4)
     assert mount == m.MountWriter(req(-1, 4), 1, m.LATEST_MARK, wants_feed=False)
-    assert scenario.mounted(mount, 9) == [
+    assert scenario.answer_mount(mount, 9) == [
         stream_events.MarkAdvanced(9),
         stream_events.StreamReady(9),
         stream_events.SendOnLink(
@@ -55,21 +55,21 @@ def test_the_first_append_links_mounts_and_is_sent():
 
 
 def test_rows_of_a_batch_use_up_its_sequence_numbers():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=10)))
-    assert scenario.sent() == [m.AppendBatch(req(1), -1, b"data", 99)]
+    assert scenario.sent_messages() == [m.AppendBatch(req(1), -1, b"data", 99)]
     scenario.step(stream_events.SendAppends(submission(2)))
-    assert scenario.sent()[0].req_id == req(11)
+    assert scenario.sent_messages()[0].req_id == req(11)
 
 
 def test_an_answer_settles_its_submission_and_moves_the_mark():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=2)))
     effects = scenario.receive(
         result(req(1), (5, m.RowOutcomeCode.COMMITTED, -1), (-1, m.RowOutcomeCode.LOCK, 4), mark=5)
     )
     assert effects[0] == stream_events.MarkAdvanced(5)
-    outcome = settled(effects)[1]
+    outcome = outcomes_by_token(effects)[1]
     assert outcome.transaction_ids.tolist() == [5, -1]
     assert outcome.reasons.tolist() == [m.RowOutcomeCode.COMMITTED, m.RowOutcomeCode.LOCK]
     assert outcome.conflicting.tolist() == [-1, 4]
@@ -81,22 +81,22 @@ def test_an_answer_settles_its_submission_and_moves_the_mark():
 def test_appends_in_flight_stay_within_the_servers_limit():
     scenario = Scenario()
     scenario.step(stream_events.MountPartition())
-    mount = scenario.link()
+    mount = scenario.open_link()
     scenario.receive(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
     scenario.step(stream_events.SendAppends(submission(1, data=b"x" * 20)))
-    assert len(scenario.sent()) == 1
+    assert len(scenario.sent_messages()) == 1
     scenario.step(stream_events.SendAppends(submission(2, data=b"x" * 20)))
-    assert scenario.sent() == []
-    scenario.receive(committed(req(1), 0))
-    assert [each.req_id for each in scenario.sent()] == [req(2)]
+    assert scenario.sent_messages() == []
+    scenario.receive(committed_result(req(1), 0))
+    assert [each.req_id for each in scenario.sent_messages()] == [req(2)]
 
 
 def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     effects = scenario.step(stream_events.SendAppends(submission(1, rows=101)))
-    assert isinstance(refused(effects)[1], errors.TooLarge)
+    assert isinstance(rejection_errors(effects)[1], errors.TooLarge)
     effects = scenario.step(stream_events.SendAppends(submission(2, data=b"x" * 1_001)))
-    assert isinstance(refused(effects)[2], errors.TooLarge)
+    assert isinstance(rejection_errors(effects)[2], errors.TooLarge)
     assert not scenario.stream.has_pending
 
 
@@ -106,17 +106,19 @@ def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
     for token, rows in ((1, 101), (2, 1), (3, 2)):
         one = replace(submission(token, rows=rows), keeps_order=token != 3)
         scenario.step(stream_events.SendAppends(one))
-    effects = scenario.mounted(scenario.link(), -1)
-    assert isinstance(refused(effects)[1], errors.TooLarge)
-    assert settled(effects)[2].reasons.tolist() == [m.RowOutcomeCode.LOST]
-    assert [each.req_id for each in scenario.sent(m.AppendBatch)] == [req(1)]  # it keeps no order
-    assert scenario.sent(m.AppendRequest) == []
+    effects = scenario.answer_mount(scenario.open_link(), -1)
+    assert isinstance(rejection_errors(effects)[1], errors.TooLarge)
+    assert outcomes_by_token(effects)[2].reasons.tolist() == [m.RowOutcomeCode.LOST]
+    assert [each.req_id for each in scenario.sent_messages(m.AppendBatch)] == [
+        req(1)
+    ]  # it keeps no order
+    assert scenario.sent_messages(m.AppendRequest) == []
 
 
 def test_a_requested_mount_does_not_wait_for_an_append():
     scenario = Scenario()
     assert scenario.step(stream_events.MountPartition()) == [stream_events.OpenLink(1, ())]
-    assert scenario.mounted(scenario.link(), 3)[-1] == stream_events.StreamReady(3)
+    assert scenario.answer_mount(scenario.open_link(), 3)[-1] == stream_events.StreamReady(3)
     assert scenario.step(stream_events.MountPartition()) == []
 
 
@@ -126,7 +128,7 @@ def test_a_requested_mount_does_not_wait_for_an_append():
 
 def in_doubt(rows: int = 2) -> Scenario:
     """A submission was sent at mark 9 and its link broke; the next link is requested."""
-    scenario = Scenario().ready(mark=9)
+    scenario = Scenario().mount_partition(mark=9)
     scenario.step(stream_events.SendAppends(submission(1, rows=rows)))
     assert scenario.step(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
     return scenario
@@ -135,59 +137,63 @@ def in_doubt(rows: int = 2) -> Scenario:
 def test_rows_in_doubt_are_searched_between_the_two_marks():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
-    assert scenario.done == []  # invariant 1: not before the rows in doubt are settled
-    mount = scenario.link(number=2, generation=1)
-    effects = scenario.mounted(mount, 12, link=2)
+    assert scenario.last_effects == []  # invariant 1: not before the rows in doubt are settled
+    mount = scenario.open_link(number=2, generation=1)
+    effects = scenario.answer_mount(mount, 12, link=2)
     request = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
     assert effects == [stream_events.MarkAdvanced(12), stream_events.SendOnLink(2, request)]
     effects = scenario.receive(
         range_data(request, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2
     )
-    outcome = settled(effects)[1]
+    outcome = outcomes_by_token(effects)[1]
     assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
-    assert [each.req_id for each in scenario.sent()] == [req(3, 1)]
+    assert [each.req_id for each in scenario.sent_messages()] == [req(3, 1)]
 
 
 def test_ordered_appends_do_not_overtake_resent_ones():
-    scenario = Scenario().ready(mark=9)
+    scenario = Scenario().mount_partition(mark=9)
     scenario.step(stream_events.SendAppends(replace(submission(1), keeps_order=True)))
     scenario.step(stream_events.LinkLost(1, "cut"))
     scenario.step(stream_events.SendAppends(replace(submission(2), keeps_order=True)))
     scenario.step(stream_events.SendAppends(submission(3)))
-    effects = scenario.mounted(scenario.link(number=2), 9, link=2)
-    outcomes = settled(effects)
+    effects = scenario.answer_mount(scenario.open_link(number=2), 9, link=2)
+    outcomes = outcomes_by_token(effects)
     assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
         1: [m.RowOutcomeCode.LOST],
         2: [m.RowOutcomeCode.LOST],
     }
-    assert [each.req_id for each in scenario.sent()] == [req(2)]  # the third: it is ignored
+    assert [each.req_id for each in scenario.sent_messages()] == [
+        req(2)
+    ]  # the third: it is ignored
 
 
 def test_reading_back_continues_until_the_mark():
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2), 12, link=2)
-    (request,) = scenario.sent(m.RangeRequest)
+    scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
+    (request,) = scenario.sent_messages(m.RangeRequest)
     answer = range_data(request, req(5, 0, 99), req(1), mark=12)
     assert scenario.receive(replace(answer, req_id=req(-99)), link=2) == []  # it was not requested
     scenario.receive(answer, link=2)
-    (again,) = scenario.sent(m.RangeRequest)
+    (again,) = scenario.sent_messages(m.RangeRequest)
     assert (again.first, again.last) == (12, 12)
     effects = scenario.receive(range_data(again, req(2), mark=12), link=2)
-    assert settled(effects)[1].transaction_ids.tolist() == [11, 12]
+    assert outcomes_by_token(effects)[1].transaction_ids.tolist() == [11, 12]
 
 
-def below_start(asked, first):
+def log_start_error(range_request, first):
     code = errors.BeforeLogStart.code
-    return m.ErrorResponse(asked.req_id, code, False, f"expected IDs from {first} on", first)
+    return m.ErrorResponse(
+        range_request.req_id, code, False, f"expected IDs from {first} on", first
+    )
 
 
 def test_rows_in_doubt_below_the_start_of_the_log_have_an_unknown_outcome():
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2), 12, link=2)
-    (request,) = scenario.sent(m.RangeRequest)
-    effects = scenario.receive(below_start(request, 11), link=2)
-    assert settled(effects) == {}
+    scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
+    (request,) = scenario.sent_messages(m.RangeRequest)
+    effects = scenario.receive(log_start_error(request, 11), link=2)
+    assert outcomes_by_token(effects) == {}
     (rejected,) = [e for e in effects if isinstance(e, stream_events.SubmissionRejected)]
     assert isinstance(rejected.error, errors.OutcomeUnknown)
     assert "since the log begins after them" in str(rejected.error)
@@ -196,7 +202,7 @@ def test_rows_in_doubt_below_the_start_of_the_log_have_an_unknown_outcome():
 
 def test_rows_in_doubt_above_the_start_of_the_log_are_read_back():
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2), 12, link=2)
+    scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     tracker = scenario.stream._tracker
     assert not tracker.in_doubt_below(10), "the first one in doubt may have ID 10"
     assert [each.req_id for each in tracker.in_doubt_below(11)] == [req(1)]
@@ -211,26 +217,26 @@ def test_a_chain_below_the_start_of_the_log_is_not_compared():
 
 def test_without_later_records_all_unanswered_appends_are_lost():
     scenario = in_doubt()
-    effects = scenario.mounted(scenario.link(number=2), 9, link=2)
-    assert settled(effects)[1].reasons.tolist() == [m.RowOutcomeCode.LOST] * 2
+    effects = scenario.answer_mount(scenario.open_link(number=2), 9, link=2)
+    assert outcomes_by_token(effects)[1].reasons.tolist() == [m.RowOutcomeCode.LOST] * 2
     assert scenario.stream.phase is Phase.READY
 
 
 def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2), 12, link=2)
+    scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
-    scenario.mounted(scenario.link(number=3), 40, link=3)
-    (request,) = scenario.sent(m.RangeRequest)
+    scenario.answer_mount(scenario.open_link(number=3), 40, link=3)
+    (request,) = scenario.sent_messages(m.RangeRequest)
     assert (request.first, request.last) == (10, 12)
 
 
 def test_an_answer_on_the_old_link_counts():
     scenario = in_doubt()
-    scenario.link(number=2)
-    effects = scenario.step(stream_events.MessageReceived(1, committed(req(1), 10, 11)))
-    assert settled(effects)[1].transaction_ids.tolist() == [10, 11]
+    scenario.open_link(number=2)
+    effects = scenario.step(stream_events.MessageReceived(1, committed_result(req(1), 10, 11)))
+    assert outcomes_by_token(effects)[1].transaction_ids.tolist() == [10, 11]
 
 
 @pytest.mark.parametrize(
@@ -248,10 +254,10 @@ def test_an_answer_on_the_old_link_counts():
 )
 def test_headers_that_do_not_match_the_request_settle_no_row(spoil):
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2), 11, link=2)
-    (request,) = scenario.sent(m.RangeRequest)
+    scenario.answer_mount(scenario.open_link(number=2), 11, link=2)
+    (request,) = scenario.sent_messages(m.RangeRequest)
     effects = scenario.receive(spoil(range_data(request, req(1), req(2), mark=11)), link=2)
-    assert settled(effects) == {}
+    assert outcomes_by_token(effects) == {}
     assert scenario.stream.phase is Phase.WAITING
 
 
@@ -262,67 +268,71 @@ def test_headers_that_do_not_match_the_request_settle_no_row(spoil):
 def test_an_older_generation_is_not_mounted():
     scenario = Scenario()
     scenario.step(stream_events.MountPartition())
-    scenario.mounted(scenario.link(generation=5), 3)
+    scenario.answer_mount(scenario.open_link(generation=5), 3)
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))
-    opening = scenario.done[0]
+    opening = scenario.last_effects[0]
     assert scenario.step(stream_events.LinkOpened(opening.attempt, 2, 4, 9)) == []
     assert scenario.stream.phase is Phase.WAITING
 
 
 def test_a_mark_below_a_known_one_is_not_trusted():
     scenario = in_doubt()
-    effects = scenario.mounted(scenario.link(number=2), 8, link=2)
-    assert settled(effects) == {}
+    effects = scenario.answer_mount(scenario.open_link(number=2), 8, link=2)
+    assert outcomes_by_token(effects) == {}
     assert scenario.stream.phase is Phase.WAITING
     assert "is below the known one, 9" in scenario.stream.failure
 
 
 def test_a_link_with_unanswered_appends_is_never_mounted_again():
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2), 9, link=2)
+    scenario.answer_mount(scenario.open_link(number=2), 9, link=2)
     # The rows in doubt are settled, but they may still be queued at the server for link 1.
     scenario.step(stream_events.SendAppends(submission(2)))
     scenario.step(stream_events.LinkLost(2, "cut"))
     scenario.wake(scenario.stream.wake_at_ms)
-    opening = next(each for each in scenario.done if isinstance(each, stream_events.OpenLink))
+    opening = next(
+        each for each in scenario.last_effects if isinstance(each, stream_events.OpenLink)
+    )
     assert set(opening.avoided_links) >= {2}
     with pytest.raises(AssertionError):
         scenario.step(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
 
 def test_a_link_with_an_abandoned_append_is_not_mounted_again():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
-    assert isinstance(refused(scenario.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
+    assert isinstance(
+        rejection_errors(scenario.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown
+    )
     assert scenario.step(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_links_that_broke_are_not_remembered():
     """A client that lives for years sees many of them."""
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     for number in range(1, 9):
         scenario.step(stream_events.SendAppends(submission(number)))
         scenario.step(stream_events.LinkLost(number, "cut"))
         if scenario.stream.phase is Phase.WAITING:
             scenario.wake(scenario.stream.wake_at_ms)
-        scenario.mounted(scenario.link(number=number + 1), -1, link=number + 1)
+        scenario.answer_mount(scenario.open_link(number=number + 1), -1, link=number + 1)
         assert scenario.stream.phase is Phase.READY
     assert not scenario.stream._avoided_links
 
 
 def test_a_closed_link_need_not_be_avoided():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
-    opening = scenario.done[-1]
+    opening = scenario.last_effects[-1]
     assert opening == stream_events.OpenLink(2, (1,))
     scenario.step(stream_events.LinkLost(1, "cut"))
-    scenario.mounted(scenario.link(number=2), 0, link=2)
-    (request,) = scenario.sent(m.RangeRequest)
+    scenario.answer_mount(scenario.open_link(number=2), 0, link=2)
+    (request,) = scenario.sent_messages(m.RangeRequest)
     scenario.receive(range_data(request, req(1), mark=0), link=2)
     scenario.step(stream_events.SendAppends(submission(2)))
-    scenario.step(stream_events.MessageReceived(2, committed(req(2), 1)))
+    scenario.step(stream_events.MessageReceived(2, committed_result(req(2), 1)))
     scenario.step(stream_events.LinkLost(2, "cut"))
     assert scenario.stream.phase is Phase.IDLE
 
@@ -344,46 +354,46 @@ def test_a_closed_link_need_not_be_avoided():
     ],
 )
 def test_a_definite_rejection_is_reported_for_every_row(error, reason):
-    scenario = Scenario().ready(mark=4)
+    scenario = Scenario().mount_partition(mark=4)
     scenario.step(stream_events.SendAppends(submission(1, rows=3)))
-    outcome = settled(scenario.reject(req(1), error))[1]
+    outcome = outcomes_by_token(scenario.reject(req(1), error))[1]
     assert outcome.reasons.tolist() == [reason] * 3
     assert outcome.high_water_mark == 4
     remounts = reason in (m.RowOutcomeCode.NOT_MOUNTED, m.RowOutcomeCode.GENERATION)
     assert (scenario.stream.phase is Phase.READY) is not remounts
 
 
-def over_limit(req_id, retry_after_ms):
+def overloaded_error(req_id, retry_after_ms):
     code = errors.Overloaded.code
     return m.ErrorResponse(req_id, code, True, "over a limit", retry_after_ms=retry_after_ms)
 
 
 def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_requests():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
     begun_ms = scenario.now_ms
-    effects = scenario.receive(over_limit(req(1), 4_000))
-    assert settled(effects)[1].reasons.tolist() == [m.RowOutcomeCode.OVERLOADED]
+    effects = scenario.receive(overloaded_error(req(1), 4_000))
+    assert outcomes_by_token(effects)[1].reasons.tolist() == [m.RowOutcomeCode.OVERLOADED]
     scenario.step(stream_events.SendAppends(submission(3)))
-    assert scenario.sent() == []  # it would be rejected: the server expects a mount
+    assert scenario.sent_messages() == []  # it would be rejected: the server expects a mount
     scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.WAITING
     assert scenario.stream.failure == "over a limit"
     assert scenario.stream.wake_at_ms == begun_ms + 4_000
     assert scenario.wake(begun_ms + 4_000) == [stream_events.OpenLink(2, ())]
-    scenario.mounted(scenario.link(number=1), -1)
-    assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
+    scenario.answer_mount(scenario.open_link(number=1), -1)
+    assert [each.req_id for each in scenario.sent_messages(m.AppendRequest)] == [req(3)]
 
 
 def test_an_append_that_is_not_sent_because_of_a_limit_names_the_pause():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     timeout_ms = scenario.stream._settings.request_timeout_ms
-    outcome = settled(scenario.receive(over_limit(req(1), timeout_ms + 5_000)))[1]
+    outcome = outcomes_by_token(scenario.receive(overloaded_error(req(1), timeout_ms + 5_000)))[1]
     assert outcome.retry_after_ms == timeout_ms + 5_000
     scenario.step(stream_events.SendAppends(submission(2)))
-    error = refused(scenario.wake(scenario.now_ms + timeout_ms))[2]
+    error = rejection_errors(scenario.wake(scenario.now_ms + timeout_ms))[2]
     assert isinstance(error, errors.Overloaded)
     assert error.retry_after_ms == 5_000
     assert "(over a limit); the transaction is not in the log" in str(error)
@@ -392,8 +402,8 @@ def test_an_append_that_is_not_sent_because_of_a_limit_names_the_pause():
 def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
     scenario = Scenario()
     scenario.step(stream_events.MountPartition())
-    (mount,) = scenario.link() and scenario.sent(m.MountWriter)
-    scenario.receive(over_limit(mount.req_id, 1 << 30))
+    (mount,) = scenario.open_link() and scenario.sent_messages(m.MountWriter)
+    scenario.receive(overloaded_error(mount.req_id, 1 << 30))
     timeout_ms = scenario.stream._settings.request_timeout_ms
     assert scenario.stream.wake_at_ms == scenario.now_ms + timeout_ms
     # Another server has other limits.
@@ -402,40 +412,40 @@ def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
 
 
 def test_an_unknown_outcome_is_settled_by_the_log():
-    scenario = Scenario().ready(mark=4)
+    scenario = Scenario().mount_partition(mark=4)
     scenario.step(stream_events.SendAppends(submission(1)))
     effects = scenario.reject(req(1), errors.OutcomeUnknown("the partition has moved"))
     assert effects == [stream_events.OpenLink(2, (1,))]
-    scenario.mounted(scenario.link(number=2, generation=1), 5, link=2)
-    (request,) = scenario.sent(m.RangeRequest)
+    scenario.answer_mount(scenario.open_link(number=2, generation=1), 5, link=2)
+    (request,) = scenario.sent_messages(m.RangeRequest)
     effects = scenario.receive(range_data(request, req(1), mark=5), link=2)
-    assert settled(effects)[1].transaction_ids.tolist() == [5]
+    assert outcomes_by_token(effects)[1].transaction_ids.tolist() == [5]
 
 
 def test_a_usage_error_is_the_callers():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
-    error = refused(scenario.reject(req(1), errors.BadRequest("no Arrow")))[1]
+    error = rejection_errors(scenario.reject(req(1), errors.BadRequest("no Arrow")))[1]
     assert isinstance(error, errors.BadRequest)
     assert scenario.stream.phase is Phase.READY
 
 
 def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
     scenario.receive(result(req(1), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.READY
     scenario.step(stream_events.SendAppends(submission(3)))
-    assert scenario.sent() == []  # it would overtake nothing, and be rejected, too
+    assert scenario.sent_messages() == []  # it would overtake nothing, and be rejected, too
     effects = scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
-    scenario.mounted(scenario.link(number=1), -1)
-    assert [each.req_id for each in scenario.sent(m.AppendRequest)] == [req(3)]
+    scenario.answer_mount(scenario.open_link(number=1), -1)
+    assert [each.req_id for each in scenario.sent_messages(m.AppendRequest)] == [req(3)]
 
 
 def test_missing_answers_time_out():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
     scenario.receive(result(req(1), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
@@ -443,22 +453,22 @@ def test_missing_answers_time_out():
 
 
 def test_an_answer_that_does_not_fit_its_submission_leaves_it_in_doubt():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=2)))
-    assert scenario.receive(committed(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
+    assert scenario.receive(committed_result(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_a_later_owner_of_the_client_id_ends_the_stream():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.SendAppends(submission(2)))
     effects = scenario.reject(req(1), errors.ConnectionSuperseded("a later one"))
-    rejected = refused(effects)
+    rejected = rejection_errors(effects)
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert isinstance(rejected[2], errors.OutcomeUnknown)
     assert isinstance(effects[-1], stream_events.StreamStopped)
     assert isinstance(
-        refused(scenario.step(stream_events.SendAppends(submission(3))))[3],
+        rejection_errors(scenario.step(stream_events.SendAppends(submission(3))))[3],
         errors.ConnectionSuperseded,
     )
 
@@ -472,10 +482,10 @@ def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
     scenario.step(stream_events.SendAppends(submission(1)))
     pauses = []
     for _ in range(7):
-        opening = scenario.done[-1]
+        opening = scenario.last_effects[-1]
         assert isinstance(opening, stream_events.OpenLink)
         scenario.step(stream_events.LinkFailed(opening.attempt, errors.Unreachable("no owner")))
-        if scenario.done:
+        if scenario.last_effects:
             pauses.append(0)
             continue
         pauses.append(scenario.stream.wake_at_ms - scenario.now_ms)
@@ -490,17 +500,17 @@ def test_a_new_assignment_ends_a_pause():
     scenario.step(stream_events.SendAppends(submission(1)))
     for _ in range(2):
         scenario.step(
-            stream_events.LinkFailed(scenario.done[-1].attempt, errors.NotOwned("no owner"))
+            stream_events.LinkFailed(scenario.last_effects[-1].attempt, errors.NotOwned("no owner"))
         )
-    assert scenario.done == []
+    assert scenario.last_effects == []
     assert scenario.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(3, ())]
     # What has failed was another server: this one is tried again as if it were the first time.
     scenario.step(stream_events.LinkFailed(3, errors.NotOwned("not yet")))
-    assert scenario.done == [stream_events.OpenLink(4, ())]
+    assert scenario.last_effects == [stream_events.OpenLink(4, ())]
 
 
 def test_a_newer_generation_is_followed_and_an_old_one_ignored():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     assert scenario.step(stream_events.GenerationChanged(0)) == []
     scenario.step(stream_events.SendAppends(submission(1)))
     assert scenario.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, (1,))]
@@ -509,17 +519,17 @@ def test_a_newer_generation_is_followed_and_an_old_one_ignored():
 def test_an_unanswered_mount_times_out():
     scenario = Scenario()
     scenario.step(stream_events.SendAppends(submission(1)))
-    scenario.link()
+    scenario.open_link()
     assert scenario.stream.wake_at_ms == SETTINGS.mount_timeout_ms
     assert scenario.wake(SETTINGS.mount_timeout_ms) == [stream_events.OpenLink(2, ())]
 
 
 def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
-    scenario = Scenario().ready(mark=6)
+    scenario = Scenario().mount_partition(mark=6)
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))
     scenario.step(stream_events.SendAppends(submission(2)))
-    rejected = refused(scenario.wake(SETTINGS.request_timeout_ms))
+    rejected = rejection_errors(scenario.wake(SETTINGS.request_timeout_ms))
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert "after transaction 6" in str(rejected[1])
     assert isinstance(rejected[2], errors.Unreachable)
@@ -528,19 +538,19 @@ def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
 
 def test_outcomes_seen_in_the_feed_are_known_at_the_deadline():
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.receive(feed_batch(request.req_id, 0, req(1)))
     effects = scenario.wake(SETTINGS.request_timeout_ms)
-    assert settled(effects)[1].transaction_ids.tolist() == [0]
+    assert outcomes_by_token(effects)[1].transaction_ids.tolist() == [0]
 
 
 def test_closing_distinguishes_sent_from_unsent_appends():
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))
     scenario.step(stream_events.SendAppends(submission(2)))
-    rejected = refused(scenario.step(stream_events.CloseStream()))
+    rejected = rejection_errors(scenario.step(stream_events.CloseStream()))
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert type(rejected[2]) is errors.Unreachable
     assert scenario.stream.wake_at_ms is None
@@ -552,16 +562,16 @@ def test_closing_distinguishes_sent_from_unsent_appends():
 
 def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     monkeypatch.setattr(partition_stream, "SEQUENCE_MAX", 10)
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=8)))
     scenario.step(stream_events.SendAppends(submission(2, rows=5)))
-    assert scenario.done == []  # not while something of the old ID is in flight
-    assert scenario.receive(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
+    assert scenario.last_effects == []  # not while something of the old ID is in flight
+    assert scenario.receive(committed_result(req(1), *range(8)))[-1] == stream_events.NeedClientId()
     assert scenario.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
-    mount = scenario.link(number=1)
+    mount = scenario.open_link(number=1)
     assert mount.req_id.client_id == 8
-    scenario.mounted(mount, 7)
-    assert [each.req_id for each in scenario.sent()] == [req(1, 0, client_id=8)]
+    scenario.answer_mount(mount, 7)
+    assert [each.req_id for each in scenario.sent_messages()] == [req(1, 0, client_id=8)]
 
 
 PROOF = bytes(range(16))
@@ -584,25 +594,25 @@ def test_a_stream_gets_its_id_before_its_first_link():
 def test_a_denied_id_is_replaced_and_rows_in_doubt_are_unknown():
     scenario = in_doubt()
     scenario.step(stream_events.SendAppends(submission(2)))
-    effects = scenario.reject(scenario.link(number=2).req_id, DENIED, link=2)
-    ((token, error),) = refused(effects).items()
+    effects = scenario.reject(scenario.open_link(number=2).req_id, DENIED, link=2)
+    ((token, error),) = rejection_errors(effects).items()
     assert (token, type(error)) == (1, errors.OutcomeUnknown)
     assert scenario.stream.needs_client_id
     scenario.wake(1_000)
     scenario.step(stream_events.ClientIdRenewed(8, PROOF))
-    mount = scenario.link(number=3)
+    mount = scenario.open_link(number=3)
     assert (mount.req_id.client_id, mount.proof) == (8, PROOF)
-    scenario.mounted(mount, 12, link=3)
-    assert [each.req_id for each in scenario.sent()] == [req(1, 0, client_id=8)]
+    scenario.answer_mount(mount, 12, link=3)
+    assert [each.req_id for each in scenario.sent_messages()] == [req(1, 0, client_id=8)]
 
 
 def test_a_second_id_that_is_denied_ends_the_stream():
     scenario = Scenario()
     scenario.step(stream_events.MountPartition())
-    scenario.reject(scenario.link().req_id, DENIED)
+    scenario.reject(scenario.open_link().req_id, DENIED)
     scenario.wake(1_000)
     scenario.step(stream_events.ClientIdRenewed(8))
-    effects = scenario.reject(scenario.link(number=2).req_id, DENIED, link=2)
+    effects = scenario.reject(scenario.open_link(number=2).req_id, DENIED, link=2)
     assert [
         type(each.error) for each in effects if isinstance(each, stream_events.StreamStopped)
     ] == [errors.ClientIdDenied]
@@ -610,17 +620,17 @@ def test_a_second_id_that_is_denied_ends_the_stream():
 
 def test_an_id_may_be_denied_again_after_a_mount():
     """A token may be replaced more than once."""
-    scenario = Scenario().ready()
+    scenario = Scenario().mount_partition()
     for client_id in (8, 9):
         scenario.step(stream_events.LinkLost(scenario.connection_sequence, "cut"))
         scenario.step(stream_events.MountPartition())
         scenario.wake(scenario.now_ms + 2_000)
         number = scenario.connection_sequence + 1
-        scenario.reject(scenario.link(number=number).req_id, DENIED, link=number)
+        scenario.reject(scenario.open_link(number=number).req_id, DENIED, link=number)
         scenario.wake(scenario.now_ms + 2_000)
         scenario.step(stream_events.ClientIdRenewed(client_id))
         number = scenario.connection_sequence + 1
-        scenario.mounted(scenario.link(number=number), -1, link=number)
+        scenario.answer_mount(scenario.open_link(number=number), -1, link=number)
         assert scenario.stream.phase is Phase.READY
 
 
@@ -628,26 +638,28 @@ def test_an_id_may_be_denied_again_after_a_mount():
 # a range of own headers
 
 
-def own_data(asked, *rows, next_id, mark=12):
+def own_headers_answer(range_request, *rows, next_id, mark=12):
     """Return the answer to a request of own headers: IDs and request IDs."""
     heads = b"".join(headers(number, each) for number, each in rows)
-    fields = (asked.first, len(rows), next_id, m.OWN_HEADERS, b"", heads, 1, mark, ())
-    return m.RangeData(asked.req_id, *fields)
+    fields = (range_request.first, len(rows), next_id, m.OWN_HEADERS, b"", heads, 1, mark, ())
+    return m.RangeData(range_request.req_id, *fields)
 
 
 def test_a_server_that_knows_the_form_returns_own_headers_only():
     scenario = in_doubt()
-    mount = scenario.link(number=2, generation=1, supports_own_ranges=True)
+    mount = scenario.open_link(number=2, generation=1, supports_own_ranges=True)
     (request,) = [
         each.message
-        for each in scenario.mounted(mount, 12, link=2)
+        for each in scenario.answer_mount(mount, 12, link=2)
         if isinstance(each, stream_events.SendOnLink)
     ]
     assert request == m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.OWN_HEADERS, ())
-    effects = scenario.receive(own_data(request, (11, req(2)), next_id=12), link=2)
-    (request,) = scenario.sent(m.RangeRequest)
-    assert (request.first, request.last, settled(effects)) == (12, 12, {})
-    outcome = settled(scenario.receive(own_data(request, next_id=13), link=2))[1]
+    effects = scenario.receive(own_headers_answer(request, (11, req(2)), next_id=12), link=2)
+    (request,) = scenario.sent_messages(m.RangeRequest)
+    assert (request.first, request.last, outcomes_by_token(effects)) == (12, 12, {})
+    outcome = outcomes_by_token(scenario.receive(own_headers_answer(request, next_id=13), link=2))[
+        1
+    ]
     assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 11]
 
@@ -669,10 +681,10 @@ def test_a_server_that_knows_the_form_returns_own_headers_only():
 )
 def test_own_headers_that_do_not_match_the_request_settle_no_row(spoil):
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2, supports_own_ranges=True), 11, link=2)
-    (request,) = scenario.sent(m.RangeRequest)
-    good = own_data(request, (10, req(1)), (11, req(2)), next_id=12, mark=11)
-    assert settled(scenario.receive(spoil(good), link=2)) == {}
+    scenario.answer_mount(scenario.open_link(number=2, supports_own_ranges=True), 11, link=2)
+    (request,) = scenario.sent_messages(m.RangeRequest)
+    good = own_headers_answer(request, (10, req(1)), (11, req(2)), next_id=12, mark=11)
+    assert outcomes_by_token(scenario.receive(spoil(good), link=2)) == {}
     assert scenario.stream.phase is Phase.WAITING
 
 
@@ -683,33 +695,33 @@ def test_own_headers_that_do_not_match_the_request_settle_no_row(spoil):
 def test_the_feed_is_mounted_after_its_distance_is_known():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(4))
-    first = scenario.link()
+    first = scenario.open_link()
     assert not first.wants_feed
-    scenario.mounted(first, 9)
-    (second,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(first, 9)
+    (second,) = scenario.sent_messages(m.MountWriter)
     assert second == m.MountWriter(req(-2), 1, 4, wants_feed=True)
     effects = scenario.receive(feed_batch(second.req_id, 5, *(req(i, 0, 99) for i in range(5))))
     assert [(e.first, e.count) for e in effects if isinstance(e, stream_events.FeedAdvanced)] == [
         (5, 5)
     ]
-    scenario.mounted(second, 9)
-    assert scenario.sent(m.FeedRequest) == [m.FeedRequest(second.req_id, 9)]
+    scenario.answer_mount(second, 9)
+    assert scenario.sent_messages(m.FeedRequest) == [m.FeedRequest(second.req_id, 9)]
     assert scenario.stream.phase is Phase.READY
 
 
 def test_a_filter_is_sent_with_the_mount_of_the_feed_only():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(4, (7, 9)))
-    first = scenario.link()
+    first = scenario.open_link()
     assert (first.wants_feed, first.header_values) == (False, ())
-    scenario.mounted(first, 9)
-    (second,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(first, 9)
+    (second,) = scenario.sent_messages(m.MountWriter)
     assert (second.wants_feed, second.header_values) == (True, (7, 9))
 
 
 def test_late_batches_of_an_ended_feed_are_ignored():
     scenario = Scenario()
-    request = scenario.fed(4)
+    request = scenario.mount_with_feed(4)
     scenario.step(stream_events.Unsubscribe())
     late = feed_batch(request.req_id, 5, req(1, 0, 99))
     assert not [e for e in scenario.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
@@ -719,32 +731,32 @@ def test_late_batches_of_an_ended_feed_are_ignored():
 
 def test_a_restarted_feed_ignores_messages_of_the_earlier_one():
     scenario = Scenario()
-    request = scenario.fed(4)
+    request = scenario.mount_with_feed(4)
     scenario.step(stream_events.Unsubscribe())
     scenario.step(stream_events.Subscribe(2))
     late = feed_batch(request.req_id, 3, req(1, 0, 99))
     assert not [e for e in scenario.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
-    first = scenario.link()
+    first = scenario.open_link()
     assert not first.wants_feed
-    scenario.mounted(first, 4)
-    (second,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(first, 4)
+    (second,) = scenario.sent_messages(m.MountWriter)
     assert (second.high_water_mark, second.wants_feed) == (2, True)
 
 
 def test_messages_of_an_earlier_mount_are_ignored_on_the_same_link():
     scenario = Scenario()
-    request = scenario.fed(4)
+    request = scenario.mount_with_feed(4)
     scenario.step(stream_events.Unsubscribe())
     scenario.step(stream_events.Subscribe(2))
-    scenario.mounted(scenario.link(), 4)
-    (again,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(scenario.open_link(), 4)
+    (again,) = scenario.sent_messages(m.MountWriter)
     late = feed_batch(request.req_id, 3, req(1, 0, 99))
     assert scenario.receive(late) == []
     assert [e.first for e in scenario.receive(replace(late, req_id=again.req_id))] == [3]
 
 
 def test_ending_a_feed_that_never_started_changes_nothing():
-    scenario = Scenario().ready(4)
+    scenario = Scenario().mount_partition(4)
     assert scenario.step(stream_events.Unsubscribe()) == []
     assert scenario.stream.phase is Phase.READY
 
@@ -752,14 +764,14 @@ def test_ending_a_feed_that_never_started_changes_nothing():
 def test_the_feed_from_the_end_of_the_log_begins_at_the_mount():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(None))
-    scenario.mounted(scenario.link(), 9)
-    (mount,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(scenario.open_link(), 9)
+    (mount,) = scenario.sent_messages(m.MountWriter)
     assert mount.high_water_mark == 9
 
 
 def test_repeated_feed_records_are_dropped():
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     rows = [req(i, 0, 99) for i in range(4)]
     scenario.receive(feed_batch(request.req_id, 0, *rows[:3]))
     effects = scenario.receive(feed_batch(request.req_id, 1, *rows[1:]))
@@ -770,7 +782,7 @@ def test_repeated_feed_records_are_dropped():
 
 def test_a_gap_in_the_feed_is_never_delivered():
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     effects = scenario.receive(feed_batch(request.req_id, 1, req(1, 0, 99)))
     assert effects == [stream_events.OpenLink(2, ())]
     assert "gap" in scenario.stream.failure
@@ -778,71 +790,71 @@ def test_a_gap_in_the_feed_is_never_delivered():
 
 def test_a_suspended_feed_requests_no_more_until_half_is_applied():
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     assert scenario.receive(m.FeedSuspended(request.req_id)) == []
     assert scenario.step(stream_events.FeedApplied(23)) == []
     # By then the log may have grown by any length, so that is found out first.
     assert scenario.step(stream_events.FeedApplied(24)) == [stream_events.OpenLink(2, ())]
-    effects = scenario.mounted(scenario.link(), 900)
+    effects = scenario.answer_mount(scenario.open_link(), 900)
     assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.StreamReady(900)]
 
 
 def test_no_requests_before_the_answer_to_a_mount():
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     scenario.receive(m.FeedSuspended(request.req_id))
     scenario.step(stream_events.FeedApplied(24))
-    scenario.mounted(scenario.link(), 60)
-    (mount,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(scenario.open_link(), 60)
+    (mount,) = scenario.sent_messages(m.MountWriter)
     assert mount.wants_feed
     assert scenario.step(stream_events.FeedApplied(30)) == []
-    scenario.mounted(mount, 60)
-    assert scenario.sent(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
+    scenario.answer_mount(mount, 60)
+    assert scenario.sent_messages(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
 
 
 def test_a_feed_that_lags_far_is_fetched_and_then_resumed():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(-1))
-    effects = scenario.mounted(scenario.link(), 500)
+    effects = scenario.answer_mount(scenario.open_link(), 500)
     assert effects == [
         stream_events.MarkAdvanced(500),
         stream_events.FeedLagging(-1, 500),
         stream_events.StreamReady(500),
     ]
     scenario.step(stream_events.SendAppends(submission(1)))
-    assert len(scenario.sent()) == 1  # appends need not wait for it
-    scenario.receive(committed(req(1), 501))
+    assert len(scenario.sent_messages()) == 1  # appends need not wait for it
+    scenario.receive(committed_result(req(1), 501))
     assert scenario.step(stream_events.ResumeFeed(480)) == [stream_events.OpenLink(2, ())]
-    scenario.mounted(scenario.link(), 501)
-    (mount,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(scenario.open_link(), 501)
+    (mount,) = scenario.sent_messages(m.MountWriter)
     assert (mount.high_water_mark, mount.wants_feed) == (480, True)
 
 
 def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(90))
-    scenario.mounted(scenario.link(), 50)
-    (mount,) = scenario.sent(m.MountWriter)
+    scenario.answer_mount(scenario.open_link(), 50)
+    (mount,) = scenario.sent_messages(m.MountWriter)
     effects = scenario.reject(mount.req_id, errors.ClientAheadOfLog("the log now ends at 50"))
     assert isinstance(effects[-1].error, errors.ClientAheadOfLog)
     assert scenario.stream.phase is Phase.STOPPED
 
 
-def chained(
+def remount_with_chain(
     chain: bytes, *, found: bytes | None, last: int = 1, session_id: int = 1
 ) -> tuple[Scenario, list]:
     """Feed up to a batch end with a chain, break, mount again, and answer about the chain."""
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     rows = (req(1, 0, 99), req(2, 0, 99))
     scenario.receive(feed_batch(request.req_id, 0, *rows, chain_at=1, chain=chain))
     scenario.step(stream_events.LinkLost(1, "cut"))
-    scenario.mounted(scenario.link(number=2), 1, link=2)
-    (mount,) = scenario.sent(m.MountWriter)
-    scenario.mounted(mount, 1, link=2)
-    (requests,) = scenario.sent(m.RangeRequest)
+    scenario.answer_mount(scenario.open_link(number=2), 1, link=2)
+    (mount,) = scenario.sent_messages(m.MountWriter)
+    scenario.answer_mount(mount, 1, link=2)
+    (requests,) = scenario.sent_messages(m.RangeRequest)
     assert (requests.first, requests.last) == (1, 1)
     lineage = () if found is None else (LineageEntry(0, last, session_id, 0, found),)
     return scenario, scenario.receive(
@@ -851,7 +863,7 @@ def chained(
 
 
 def test_another_history_stops_the_stream_with_an_error():
-    scenario, effects = chained(b"a" * 16, found=b"b" * 16)
+    scenario, effects = remount_with_chain(b"a" * 16, found=b"b" * 16)
     assert isinstance(effects[-1].error, errors.DataLoss)
     assert scenario.stream.phase is Phase.STOPPED
 
@@ -866,25 +878,25 @@ def test_another_history_stops_the_stream_with_an_error():
     ],
 )
 def test_a_stream_continues_if_the_log_has_the_chain_of_the_feed(entry):
-    scenario, _ = chained(b"a" * 16, **entry)
+    scenario, _ = remount_with_chain(b"a" * 16, **entry)
     assert scenario.stream.phase is Phase.READY
 
 
 def test_the_genesis_chain_proves_nothing():
     assert bytes(GENESIS_CHAIN) == bytes(16)
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     scenario.receive(feed_batch(request.req_id, 0, req(1, 0, 99)))
     scenario.step(stream_events.LinkLost(1, "cut"))
-    scenario.mounted(scenario.link(number=2), 0, link=2)
-    (mount,) = scenario.sent(m.MountWriter)
-    scenario.mounted(mount, 0, link=2)
-    assert scenario.sent(m.RangeRequest) == []
+    scenario.answer_mount(scenario.open_link(number=2), 0, link=2)
+    (mount,) = scenario.sent_messages(m.MountWriter)
+    scenario.answer_mount(mount, 0, link=2)
+    assert scenario.sent_messages(m.RangeRequest) == []
 
 
 def test_a_duplicate_row_in_the_log_is_reported():
     scenario = Scenario()
-    request = scenario.fed(-1)
+    request = scenario.mount_with_feed(-1)
     scenario.step(stream_events.SendAppends(submission(1)))
     with pytest.raises(errors.DataLoss, match="twice"):
         scenario.receive(feed_batch(request.req_id, 0, req(1), req(1)))
@@ -892,7 +904,7 @@ def test_a_duplicate_row_in_the_log_is_reported():
 
 def test_every_feed_batch_raises_the_known_high_water_mark():
     scenario = Scenario()
-    request = scenario.fed(3)
+    request = scenario.mount_with_feed(3)
     assert scenario.stream.high_water_mark == 3
     scenario.receive(feed_batch(request.req_id, 4, req(1, 0, 99)))
     assert scenario.stream.high_water_mark == 4
@@ -906,4 +918,4 @@ def test_a_new_assignment_also_ends_a_hanging_dial():
     assert scenario.step(stream_events.LinkOpened(first.attempt, 1, 0, 1)) == []
     assert scenario.step(stream_events.LinkFailed(first.attempt, errors.Unreachable("gone"))) == []
     assert scenario.stream.phase is Phase.LINKING
-    assert isinstance(scenario.link(number=2, generation=1), m.MountWriter)
+    assert isinstance(scenario.open_link(number=2, generation=1), m.MountWriter)

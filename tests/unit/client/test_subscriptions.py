@@ -8,34 +8,34 @@ import pytest
 
 from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster, two_clients
-from tests.unit.client.test_async_client import SHORT_TIMEOUTS, Counting, batch_of, until
+from tests.unit.client.test_async_client import SHORT_TIMEOUTS, CounterContext, batch_of, wait_until
 from waltz_core import errors
 from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, TransactionContext, lock
 from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 
 
-class Shared(AsyncCallbacks):
+class ResumingCallbacks(AsyncCallbacks):
     """Remembers what was applied, and continues from there."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = defaultdict(list)
-        self.asked: list[int] = []
+        self.mark_requests: list[int] = []
         self.state = {"value": 0}
         self.errors: list[tuple[int, int]] = []
         self.poison: set[tuple[int, int]] = set()
         self.policy = PoisonPolicy.STOP
-        self.may_go_on = asyncio.Event()
-        self.may_go_on.set()
+        self.may_continue = asyncio.Event()
+        self.may_continue.set()
         self.is_applying = False
 
     async def client_high_water_mark(self, partition):
-        self.asked.append(partition)
+        self.mark_requests.append(partition)
         seen = self.seen[partition]
         return seen[-1] if seen else -1
 
     async def apply_transaction(self, transaction):
         self.is_applying = True
-        await self.may_go_on.wait()
+        await self.may_continue.wait()
         place = (transaction.partition_id, transaction.transaction_id)
         if place in self.poison:
             raise ValueError("poison")
@@ -49,7 +49,7 @@ class Shared(AsyncCallbacks):
         return self.policy
 
 
-class RepeatedContext(Counting):
+class RepeatedContext(CounterContext):
     """Counts its attempts, too."""
 
     attempts = 0
@@ -70,23 +70,23 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
         memory_cluster(partition_count=3) as cluster,
         cluster.client().open_during() as client,
     ):
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         assert client.partitions == ()
         await client.subscribe(callbacks, [0, 1])
         assert client.partitions == (0, 1)
         for number in range(3):
             await write(client, number, 5)
-        await until(lambda: len(callbacks.seen[0]) == len(callbacks.seen[1]) == 5)
+        await wait_until(lambda: len(callbacks.seen[0]) == len(callbacks.seen[1]) == 5)
         await client.set_partitions([1, 2])
         assert client.partitions == (1, 2)
         for number in range(3):
             await write(client, number, 5)
-        await until(lambda: len(callbacks.seen[1]) == len(callbacks.seen[2]) == 10)
+        await wait_until(lambda: len(callbacks.seen[1]) == len(callbacks.seen[2]) == 10)
         assert callbacks.seen[0] == list(range(5))
         await client.set_partitions(range(3))
-        await until(lambda: len(callbacks.seen[0]) == 10)
+        await wait_until(lambda: len(callbacks.seen[0]) == 10)
         assert all(callbacks.seen[number] == list(range(10)) for number in range(3))
-        assert callbacks.asked == [0, 1, 2, 0]
+        assert callbacks.mark_requests == [0, 1, 2, 0]
         await client.set_partitions([])
         assert client.partitions == ()
 
@@ -95,7 +95,7 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
 async def test_after_subscribing_the_mark_is_that_of_the_application():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         callbacks.seen[0].append(2)
         await client.subscribe(callbacks, [0])
         # NB: the loop has not run since: a context that is submitted here takes this mark.
@@ -106,18 +106,18 @@ async def test_after_subscribing_the_mark_is_that_of_the_application():
 async def test_a_feed_from_the_latest_starts_at_the_given_mark():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         callbacks.seen[0].append(LATEST)
-        callbacks.may_go_on.clear()
+        callbacks.may_continue.clear()
         await client.subscribe(callbacks, [0])
         partition = client._partitions[0]
-        await until(lambda: partition.applier.mark == 4)
+        await wait_until(lambda: partition.applier.mark == 4)
         await write(client, 0, 5)
-        await until(lambda: callbacks.is_applying)
+        await wait_until(lambda: callbacks.is_applying)
         # The client has received all ten; the application has applied five.
         assert (partition.stream.high_water_mark, partition.mark) == (9, 4)
-        callbacks.may_go_on.set()
-        await until(lambda: callbacks.seen[0][-1] == 9)
+        callbacks.may_continue.set()
+        await wait_until(lambda: callbacks.seen[0][-1] == 9)
         assert partition.mark == 9
 
 
@@ -125,7 +125,7 @@ async def test_a_feed_from_the_latest_starts_at_the_given_mark():
 async def test_applied_transactions_count_before_a_slow_run_ends():
     at_second = asyncio.Event()
 
-    class Slow(Shared):
+    class Slow(ResumingCallbacks):
         async def apply_transaction(self, transaction):
             loop = asyncio.get_running_loop()
             until_s = loop.time() + 2 * HAND_OVER_S_MAX
@@ -133,31 +133,31 @@ async def test_applied_transactions_count_before_a_slow_run_ends():
                 await asyncio.sleep(HAND_OVER_S_MAX)
             if transaction.transaction_id > 0:
                 at_second.set()
-                await self.may_go_on.wait()
+                await self.may_continue.wait()
 
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 10)
         callbacks = Slow()
-        callbacks.may_go_on.clear()
+        callbacks.may_continue.clear()
         await client.subscribe(callbacks, [0])
         await at_second.wait()
         assert client._partitions[0].mark == 0
-        callbacks.may_go_on.set()
+        callbacks.may_continue.set()
 
 
 @run_on_virtual_loop
 async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         await write(client, 0, 100)
-        callbacks.may_go_on.clear()
+        callbacks.may_continue.clear()
         await client.subscribe(callbacks, [0])
-        await until(lambda: callbacks.is_applying)
+        await wait_until(lambda: callbacks.is_applying)
         setting = asyncio.get_running_loop().create_task(client.set_partitions([]))
         while client.partitions:  # noqa: ASYNC110 - it is no event
             await asyncio.sleep(0)
         assert not setting.done()
-        callbacks.may_go_on.set()
+        callbacks.may_continue.set()
         await setting
         assert callbacks.seen[0] == [0]
 
@@ -165,27 +165,27 @@ async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
 @run_on_virtual_loop
 async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         callbacks.poison.add((0, 2))
         await client.subscribe(callbacks, [0])
         await write(client, 0, 5)
-        await until(lambda: callbacks.errors)
-        await until(lambda: client.partitions == ())
+        await wait_until(lambda: callbacks.errors)
+        await wait_until(lambda: client.partitions == ())
         callbacks.poison.clear()
         await client.set_partitions([0])
-        await until(lambda: len(callbacks.seen[0]) >= 5)
+        await wait_until(lambda: len(callbacks.seen[0]) >= 5)
         assert callbacks.seen[0] == list(range(5))
 
 
 @run_on_virtual_loop
 async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         callbacks.policy = PoisonPolicy.RETRY
         callbacks.poison.add((0, 0))
         await client.subscribe(callbacks, [0])
         await write(client, 0, 1)
-        await until(lambda: len(callbacks.errors) >= 3)
+        await wait_until(lambda: len(callbacks.errors) >= 3)
         await client.set_partitions([])
         assert callbacks.seen[0] == []
 
@@ -194,45 +194,45 @@ async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed(
 async def test_a_context_waits_while_its_partition_is_paused():
     """It computes from what was applied, so without a feed it would write over what it missed."""
     async with two_clients() as (_, one, two):
-        others, callbacks = Shared(), Shared()
+        others, callbacks = ResumingCallbacks(), ResumingCallbacks()
         await one.subscribe(others, [0])
         await two.subscribe(callbacks, [0])
-        await (await one.submit(Counting(others.state)))
-        await until(lambda: callbacks.state["value"] == 1)
-        callbacks.may_go_on.clear()
+        await (await one.submit(CounterContext(others.state)))
+        await wait_until(lambda: callbacks.state["value"] == 1)
+        callbacks.may_continue.clear()
         for _ in range(2):
-            await (await one.submit(Counting(others.state)))
-        await until(lambda: callbacks.is_applying)
+            await (await one.submit(CounterContext(others.state)))
+        await wait_until(lambda: callbacks.is_applying)
         context = RepeatedContext(callbacks.state)
         future = await two.submit(context)
-        await until(lambda: "lock failure" in context.answered)
+        await wait_until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
             pausing = group.create_task(two.set_partitions([]))
-            await until(lambda: two.partitions == ())
+            await wait_until(lambda: two.partitions == ())
             assert not pausing.done()
-            callbacks.may_go_on.set()
+            callbacks.may_continue.set()
         assert callbacks.state["value"] == 2
         await two.set_partitions([0])
         await future
-        await until(lambda: callbacks.state["value"] == 4)
+        await wait_until(lambda: callbacks.state["value"] == 4)
         assert context.attempts == 2, "none in between, for nothing had changed for it"
 
 
 @run_on_virtual_loop
 async def test_a_context_whose_partition_stays_paused_expires():
     async with two_clients() as (_, one, two):
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         await two.subscribe(callbacks, [0])
-        callbacks.may_go_on.clear()
-        await (await one.submit(Counting({"value": 0})))
-        await until(lambda: callbacks.is_applying)
+        callbacks.may_continue.clear()
+        await (await one.submit(CounterContext({"value": 0})))
+        await wait_until(lambda: callbacks.is_applying)
         context = RepeatedContext(callbacks.state)
         context.timeout_ms = 300
         future = await two.submit(context)
-        await until(lambda: "lock failure" in context.answered)
+        await wait_until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
             group.create_task(two.set_partitions([]))
-            callbacks.may_go_on.set()
+            callbacks.may_continue.set()
         with pytest.raises(errors.LockFailed):
             await future
         assert context.attempts == 1
@@ -243,7 +243,7 @@ async def test_invalid_partitions_and_filters_are_reported():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
             await client.set_partitions([0])
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         for headers, message in (
             ([], "1 to 1000 headers, found 0"),
             (range(1_001), "found 1001"),
@@ -264,7 +264,7 @@ async def test_invalid_partitions_and_filters_are_reported():
 async def test_set_partitions_in_a_callback_is_a_usage_error():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
-        class Impatient(Shared):
+        class Impatient(ResumingCallbacks):
             async def apply_transaction(self, transaction):
                 await client.set_partitions([1])
 
@@ -278,7 +278,7 @@ async def test_set_partitions_in_a_callback_is_a_usage_error():
         callbacks.uncaught_exception = uncaught
         await client.subscribe(callbacks, [0])
         await write(client, 0, 1)
-        await until(lambda: failures)
+        await wait_until(lambda: failures)
         assert isinstance(failures[0], errors.UsageError)
         assert "call it outside of callbacks." in str(failures[0])
 
@@ -292,19 +292,19 @@ async def write_headers(client, partition, *headers):
         await (await client.append(b"%d" % header, partition=partition, header=header))
 
 
-class ReadsData(Shared):
+class DataCallbacks(ResumingCallbacks):
     """Reads the data of each transaction."""
 
     def __init__(self, mark: int = -1) -> None:
         super().__init__()
         self.start = mark
-        self.datas: list[bytes] = []
+        self.payloads: list[bytes] = []
 
     async def client_high_water_mark(self, partition):
         return self.start
 
     async def apply_transaction(self, transaction):
-        self.datas.append(await transaction.data())
+        self.payloads.append(await transaction.data())
         self.seen[transaction.partition_id].append(transaction.transaction_id)
 
 
@@ -312,17 +312,17 @@ class ReadsData(Shared):
 async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advances():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write_headers(client, 0, 7, 8, 9, 8, 8)
-        callbacks = ReadsData()
+        callbacks = DataCallbacks()
         await client.subscribe(callbacks, [0], headers=[7, 9])
-        await until(lambda: len(callbacks.seen[0]) == 2)
+        await wait_until(lambda: len(callbacks.seen[0]) == 2)
         await write_headers(client, 0, 8, 8, 7, 8)
         partition = client._partitions[0]
-        await until(lambda: partition.mark == 8)
+        await wait_until(lambda: partition.mark == 8)
         assert callbacks.seen[0] == [0, 2, 7]
-        assert callbacks.datas == [b"7", b"9", b"7"]
+        assert callbacks.payloads == [b"7", b"9", b"7"]
         cluster.servers[0].cut()
         await write_headers(client, 0, 8, 9)
-        await until(lambda: partition.mark == 10)
+        await wait_until(lambda: partition.mark == 10)
         assert callbacks.seen[0] == [0, 2, 7, 10]
 
 
@@ -333,21 +333,21 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
         for number in range(5):
             payload = batch_of(*[b"x" * 20] * rows, header=number)
             await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
-        callbacks = ReadsData()
+        callbacks = DataCallbacks()
         await client.subscribe(callbacks, [0], headers=[1, 4])
-        await until(lambda: client._partitions[0].mark == 5 * rows - 1)
+        await wait_until(lambda: client._partitions[0].mark == 5 * rows - 1)
         expected = [*range(rows, 2 * rows), *range(4 * rows, 5 * rows)]
         assert callbacks.seen[0] == expected
-        assert callbacks.datas == [b"x" * 20] * len(expected)
+        assert callbacks.payloads == [b"x" * 20] * len(expected)
 
 
 @run_on_virtual_loop
 async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits():
     async with two_clients() as (_, one, two):
-        callbacks = ReadsData()
+        callbacks = DataCallbacks()
         await two.subscribe(callbacks, [0], headers=[99])
         marks = []
-        context = Counting({"value": 0})
+        context = CounterContext({"value": 0})
         plain = context.execute
 
         def execute(builder):
@@ -361,12 +361,12 @@ async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits(
         await (await one.append(b"", partition=0, header=1, write_locks=[lock("counter")]))
         await (await two.submit(context))
         assert marks == [-1, 2]
-        await until(lambda: context.answered[-1] == "applied")
+        await wait_until(lambda: context.answered[-1] == "applied")
         assert context.answered == ["lock failure", "completed True", "applied"]
         assert callbacks.seen[0] == []
 
 
-class Withdraw(TransactionContext):
+class WithdrawContext(TransactionContext):
     """Computes from the view of its client."""
 
     timeout_ms = 300
@@ -392,34 +392,34 @@ async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applie
     """A new context, and an append without a mark, after its partition was unsubscribed."""
     account = [lock("account")]
     async with two_clients() as (_, one, two):
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         await two.subscribe(callbacks, [0])
         await (await one.append(b"1", partition=0, write_locks=account))
-        await until(lambda: callbacks.seen[0] == [0])
+        await wait_until(lambda: callbacks.seen[0] == [0])
         await two.set_partitions([])
         late = await one.append(b"2", partition=0, write_locks=account, client_high_water_mark=0)
         await late
         await (await two.append(b"3", partition=0))  # now it has the end of the log
         with pytest.raises(errors.LockFailed):
             await (await two.append(b"4", partition=0, write_locks=account))
-        context = Withdraw()
+        context = WithdrawContext()
         with pytest.raises(errors.Unavailable, match="had paused"):
             await (await two.submit(context))
         assert context.marks == []
         # While it is taken up again the old mark holds until the application has returned its own.
-        callbacks.may_go_on.clear()
+        callbacks.may_continue.clear()
         await two.set_partitions([0])
         with pytest.raises(errors.LockFailed):
             await (await two.append(b"5", partition=0, write_locks=account))
-        callbacks.may_go_on.set()
-        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        callbacks.may_continue.set()
+        await wait_until(lambda: callbacks.seen[0] == [0, 1, 2])
         assert await (await two.append(b"6", partition=0, write_locks=account)) == 3
 
 
 @run_on_virtual_loop
 async def test_a_deadline_ends_an_execute_that_waits():
     async with two_clients() as (_, one, _two):
-        context = Withdraw(asyncio.Event().wait)
+        context = WithdrawContext(asyncio.Event().wait)
         with pytest.raises(errors.Unavailable, match=r"after 300 ms .* execute was still running"):
             await (await one.submit(context))
 
@@ -432,7 +432,7 @@ async def test_a_deadline_ends_attempts_that_never_wait():
         async def overtake():
             await (await two.append(b"", partition=0, append_locks=[lock("account")]))
 
-        context = Withdraw(overtake)
+        context = WithdrawContext(overtake)
         with pytest.raises((errors.LockFailed, errors.Unavailable)):
             await (await one.submit(context))
         assert context.marks
@@ -440,7 +440,7 @@ async def test_a_deadline_ends_attempts_that_never_wait():
 
 @run_on_virtual_loop
 async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
-    class Cancelling(Shared):
+    class Cancelling(ResumingCallbacks):
         async def apply_transaction(self, transaction):
             raise asyncio.CancelledError
 
@@ -448,9 +448,9 @@ async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
         callbacks = Cancelling()
         await client.subscribe(callbacks, [0])
         await write(client, 0, 2)
-        await until(lambda: callbacks.errors == [(0, 0)])
+        await wait_until(lambda: callbacks.errors == [(0, 0)])
         applier = client._partitions[0].applier
-        await until(lambda: applier.stopped is not None)
+        await wait_until(lambda: applier.stopped is not None)
         with pytest.raises(errors.Unavailable, match="CancelledError"):
             await applier.wait_until_applied(1)
 
@@ -460,7 +460,7 @@ async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it
     async with memory_cluster() as cluster:
         client = cluster.client()
         await client.open()
-        await client.subscribe(Shared(), [0])
+        await client.subscribe(ResumingCallbacks(), [0])
         closed, close = [], client.links.close
 
         async def noted(reason):
@@ -484,36 +484,36 @@ async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
     async with memory_cluster() as cluster:
         client = cluster.client()
         await client.open()
-        await client.subscribe(Shared(), [0])
+        await client.subscribe(ResumingCallbacks(), [0])
         await client.set_partitions([])
-        context = Withdraw()
+        context = WithdrawContext()
         context.timeout_ms = None
         loop = asyncio.get_running_loop()
         submitting = loop.create_task(client.submit(context))
-        await until(lambda: client._partitions[0].is_ready)
+        await wait_until(lambda: client._partitions[0].is_ready)
         await client.close()
         with pytest.raises(errors.Unavailable, match="the client was closed"):
             await (await submitting)
         assert context.marks == []
 
 
-class RecordsHooks(Withdraw):
+class HookRecordingContext(WithdrawContext):
     """Notes how it ends."""
 
     timeout_ms = 60_000
 
     def __init__(self, compute) -> None:
         super().__init__(compute)
-        self.ended: list[object] = []
+        self.outcomes: list[object] = []
 
     def on_completion(self, result):
-        self.ended.append(result)
+        self.outcomes.append(result)
 
     def on_expiration(self):
-        self.ended.append("expired")
+        self.outcomes.append("expired")
 
     def on_exception(self, error):
-        self.ended.append(type(error))
+        self.outcomes.append(type(error))
 
 
 @run_on_virtual_loop
@@ -524,29 +524,29 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
         async def cancelled():
             raise asyncio.CancelledError
 
-        first = RecordsHooks(cancelled)
+        first = HookRecordingContext(cancelled)
         with pytest.raises(RuntimeError, match="CancelledError"):
             await (await one.submit(first))
-        assert first.ended == [RuntimeError]
+        assert first.outcomes == [RuntimeError]
 
         async def refused_then_cancelled():
             if len(later.marks) > 1:
                 raise asyncio.CancelledError
             await (await two.append(b"", partition=0, append_locks=[lock("account")]))
 
-        later = RecordsHooks(refused_then_cancelled)
+        later = HookRecordingContext(refused_then_cancelled)
         with pytest.raises(RuntimeError, match="CancelledError"):
             await (await one.submit(later))
-        assert later.ended == [RuntimeError]
+        assert later.outcomes == [RuntimeError]
 
 
 @run_on_virtual_loop
 async def test_cancelling_a_submit_raises_a_cancelled_error():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
-            one.submit(RecordsHooks(asyncio.Event().wait))
+            one.submit(HookRecordingContext(asyncio.Event().wait))
         )
-        await until(lambda: 0 in one._partitions and one._partitions[0].is_ready)
+        await wait_until(lambda: 0 in one._partitions and one._partitions[0].is_ready)
         submitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await submitting
@@ -556,7 +556,7 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
 async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        callbacks = Shared()
+        callbacks = ResumingCallbacks()
         await client.subscribe(callbacks, [0])
 
         def no_thread(_partition_id):
@@ -579,11 +579,11 @@ async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
             await asyncio.Event().wait()
 
         client.directory.owner = never
-        context = RecordsHooks(lambda: None)
+        context = HookRecordingContext(lambda: None)
         context.timeout_ms = 50
         with pytest.raises(errors.Unavailable, match=r"after 50 ms .* had not mounted"):
             await (await client.submit(context))
-        assert context.ended == ["expired"]
+        assert context.outcomes == ["expired"]
 
 
 @run_on_virtual_loop
@@ -596,16 +596,16 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
         async def at_once():
             pass
 
-        context = RecordsHooks(at_once)
+        context = HookRecordingContext(at_once)
         context.timeout_ms = 50
         with pytest.raises(errors.Unavailable, match=r"after 50 ms .* limit of appends in flight"):
             await (await one.submit(context))
-        assert context.ended == ["expired"]
+        assert context.outcomes == ["expired"]
         window.release(10**9, 0)
         assert window.is_empty
 
 
-class WithoutMark:
+class CallbacksWithoutMark:
     """Applies, and derives from nothing."""
 
     async def apply_transaction(self, transaction):
@@ -619,23 +619,23 @@ class WithoutMark:
 async def test_callbacks_that_lack_a_method_are_rejected_with_its_name():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         text = (
-            "WithoutMark: expected a method client_high_water_mark, found none. Hint: "
+            "CallbacksWithoutMark: expected a method client_high_water_mark, found none. Hint: "
             "derive the class from AsyncCallbacks"
         )
         with pytest.raises(errors.UsageError, match=text):
-            await client.subscribe(WithoutMark())
+            await client.subscribe(CallbacksWithoutMark())
         assert client.partitions == ()
 
 
-class AskedForLong(Shared):
+class SlowMarkCallbacks(ResumingCallbacks):
     """Returns its mark slowly."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.is_mark_requested, self.may_answer = asyncio.Event(), asyncio.Event()
 
     async def client_high_water_mark(self, partition):
-        self.is_asked.set()
+        self.is_mark_requested.set()
         await self.may_answer.wait()
         return await super().client_high_water_mark(partition)
 
@@ -647,17 +647,17 @@ async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied()
         cluster.client().open_during() as client,
     ):
         await write(client, 0, 3)
-        callbacks = AskedForLong()
+        callbacks = SlowMarkCallbacks()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.subscribe(callbacks, [0, 1]))
-            await callbacks.is_asked.wait()
+            await callbacks.is_mark_requested.wait()
             await client.set_partitions([])
             assert client.partitions == ()
             callbacks.may_answer.set()
         assert client.partitions == ()
         # Taken up again it begins from its mark, once.
         await client.set_partitions([0])
-        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        await wait_until(lambda: callbacks.seen[0] == [0, 1, 2])
         assert client.partitions == (0,)
 
 
@@ -665,18 +665,18 @@ async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied()
 async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 3)
-        callbacks = AskedForLong()
+        callbacks = SlowMarkCallbacks()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.subscribe(callbacks, [0]))
-            await callbacks.is_asked.wait()
+            await callbacks.is_mark_requested.wait()
             await client.set_partitions([])
-            callbacks.is_asked.clear()
+            callbacks.is_mark_requested.clear()
             tasks.create_task(client.set_partitions([0]))
-            await callbacks.is_asked.wait()
+            await callbacks.is_mark_requested.wait()
             callbacks.may_answer.set()
-        await until(lambda: callbacks.seen[0] == [0, 1, 2])
+        await wait_until(lambda: callbacks.seen[0] == [0, 1, 2])
         await write(client, 0, 2)
-        await until(lambda: callbacks.seen[0][-1] == 4)
+        await wait_until(lambda: callbacks.seen[0][-1] == 4)
         assert callbacks.seen[0] == [0, 1, 2, 3, 4]
 
 
@@ -686,11 +686,11 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
     async with two_clients() as (_, client, other):
         locks = [lock("counter")]
         await (await other.append(b"\x01", partition=0, header=3, write_locks=locks))
-        callbacks = AskedForLong()
+        callbacks = SlowMarkCallbacks()
         await client.mount([0])
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.subscribe(callbacks, [0]))
-            await callbacks.is_asked.wait()
+            await callbacks.is_mark_requested.wait()
             context = RepeatedContext(callbacks.state)
             use = (
                 client.submit(context)
@@ -703,7 +703,7 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
             callbacks.may_answer.set()
         if is_context:
             assert await used.result() == 1
-            await until(lambda: callbacks.state == {"value": 2})
+            await wait_until(lambda: callbacks.state == {"value": 2})
         else:
             with contextlib.suppress(errors.LockFailed):  # or the feed was as fast
                 await used.result()
@@ -713,14 +713,14 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
 async def test_a_context_completes_although_the_feed_failed_to_start():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
-        class Broken(AskedForLong):
+        class Broken(SlowMarkCallbacks):
             async def client_high_water_mark(self, partition):
                 await super().client_high_water_mark(partition)
                 raise ValueError("no mark")
 
         callbacks = Broken()
         subscribing = asyncio.get_running_loop().create_task(client.subscribe(callbacks, [0]))
-        await callbacks.is_asked.wait()
+        await callbacks.is_mark_requested.wait()
         async with asyncio.TaskGroup() as tasks:
             submitted = tasks.create_task(client.submit(RepeatedContext({"value": 0})))
             callbacks.may_answer.set()
@@ -732,11 +732,11 @@ async def test_a_context_completes_although_the_feed_failed_to_start():
 @run_on_virtual_loop
 async def test_a_wait_for_a_feed_of_a_closing_client_ends():
     async with memory_cluster() as cluster:
-        client, callbacks = await cluster.client().open(), AskedForLong()
+        client, callbacks = await cluster.client().open(), SlowMarkCallbacks()
         await client.subscribe(callbacks, [])
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.set_partitions([0]))
-            await callbacks.is_asked.wait()
+            await callbacks.is_mark_requested.wait()
             tasks.create_task(client.set_partitions([]))
             await asyncio.sleep(0)
             await client.close()

@@ -28,7 +28,7 @@ LAYOUT = ClusterLayout(
 )
 
 
-class Applying(Callbacks):
+class FunctionCallbacks(Callbacks):
     """Runs something for each transaction."""
 
     def __init__(self, apply) -> None:
@@ -44,7 +44,7 @@ class Applying(Callbacks):
         raise error
 
 
-class Copying(TransactionContext):
+class CopyContext(TransactionContext):
     """Appends a row to another partition."""
 
     def __init__(self, partition: int) -> None:
@@ -69,10 +69,10 @@ def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
 
         def apply(transaction):
             together.wait(TEST_TIMEOUT_S)
-            client.submit(Copying(count + transaction.partition_id)).result(TEST_TIMEOUT_S)
+            client.submit(CopyContext(count + transaction.partition_id)).result(TEST_TIMEOUT_S)
             done.append(transaction.partition_id)
 
-        client.subscribe(Applying(apply), range(count))
+        client.subscribe(FunctionCallbacks(apply), range(count))
         for partition in range(count):
             writer.append(b"x", partition=partition).result(TEST_TIMEOUT_S)
         for partition in range(count):
@@ -81,7 +81,7 @@ def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
         assert sorted(done) == list(range(count))
 
 
-async def never(*_, **__):
+async def wait_forever(*_, **__):
     await asyncio.Event().wait()
 
 
@@ -119,9 +119,9 @@ def test_tasks_started_during_the_shutdown_are_ended_too():
     async def replaced():
         made.set()
         try:
-            await never()
+            await wait_forever()
         finally:
-            late.append(asyncio.get_running_loop().create_task(never()))
+            late.append(asyncio.get_running_loop().create_task(wait_forever()))
 
     request = asyncio.run_coroutine_threadsafe(replaced(), client._loop)
     assert made.wait(TEST_TIMEOUT_S)
@@ -147,10 +147,10 @@ def test_applied_transactions_count_before_a_slow_run_ends():
         for _ in range(10):
             writer.append(b"x", partition=0, append_locks=[seat]).result(TEST_TIMEOUT_S)
         with log.client() as client:
-            client.subscribe(Applying(apply))
+            client.subscribe(FunctionCallbacks(apply))
             assert at_second.wait(TEST_TIMEOUT_S)
             for timeout_ms in (500, 5_000, 50_000):
-                context = Copying(0)
+                context = CopyContext(0)
                 context.locks, context.timeout_ms = [seat], timeout_ms
                 with pytest.raises(errors.Unavailable) as behind:
                     client.submit(context).result(TEST_TIMEOUT_S)
@@ -174,7 +174,7 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
             client.close()
             done.set()
 
-        client.subscribe(Applying(apply))
+        client.subscribe(FunctionCallbacks(apply))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         assert begun.wait(TEST_TIMEOUT_S)
         closer = threading.Thread(target=client.close)
@@ -191,11 +191,11 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         is_requested = threading.Event()
 
-        async def never(*_, **__):
+        async def wait_forever(*_, **__):
             is_requested.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(client._client.requests, "fetch_range", never)
+        monkeypatch.setattr(client._client.requests, "fetch_range", wait_forever)
         chunks = client.read_range(0, 0, 0)
         main = threading.get_ident()
 
@@ -229,7 +229,7 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         is_requested, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
 
-        async def never(*_, **__):
+        async def wait_forever(*_, **__):
             is_requested.set()
             await asyncio.Event().wait()
 
@@ -239,7 +239,7 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
             monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", hand_over)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(client._client.requests, "fetch_range", never)
+        monkeypatch.setattr(client._client.requests, "fetch_range", wait_forever)
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
         reader = threading.Thread(target=lambda: list_interrupted(client), daemon=True)
         reader.start()
@@ -310,7 +310,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
         finished.append(True)
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", give_and_be_interrupted)
-    client._client.high_water_mark = never
+    client._client.high_water_mark = wait_forever
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
     asker.join(TEST_TIMEOUT_S)
@@ -337,7 +337,7 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
     client = WaltzClient.at(LAYOUT)
     begun, finished = threading.Event(), []
 
-    async def never(*_, **__):
+    async def wait_forever(*_, **__):
         begun.set()
         await asyncio.Event().wait()
 
@@ -346,7 +346,7 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
             client.high_water_mark(0)
         finished.append(True)
 
-    monkeypatch.setattr(client._client, "high_water_mark", never)
+    monkeypatch.setattr(client._client, "high_water_mark", wait_forever)
     asker = threading.Thread(target=ask)
     asker.start()
     assert begun.wait(TEST_TIMEOUT_S)
@@ -355,7 +355,7 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
     assert finished
 
 
-class Changing:
+class ChangingState:
     """A partition or feed; while it is read, the loop's thread runs."""
 
     def __init__(self, change) -> None:
@@ -376,8 +376,8 @@ def test_a_thread_may_read_the_partitions_while_they_change(monkeypatch):
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         inner = client._client
         partitions, feeds = {}, {}
-        partitions[0] = Changing(lambda: partitions.setdefault(1, None))
-        feeds[0] = Changing(lambda: feeds.pop(1, None))
+        partitions[0] = ChangingState(lambda: partitions.setdefault(1, None))
+        feeds[0] = ChangingState(lambda: feeds.pop(1, None))
         feeds[1] = feeds[0]
         monkeypatch.setattr(inner, "_partitions", partitions)
         monkeypatch.setattr(inner.subscriptions, "_feeds", feeds)
@@ -392,7 +392,7 @@ def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
         client = waltz.client()
         client.mount([0])
         waltz.delay_ms = 1_000 * TEST_TIMEOUT_S
-        futures = [client.append(b"one", partition=0), client.submit(Copying(0))]
+        futures = [client.append(b"one", partition=0), client.submit(CopyContext(0))]
 
         def wait_and_be_interrupted(call):
             outcome = asyncio.run_coroutine_threadsafe(call, client._loop)
@@ -437,7 +437,7 @@ def test_an_unfinished_fetch_of_a_stopped_loop_leaves_no_coroutine(monkeypatch):
     loop.close()
 
 
-class Interrupted(Copying):
+class CancelledContext(CopyContext):
     """Waits for something that was cancelled."""
 
     def execute(self, builder):
@@ -446,7 +446,7 @@ class Interrupted(Copying):
 
 def test_a_cancelled_future_in_a_context_is_its_error():
     with MemoryWaltz(1) as log, log.client() as client:
-        future = client.submit(Interrupted(0))
+        future = client.submit(CancelledContext(0))
         with pytest.raises(RuntimeError, match="CancelledError"):
             future.result(TEST_TIMEOUT_S)
 
@@ -456,7 +456,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
         raise CancelledError
 
     with MemoryWaltz(1) as log, log.client() as client:
-        client.subscribe(Applying(apply))  # its policy raises the same
+        client.subscribe(FunctionCallbacks(apply))  # its policy raises the same
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         applier = client._client._partitions[0].applier
         wait_until(lambda: applier.stopped is not None)
@@ -480,7 +480,7 @@ def test_each_close_waits_for_callbacks(is_closed_by):
             may_end.wait(TEST_TIMEOUT_S)
             ended.append(True)
 
-        client.subscribe(Applying(apply))
+        client.subscribe(FunctionCallbacks(apply))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         assert begun.wait(TEST_TIMEOUT_S)
         closers = [threading.Thread(target=client.close) for _ in range(2)]
@@ -511,10 +511,10 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
             other.close()
             ended.set()
 
-        other.subscribe(Applying(apply_slowly))
+        other.subscribe(FunctionCallbacks(apply_slowly))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         assert begun.wait(TEST_TIMEOUT_S)
-        one.subscribe(Applying(close_other))
+        one.subscribe(FunctionCallbacks(close_other))
         assert closing.wait(TEST_TIMEOUT_S)
         wait_until(other._loop.is_closed)
         assert not ended.wait(0.2)
@@ -527,12 +527,14 @@ def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
     together, done = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client:
 
-        class Going(Copying):
+        class FailingContext(CopyContext):
             def on_completion(self, result):
                 together.wait(TEST_TIMEOUT_S)
-                done.append(client.submit(Copying(count + self.partition)).result(TEST_TIMEOUT_S))
+                done.append(
+                    client.submit(CopyContext(count + self.partition)).result(TEST_TIMEOUT_S)
+                )
 
-        futures = [client.submit(Going(partition)) for partition in range(count)]
+        futures = [client.submit(FailingContext(partition)) for partition in range(count)]
         assert [future.result(TEST_TIMEOUT_S) for future in futures] == [0] * count
         wait_until(lambda: len(done) == count or together.broken)
         assert done == [0] * count

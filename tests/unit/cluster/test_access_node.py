@@ -32,7 +32,7 @@ PERMISSIONS = Permissions(
 )
 
 
-def changed(**parts):
+def node_with(**parts):
     """The node with other parts; a part that is None is left out."""
     node = json.loads(access_node.encode_permissions(PERMISSIONS)) | parts
     return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_the_decision():
         },
         "tokens": {HASH: {"id": "t3", "principal": "spark-etl", "expires_ms": 1_803_643_200_000}},
     }
-    assert access_node.decode_permissions(changed()) == PERMISSIONS
+    assert access_node.decode_permissions(node_with()) == PERMISSIONS
 
 
 def grant(**parts):
@@ -123,7 +123,7 @@ def token(**parts):
 )
 def test_a_part_that_is_not_exactly_as_expected_makes_the_node_unreadable(parts, error):
     with pytest.raises(BadFormat, match=error):
-        access_node.decode_permissions(changed(**parts))
+        access_node.decode_permissions(node_with(**parts))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_other_bytes_are_unreadable(data, error):
 @given(
     st.binary()
     | st.text().map(str.encode)
-    | st.sampled_from(range(300)).map(lambda at: changed()[:at])
+    | st.sampled_from(range(300)).map(lambda at: node_with()[:at])
 )
 def test_any_bytes_are_a_value_or_bad_format(data):
     with pytest.raises(BadFormat):
@@ -155,7 +155,7 @@ def test_any_bytes_are_a_value_or_bad_format(data):
 
 def test_an_unreadable_key_is_not_in_the_error():
     with pytest.raises(BadFormat) as caught:
-        access_node.decode_permissions(changed(client_key=[KEY.hex()]))
+        access_node.decode_permissions(node_with(client_key=[KEY.hex()]))
     assert "0102" not in str(caught.value)
     assert "0102" not in repr(PERMISSIONS)
 

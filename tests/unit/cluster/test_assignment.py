@@ -20,12 +20,12 @@ from waltz_core.cluster.znodes.model import (
 )
 
 
-def live(*server_ids, preferred=None):
+def live_servers(*server_ids, preferred=None):
     wanted = preferred or {}
     return {s: ServerDescriptor(s, "h", 5000 + s, tuple(wanted.get(s, ()))) for s in server_ids}
 
 
-def assigned(old, servers, *, partition_count=4, cversion=1, keeps_owners=False):
+def assign(old, servers, *, partition_count=4, cversion=1, keeps_owners=False):
     return assign_partitions(
         old,
         servers,
@@ -36,11 +36,11 @@ def assigned(old, servers, *, partition_count=4, cversion=1, keeps_owners=False)
 
 
 def test_partitions_are_assigned_as_by_waltz_0_13():
-    one = assigned(PartitionAssignment(), live(1))
+    one = assign(PartitionAssignment(), live_servers(1))
     assert one == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
-    two = assigned(one, live(1, 2), cversion=2)
+    two = assign(one, live_servers(1, 2), cversion=2)
     assert two == PartitionAssignment(2, 4, {1: {0: 1, 1: 1}, 2: {2: 2, 3: 2}})
-    three = assigned(two, live(3), cversion=5)
+    three = assign(two, live_servers(3), cversion=5)
     assert three == PartitionAssignment(5, 4, {3: {0: 2, 1: 2, 2: 3, 3: 3}})
 
 
@@ -54,85 +54,89 @@ def test_one_partition_is_handed_to_another_server():
     assert hand_over_partition(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None
 
 
-@pytest.mark.parametrize("sick", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
-def test_partitions_are_handed_over_to_a_healthy_server(sick):
+@pytest.mark.parametrize("unhealthy", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
+def test_partitions_are_handed_over_to_a_healthy_server(unhealthy):
     """A server that reaches no quorum hands over all that it has, also what it was handed."""
-    now = assigned(PartitionAssignment(), live(1, 2, 3, 4), partition_count=24)
-    for _ in range(len(sick)):
-        for owner in sorted(sick):
+    now = assign(PartitionAssignment(), live_servers(1, 2, 3, 4), partition_count=24)
+    for _ in range(len(unhealthy)):
+        for owner in sorted(unhealthy):
             for partition_id, generation in now.servers[owner].items():
                 now = hand_over_partition(now, partition_id, generation, owner)
-    assert [each for each in sorted(sick) if now.servers[each]] == []
-    well = [len(now.servers[each]) for each in {1, 2, 3, 4} - sick]
-    assert sum(well) == 24
-    assert min(well) >= 2  # no server gets all partitions
+    assert [each for each in sorted(unhealthy) if now.servers[each]] == []
+    healthy_counts = [len(now.servers[each]) for each in {1, 2, 3, 4} - unhealthy]
+    assert sum(healthy_counts) == 24
+    assert min(healthy_counts) >= 2  # no server gets all partitions
 
 
 def test_the_remainder_is_assigned_to_the_lowest_ids():
-    found = assigned(PartitionAssignment(), live(5, 2, 9), partition_count=8)
+    found = assign(PartitionAssignment(), live_servers(5, 2, 9), partition_count=8)
     assert {server: len(owned) for server, owned in found.servers.items()} == {2: 3, 5: 3, 9: 2}
 
 
 def test_preferred_partitions_are_assigned_to_their_first_server_beyond_its_share():
-    servers = live(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
-    found = assigned(PartitionAssignment(), servers)
+    servers = live_servers(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
+    found = assign(PartitionAssignment(), servers)
     assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
 
 
 def test_preferring_an_owned_partition_moves_nothing():
     old = PartitionAssignment(1, 4, {1: {0: 7, 1: 7}, 2: {2: 7, 3: 7}})
-    assert assigned(old, live(1, 2, preferred={2: [2]})).servers == old.servers
+    assert assign(old, live_servers(1, 2, preferred={2: [2]})).servers == old.servers
 
 
 def test_no_partition_is_left_out_when_preferences_use_up_a_share():
     # Waltz 0.13 removes the spare one here, and partition 4 has no owner.
-    found = assigned(PartitionAssignment(), live(1, 2, preferred={1: [0, 1]}), partition_count=5)
+    found = assign(
+        PartitionAssignment(), live_servers(1, 2, preferred={1: [0, 1]}), partition_count=5
+    )
     assert found.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
 
 
 def test_added_partitions_are_assigned_and_the_others_stay():
     old = PartitionAssignment(1, 2, {1: {0: 3}, 2: {1: 4}})
-    assert assigned(old, live(1, 2)).servers == {1: {0: 3, 2: 1}, 2: {1: 4, 3: 1}}
+    assert assign(old, live_servers(1, 2)).servers == {1: {0: 3, 2: 1}, 2: {1: 4, 3: 1}}
 
 
 def test_fewer_partitions_than_before_is_rejected():
     old = PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
     with pytest.raises(errors.BadRequest, match="cannot shrink"):
-        assigned(old, live(1), partition_count=3)
+        assign(old, live_servers(1), partition_count=3)
 
 
 def test_generations_end_at_32_bits():
     old = PartitionAssignment(1, 1, {1: {0: 2**31 - 2}})
-    last = assigned(old, live(2), partition_count=1)
+    last = assign(old, live_servers(2), partition_count=1)
     assert last.servers == {2: {0: 2**31 - 1}}
-    assert assigned(last, live(2), partition_count=1).servers == last.servers
+    assert assign(last, live_servers(2), partition_count=1).servers == last.servers
     with pytest.raises(
         errors.BadFormat, match="partition 0 cannot get another owner: its generation"
     ):
-        assigned(last, live(3), partition_count=1)
+        assign(last, live_servers(3), partition_count=1)
 
 
 def test_preferred_partitions_stay_and_free_ones_go_to_the_least_loaded():
     old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
-    new = assigned(old, live(1, 2), partition_count=6, cversion=2, keeps_owners=True)
+    new = assign(old, live_servers(1, 2), partition_count=6, cversion=2, keeps_owners=True)
     assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}
-    again = assigned(new, live(1, 2), partition_count=6, cversion=3, keeps_owners=True)
+    again = assign(new, live_servers(1, 2), partition_count=6, cversion=3, keeps_owners=True)
     assert again.servers == new.servers
-    wanted = assigned(old, live(1, 2, 3, preferred={1: [5]}), partition_count=6, keeps_owners=True)
+    wanted = assign(
+        old, live_servers(1, 2, 3, preferred={1: [5]}), partition_count=6, keeps_owners=True
+    )
     assert wanted.servers == {1: {0: 5, 5: 6}, 2: old.servers[2], 3: {4: 5}}
 
 
 def test_a_new_server_gets_its_share_although_others_would_keep_all_partitions():
     old = PartitionAssignment(1, 4, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}})
-    new = assigned(old, live(1, 2, 3), cversion=2, keeps_owners=True)
-    assert new == assigned(old, live(1, 2, 3), cversion=2)
+    new = assign(old, live_servers(1, 2, 3), cversion=2, keeps_owners=True)
+    assert new == assign(old, live_servers(1, 2, 3), cversion=2)
 
 
 def test_a_move_raises_the_generation_of_moved_partitions_only():
     old = PartitionAssignment(7, 4, {1: {0: 5, 1: 5}, 2: {2: 5, 3: 5}})
     new = move_partitions(old, {1: 2, 3: 1, 2: 2})
     assert new == PartitionAssignment(7, 4, {1: {0: 5, 3: 6}, 2: {1: 6, 2: 5}})
-    assert is_assignment_current(new, live(1, 2), cversion=7, partition_count=4)
+    assert is_assignment_current(new, live_servers(1, 2), cversion=7, partition_count=4)
     assert move_partitions(old, {}) == old
 
 
@@ -151,8 +155,8 @@ def test_every_assignment_keeps_the_invariants(data, partition_count, keeps_owne
         if data.draw(st.booleans()):
             lists = st.lists(st.integers(0, 45), max_size=10)
             preferred = data.draw(st.dictionaries(st.integers(1, 12), lists, max_size=3))
-        servers = live(*data.draw(ids), preferred=preferred)
-        new = assigned(
+        servers = live_servers(*data.draw(ids), preferred=preferred)
+        new = assign(
             old,
             servers,
             partition_count=partition_count,
@@ -187,12 +191,12 @@ def check_invariants(old, new, servers, partition_count, *, even):
 
 
 def test_an_assignment_is_current_for_exactly_its_servers_and_partitions():
-    servers = live(1, 2)
+    servers = live_servers(1, 2)
     assignment = PartitionAssignment(7, 2, {1: {0: 1}, 2: {1: 1}})
     assert is_assignment_current(assignment, servers, cversion=7, partition_count=2)
     assert not is_assignment_current(assignment, servers, cversion=8, partition_count=2)
     assert not is_assignment_current(assignment, servers, cversion=7, partition_count=3)
-    assert not is_assignment_current(assignment, live(1), cversion=7, partition_count=2)
+    assert not is_assignment_current(assignment, live_servers(1), cversion=7, partition_count=2)
     partial = PartitionAssignment(7, 2, {1: {0: 1}, 2: {}})
     assert not is_assignment_current(partial, servers, cversion=7, partition_count=2)
 

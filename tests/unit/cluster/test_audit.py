@@ -24,7 +24,7 @@ def entry(number=1):
     return AuditEntry("ann@host", 1_700_000_000_000 + number, f"cluster verb {number}")
 
 
-def in_cluster(scenario):
+def run_in_cluster(scenario):
     async def run():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator(ROOT)
         await coordinator.create_cluster(NewCluster("w", 1, CLUSTER_KEY))
@@ -71,7 +71,7 @@ def test_long_texts_are_cut():
     assert len(found.user) == len(found.command) == audit.TEXT_CHARACTERS_MAX
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_change_is_recorded_before_and_after(coordinator):
     assert await coordinator.audit.read() == []
     first = await coordinator.audit.begin(entry(1))
@@ -84,7 +84,7 @@ async def test_a_change_is_recorded_before_and_after(coordinator):
     assert first != second
 
 
-@in_cluster
+@run_in_cluster
 async def test_only_the_newest_are_kept(coordinator):
     with mock.patch.object(audit, "ENTRIES_MAX", 20):
         for number in range(23):
@@ -93,7 +93,7 @@ async def test_only_the_newest_are_kept(coordinator):
     assert found == [entry(number) for number in range(3, 23)]
 
 
-@in_cluster
+@run_in_cluster
 async def test_an_outcome_that_cannot_be_written_breaks_nothing(coordinator):
     path = await coordinator.audit.begin(entry())
     coordinator._znodes.faults.append(WriteFault.REQUEST_LOST)

@@ -21,7 +21,7 @@ CHAIN = b"c" * 16
 OTHER_KEY = "ab" * 16
 
 
-def saved(partition=0, last=9, key=KEY):
+def manifest_of(partition=0, last=9, key=KEY):
     entry = ObjectEntry("k/0/objects/o", 0, last, CHAIN, 1, 2, 3, 4, 5)
     empty = Manifest(key.bytes, partition, 0, 0, -1, GENESIS_CHAIN)
     data = empty.with_object(entry).to_bytes()
@@ -35,7 +35,7 @@ BACKUP = Backup(
     KEY,
     1_700_000_000_000,
     41,
-    (PartitionBackup(7, 60, 3, saved()), PartitionBackup(-1, -1, -1, None)),
+    (PartitionBackup(7, 60, 3, manifest_of()), PartitionBackup(-1, -1, -1, None)),
     {"monday": WRITE, "open": WriteWithTasks(WriteState({0: 3}, 1_000), {})},
     RestoreSources({OTHER_KEY: {0: 5, 1: -1}}),
 )
@@ -117,9 +117,9 @@ def test_wrong_values_are_named(changes, problem):
             PartitionBackup(7, 60, 3, None),
             "expected a manifest of partition 0 with transactions up to 7, found none",
         ),
-        (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
-        (PartitionBackup(7, 60, 3, saved(partition=1)), "found one of partition 1"),
-        (PartitionBackup(7, 60, 3, saved(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),
+        (PartitionBackup(10, 60, 3, manifest_of()), "up to 10 or more, found .* up to 9"),
+        (PartitionBackup(7, 60, 3, manifest_of(partition=1)), "found one of partition 1"),
+        (PartitionBackup(7, 60, 3, manifest_of(key=UUID(int=8))), f"found .*cluster {UUID(int=8)}"),
     ],
 )
 def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition, problem):
@@ -131,7 +131,7 @@ def test_a_manifest_that_does_not_belong_to_its_partition_is_rejected(partition,
 
 
 def test_a_damaged_manifest_is_found():
-    manifest = saved()._replace(file_crc=1)
+    manifest = manifest_of()._replace(file_crc=1)
     wrong = replace(BACKUP, partitions=(PartitionBackup(7, 60, 3, manifest),))
     with pytest.raises(
         ChecksumMismatch, match="backup f cannot be decoded: manifest m is corrupt: expected CRC"
@@ -146,7 +146,7 @@ REMOVING = WriteState({0: 3}, 0, {})
 LATER = TaskState(6, 3, ())
 
 
-def merged(first, second):
+def merge(first, second):
     before = {} if first is None else {"w": WriteWithTasks(first, {0: TASK})}
     after = {} if second is None else {"w": WriteWithTasks(second, {1: LATER})}
     found = merge_writes(before, after)["w"]
@@ -172,7 +172,7 @@ def merged(first, second):
     ],
 )
 def test_a_write_is_done_in_the_backup_only_if_it_was_before_the_marks(first, second, expected):
-    assert merged(first, second) == expected
+    assert merge(first, second) == expected
 
 
 # ---- the clusters from which one was restored

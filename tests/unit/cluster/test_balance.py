@@ -18,7 +18,7 @@ INTERVAL_MS, WINDOW_MS = 5_000, 30_000
 MINUTE_MS = 60_000
 
 
-def planned(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
+def plan(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
     balancer = Balancer(limits or BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS))
     return balancer.plan_moves(
         owners, preferred, loads, servers or sorted(set(owners.values())), now_ms
@@ -44,31 +44,31 @@ def loads_by_server(owners, loads):
     ],
 )
 def test_other_partitions_leave_the_server_of_a_hot_one(owners, loads, moves):
-    assert planned(owners, dict(enumerate(loads))) == moves
+    assert plan(owners, dict(enumerate(loads))) == moves
 
 
 def test_two_hot_partitions_are_separated():
     owners = {0: 1, 1: 1, 2: 2}
-    assert len(planned(owners, {0: 600, 1: 600, 2: 100})) == 1
+    assert len(plan(owners, {0: 600, 1: 600, 2: 100})) == 1
 
 
 def test_a_difference_within_the_noise_moves_nothing():
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
-    assert planned(owners, {0: 1_000, 1: 1_100, 2: 1_000, 3: 1_000}) == {}
+    assert plan(owners, {0: 1_000, 1: 1_100, 2: 1_000, 3: 1_000}) == {}
 
 
 def test_idle_partitions_are_spread_by_count():
     owners = {0: 1, 1: 1, 2: 1, 3: 1}
-    moves = planned(owners, dict.fromkeys(owners, 0.5), servers=[1, 2])
+    moves = plan(owners, dict.fromkeys(owners, 0.5), servers=[1, 2])
     assert len(moves) == 2
     assert set(moves.values()) == {2}
 
 
 def test_servers_without_a_load_report_neither_lose_nor_get_partitions():
     owners = {0: 1, 1: 1, 2: 3}
-    assert planned(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
-    assert planned(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
-    assert planned(owners, {0: 500, 1: 500}, servers=[1]) == {}
+    assert plan(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
+    assert plan(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
+    assert plan(owners, {0: 500, 1: 500}, servers=[1]) == {}
 
 
 def test_a_limited_number_moves_at_a_time_and_then_stays():
@@ -100,7 +100,7 @@ def clusters(draw):
 def test_any_plan_keeps_the_rules(cluster):
     servers, owners, loads, preferred = cluster
     limits = BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS)
-    moves = planned(owners, loads, servers=servers, preferred=preferred, limits=limits)
+    moves = plan(owners, loads, servers=servers, preferred=preferred, limits=limits)
     assert moves.keys() <= owners.keys() & loads.keys()  # rule 5
     assert not moves.keys() & preferred
     assert set(moves.values()) <= set(servers)
@@ -130,8 +130,14 @@ def test_a_short_imbalance_moves_nothing():
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     even, uneven = dict.fromkeys(owners, 500), {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
-    looked = [(0, uneven), (10_000, uneven), (14_000, even), (15_000, uneven), (29_000, uneven)]
-    for now_ms, loads in looked:
+    observations = [
+        (0, uneven),
+        (10_000, uneven),
+        (14_000, even),
+        (15_000, uneven),
+        (29_000, uneven),
+    ]
+    for now_ms, loads in observations:
         assert balancer.plan_moves(owners, (), loads, (1, 2), now_ms) == {}
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 30_000) == {1: 2}
 
@@ -198,9 +204,9 @@ class Cluster:
         until_ms = self.now_ms + ms
         while self.now_ms < until_ms:
             self.now_ms += INTERVAL_MS
-            self._look()
+            self._report_and_balance()
 
-    def _look(self):
+    def _report_and_balance(self):
         for partition, rate in self.rates.items():
             factor = self._random.uniform(1 - self._noise, 1 + self._noise)
             self._totals[partition] += rate * factor * INTERVAL_MS / 1000

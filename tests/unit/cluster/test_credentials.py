@@ -26,8 +26,8 @@ WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filte
 
 
 def test_user_password_and_further_permissions_are_parsed():
-    others = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
-    found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{others}", "f")
+    other_permissions = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
+    found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{other_permissions}", "f")
     assert found.user == User("waltz", "se:cret")
     assert found.grants == (
         NodePermission("world", "anyone", "r"),
@@ -90,15 +90,15 @@ def test_further_lines_name_administrators_or_give_at_most_what_members_have(tex
     lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW}:cdrwa\n"
     found = parse_credentials(f"{text}{lines}", "f")
 
-    def others(path: str) -> list[NodePermission]:
+    def other_permissions(path: str) -> list[NodePermission]:
         granted = found.access_list_of(ROWS[path])
         return [each for each in granted if each.identity not in {MEMBER, ADMINISTRATOR}]
 
     world, host, administrator = "anyone", "10.0.0.1", ("digest", NEW, "cdrwa")
     parent = [("world", world, "cdrw"), ("ip", host, "rw"), administrator]
-    assert others("R/store/partition") == parent
-    assert others("R/x/access") == [("ip", host, "r"), administrator]
-    assert others("R/x/audit") == [administrator]
+    assert other_permissions("R/store/partition") == parent
+    assert other_permissions("R/x/access") == [("ip", host, "r"), administrator]
+    assert other_permissions("R/x/audit") == [administrator]
 
 
 def test_the_documented_files_are_those_of_the_two_users():

@@ -27,7 +27,7 @@ all_loads = st.dictionaries(
 )
 
 
-def metered(rates, *, step_ms=5_000):
+def measure_load(rates, *, step_ms=5_000):
     meter, total, found = LoadMeter(WINDOW_MS), 0.0, {}
     meter.update({0: 0.0}, 0)
     for number, rate in enumerate(rates, 1):
@@ -38,14 +38,14 @@ def metered(rates, *, step_ms=5_000):
 
 @given(st.floats(0, 1e9), st.integers(1, 50))
 def test_a_steady_rate_is_measured_right_from_the_first_sample_on(rate, samples):
-    load = metered([rate] * samples)
+    load = measure_load([rate] * samples)
     assert load.per_s == pytest.approx(rate)
     assert load.measured_ms == samples * 5_000
 
 
 def test_a_change_of_load_is_measured_after_some_windows():
-    assert metered([100] * 20 + [1_000] * 6).per_s == pytest.approx(676, abs=5)
-    assert metered([100] * 20 + [1_000] * 24).per_s == pytest.approx(984, abs=5)
+    assert measure_load([100] * 20 + [1_000] * 6).per_s == pytest.approx(676, abs=5)
+    assert measure_load([100] * 20 + [1_000] * 24).per_s == pytest.approx(984, abs=5)
 
 
 def test_a_partition_that_returns_is_measured_from_the_start():

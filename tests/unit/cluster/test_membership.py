@@ -66,7 +66,7 @@ class Cluster:
         ]
 
 
-def in_cluster(scenario):
+def run_in_cluster(scenario):
     """Run a scenario in a cluster of its own; its other parameters are those of the test."""
 
     async def run(**parameters):
@@ -77,7 +77,7 @@ def in_cluster(scenario):
     return run_on_virtual_loop(run)
 
 
-@in_cluster
+@run_in_cluster
 async def test_unregistering_removes_only_the_servers_own_node(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
     await one.unregister()
@@ -89,7 +89,7 @@ async def test_unregistering_removes_only_the_servers_own_node(cluster):
     assert cluster.registered() == [2]
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_failed_removal_is_not_reported_as_done(cluster):
     (one, own_session), (other, session) = cluster.member(), cluster.member()
     await one.register(server_descriptor(1))
@@ -106,7 +106,7 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
     assert cluster.registered() == [1]
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_dead_server_is_removed_by_another(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
     # What is registered now is another process, or has changed: no server has seen that one dead.
@@ -124,7 +124,7 @@ async def test_a_dead_server_is_removed_by_another(cluster):
 
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
-@in_cluster
+@run_in_cluster
 async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults):
     (one, session), (two, _) = cluster.member(), cluster.member()
     assert not await one.hand_over(0, 1)  # this process serves nothing
@@ -148,7 +148,7 @@ async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults
 
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
-@in_cluster
+@run_in_cluster
 async def test_a_preference_does_not_return_a_handed_over_partition(cluster, faults):
     """A sick server hands it over; the next change of the servers must not bring it back."""
     members = [cluster.member() for _ in range(3)]
@@ -174,7 +174,7 @@ async def test_a_preference_does_not_return_a_handed_over_partition(cluster, fau
         assert after.owners[1].server_id == 1
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_preference_stays_if_no_server_takes_the_partition(cluster):
     member, _ = cluster.member()
     await member.register(server_descriptor(1, preferred=[0]))
@@ -186,7 +186,7 @@ async def test_a_preference_stays_if_no_server_takes_the_partition(cluster):
 
 
 @pytest.mark.parametrize("fault", WriteFault)
-@in_cluster
+@run_in_cluster
 async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
     member, session = cluster.member()
     session.faults = [fault, fault]
@@ -197,7 +197,7 @@ async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
     assert cluster.registered() == []
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_second_node_of_the_same_server_is_removed(cluster):
     """Both of two attempts may have succeeded; the earlier node stays."""
     [(member, session)] = await cluster.servers(1)
@@ -217,7 +217,7 @@ async def test_a_second_node_of_the_same_server_is_removed(cluster):
     assert cluster.zookeeper.child_names(SERVERS) == (name,)
 
 
-@in_cluster
+@run_in_cluster
 async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     (one, _), (two, _), (onlooker, _) = cluster.member(), cluster.member(), cluster.member()
     seen = CallbackRecorder()
@@ -243,7 +243,7 @@ async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     ]
 
 
-@in_cluster
+@run_in_cluster
 async def test_only_the_lead_writes_assignments(cluster):
     (one, _), (two, two_session) = await cluster.servers(2)
     written = CallbackRecorder()
@@ -254,33 +254,33 @@ async def test_only_the_lead_writes_assignments(cluster):
         return await whole(operations)
 
     two_session.write = watched
-    at_two = CallbackRecorder()
-    async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(at_two)):
-        await at_two.wait_for(lambda view: list(view.servers) == [1, 2])
+    views_of_two = CallbackRecorder()
+    async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(views_of_two)):
+        await views_of_two.wait_for(lambda view: list(view.servers) == [1, 2])
         assert written.values == []
         await one.unregister()
-        await at_two.wait_for(lambda view: list(view.servers) == [2])
+        await views_of_two.wait_for(lambda view: list(view.servers) == [2])
     assert [type(operation) for (operation,) in written.values] == [SetNode]
-    assert owners_and_generations(at_two.values[-1]).keys() == set(range(PARTITION_COUNT))
+    assert owners_and_generations(views_of_two.values[-1]).keys() == set(range(PARTITION_COUNT))
 
 
-@in_cluster
+@run_in_cluster
 async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
     (one, _), (two, _) = await cluster.servers(2)
-    at_one, at_two = CallbackRecorder(), CallbackRecorder()
-    async with run_meanwhile(one.follow(at_one), two.follow(at_two)):
-        await at_two.wait_for(lambda view: list(view.servers) == [1, 2])
+    views_of_one, views_of_two = CallbackRecorder(), CallbackRecorder()
+    async with run_meanwhile(one.follow(views_of_one), two.follow(views_of_two)):
+        await views_of_two.wait_for(lambda view: list(view.servers) == [1, 2])
         seen = await two.read()
         assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
         assert not await two.move_partitions(seen, {0: 2})  # it is not the leader
         assert await one.move_partitions(seen, {0: 2})
-        await at_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
-        await at_one.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
-        assert at_one.values[-1].owners | {0: seen.owners[0]} == seen.owners
+        await views_of_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
+        await views_of_one.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
+        assert views_of_one.values[-1].owners | {0: seen.owners[0]} == seen.owners
         assert not await one.move_partitions(seen, {1: 2})  # what was seen is so no more
 
 
-@in_cluster
+@run_in_cluster
 async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
     members = [cluster.member()[0] for _ in range(3)]
     inbox = CallbackRecorder()
@@ -298,7 +298,7 @@ async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
         assert (await one.read()).partitions_of(2) == before
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_membership_that_never_stabilizes_is_reported(cluster):
     member, session = cluster.member()
     other, _ = cluster.member()
@@ -319,7 +319,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
     assert list((await member.read()).servers) == [2]
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_damaged_descriptor_is_named(cluster):
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.child_names(SERVERS)
@@ -328,7 +328,7 @@ async def test_a_damaged_descriptor_is_named(cluster):
         await member.read()
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(cluster):
     # Killed without closing its session: session and node exist until ZooKeeper ends them.
     dead, _ = cluster.member()
@@ -346,20 +346,22 @@ async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(
 # --- rule 5: ZooKeeper was away
 
 
-async def followers_are_current(cluster):
+async def wait_for_followers(cluster):
     """Return once every follower has processed all changes."""
     for _ in range(200):
         await asyncio.sleep(0)
 
 
-@in_cluster
+@run_in_cluster
 async def test_servers_that_register_again_after_an_outage_keep_their_partitions(cluster):
     (one, first), (two, second) = await cluster.servers(2)
-    at_one, at_two = CallbackRecorder(), CallbackRecorder()
-    async with run_meanwhile(one.follow(at_one), two.follow(at_two)):
-        before = owners_and_generations(await at_two.wait_for(lambda view: len(view.servers) == 2))
-        await at_one.wait_for(lambda view: len(view.servers) == 2)
-        seen = len(at_one.values), len(at_two.values)
+    views_of_one, views_of_two = CallbackRecorder(), CallbackRecorder()
+    async with run_meanwhile(one.follow(views_of_one), two.follow(views_of_two)):
+        before = owners_and_generations(
+            await views_of_two.wait_for(lambda view: len(view.servers) == 2)
+        )
+        await views_of_one.wait_for(lambda view: len(view.servers) == 2)
+        seen = len(views_of_one.values), len(views_of_two.values)
         # Both sessions have ended; the second server finds ZooKeeper first, and is alone.
         first.suspend()
         second.suspend()
@@ -367,47 +369,51 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         first.expire()
         second.expire()
         second.resume()
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         assert cluster.registered() == [2]
-        assert (len(at_one.values), len(at_two.values)) == seen
+        assert (len(views_of_one.values), len(views_of_two.values)) == seen
         first.resume()
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         view = await one.read()
         assert view.is_settled
         assert owners_and_generations(view) == before  # the generations, too
-    assert {str(owners_and_generations(each)) for each in at_one.values[seen[0] :]} <= {str(before)}
-    assert {str(owners_and_generations(each)) for each in at_two.values[seen[1] :]} <= {str(before)}
+    assert {str(owners_and_generations(each)) for each in views_of_one.values[seen[0] :]} <= {
+        str(before)
+    }
+    assert {str(owners_and_generations(each)) for each in views_of_two.values[seen[1] :]} <= {
+        str(before)
+    }
 
 
 @contextlib.asynccontextmanager
 async def two_servers(cluster):
     """Give the session of a registered server, and a second one, its session and what it sees."""
     (one, first), (two, second) = await cluster.servers(2)
-    at_two = CallbackRecorder()
-    async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(at_two)):
-        await at_two.wait_for(lambda view: len(view.servers) == 2)
-        yield first, two, second, at_two
+    views_of_two = CallbackRecorder()
+    async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(views_of_two)):
+        await views_of_two.wait_for(lambda view: len(view.servers) == 2)
+        yield first, two, second, views_of_two
 
 
 @contextlib.asynccontextmanager
-async def one_absent(cluster):
+async def first_server_absent(cluster):
     """As above, when ZooKeeper was away and the first one has not returned in its session."""
-    async with two_servers(cluster) as (first, two, second, at_two):
+    async with two_servers(cluster) as (first, two, second, views_of_two):
         first.suspend()
         second.suspend()
         cluster.zookeeper.advance(60_000)
         second.resume()
         first.expire()
-        await followers_are_current(cluster)
-        yield first, two, at_two
+        await wait_for_followers(cluster)
+        yield first, two, views_of_two
 
 
 @pytest.mark.parametrize("end", ["session timeout", "known to be dead", "replaced at its address"])
-@in_cluster
+@run_in_cluster
 async def test_the_wait_for_an_absent_server_ends(cluster, end):
-    async with one_absent(cluster) as (_, two, at_two):
+    async with first_server_absent(cluster) as (_, two, views_of_two):
         left = [2]
         assert not (await two.read()).is_settled
         if end == "session timeout":
@@ -420,29 +426,29 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
             host, port = server_descriptor(1).host, server_descriptor(1).port
             await again.register(model.ServerDescriptor(7, host, port))
             left = [2, 7]
-        await at_two.wait_for(lambda view: list(view.servers) == left)
-        assert len(owners_and_generations(at_two.values[-1])) == PARTITION_COUNT
+        await views_of_two.wait_for(lambda view: list(view.servers) == left)
+        assert len(owners_and_generations(views_of_two.values[-1])) == PARTITION_COUNT
         # Right after the return a death is acted on at once as ever.
         third, _ = cluster.member()
         await third.register(server_descriptor(3))
-        await at_two.wait_for(lambda view: 3 in view.servers)
+        await views_of_two.wait_for(lambda view: 3 in view.servers)
         await two.remove_dead_server(server_descriptor(3))
-        await at_two.wait_for(lambda view: list(view.servers) == left)
+        await views_of_two.wait_for(lambda view: list(view.servers) == left)
 
 
-@in_cluster
+@run_in_cluster
 async def test_the_loss_of_one_zookeeper_server_delays_nothing(cluster):
-    async with two_servers(cluster) as (first, _two, second, at_two):
+    async with two_servers(cluster) as (first, _two, second, views_of_two):
         second.suspend()
         cluster.zookeeper.advance(100)
         second.resume()
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         first.expire()
-        await at_two.wait_for(lambda view: list(view.servers) == [2])
-    assert len(owners_and_generations(at_two.values[-1])) == PARTITION_COUNT
+        await views_of_two.wait_for(lambda view: list(view.servers) == [2])
+    assert len(owners_and_generations(views_of_two.values[-1])) == PARTITION_COUNT
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
     inbox = CallbackRecorder()
@@ -469,7 +475,7 @@ async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluste
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "at the write"])
-@in_cluster
+@run_in_cluster
 async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_late):
     [(member, session)] = await cluster.servers(1)
     real = session.write
@@ -492,61 +498,69 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_la
     assert view.servers[1].preferred == ()
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
-    async with one_absent(cluster) as (first, two, at_two), asyncio.TaskGroup() as tasks:
-        before = owners_and_generations(at_two.values[-1])
+    async with (
+        first_server_absent(cluster) as (first, two, views_of_two),
+        asyncio.TaskGroup() as tasks,
+    ):
+        before = owners_and_generations(views_of_two.values[-1])
         foreign = min(each for each, (server, _) in before.items() if server == 1)
         wished = tasks.create_task(
             two.change_preferences(server_descriptor(2, preferred=[foreign]))
         )
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         assert not wished.done()
         assert not (await two.read()).servers[2].preferred  # both, or neither
         first.resume()
         await wished
-        view = await at_two.wait_for(lambda view: bool(view.servers[2].preferred))
-        gone = {each for each in before if owners_and_generations(view)[each] != before[each]}
+        view = await views_of_two.wait_for(lambda view: bool(view.servers[2].preferred))
+        moved_partitions = {
+            each for each in before if owners_and_generations(view)[each] != before[each]
+        }
         # What was preferred moves, and something else for it: nothing but that.
         assert owners_and_generations(view)[foreign] == (2, before[foreign][1] + 1)
-        assert all(owners_and_generations(view)[each][1] <= before[each][1] + 1 for each in gone)
-        assert len(gone) <= 2
+        assert all(
+            owners_and_generations(view)[each][1] <= before[each][1] + 1
+            for each in moved_partitions
+        )
+        assert len(moved_partitions) <= 2
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
-    async with one_absent(cluster) as (_, two, at_two), asyncio.TaskGroup() as tasks:
+    async with first_server_absent(cluster) as (_, two, views_of_two), asyncio.TaskGroup() as tasks:
         wished = tasks.create_task(two.change_preferences(server_descriptor(2, preferred=[3])))
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         assert not wished.done()
         # Both waiting callers wake when other servers report that the owner is dead.
         await two.remove_dead_server(server_descriptor(1))
         await wished
-        view = await at_two.wait_for(lambda view: list(view.servers) == [2])
+        view = await views_of_two.wait_for(lambda view: list(view.servers) == [2])
     assert view.servers[2].preferred == (3,)
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_server_that_leaves_while_it_waits_does_not_register_again(cluster):
     async def refused(wish):
         with pytest.raises(errors.CoordinatorUnavailable, match="is leaving"):
             await wish
 
-    async with one_absent(cluster) as (_, two, _at_two), asyncio.TaskGroup() as tasks:
+    async with first_server_absent(cluster) as (_, two, _at_two), asyncio.TaskGroup() as tasks:
         wished = tasks.create_task(
             refused(two.change_preferences(server_descriptor(2, preferred=[3])))
         )
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         await two.unregister()
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         await wished
-        await followers_are_current(cluster)
+        await wait_for_followers(cluster)
         assert cluster.registered() == []
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(cluster):
     """Rule 6."""
     (one, session), (two, _) = cluster.member(), cluster.member()

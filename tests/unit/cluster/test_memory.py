@@ -15,7 +15,7 @@ from waltz_core.cluster.znodes.interface import (
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
-class Flag:
+class ActionSignal:
     """A signal that may do something when it is set."""
 
     def __init__(self, log, name, action=None):
@@ -33,7 +33,7 @@ class Flag:
         raise AssertionError("nothing here waits")
 
 
-def now(coroutine):
+def run_now(coroutine):
     """Run what must not wait: rule 1."""
     with pytest.raises(StopIteration) as done:
         coroutine.send(None)
@@ -43,7 +43,7 @@ def now(coroutine):
 def test_no_operation_waits_so_the_simulator_needs_no_event_loop():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = zookeeper.coordinator("/w")
-    now(zookeeper.session().write([CreateNode("/a", b"1")]))
+    run_now(zookeeper.session().write([CreateNode("/a", b"1")]))
     with pytest.raises(errors.BadConfig):
         coordinator.read_cluster().send(None)
     assert zookeeper.dump() == {"/": b"", "/a": b"1"}
@@ -52,33 +52,33 @@ def test_no_operation_waits_so_the_simulator_needs_no_event_loop():
 def test_watches_fire_once_in_order_and_after_the_write():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     reader, writer = zookeeper.session(), zookeeper.session()
-    now(writer.write([CreateNode("/a")]))
+    run_now(writer.write([CreateNode("/a")]))
     log = []
     seen = []
 
     def write_more():
         seen.append(zookeeper.dump()["/a"])
-        now(writer.write([SetNode("/b", b"", 0)]))
+        run_now(writer.write([SetNode("/b", b"", 0)]))
 
-    first, second = Flag(log, "first", write_more), Flag(log, "second")
-    third = Flag(log, "third")
-    now(writer.write([CreateNode("/b")]))
-    now(reader.get("/a", first))
-    now(reader.get("/a", second))
-    now(reader.get("/b", third))
-    now(writer.write([SetNode("/a", b"x", 0)]))
+    first, second = ActionSignal(log, "first", write_more), ActionSignal(log, "second")
+    third = ActionSignal(log, "third")
+    run_now(writer.write([CreateNode("/b")]))
+    run_now(reader.get("/a", first))
+    run_now(reader.get("/a", second))
+    run_now(reader.get("/b", third))
+    run_now(writer.write([SetNode("/a", b"x", 0)]))
     assert log == ["first", "second", "third"]
     assert seen == [b"x"]
-    now(writer.write([SetNode("/a", b"y", 1)]))
+    run_now(writer.write([SetNode("/a", b"y", 1)]))
     assert log == ["first", "second", "third"]
 
 
 def test_a_rejected_write_fires_nothing_and_changes_nothing():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
-    now(session.write([CreateNode("/a"), CreateNode("/a/b")]))
+    run_now(session.write([CreateNode("/a"), CreateNode("/a/b")]))
     log = []
-    now(session.get("/a", Flag(log, "a")))
+    run_now(session.get("/a", ActionSignal(log, "a")))
     before = zookeeper.dump()
     for operations in (
         [SetNode("/a", b"x", 0), SetNode("/a", b"y", 0)],
@@ -99,7 +99,7 @@ def test_a_suspended_session_rejects_requests_and_reports_its_states():
     states = []
     session.on_state(states.append)
     signal = session.new_signal()
-    now(session.write([CreateNode("/e", is_ephemeral=True), CreateNode("/p")]))
+    run_now(session.write([CreateNode("/e", is_ephemeral=True), CreateNode("/p")]))
     session.suspend()
     assert signal.is_set()
     for refused in (session.get("/e"), session.children("/"), session.write([]), session.sync()):
@@ -107,7 +107,7 @@ def test_a_suspended_session_rejects_requests_and_reports_its_states():
             refused.send(None)
     session.resume()
     number = session.session_number
-    assert now(session.get("/e")).stat.owner == number
+    assert run_now(session.get("/e")).stat.owner == number
     session.expire()
     session.resume()
     assert session.session_number != number
@@ -116,11 +116,11 @@ def test_a_suspended_session_rejects_requests_and_reports_its_states():
     for expected in (b"", b"1"):
         with pytest.raises(errors.CoordinatorOutcomeUnknown):
             session.write([SetNode("/p", b"1", 0)]).send(None)
-        assert now(session.get("/p")).data == expected
-    assert now(session.write([DeleteNode("/p", 1)])) == [NO_NODE]
+        assert run_now(session.get("/p")).data == expected
+    assert run_now(session.write([DeleteNode("/p", 1)])) == [NO_NODE]
     session.drop_signal(signal)
     signal.clear()
-    now(session.close())
+    run_now(session.close())
     assert not signal.is_set()
     assert states == [
         SessionState.SUSPENDED,

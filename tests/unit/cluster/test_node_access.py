@@ -70,42 +70,42 @@ class NodeReader:
 @run_on_virtual_loop
 async def test_a_follower_reads_at_the_start_and_once_after_each_change():
     _, nodes, writer = two_views()
-    looks = NodeReader(nodes)
-    async with run_meanwhile(nodes.follow(looks)):
-        await looks.wait_for(None)
+    reader = NodeReader(nodes)
+    async with run_meanwhile(nodes.follow(reader)):
+        await reader.wait_for(None)
         await writer.write([CreateNode(ROOT, b"1")])
-        await looks.wait_for(b"1")
+        await reader.wait_for(b"1")
         await writer.write([CreateNode("/other")])
         await writer.write([SetNode(ROOT, b"2", 0)])
-        await looks.wait_for(b"2")
-    assert looks.seen.values == [None, b"1", b"2"]
+        await reader.wait_for(b"2")
+    assert reader.seen.values == [None, b"1", b"2"]
     await writer.write([SetNode(ROOT, b"3", 1)])
-    assert looks.seen.values[-1] == b"2"
+    assert reader.seen.values[-1] == b"2"
 
 
 @run_on_virtual_loop
 async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outcome():
     _, nodes, writer = two_views()
-    looks = NodeReader(nodes)
-    looks.raises = [errors.CoordinatorOutcomeUnknown("?"), errors.CoordinatorConflict("!")]
-    async with run_meanwhile(nodes.follow(looks)):
-        await looks.wait_for(errors.CoordinatorConflict)
+    reader = NodeReader(nodes)
+    reader.raises = [errors.CoordinatorOutcomeUnknown("?"), errors.CoordinatorConflict("!")]
+    async with run_meanwhile(nodes.follow(reader)):
+        await reader.wait_for(errors.CoordinatorConflict)
         for _ in range(5):
             await asyncio.sleep(0)
         # The unknown outcome was looked at again by itself; the conflict waits for a signal.
-        assert looks.count == 2
+        assert reader.count == 2
         nodes.znodes.suspend()
         nodes.znodes.resume()
-        await looks.wait_for(None)
+        await reader.wait_for(None)
     await writer.write([CreateNode(ROOT)])
 
 
 @run_on_virtual_loop
 async def test_an_error_that_no_retry_repairs_ends_a_follower_and_its_signal():
     _, nodes, _ = two_views()
-    looks = NodeReader(nodes)
-    looks.raises = [errors.BadFormat("/w: rotten")]
+    reader = NodeReader(nodes)
+    reader.raises = [errors.BadFormat("/w: rotten")]
     with pytest.raises(errors.BadFormat, match="rotten"):
-        await nodes.follow(looks)
-    assert looks.count == 1
+        await nodes.follow(reader)
+    assert reader.count == 1
     assert nodes.znodes._signals == []

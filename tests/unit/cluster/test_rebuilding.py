@@ -27,58 +27,58 @@ def log(session, last, *, suspect=False, damaged=False):
     return ReportedLog(session, last, suspect, damaged)
 
 
-def chosen(logs, *, unanswered=(), count=3):
+def choose(logs, *, unanswered=(), count=3):
     return choose_log(7, logs, groups=GROUPS, replica_count=count, unanswered=unanswered)
 
 
 def test_the_newest_session_precedes_the_longest_log():
-    found = chosen({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
+    found = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
     assert (found.source, found.log.last_synced_id) == ("B", 100)
     assert found.first_members == ("B", "C")
     assert found.members == ("B", "C", "A")
 
 
 def test_the_members_are_of_different_groups_first():
-    found = chosen({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
+    found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
     assert found.members == ("A", "B", "C")
-    found = chosen({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})
+    found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})
     assert found.members == ("A", "B", "D")
 
 
 def test_fewer_than_a_quorum_may_be_missing():
-    assert chosen({"A": log(5, 10), "B": log(5, 9)}, unanswered=["C"]).source == "A"
+    assert choose({"A": log(5, 10), "B": log(5, 9)}, unanswered=["C"]).source == "A"
     with pytest.raises(
         errors.BadRequest, match=r"7: only 1 of 3 replicas have a trusted log .* \(A\)"
     ):
-        chosen({"A": log(5, 10)}, unanswered=["B", "C"])
+        choose({"A": log(5, 10)}, unanswered=["B", "C"])
     with pytest.raises(errors.BadRequest, match="Fewer than 2 replicas may be missing"):
-        chosen({"A": log(5, 10)})
+        choose({"A": log(5, 10)})
     with pytest.raises(errors.BadRequest, match="0 of 1 replicas have"):
-        chosen({}, count=1)
+        choose({}, count=1)
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
 def test_an_untrusted_log_counts_as_missing_and_still_proves_a_later_session(trouble):
     doubtful, later = log(5, 99, **{trouble: True}), log(6, 99, **{trouble: True})
-    assert chosen({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
+    assert choose({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
     with pytest.raises(errors.BadRequest, match="without a trusted log: A;"):
-        chosen({"A": doubtful, "B": log(5, 9)})
+        choose({"A": doubtful, "B": log(5, 9)})
     with pytest.raises(
         errors.BadRequest,
         match=r"0 of . replicas have .* without a trusted log: A; .* in older sessions: B, C",
     ):
-        chosen({"A": later, "B": log(5, 9), "C": log(5, 8)})
+        choose({"A": later, "B": log(5, 9), "C": log(5, 8)})
 
 
 def test_a_copy_of_an_older_session_is_ignored():
     """A and B do not open their logs, so they seem to have none; D is left over from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
-        chosen({"C": log(5, 80), "D": log(3, 70)})
+        choose({"C": log(5, 80), "D": log(3, 70)})
     # The same from a replica that lags: nothing distinguishes it from D.
     with pytest.raises(errors.BadRequest, match="C; replicas that were only in older sessions: B"):
-        chosen({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
-    assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
-    assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}, count=2).source == "C"
+        choose({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
+    assert choose({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
+    assert choose({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}, count=2).source == "C"
 
 
 @given(st.integers(1, 5), st.data())
@@ -111,11 +111,11 @@ def test_the_chosen_log_never_lacks_quorum_records(count, data):
 )
 def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
     """Some replicas are lost, fewer than a quorum, and a leftover of a move is there, too."""
-    count, lasts = cluster
+    count, last_ids = cluster
     quorum = quorum_size(count)
-    acknowledged = sorted(lasts, reverse=True)[quorum - 1]
+    acknowledged = sorted(last_ids, reverse=True)[quorum - 1]
     gone = data.draw(st.sets(st.integers(0, count - 1), max_size=quorum - 1))
-    logs = {f"r{n}": log(4, last) for n, last in enumerate(lasts) if n not in gone}
+    logs = {f"r{n}": log(4, last) for n, last in enumerate(last_ids) if n not in gone}
     logs["leftover"] = log(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, acknowledged)))
     found = choose_log(
         0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in gone]
@@ -124,7 +124,7 @@ def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
 
 
 def test_one_replica_is_declared_and_decides_alone():
-    verdict = chosen({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
+    verdict = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
     metadata = verdict.metadata(4, 8)
     assert metadata == model.PartitionMetadata(4, 8, {"B": model.ReplicaState(5, model.UNRESOLVED)})
     recovery = Recovery(HistoryOrigin.RECORDED, metadata.states)

@@ -24,7 +24,7 @@ from waltz_core.cluster.znodes.model import (
 NAMES = "ABCDEFG"
 
 
-def seen(assigned, in_sync=None, *, known=None, session=3, opened=3):
+def partition_state(assigned, in_sync=None, *, known=None, session=3, opened=3):
     """Return a partition as it is; `in_sync` are engaged, the others of `known` are closed."""
     in_sync = assigned if in_sync is None else in_sync
     states = {
@@ -51,17 +51,17 @@ def step(now, wanted, joining=""):
 
 
 def test_replicas_are_added_one_by_one_and_awaited():
-    assert step(seen("ABC"), "ABCDE", "DE") == "ABCD"
-    assert step(seen("ABCD", known="ABC"), "ABCDE", "DE") == (
+    assert step(partition_state("ABC"), "ABCDE", "DE") == "ABCD"
+    assert step(partition_state("ABCD", known="ABC"), "ABCDE", "DE") == (
         "the server of the partition must open a store session with the replicas A, B, C, D"
     )
-    assert step(seen("ABCD", "ABC"), "ABCDE", "DE") == "replica D copies the log"
-    assert step(seen("ABCD"), "ABCDE", "DE") == "ABCDE"
-    assert step(seen("ABCDE"), "ABCDE", "DE") is None
+    assert step(partition_state("ABCD", "ABC"), "ABCDE", "DE") == "replica D copies the log"
+    assert step(partition_state("ABCD"), "ABCDE", "DE") == "ABCDE"
+    assert step(partition_state("ABCDE"), "ABCDE", "DE") is None
 
 
 def test_a_step_waits_for_an_open_session():
-    reason = step(seen("ABC", session=4), "ABCD", "D")
+    reason = step(partition_state("ABC", session=4), "ABCD", "D")
     assert reason.startswith(
         "the server of the partition must open a store session; the last one was "
         "with the replicas A, B, C"
@@ -70,25 +70,25 @@ def test_a_step_waits_for_an_open_session():
 
 def test_an_absent_storage_is_replaced_directly_and_removed_first():
     """Otherwise three of four replicas must be in sync, and appends wait for the copy."""
-    assert step(seen("ABC", "AB"), "ABD", "D") == "ABD"
-    assert step(seen("ABCDE", "ABCD"), "ABC") == "ABCD"
+    assert step(partition_state("ABC", "AB"), "ABD", "D") == "ABD"
+    assert step(partition_state("ABCDE", "ABCD"), "ABC") == "ABCD"
 
 
 def test_no_step_makes_appends_wait_for_a_copy():
-    reason = step(seen("ABC", "AB"), "ABCD", "D")
+    reason = step(partition_state("ABC", "AB"), "ABCD", "D")
     assert reason == (
         "replica C is not in sync; after the change, appends would need 3 acknowledgements of "
         "the replicas A, B, C, D, and only 2 of these are in sync. Hint: start its storage, or "
         "replace it."
     )
-    assert step(seen("ABC", "AB"), "BC").startswith(
+    assert step(partition_state("ABC", "AB"), "BC").startswith(
         "replica C is not in sync; after the change, appends would need 2 acknowledgements of the "
     )
 
 
 def test_a_single_replica_gets_a_second_one_that_still_has_to_copy():
-    assert step(seen("A"), "AB", "B") == "AB"
-    assert step(seen("A"), "B", "B") == "AB"
+    assert step(partition_state("A"), "AB", "B") == "AB"
+    assert step(partition_state("A"), "B", "B") == "AB"
 
 
 def test_without_metadata_the_next_step_waits_for_no_replica():
@@ -102,7 +102,7 @@ def test_a_partition_without_any_replica_is_rejected():
     with pytest.raises(
         errors.BadRequest, match="partition 0 is not changed, because it would have no replica"
     ):
-        replica_steps.next_step(0, seen("A"), plan(""))
+        replica_steps.next_step(0, partition_state("A"), plan(""))
 
 
 def test_a_change_is_not_applied_to_other_replicas():
@@ -138,7 +138,7 @@ class Owner:
         return self.engaged if self.session == self.opened else set()
 
     def now(self):
-        return seen(
+        return partition_state(
             self.assigned,
             self.engaged,
             known=self.states,
@@ -170,23 +170,23 @@ def journeys(draw):
     before = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
     wanted = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
     # One storage at a time is unavailable, and returns.
-    away = draw(st.lists(st.sampled_from([*NAMES, ""]), max_size=12))
-    return sorted(before), sorted(wanted), away
+    unavailable = draw(st.lists(st.sampled_from([*NAMES, ""]), max_size=12))
+    return sorted(before), sorted(wanted), unavailable
 
 
 @given(journeys())
 @example((["A", "B", "E", "F"], ["A", "B", "C", "D", "F"], ["A", "A", "E", "F"]))
 def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
-    before, wanted, away = journey
+    before, wanted, unavailable = journey
     held = {name: ((0,) if name in before else ()) for name in NAMES}
     assigned = ReplicaAssignments(held)
     plan = ReplicaPlan.for_placement({0: tuple(wanted)}, assigned)
     owner, steps = Owner(before), 0
-    for gone in [*away, *[""] * 60]:
-        alive = set(NAMES) - {gone}
+    for absent in [*unavailable, *[""] * 60]:
+        alive = set(NAMES) - {absent}
         owner.restarts(alive)
         found = replica_steps.next_step(0, owner.now(), plan)
-        if found is None and not gone:
+        if found is None and not absent:
             break
         if not isinstance(found, ReplicaStep):
             continue

@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 
 from tests.loops import run_on_virtual_loop
-from tests.unit.cluster.test_backup import ACCESS, BACKUP, KEY, saved
+from tests.unit.cluster.test_backup import ACCESS, BACKUP, KEY, manifest_of
 from waltz_core.access.client_ids import FIRST_ISSUED_ID
 from waltz_core.cluster.change.backup import PartitionBackup
 from waltz_core.cluster.change.creation import STEP_BYTES_MAX, NewCluster, NewStorage
@@ -35,7 +35,7 @@ ROOT = "/w"
 NEW = NewCluster("shop", 2, NEW_KEY, (NewStorage("a:1", 2, 0),))
 
 
-async def restored(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
+async def restore_cluster(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
     zookeeper = zookeeper or MemoryZooKeeper(asyncio.Event)
     coordinator = Coordinator(zookeeper.session(), ROOT)
     cluster = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids, CLIENT_KEY)
@@ -46,7 +46,7 @@ async def restored(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
 @run_on_virtual_loop
 async def test_partitions_begin_after_their_ends_with_later_sessions_and_generations():
     zookeeper = MemoryZooKeeper(asyncio.Event)
-    coordinator = await restored(zookeeper=zookeeper)
+    coordinator = await restore_cluster(zookeeper=zookeeper)
     cluster = await coordinator.read_cluster()
     assert (cluster.params.name, cluster.store.cluster_key) == ("shop", NEW_KEY)
     for number, end in ENDS.items():
@@ -67,25 +67,27 @@ async def test_partitions_begin_after_their_ends_with_later_sessions_and_generat
 
 @run_on_virtual_loop
 async def test_counters_of_the_backup_that_are_above_the_clock_continue():
-    coordinator = await restored(ids=1)
+    coordinator = await restore_cluster(ids=1)
     view = await coordinator.read_partition(0)
     assert (view.metadata.session_id, view.metadata.generation) == (61, 4)
     assert await coordinator.next_client_id() == 42
     later = replace(BACKUP, issued_client_id=FIRST_ISSUED_ID + 50)
-    assert await (await restored(later, ids=1)).issued_ids.allocate_id() == FIRST_ISSUED_ID + 51
+    assert (
+        await (await restore_cluster(later, ids=1)).issued_ids.allocate_id() == FIRST_ISSUED_ID + 51
+    )
 
 
 @run_on_virtual_loop
 async def test_permissions_are_restored_with_their_revision_and_a_new_client_key():
     """IDs that were issued after the backup have proofs of the old key, and may be issued again."""
-    coordinator = await restored(replace(BACKUP, permissions=ACCESS))
+    coordinator = await restore_cluster(replace(BACKUP, permissions=ACCESS))
     assert await coordinator.permissions.read_existing() == replace(ACCESS, client_key=CLIENT_KEY)
-    assert await (await restored()).permissions.read() is None
+    assert await (await restore_cluster()).permissions.read() is None
 
 
 @run_on_virtual_loop
 async def test_writes_are_restored_with_their_tasks():
-    coordinator = await restored()
+    coordinator = await restore_cluster()
     assert await coordinator.writes.read_all() == dict(BACKUP.writes)
 
 
@@ -94,7 +96,7 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
     removing = WriteWithTasks(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)
-    coordinator = await restored(backup, {0: END._replace(last=2), 1: None})
+    coordinator = await restore_cluster(backup, {0: END._replace(last=2), 1: None})
     found = await coordinator.writes.read_all()
     assert found["monday"].state == WriteState({0: 2}, 1_000)
     assert found["monday"].tasks == BACKUP.writes["monday"].tasks
@@ -110,7 +112,7 @@ def test_a_restored_cluster_with_the_same_key_is_not_its_own_source():
 def test_no_request_is_too_large_and_the_roots_data_is_last(task_count):
     task = TaskState(5, 2, tuple(f"run-{number:030}" for number in range(100)))
     writes = {"w": WriteWithTasks(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
-    partitions = tuple(PartitionBackup(7, 60, 3, saved(partition=each)) for each in range(2))
+    partitions = tuple(PartitionBackup(7, 60, 3, manifest_of(partition=each)) for each in range(2))
     backup = replace(BACKUP, writes=writes, partitions=partitions)
     cluster = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS, CLIENT_KEY)
     steps = restoring_steps(ClusterPaths(ROOT), NEW, cluster, root_version=NO_NODE)

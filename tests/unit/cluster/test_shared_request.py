@@ -12,11 +12,11 @@ class CountingQuery:
     """Answers on request; notes when each question was put."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.query_count = 0
         self.may_answer = asyncio.Semaphore(0)
 
     async def ask(self) -> None:
-        self.asked += 1
+        self.query_count += 1
         await self.may_answer.acquire()
 
 
@@ -34,12 +34,12 @@ async def test_a_caller_during_a_request_causes_another_request():
         await _turns()
         late = [tasks.create_task(shared.wait_for_answer()) for _ in range(2)]
         await _turns()
-        assert query.asked == 1
+        assert query.query_count == 1
         query.may_answer.release()
         await first
         await _turns()
         assert not any(each.done() for each in late)
-        assert query.asked == 2
+        assert query.query_count == 2
         query.may_answer.release()
 
 
@@ -82,7 +82,7 @@ async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
         query.may_answer.release()
         await patient
     assert impatient.cancelled()
-    assert query.asked == 1
+    assert query.query_count == 1
 
 
 def test_a_failure_without_waiters_is_not_an_error_of_the_loop():

@@ -38,7 +38,7 @@ class Cluster:
         return self
 
     @contextlib.asynccontextmanager
-    async def owned(self, *, away=()):
+    async def run_owner(self, *, away=()):
         """Open a session of each partition whenever its replicas have changed."""
         owner = Owner(self.zookeeper.coordinator(ROOT), away)
         task = asyncio.get_running_loop().create_task(owner.run())
@@ -102,7 +102,7 @@ def run_now(coroutine):
     raise AssertionError("it has waited")
 
 
-def in_cluster(scenario):
+def run_in_cluster(scenario):
     async def run():
         async with asyncio.timeout(TEST_TIMEOUT_S):
             await scenario(await Cluster().create())
@@ -168,7 +168,7 @@ def test_an_admin_port_can_be_registered_again():
         layout().with_admin_port(B, 0)
 
 
-@in_cluster
+@run_in_cluster
 async def test_the_three_nodes_change_in_one_write(cluster):
     storages = cluster.coordinator.storages
     written = await storages.change_layout(lambda old: old.with_storage(D, 7, 2))
@@ -178,7 +178,7 @@ async def test_the_three_nodes_change_in_one_write(cluster):
     assert (await cluster.coordinator.read_replica_assignment()).partitions[D] == ()
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
     storages, other = cluster.coordinator.storages, cluster.zookeeper.coordinator(ROOT).storages
     raced = []
@@ -193,7 +193,7 @@ async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
     assert await storages.read_layout() == written
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_step_that_is_too_wide_is_rejected(cluster):
     def change(old):
         moved = model.ReplicaAssignments({A: (0, 1), B: (), C: (), D: (0, 1), "h:1": (0, 1)})
@@ -203,7 +203,7 @@ async def test_a_step_that_is_too_wide_is_rejected(cluster):
         await cluster.coordinator.storages.change_layout(change)
 
 
-@in_cluster
+@run_in_cluster
 async def test_an_address_is_given_to_another_storage(cluster):
     coordinator = cluster.coordinator
     one, two = UUID(int=1), UUID(int=2)
@@ -213,7 +213,7 @@ async def test_an_address_is_given_to_another_storage(cluster):
     assert await coordinator.register_storage_id(A, two) == two
 
 
-@in_cluster
+@run_in_cluster
 async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluster):
     await cluster.coordinator.register_storage_id(A, UUID(int=1))
 
@@ -236,10 +236,10 @@ async def carry_out(cluster, wanted):
     return progress
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_plan_is_carried_out_step_by_step(cluster):
     await cluster.coordinator.storages.change_layout(lambda old: old.with_storage(D, 7, 2))
-    async with cluster.owned() as owner:
+    async with cluster.run_owner() as owner:
         progress = await carry_out(cluster, {0: (A, B, D), 1: (A, B)})
     seen = [sorted(each.replicas_of(0)) for each in owner.seen]
     assert seen[:3] == [[A, B, C], [A, B, C, D], [A, B, D]]
@@ -254,10 +254,10 @@ async def test_a_plan_is_carried_out_step_by_step(cluster):
     assert set(after.replicas_of(1)) == {A, B}
 
 
-@in_cluster
+@run_in_cluster
 async def test_a_plan_waits_and_reports_the_reason(cluster):
     """C is away: without A the quorum of two would need it."""
-    async with cluster.owned(away=[C]):
+    async with cluster.run_owner(away=[C]):
         progress = []
         layout = await cluster.coordinator.storages.read_layout()
         plan = ReplicaPlan.for_placement({0: (B, C)}, layout.assignment)
@@ -277,9 +277,9 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
     assert progress[-1].steps == ()
 
 
-@in_cluster
+@run_in_cluster
 async def test_an_impossible_change_is_rejected(cluster):
-    async with cluster.owned():
+    async with cluster.run_owner():
         with pytest.raises(
             errors.BadRequest, match=r"10\.0\.0\.9:1 is not a storage of this cluster"
         ):
@@ -292,7 +292,7 @@ async def test_a_limited_number_of_partitions_changes_at_a_time():
     await cluster.coordinator.storages.change_layout(lambda old: old.with_storage(D, 7, 2))
     layout = await cluster.coordinator.storages.read_layout()
     now = replica_steps.placement_of(layout.assignment, cluster.partition_count)
-    async with cluster.owned():
+    async with cluster.run_owner():
         progress = await carry_out(
             cluster, replica_steps.placement_with_replacement(now, A, D, now)
         )

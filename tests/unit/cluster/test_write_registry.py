@@ -36,7 +36,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
     await writes.begin("w", MARKS, 5)
     await writes.enter("w", 0, "r", coordinator.next_client_id)
     for name in ("sync", "get"):
-        monkeypatch.setattr(session, name, noted(getattr(session, name), name, calls))
+        monkeypatch.setattr(session, name, recording(getattr(session, name), name, calls))
     await writes.check("w", 0, 1)
     assert calls == ["sync", "get", "get"]
     await writes.finish("w", {}, 9)
@@ -65,7 +65,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
     assert await other.read("s-6") is None
 
 
-def begun_again_before_the_change(session, monkeypatch, other, principal=None):
+def restart_before_next_write(session, monkeypatch, other, principal=None):
     """Let another process remove the write "w" and begin it again, before the session's next write.
 
     Its nodes then have the versions of the earlier ones.
@@ -89,7 +89,7 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
-    begun_again_before_the_change(paused, monkeypatch, other)
+    restart_before_next_write(paused, monkeypatch, other)
     with pytest.raises(
         errors.ConnectionSuperseded, match="removed, and another run has begun it again"
     ):
@@ -122,7 +122,7 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
-    begun_again_before_the_change(paused, monkeypatch, other, "other")
+    restart_before_next_write(paused, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
         await coordinator.writes.for_principal("mine").enter(
             "w", 0, "r", coordinator.next_client_id
@@ -135,12 +135,12 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
     """Both would have a proof of it, and the other's next attempt would not find its rows."""
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
-    mine = coordinator.writes.for_principal("mine")
-    await mine.begin("w", MARKS, 5)
-    first = await mine.enter("w", 0, "r", coordinator.next_client_id)
-    begun_again_before_the_change(paused, monkeypatch, other, "other")
+    own_writes = coordinator.writes.for_principal("mine")
+    await own_writes.begin("w", MARKS, 5)
+    first = await own_writes.enter("w", 0, "r", coordinator.next_client_id)
+    restart_before_next_write(paused, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
-        await mine.enter("w", 0, "r", coordinator.next_client_id)
+        await own_writes.enter("w", 0, "r", coordinator.next_client_id)
     assert (await other.writes.read_tasks("w"))[0].client_id == first.client_id + 1
 
 
@@ -194,12 +194,12 @@ async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
     assert await writes.read("w") is None
 
 
-def noted(call, name, calls):
-    async def noting(*args):
+def recording(call, name, calls):
+    async def record_call(*args):
         calls.append(name)
         return await call(*args)
 
-    return noting
+    return record_call
 
 
 @FAULTS
