@@ -23,7 +23,7 @@ def test_a_proof_is_an_hmac_of_label_id_and_principal():
     assert is_valid_proof(expected, KEY, FIRST_ISSUED_ID + 7, "spark-etl")
 
 
-def test_a_proof_is_for_one_key_id_and_principal():
+def test_a_proof_is_valid_for_one_key_one_id_and_one_principal():
     proof = proof_of(KEY, 7, "spark-etl")
     assert is_valid_proof(proof, KEY, 7, "spark-etl")
     assert not is_valid_proof(proof, bytes(32), 7, "spark-etl")

@@ -101,7 +101,7 @@ def test_a_later_grant_covers_an_earlier_one_only_with_all_its_partitions(earlie
     assert granted(READ, now).includes(GRANTS.for_principal("stranger"))
 
 
-def test_each_partition_of_a_request_is_checked_once_and_none_if_all_are_granted():
+def test_a_grant_for_all_partitions_skips_the_check_of_each_partition():
     """A request can name four million."""
     granted = GRANTS.for_principal("ann")
     assert list(granted.partitions_to_check(require_all(ADMINISTER, APPEND), (3, 1, 3, 3))) == [

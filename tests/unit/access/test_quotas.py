@@ -80,7 +80,7 @@ def test_a_request_over_the_limit_begins_at_once_and_delays_later_ones():
     assert begin(quota, START_NS + 4 * SECOND_NS) == 0
 
 
-def test_the_pause_fits_into_the_field_of_an_answer():
+def test_the_retry_pause_fits_into_an_int32():
     quota = quota_of(bytes_per_s=1)
     begin(quota, START_NS, size_bytes=16_000_000)
     error = begin(quota, START_NS)
@@ -130,7 +130,7 @@ def test_connections_and_feeds_over_the_limit_are_rejected():
     assert quota.begin_feed((3, 7), "a") is None
 
 
-def test_the_newest_connections_and_those_of_the_newest_feeds_are_the_excess():
+def test_a_lower_limit_selects_the_newest_connections_and_feeds_to_close():
     quota = quota_of(connections=3, feeds=3)
     for number, each in enumerate(("a", "b", "c")):
         quota.add_connection(each)
@@ -145,7 +145,7 @@ def test_the_newest_connections_and_those_of_the_newest_feeds_are_the_excess():
 # ---- revisions
 
 
-def test_the_limits_of_the_asterisk_are_defaults():
+def test_the_limits_of_principal_asterisk_are_the_defaults():
     limits = {
         "*": PrincipalLimits(bytes_per_s=7, connections=5),
         "etl": PrincipalLimits(bytes_per_s=9, feeds=2),
@@ -203,7 +203,7 @@ def test_a_principal_cannot_refill_its_bucket_by_a_new_connection():
 # ---- labels
 
 
-def test_the_first_principals_with_a_grant_have_a_label_each():
+def test_the_first_principals_with_a_grant_have_their_own_metric_label():
     members = tuple(f"p{number}" for number in range(1, METRIC_LABELS_MAX + 3))
     grants = (
         Grant("p0", False, READ, None),

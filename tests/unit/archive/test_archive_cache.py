@@ -80,7 +80,7 @@ def test_threads_share_a_load_or_its_error(cache, waiting_callers, fails):
     assert has_loaded(cache, "key") is fails
 
 
-def test_a_read_ahead_loads_once_and_its_error_is_found_again_by_a_read(cache):
+def test_a_failed_read_ahead_is_repeated_by_the_next_read(cache):
     calls = []
 
     def failing():

@@ -174,7 +174,7 @@ def test_the_archive_of_another_partition_is_not_accepted(archive):
     assert "expected 4 as the partition (recorded in ZooKeeper), found 3" in found.problem
 
 
-def test_a_page_that_is_wrong_or_missing_hides_only_its_own_objects(archive):
+def test_a_corrupt_or_missing_page_hides_only_the_objects_that_it_lists(archive):
     archive.flip(PAGE, 0.5)
     check = archive.check()
     assert [each.name for each in check.bad_files] == [PAGE]
@@ -196,7 +196,7 @@ def test_all_wrong_files_are_named(archive):
     assert check.object_count == 2
 
 
-def test_a_range_reads_only_the_objects_that_have_it(archive):
+def test_a_check_of_a_range_reads_only_the_objects_with_its_ids(archive):
     for number in (0, 3):
         archive.path(archive.object(number)).unlink()
     one, two = archive.listed[1:3]
@@ -206,7 +206,7 @@ def test_a_range_reads_only_the_objects_that_have_it(archive):
     assert len(archive.check(first=one.first - 1, last=two.last).bad_files) == 1
 
 
-def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
+def test_a_chain_that_does_not_continue_the_previous_object_is_found(tmp_path):
     """Also if the check begins with the second of the two."""
     good, other = Archive(tmp_path / "good"), Archive(tmp_path / "other", seed=9)
     entries = good.listed
@@ -278,7 +278,7 @@ def test_wrong_commit_times_of_the_manifest_are_found(archive, field):
     assert " as commit times, found " in archive.problem(archive.object(1)).problem
 
 
-def test_rows_that_the_manifest_does_not_list_are_no_fault(tmp_path):
+def test_rows_outside_of_the_ids_in_the_manifest_are_ignored(tmp_path):
     archive = Archive(tmp_path / "archive", objects=1, unused=(2,))
     assert archive.check().bad_files == []
 
@@ -305,7 +305,7 @@ def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
     assert check.next_id == later.last + 1
 
 
-def test_an_unreachable_store_is_no_finding(archive, monkeypatch):
+def test_an_unreachable_store_is_an_error_and_not_a_finding(archive, monkeypatch):
     check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)
     check.check_next_file()

@@ -181,7 +181,7 @@ def test_all_can_expire_and_the_archive_continues(archived):
     assert (head.first, [each.first for each in head.newest_objects], head.last) == (60, [60], 69)
 
 
-def test_a_manifest_that_is_not_the_written_one_is_found(archived):
+def test_a_manifest_that_reads_back_differently_is_an_error(archived):
     store, new_manifest = archived
     store.read = lambda name: ArchiveStore.read(store, name) + b" " * ("-20.json" in name)
     with pytest.raises(ChecksumMismatch, match=r"manifest .*-20\.json: found other bytes"):

@@ -216,7 +216,7 @@ def heads_of(store):
     return heads
 
 
-def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived):
+def test_a_replaced_manifest_is_kept_for_the_grace_period(archived):
     """Even if it is old: lagging replicas have only its name."""
     store, new_manifest = archived
     now_ms = 10 * REPLACED_GRACE_MS
@@ -298,7 +298,7 @@ def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
     assert set(all_files(store)) == listed_files(store, own)
 
 
-def test_failed_attempts_of_several_sessions_are_no_rollback(archived):
+def test_failed_attempts_of_several_sessions_are_not_taken_for_a_rollback(archived):
     """Each owner may have written the version after the recorded one, and nothing above it."""
     store, new_manifest = archived
     for session in (10, 11, 12):
@@ -396,7 +396,7 @@ def test_after_a_failure_or_a_crash_at_any_step_a_later_collection_deletes_the_r
 
 
 @pytest.mark.parametrize("is_seen", [False, True])
-def test_a_fenced_owner_deletes_nothing_that_the_later_one_needs(archived, is_seen):
+def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
     """The later owner archives before the fenced owner's list, or between its deletes."""
     store, new_manifest = archived
     later = []

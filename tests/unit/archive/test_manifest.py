@@ -161,6 +161,6 @@ def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
         ),
     ],
 )
-def test_other_content_is_rejected_with_the_reason(body, problem):
+def test_invalid_content_is_rejected_with_the_reason(body, problem):
     with pytest.raises(BadFormat, match=problem):
         Manifest.from_bytes(b"%08x\n%s" % (crc32(body), body), "m")

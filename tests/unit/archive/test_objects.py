@@ -55,7 +55,7 @@ def test_row_groups_can_be_skipped_by_id_time_and_header():
     assert metadata.row_group(1).column(names["transaction_id"]).statistics.min == FIRST + 10
 
 
-def test_a_changed_byte_is_found_or_changes_nothing():
+def test_a_changed_byte_is_detected_or_does_not_change_the_object():
     """Of any byte of the file: of pages, of statistics, of the footer."""
     records, lineage = make_batches(FIRST, sizes=SIZES)
     whole = encode_object(records, lineage)
@@ -97,7 +97,7 @@ def test_a_changed_byte_of_each_column_is_found(column):
         list(open_object(bytes(data)).verify())
 
 
-def test_an_error_of_the_store_is_no_damage():
+def test_an_error_of_the_store_is_not_reported_as_damage():
     """Rule 5: it passes through PyArrow as it is."""
 
     class FailingSource(io.BytesIO):
@@ -120,7 +120,7 @@ def test_an_error_of_the_store_is_no_damage():
             read()
 
 
-def test_a_failed_read_of_pyarrows_threads_is_repeated_for_the_stores_error(tmp_path):
+def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(tmp_path):
     """Rules 5 and 6; `native` fails first, as a store does."""
 
     class FailingFile(StoreFile):
@@ -176,7 +176,7 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
         ({"first": FIRST - 1}, "expected transaction ID 999, found 1000"),
     ],
 )
-def test_metadata_that_does_not_fit_the_rows_is_found(wrong, problem):
+def test_metadata_that_contradicts_the_rows_is_found(wrong, problem):
     records, lineage = make_batches(FIRST, sizes=SIZES)
     with pytest.raises((BadFormat, ChecksumMismatch), match=problem):
         list(open_object(encode_object(records, lineage, **wrong)).verify())
@@ -191,7 +191,7 @@ def test_a_missing_record_and_a_missing_batch_are_found():
         list(open_object(encode_object(records[: -SIZES[-1]], [*lineage[:-1], last])).verify())
 
 
-def test_a_file_that_is_no_object_is_rejected():
+def test_a_file_that_is_not_an_object_is_rejected():
     with pytest.raises(BadFormat, match="object o: "):
         open_object(b"not Parquet")
     records, lineage = make_batches(FIRST, sizes=SIZES)

@@ -102,7 +102,7 @@ def read_all(reader, log):
 
 
 @pytest.mark.parametrize("rows", [1, 10, 45, 1_000])
-def test_ranges_are_those_that_were_archived(store, cache, rows):
+def test_a_range_returns_the_archived_records(store, cache, rows):
     log = write_archive(store, rows=rows, page_entries=2, unused=(6, 2))
     reader = reader_of(store, log, cache)
     assert reader.first_available == 0
@@ -132,7 +132,7 @@ def test_a_read_of_a_row_group_ends_with_it(store, cache):
         reader.read_within_row_group(0, len(log.records))
 
 
-def test_nothing_is_read_before_the_first_call_and_nothing_twice(store, cache):
+def test_a_reader_reads_files_on_demand_and_only_once(store, cache):
     log = write_archive(store, page_entries=2)
     reader = reader_of(store, log, cache)
     assert store.opened == []
@@ -176,7 +176,7 @@ def test_a_changed_byte_of_each_column_is_found_and_named(store, cache, column):
         read_all(reader_of(store, log, cache), log)
 
 
-def test_a_changed_byte_anywhere_is_found_or_changes_nothing(store):
+def test_a_changed_byte_is_detected_or_does_not_change_the_range(store):
     log = write_archive(store, objects=2, rows=30)
     path = path_of(store, OBJECT_1)
     whole = path.read_bytes()
@@ -194,7 +194,7 @@ def test_a_changed_byte_anywhere_is_found_or_changes_nothing(store):
     assert [each for each in found if not each.startswith(f"archived object {OBJECT_1}: ")] == []
 
 
-def test_a_read_ends_before_damage_and_only_a_read_of_it_fails(store, cache):
+def test_a_range_ends_before_damaged_records_and_a_read_of_them_fails(store, cache):
     log = write_archive(store)
     path = path_of(store, OBJECT_1)
     path.write_bytes(path.read_bytes()[:-1])
@@ -239,7 +239,7 @@ def test_a_manifest_that_was_replaced_by_another_one_is_found_and_named(store, c
         reader_of(store, log, cache).read_range(0, 0, 1)
 
 
-def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store, cache):
+def test_the_recorded_manifest_decides_whether_a_missing_file_has_expired(store, cache):
     """Rule 3: an object has expired, or it is lost."""
     log = write_archive(store)
     stale = reader_of(store, log, cache)
@@ -257,7 +257,7 @@ def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store,
         stale.successor("newer", 0).read_range(51, 80, EVERYTHING)
 
 
-def test_an_unreachable_store_is_no_damage(store, cache):
+def test_an_unreachable_store_is_not_reported_as_damage(store, cache):
     log = write_archive(store)
     reader = reader_of(store, log, cache)
     reader.read_range(0, 0, 1)
@@ -342,7 +342,7 @@ def bucket(monkeypatch):
     server.stop()
 
 
-def test_an_archive_in_s3_is_written_read_and_its_faults_are_named(bucket, cache):
+def test_an_archive_in_s3_is_written_and_read_and_its_faults_are_reported(bucket, cache):
     store = ArchiveStore(bucket)
     log = write_archive(store, page_entries=2)
     reader = reader_of(store, log, cache)

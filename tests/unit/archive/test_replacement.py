@@ -113,7 +113,7 @@ def test_a_missing_object_is_written_again(archived):
     assert archived.store.read(archived.entries_of(uploaded)[1].name) == kept
 
 
-def test_the_archive_continues_after_a_replacement_and_old_pages_stay_right(archived):
+def test_uploads_continue_after_a_replacement_and_old_pages_remain_valid(archived):
     uploaded = upload(archived.store, KEY, archived.job(0))
     uploaded = upload(
         archived.store, KEY, archived.job(2, attempt=21, **manifest_fields(archived, uploaded))

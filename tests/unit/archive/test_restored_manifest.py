@@ -131,7 +131,7 @@ def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(s
     assert [each.name for each in entries] == [name]
 
 
-def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
+def test_the_end_of_a_restored_range_is_always_the_end_of_a_batch(store, log):
     found = RestoredRange(store, read_saved_manifest(store, log))
     assert (found.first, found.last) == (0, 4 * OBJECT - 1)
     ends = {each.last: BatchEnd(each.last, each.chain, each.stamp_ms) for each in log.lineage}
@@ -289,7 +289,7 @@ def test_a_pin_is_written_once_and_protects_its_source(store):
     assert not is_pinned(store, CLUSTER_KEY)
 
 
-def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
+def test_a_fully_expired_archive_is_rejected(store, log):
     end = log.manifest.last + 1
     fully_expired = log.manifest.with_expiry(end, 0).with_expiry(
         end, manifest_module.EXPIRY_GRACE_MS
@@ -310,7 +310,7 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
 
 
 @pytest.mark.parametrize(("key", "version"), [(CLUSTER_KEY, 10), (NEW_KEY, 5)])
-def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
+def test_the_new_manifest_has_a_higher_version_than_all_of_its_cluster(store, log, key, version):
     """Otherwise manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
     found = RestoredRange(store, read_saved_manifest(store, log))

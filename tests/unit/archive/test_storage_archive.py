@@ -40,7 +40,7 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
     assert (access.failure, access.failure_count) == (None, 0)
 
 
-def test_damage_is_known_until_the_same_place_was_read():
+def test_damage_is_reported_until_its_place_is_read_without_error():
     access = StorageArchive("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
     access.on_place_read((0, 7), "object 7")
     access.on_place_read((1, 7), "object 8")
@@ -57,7 +57,7 @@ def test_damage_is_known_until_the_same_place_was_read():
     assert access.read_damage == "", "the first one was dropped"
 
 
-def test_an_open_archive_needs_no_more_modules(tmp_path):
+def test_an_open_archive_imports_no_further_modules(tmp_path):
     """An upgrade may replace them under a running storage."""
     code = (
         "import sys\n"

@@ -133,7 +133,7 @@ class CountingFile(io.BytesIO):
         return self.getvalue()[offset : offset + byte_count]
 
 
-def test_each_read_requests_its_own_bytes_and_none_at_the_end():
+def test_a_read_requests_only_its_bytes_and_none_after_the_end():
     file = CountingFile(b"abcdef")
     with StoreFile(file, NAME) as source:
         assert source.seek(-4, os.SEEK_END) == 2
@@ -257,7 +257,7 @@ def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_bucket_is_no_missing_object(rejecting_server):
+def test_a_missing_bucket_is_not_reported_as_a_missing_object(rejecting_server):
     """A write to Google Cloud Storage finds nothing then."""
     rejecting_server.status = 404
     place = f"endpoint_override=127.0.0.1:{rejecting_server.server_port}&scheme=http"

@@ -68,7 +68,7 @@ def read_manifest(store, new_manifest):
     return Manifest.from_bytes(data, new_manifest.name)
 
 
-def test_uploads_continue_each_other_and_their_objects_have_the_log(store):
+def test_consecutive_uploads_archive_the_whole_log(store):
     one = job_after()
     first = upload(store, KEY, one)
     two = job_after(first, attempt=2)

@@ -25,7 +25,7 @@ class Cluster:
         return {"server-1": sum(self.seconds[: self.runs]), "storage-1": 5.0, "zookeeper": 9.0}
 
 
-def test_both_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monkeypatch):
+def test_the_clusters_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monkeypatch):
     clusters = {"off": Cluster([1.0, 2.0, 1.0]), "on": Cluster([1.5, 2.2, 1.1])}
     order = []
 

@@ -28,7 +28,7 @@ async def append_counts(client, counts) -> dict[int, int]:
         ([(1, -1), (2, -1)], (0, 1)),  # the right value, from another transaction
     ],
 )
-def test_the_log_has_to_be_a_chain(counts, wrong):
+def test_a_log_with_a_gap_in_its_updates_is_an_error(counts, wrong):
     @run_on_virtual_loop
     async def scenario():
         async with memory_cluster() as cluster, cluster.client().open_during() as client:

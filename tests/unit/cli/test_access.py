@@ -183,7 +183,7 @@ def test_grants_are_shown_and_checked(cluster):
     )
 
 
-def test_an_equal_grant_makes_no_revision(cluster):
+def test_a_repeated_grant_creates_no_revision(cluster):
     again = cluster.run("grant", "servers", "replicate", "--group", "--partitions", "0-3")
     assert again.stdout == "nothing to change; the permissions stay at revision 3\n"
     assert cluster.json("grant", "servers", "replicate", "--group")["changed"] is False
@@ -250,7 +250,7 @@ def test_the_last_grant_of_replicate_is_kept_without_force(cluster):
     assert cluster.permissions.grants == ()
 
 
-def test_a_revocation_names_what_groups_still_permit(cluster):
+def test_a_revocation_reports_permissions_that_remain_through_groups(cluster):
     cluster.run("group", "add", "analysts", "ann")
     cluster.run("grant", "analysts", "read", "--group", "--partitions", "0-1")
     cluster.run("grant", "ann", "read")
@@ -375,7 +375,9 @@ def test_a_rejected_token_leaves_no_file(cluster, tmp_path, monkeypatch):
     assert not file.exists()
 
 
-def test_a_token_with_an_unknown_outcome_keeps_its_file(cluster, tmp_path, monkeypatch):
+def test_the_file_of_a_token_remains_if_its_creation_has_an_unknown_outcome(
+    cluster, tmp_path, monkeypatch
+):
     """The command ends between the write and its answer: the token may be valid."""
     file, before = tmp_path / "token", cluster.permissions
 
@@ -488,7 +490,7 @@ def test_a_command_names_the_daemons_that_use_its_revision(cluster):
     assert "all 2 daemons use revision 5" in cluster.run("grant", "etl", "append").stderr
 
 
-def test_a_daemon_without_a_revision_is_not_taken_for_one_that_uses_it(cluster):
+def test_a_daemon_that_publishes_no_revision_counts_as_not_updated(cluster):
     """It may have lost its session, and still permit what was revoked."""
     cluster.publish(4, None)
     late = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
@@ -497,7 +499,7 @@ def test_a_daemon_without_a_revision_is_not_taken_for_one_that_uses_it(cluster):
     assert shown["without_revision"] == [STORAGE]
 
 
-def test_a_server_without_zookeeper_is_not_overlooked(cluster, monkeypatch):
+def test_a_server_without_a_zookeeper_session_is_reported(cluster, monkeypatch):
     """Its session has ended, and it may still permit what was revoked."""
     cluster.publish(4, 4)
     cluster.run("grant", "etl", "read", "--timeout-s", "0")
@@ -518,7 +520,7 @@ def test_a_server_without_zookeeper_is_not_overlooked(cluster, monkeypatch):
     assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in late.stderr
 
 
-def test_a_server_of_the_assignment_without_zookeeper_is_not_overlooked(cluster):
+def test_an_assigned_server_without_a_zookeeper_session_is_reported(cluster):
     cluster.publish(4, 4)
     cluster.expire_server()
     cluster.set_assignment({1: {0: 3}})
@@ -540,7 +542,7 @@ def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(cl
     assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
 
 
-def test_a_daemon_with_a_later_revision_than_zookeepers_ignores_changes(cluster):
+def test_a_daemon_with_a_later_revision_than_zookeeper_is_reported(cluster):
     cluster.publish(17, 4)
     late = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert f"{SERVER}: it uses revision 17, and ignores older revisions" in late.stderr
@@ -580,7 +582,7 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(cluster, tmp_pa
 
 
 @pytest.mark.parametrize("fault", WriteFault)
-def test_a_lost_answer_of_zookeeper_makes_no_second_revision(cluster, fault):
+def test_a_lost_answer_of_zookeeper_creates_no_second_revision(cluster, fault):
     # The first write is that of the audit.
     cluster.faults.extend([None, fault])
     cluster.run("grant", "etl", "read")

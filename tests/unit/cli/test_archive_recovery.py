@@ -72,7 +72,7 @@ def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(arch
     assert skipped.endswith("the log has no batch that ends there")
 
 
-def test_the_first_id_is_that_of_the_last_expiry(archive):
+def test_the_recovered_mark_has_the_first_id_of_the_last_expiry(archive):
     newest = archive.manifests[-1]
     recorded = RecordedManifest(PARTITION, newest.last, newest.chain, newest.name, newest.file_crc)
     job = ExpiryJob(9, bytes(16), 3, recorded, before=25, before_ms=0, retention_ms=0)
@@ -86,7 +86,7 @@ def test_the_first_id_is_that_of_the_last_expiry(archive):
     assert (found.first, found.manifest) == (20, expired.name)
 
 
-def test_nothing_is_archived_if_no_manifest_exists_and_all_logs_begin_at_0(archive):
+def test_without_manifests_and_with_logs_from_0_the_archive_counts_as_empty(archive):
     assert find(archive, url=f"{archive.store.url}/elsewhere") == (None, [])
     assert find(archive, url="") == (None, [])
 
@@ -135,9 +135,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_older_manifest_is_used_instead_of_a_wrong_one_if_no_log_has_removed_more(
-    archive, fault
-):
+def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(archive, fault):
     break_it, reason = FAULTS[fault]
     break_it(archive)
     found, skipped = find(archive, start=9)
@@ -199,7 +197,7 @@ def test_the_manifest_of_another_cluster_or_partition_is_ignored(archive):
     assert "of cluster 0101" in skipped
 
 
-def test_the_error_of_a_storage_is_not_a_reason_to_use_an_older_manifest(archive):
+def test_after_an_error_of_a_storage_no_older_manifest_is_used(archive):
     async def chain_at(_):
         raise ChecksumMismatch("the batches cannot be read:")
 

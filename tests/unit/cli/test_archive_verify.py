@@ -53,13 +53,13 @@ def expire_first_object(archive):
     return archive.mark(later, "later", write_manifest(archive.store, later, "later"))
 
 
-def test_an_object_that_has_expired_meanwhile_is_no_fault(archive):
+def test_an_object_that_expires_during_the_check_is_not_reported(archive):
     archive.marks.append(expire_first_object(archive))
     found = archive.verify()
     assert (found["problems"], found["objects"]) == ([], 3)
 
 
-def test_a_manifest_that_was_deleted_meanwhile_is_no_fault(archive):
+def test_a_manifest_that_is_deleted_during_the_check_is_not_reported(archive):
     archive.marks.append(expire_first_object(archive))
     (archive.folder / archive.log.name).unlink()
     assert archive.verify()["problems"] == []

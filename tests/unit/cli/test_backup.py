@@ -136,7 +136,7 @@ async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch
 
 
 @in_real_time
-async def test_a_manifest_that_was_replaced_meanwhile_is_read_in_its_new_form(store):
+async def test_a_backup_reads_the_new_manifest_if_it_is_replaced_meanwhile(store):
     log = write_archive(store)
     coordinator = await cluster_with(log)
     renamed = "3/manifests/later"
@@ -362,7 +362,7 @@ class RecordingPins:
         return self.names[-1]
 
 
-def test_a_backup_has_a_place_in_a_store_with_options():
+def test_the_location_of_a_backup_keeps_the_options_of_its_store():
     place = BackupLocation.parse("s3://bucket/backups/b1?endpoint_override=a:1&scheme=http")
     assert place.name == "b1"
     assert place.store.url == "s3://bucket/backups?endpoint_override=a:1&scheme=http"

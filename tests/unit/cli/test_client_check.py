@@ -50,7 +50,7 @@ def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, in_memory
         assert data == [[expected_data(number) for number in range(12)]] * 2
 
 
-def test_lost_answers_change_nothing(capsys, in_memory):
+def test_lost_answers_do_not_change_the_result(capsys, in_memory):
     with in_memory(fault_rate=0.1, seed=1) as waltz:
         code, found = run_command_json(capsys, "validate", "--clients", "2", "--transactions", "30")
         assert waltz.fault_count > 0

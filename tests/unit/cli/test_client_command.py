@@ -51,7 +51,7 @@ def test_rows_go_to_the_named_partitions_only(waltz, option):
         ),
     ],
 )
-def test_nothing_is_appended_to_wrong_partitions(waltz, words, error):
+def test_invalid_partitions_are_rejected_before_any_append(waltz, words, error):
     done = append(*words, "a")
     assert (done.returncode, rows(waltz)) == (1, [[], [], [], []])
     assert error in done.stderr

@@ -80,7 +80,7 @@ def test_json_has_decimals_as_text_and_dates_in_iso_8601():
     ]
 
 
-def test_json_rejects_a_number_that_it_does_not_have():
+def test_json_rejects_numbers_that_it_cannot_express():
     reader = pa.table({"price": [1.0, float("nan")]}).to_reader()
     with pytest.raises(BadFormat, match=r"row 1 of the output: found nan"):
         _write_json(reader, io.BytesIO())
@@ -115,7 +115,7 @@ def test_a_file_is_complete_or_absent(tmp_path):
         pass
 
 
-def test_an_output_that_is_no_file_is_not_replaced(tmp_path):
+def test_an_output_that_is_not_a_regular_file_is_not_replaced(tmp_path):
     output = tmp_path / "pipe"
     os.mkfifo(output)
     with (

@@ -70,7 +70,9 @@ def test_a_named_replica_is_chosen_if_it_answered():
         ({A: log()}, False, False, False),
     ],
 )
-def test_accepting_is_rejected_with_a_trusted_quorum(logs, is_rolled_back, is_waiting, is_refused):
+def test_accept_replicas_is_rejected_if_a_quorum_is_trusted(
+    logs, is_rolled_back, is_waiting, is_refused
+):
     state = ReplicaState(NO_SESSION, BEFORE_FIRST) if is_waiting else ReplicaState(7, UNRESOLVED)
     metadata = PartitionMetadata(1, 8, dict.fromkeys((A, B, C), state))
     view = SimpleNamespace(metadata=metadata, marker=PartitionMarker(MarkerState.OPEN))
@@ -88,7 +90,7 @@ class CommandDied(Exception):
     """The command ends here."""
 
 
-def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
+def test_no_replica_is_marked_before_the_write_to_zookeeper():
     """A marked replica is trusted: under the old metadata it would count with what it has lost."""
     marked = []
 
@@ -257,7 +259,7 @@ DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas
         pytest.param(Storage(MaximumIds(70, 5)), DIED, id="died before it assigned replicas"),
     ],
 )
-def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, dies_at):
+def test_ids_continue_from_the_clock_if_it_is_later(monkeypatch, storage, dies_at):
     found = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
     ids, owned, written, notes = found
     assert (*ids, owned, written) == (1_001, FIRST_ISSUED_ID + 1_000, 1_001, 1_000)

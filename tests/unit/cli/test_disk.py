@@ -52,7 +52,7 @@ def lines(capsys, *words):
     return [json.loads(line) for line in run_disk(capsys, *words, "--json").splitlines()]
 
 
-def test_verify_states_what_is_wrong_and_ends_with_1(storage, capsys):
+def test_verify_reports_the_damage_and_exits_with_1(storage, capsys):
     assert main(["disk", "verify", str(storage)]) == 0
     assert "0 wrong, 0 notes" in capsys.readouterr().out
     flip_byte(segment_files(storage)[1], 200)
@@ -198,7 +198,7 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
         (["verify", ".", "--limit", "-1"], "--limit: expected a number of at least 0, found -1"),
     ],
 )
-def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, sentence):
+def test_invalid_input_is_reported_in_one_sentence(tmp_path, monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.seg").write_bytes(b"")
     assert main(["disk", *words]) == 1
@@ -207,7 +207,7 @@ def test_bad_input_gets_one_sentence(tmp_path, monkeypatch, capsys, words, sente
     assert captured.count("\n") == 1
 
 
-def test_the_statistic_counts_all_segments(storage, capsys):
+def test_the_statistics_count_all_segments(storage, capsys):
     (value,) = lines(capsys, "segment-statistic", storage)
     assert [one["records"] for one in value] == [11, 13, 12]
     assert value[0]["data_size"]["max"] == 55

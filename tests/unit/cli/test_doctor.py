@@ -78,7 +78,7 @@ def test_a_cluster_with_other_problems_at_each_check_is_not_healthy(facts_to_gat
     assert sentence.startswith(f"1. storage {A} does not answer")
 
 
-def test_scripts_get_one_value(facts_to_gather, capsys):
+def test_json_output_is_one_value(facts_to_gather, capsys):
     facts_to_gather[:] = [with_failed_storage(healthy(), A)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
@@ -114,7 +114,7 @@ def test_a_cluster_that_becomes_unreachable_is_not_reported_as_healthy(facts_to_
     assert not value["is_healthy"]
 
 
-def test_without_a_cluster_the_doctor_states_what_it_expects(facts_to_gather, capsys):
+def test_without_a_cluster_the_doctor_reports_the_expected_argument(facts_to_gather, capsys):
     assert main(["doctor"]) == 1
     assert "expected --connect zk1:2181" in capsys.readouterr().err
     assert main(["doctor", "--connect", CONNECT, "--timeout-s", "0"]) == 1

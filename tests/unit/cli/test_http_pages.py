@@ -69,7 +69,7 @@ def test_numbers_are_shown_whole_without_the_buckets(capsys):
         (b"", 404, "expected a page, found HTTP status 404"),
     ],
 )
-def test_another_page_is_reported(capsys, body, status, sentence):
+def test_a_page_in_another_format_is_reported(capsys, body, status, sentence):
     with serve_page(body, status) as address:
         assert main(["server", "metrics", address]) == 1
     assert sentence in capsys.readouterr().err
@@ -94,6 +94,6 @@ def test_a_number_is_read_as_it_was_written(number):
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_a_page_or_is_rejected(text):
+def test_any_text_is_parsed_or_rejected(text):
     with contextlib.suppress(errors.RemoteProtocolError):
         assert all(isinstance(each.value, int | float) for each in parse_metrics(text, "x:1"))

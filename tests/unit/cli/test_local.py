@@ -72,7 +72,7 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
         )
 
 
-def test_a_cluster_for_other_machines_is_made_on_purpose_only(tmp_path):
+def test_a_cluster_for_other_machines_needs_an_explicit_option(tmp_path):
     with pytest.raises(BadConfig, match=r"a loopback address, found '10\.1\.2\.3'\. Hint:"):
         LocalCluster(tmp_path, host="10.1.2.3")
     cluster = LocalCluster(tmp_path, host="127.0.0.1")

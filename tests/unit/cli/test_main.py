@@ -28,19 +28,19 @@ def test_a_group_alone_shows_its_subcommands_and_examples(capsys, group):
     assert f"Examples:\n  waltz-core {group} " in output
 
 
-def test_a_verb_of_two_words_is_shown_under_its_first(capsys):
+def test_a_verb_of_two_words_is_shown_under_its_first_word(capsys):
     assert main(["access"]) == 0
     assert "\n  token        create and revoke tokens\n" in capsys.readouterr().out
     assert main(["access", "token"]) == 0
     assert "\n  revoke  revoke a token" in capsys.readouterr().out
 
 
-def test_a_noun_without_verbs_is_run_and_not_explained(capsys):
+def test_a_noun_without_verbs_runs_its_command(capsys):
     assert main(["bench"]) == EXIT_USAGE_ERROR
     assert "the following arguments are required: WORKLOAD" in capsys.readouterr().err
 
 
-def test_a_verbs_help_begins_with_what_it_does(capsys):
+def test_the_help_of_a_verb_begins_with_its_description(capsys):
     assert main(["cluster", "prefer", "--help"]) == 0
     output = capsys.readouterr().out
     assert "Make a server the preferred owner of some partitions." in output
@@ -59,7 +59,7 @@ def test_a_missing_cluster_argument_is_reported(subcommand, capsys, monkeypatch)
     "words",
     [["show", "h:1"], ["show", "--connect", "h:1"], ["protect", "h:1"], ["show-key", "h:1"]],
 )
-def test_a_cluster_may_be_named_either_way(words, capsys, monkeypatch):
+def test_the_cluster_argument_overrides_the_environment(words, capsys, monkeypatch):
     monkeypatch.setenv("WALTZ_CONNECT", "other:1/never/asked")
     assert main(["cluster", *words]) == 1
     assert "'h:1' names no cluster root" in capsys.readouterr().err
@@ -74,7 +74,7 @@ def test_an_error_for_a_command_of_waltz_0_13_names_the_new_command(words):
     assert arguments_of_group is groups
 
 
-def test_a_daemon_imports_nothing_of_the_other_verbs():
+def test_a_daemon_imports_no_module_of_other_verbs():
     code = (
         "import sys; from waltz_core.cli.main import main;"
         "assert main(['storage', 'run', '--help']) == main(['server', 'run', '--help']) == 0;"

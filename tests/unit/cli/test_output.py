@@ -105,7 +105,7 @@ def test_no_progress_is_written_to_a_file(capsys):
         (b"\xff\x00", r"\xff\x00"),
     ],
 )
-def test_data_is_one_line_without_control_characters(data, shown, capsys):
+def test_data_is_printed_in_one_line_without_control_characters(data, shown, capsys):
     assert to_one_line(data) == shown
     _print_transaction(7, 1, data, as_json=False)
     assert capsys.readouterr().out == f"7\t1\t{shown}\n"

@@ -200,7 +200,7 @@ async def test_a_batch_waits_behind_appends_that_are_held_back(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch):
+async def test_a_waiting_batch_fails_when_its_connection_or_its_order_ends(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
     author.append()
@@ -216,7 +216,7 @@ async def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch
 
 
 @run_on_virtual_loop
-async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypatch):
+async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
     first = author.append_batch(order)

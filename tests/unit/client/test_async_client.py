@@ -99,7 +99,7 @@ class FixedPartition(TransactionContext):
 
 
 @run_on_virtual_loop
-async def test_a_client_of_some_partitions_uses_no_others():
+async def test_a_client_of_some_partitions_appends_only_to_them():
     async with (
         memory_cluster(partition_count=4) as cluster,
         cluster.client().open_during() as whole,
@@ -161,7 +161,7 @@ async def test_the_partitions_of_a_client_must_exist():
 
 
 @run_on_virtual_loop
-async def test_a_root_without_a_cluster_names_the_command():
+async def test_the_error_for_a_root_without_a_cluster_names_the_command():
     async with memory_cluster() as cluster:
         client = cluster.client(root="/elsewhere")
         with pytest.raises(errors.BadConfig, match=r"waltz-core cluster create"):
@@ -190,7 +190,7 @@ async def test_a_fork_of_a_client_is_reported():
 
 
 @run_on_virtual_loop
-async def test_many_appends_share_a_frame_and_a_few_go_alone():
+async def test_many_appends_are_sent_in_one_frame_and_a_few_in_separate_frames():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         server = cluster.servers[0]
@@ -205,7 +205,7 @@ async def test_many_appends_share_a_frame_and_a_few_go_alone():
 
 
 @run_on_virtual_loop
-async def test_rows_are_gathered_while_others_are_in_progress():
+async def test_rows_are_gathered_while_earlier_rows_are_in_flight():
     with mock.patch.object(appends, "GATHERING_S_MAX", 60.0):
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await client.mount([0])
@@ -293,7 +293,7 @@ async def test_a_batch_reports_every_row():
 
 
 @run_on_virtual_loop
-async def test_a_full_window_waits_and_drops_nothing():
+async def test_appends_wait_while_the_window_is_full():
     config = replace(IN_MEMORY_CONFIG, in_flight_count_max=10)
     async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
         await client.mount([0])
@@ -360,7 +360,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 
 @run_on_virtual_loop
-async def test_a_stream_that_has_failed_waits_for_no_server():
+async def test_a_failed_stream_does_not_wait_for_its_server():
     """Otherwise its server counts as silent, and ZooKeeper is watched without need."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
@@ -596,7 +596,7 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
 
 
 @run_on_virtual_loop
-async def test_a_slow_application_uses_bounded_memory_and_misses_nothing():
+async def test_a_slow_application_uses_bounded_memory_and_receives_all_transactions():
     config = replace(IN_MEMORY_CONFIG, feed_prefetch_count_max=1_000)
     async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
         go_on = asyncio.Event()
@@ -866,7 +866,7 @@ async def test_large_answers_use_a_separate_connection():
 
 
 @run_on_virtual_loop
-async def test_of_two_writers_with_one_id_the_later_attempt_wins():
+async def test_a_later_writer_with_the_same_client_id_replaces_the_earlier_one():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount()
         layout = client.layout()
@@ -899,7 +899,7 @@ class SlowContext(CounterContext):
 
 
 @run_on_virtual_loop
-async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes_ends():
+async def test_closing_a_client_ends_a_context_in_its_first_attempt():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         context = SlowContext({"value": 0})
@@ -914,7 +914,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
 
 
 @run_on_virtual_loop
-async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
+async def test_a_cancelled_opening_closes_all_connections():
     async with memory_cluster() as cluster:
         client = cluster.client()
         async with asyncio.TaskGroup() as tasks:

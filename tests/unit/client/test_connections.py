@@ -138,7 +138,7 @@ async def wait_until(condition):
 
 
 @run_on_loop
-async def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
+async def test_an_avoided_connection_stays_open_while_it_is_in_use():
     async with client_and_server() as (links, address, _):
         old = await links.get(address)
         old.attach(0, print, print, lambda: False, print)
@@ -171,7 +171,7 @@ async def answer_or_error(waiting):
 
 
 @run_on_loop
-async def test_no_request_has_a_number_that_streams_use():
+async def test_requests_and_streams_use_different_sequence_numbers():
     """It distinguishes their answers."""
     async with client_and_server() as (links, address, received), asyncio.TaskGroup() as group:
         link = await links.get(address)

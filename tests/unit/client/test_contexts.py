@@ -54,7 +54,7 @@ class OvertakenContext(TransactionContext):
 
 
 @run_on_virtual_loop
-async def test_the_mark_of_a_context_is_from_before_it_computes():
+async def test_a_context_claims_the_mark_from_before_its_computation():
     """Another writer's row is in the log, and applied, while the context computes: no update lost.
 
     A mark taken after the computation would let a value through that was computed from an old one.

@@ -132,7 +132,7 @@ def test_chunks_over_the_budget_are_dropped_oldest_first_except_the_newest():
     assert (two.kept, budget.used_bytes) == ({10: 1}, 1)
 
 
-def test_the_share_of_a_partition_shrinks_with_their_number():
+def test_the_share_of_a_partition_shrinks_with_the_number_of_partitions():
     budget = DataBudget(8_000)
     assert budget.fetch_bytes_max == 2_000
     holders = [FakeCache(budget) for _ in range(10)]

@@ -37,7 +37,7 @@ def test_a_task_gets_the_owner_of_its_own_partition_only():
     assert LAYOUT.for_partition(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
-def test_newer_layouts_are_learned_without_a_request_and_passed_on():
+def test_a_newer_layout_replaces_owners_without_a_request_and_is_reported():
     directory = FixedDirectory(LAYOUT.for_partition(0), connect_timeout_ms=1)
     reported = []
     run_in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
@@ -209,7 +209,7 @@ class OtherCluster:
         OtherCluster.open_count -= 1
 
 
-def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
+def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
     """Nor the second caller: its session is not kept."""
 
     async def connect(*_place, **_options):
@@ -385,7 +385,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
     assert OtherCluster.open_count == 0
 
 
-def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
+def test_all_waiting_callers_get_the_error_of_an_unavailable_zookeeper(monkeypatch):
     """Otherwise each of them would wait for all before it."""
 
     async def ask():

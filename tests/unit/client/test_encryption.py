@@ -272,7 +272,9 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
     assert found.errors.to_pylist() == [None, "the key 'b' does not exist", None]
 
 
-def test_the_snippets_of_the_page_work(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippets_of_the_encryption_page_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (ROOT / "docs/encryption.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     of_client, _of_spark, of_readers = (

@@ -72,7 +72,7 @@ async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
 
 
 @run_on_virtual_loop
-async def test_without_a_newer_server_the_id_is_one_of_zookeeper():
+async def test_without_a_newer_server_the_id_comes_from_zookeeper():
     old, older = Link("one:1", None), Link("two:1", None)
     assert await LinksAndDirectory(old, older).ids().get(old, instead_of=-1) == ClientIdentity(
         5, NO_PROOF
@@ -134,7 +134,7 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
 
 @pytest.mark.parametrize("side", ["versions_offered", "versions_accepted"])
 @run_on_virtual_loop
-async def test_if_client_or_server_is_older_the_id_is_one_of_zookeeper(side, monkeypatch):
+async def test_if_client_or_server_is_older_the_id_comes_from_zookeeper(side, monkeypatch):
     """L 7: the ID is one of ZooKeeper, and rows in doubt are read back by all headers."""
     client = WireProtocol.CLIENT
     monkeypatch.setattr(client, side, tuple(each for each in getattr(client, side) if each < 8))

@@ -102,7 +102,7 @@ def test_files_are_requested_with_the_ticket_of_the_latest_grant(files, reader):
     assert files.opened_segments == [10, 17, 10, 17]
 
 
-def test_no_more_is_read_than_requested_and_one_record_at_least(files, reader):
+def test_a_read_is_limited_to_the_requested_bytes_and_has_at_least_one_record(files, reader):
     assert files.read(reader, 12, 13).lengths.size == 2
     assert files.read(reader, 20, 29, 1).lengths.size == 1
     assert files.read(reader, 11, 29).lengths.size == 19
@@ -116,7 +116,7 @@ def test_records_after_the_end_of_a_grant_are_requested_again(files, reader):
 
 
 @pytest.mark.parametrize("at", [7, 28, 35, 36, 43])
-def test_no_byte_of_a_record_may_differ(files, reader, at):
+def test_a_changed_byte_of_a_record_is_rejected(files, reader, at):
     bad = bytearray(files.records[: 7 * files.size])
     bad[2 * files.size + at] ^= 1
     files.write(10, bytes(bad))
@@ -143,7 +143,7 @@ def test_a_file_that_was_truncated_meanwhile_is_reported(files, reader):
         files.read(reader, 13, 14)
 
 
-def test_a_storage_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
+def test_a_storage_that_passes_no_file_descriptor_is_reported(files, reader, monkeypatch):
     def no_answer(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 

@@ -36,7 +36,7 @@ def logged_times(
     return logged
 
 
-def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
+def test_a_short_outage_is_not_logged_and_a_long_one_at_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries: list[float | None] = [
@@ -46,7 +46,9 @@ def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
     assert logged_times(caplog, log_after_s=0, failures_s=tries) == [5, 65, 125]
 
 
-def test_the_next_outage_is_timed_from_its_own_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_of_an_outage_begins_at_its_first_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert logged_times(caplog, log_after_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
     assert logged_times(caplog, log_after_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
 

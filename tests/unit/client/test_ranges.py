@@ -182,7 +182,7 @@ def heads(*ids: int) -> bytes:
     return b"".join(headers(i, req(i)) for i in ids)
 
 
-def test_headers_are_checked_as_well():
+def test_invalid_headers_are_rejected():
     query = replace(QUERY, form=RangeForm.HEADERS)
     good = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(10, 11, 12, 13, 14))
     assert chunk_of_server(P, query, good).count == 5
@@ -230,7 +230,7 @@ def test_chunks_are_consecutive_up_to_the_last():
     assert requests == [(10, 14), (12, 14), (14, 14)]
 
 
-def test_a_log_that_ends_too_early_is_a_loss():
+def test_a_log_that_ends_before_the_range_is_reported_as_data_loss():
     async def fetch(query: RangeQuery) -> RangeChunk:
         return replace(chunk_of_server(P, QUERY, answer()), next=query.first)
 
@@ -476,7 +476,9 @@ def test_a_replica_that_names_a_pause_gets_the_request_again(monkeypatch: pytest
     assert sorted(requests) == sorted([*REPLICAS, "server"])
 
 
-def test_a_log_that_begins_later_does_so_at_all_replicas(monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_begins_after_the_range_ends_the_search_for_a_replica(
+    monkeypatch: pytest.MonkeyPatch,
+):
     with pytest.raises(errors.BeforeLogStart) as caught:
         read_below_start(monkeypatch, 12)
     assert caught.value.first_available == 12

@@ -106,7 +106,7 @@ def test_after_a_failure_the_next_owner_is_looked_up():
     assert [address for address, _ in cluster.sent_requests] == ["old", "new"]
 
 
-def test_a_mark_that_must_not_be_stale_is_requested_as_such():
+def test_a_linearizable_mark_is_requested_with_the_linearizable_flag():
     cluster = Cluster(owner=mark(7))
     assert run_in_virtual_time(cluster.requests.high_water_mark(0, linearizable=True)) == 107
 
@@ -250,7 +250,7 @@ def test_rejections_are_decoded_in_the_order_of_the_answer():
     "wrong",
     [{"stamps_ms": (9,)}, {"ids": 3}, {"conflicting": ()}, {"reasons": (1, 200)}],
 )
-def test_rejections_that_do_not_fit_together_are_reported(wrong):
+def test_rejections_of_different_lengths_are_reported(wrong):
     cluster = Cluster(owner=owner_with_rejections(**wrong))
     with pytest.raises(errors.RemoteProtocolError, match="rejections: expected"):
         run_in_virtual_time(cluster.requests.recent_rejections(3))

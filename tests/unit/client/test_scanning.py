@@ -67,7 +67,7 @@ def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClien
     }
 
 
-def test_json_is_decoded_with_its_own_types(client: WaltzClient):
+def test_json_payloads_keep_their_types(client: WaltzClient):
     client.append(json.dumps({"price": 0.1, "tags": ["a"]}).encode(), partition=0).result()
     schema = pa.schema([("price", pa.decimal128(10, 2)), ("tags", pa.list_(pa.string()))])
     found = client.scan(0, schema=schema, data_format="json").read_all()

@@ -122,7 +122,7 @@ def test_a_single_transaction_is_applied_at_once(
     assert view.sizes == [1] * 8
 
 
-def test_a_transaction_that_is_skipped_costs_no_other(
+def test_a_skipped_transaction_does_not_skip_others(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)
@@ -147,7 +147,7 @@ def test_a_filtered_view_has_its_transactions_and_the_mark_of_the_log(
         assert view.passes < 20
 
 
-def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
+def test_filtered_transactions_share_one_write_of_the_mark(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", TEST_TIMEOUT_S)
@@ -182,7 +182,7 @@ def test_a_context_passes_a_lock_of_a_transaction_filtered_from_its_view(
         assert client.submit(add()).result(TEST_TIMEOUT_S) == 1
 
 
-def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
+def test_a_context_on_a_view_that_catches_up_reports_the_progress(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)

@@ -38,7 +38,7 @@ def rejection_errors(effects):
 # mounting and sending
 
 
-def test_the_first_append_links_mounts_and_is_sent():
+def test_the_first_append_opens_a_link_mounts_and_is_sent():
     scenario = Scenario()
     assert scenario.step(stream_events.SendAppends(submission(1))) == [
         stream_events.OpenLink(1, ())
@@ -54,7 +54,7 @@ def test_the_first_append_links_mounts_and_is_sent():
     ]
 
 
-def test_rows_of_a_batch_use_up_its_sequence_numbers():
+def test_each_row_of_a_batch_uses_one_sequence_number():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=10)))
     assert scenario.sent_messages() == [m.AppendBatch(req(1), -1, b"data", 99)]
@@ -308,7 +308,7 @@ def test_a_link_with_an_abandoned_append_is_not_mounted_again():
     assert scenario.step(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
 
 
-def test_links_that_broke_are_not_remembered():
+def test_broken_links_are_not_remembered():
     """A client that lives for years sees many of them."""
     scenario = Scenario().mount_partition()
     for number in range(1, 9):
@@ -321,7 +321,7 @@ def test_links_that_broke_are_not_remembered():
     assert not scenario.stream._avoided_links
 
 
-def test_a_closed_link_need_not_be_avoided():
+def test_a_closed_link_is_not_listed_as_avoided():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.receive(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
@@ -422,7 +422,7 @@ def test_an_unknown_outcome_is_settled_by_the_log():
     assert outcomes_by_token(effects)[1].transaction_ids.tolist() == [5]
 
 
-def test_a_usage_error_is_the_callers():
+def test_a_usage_error_is_returned_to_the_caller():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     error = rejection_errors(scenario.reject(req(1), errors.BadRequest("no Arrow")))[1]
@@ -882,7 +882,7 @@ def test_a_stream_continues_if_the_log_has_the_chain_of_the_feed(entry):
     assert scenario.stream.phase is Phase.READY
 
 
-def test_the_genesis_chain_proves_nothing():
+def test_the_genesis_chain_is_not_compared():
     assert bytes(GENESIS_CHAIN) == bytes(16)
     scenario = Scenario()
     request = scenario.mount_with_feed(-1)

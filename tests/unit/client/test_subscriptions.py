@@ -92,7 +92,7 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
 
 
 @run_on_virtual_loop
-async def test_after_subscribing_the_mark_is_that_of_the_application():
+async def test_a_subscription_begins_at_the_mark_of_the_application():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
         callbacks = ResumingCallbacks()
@@ -122,7 +122,7 @@ async def test_a_feed_from_the_latest_starts_at_the_given_mark():
 
 
 @run_on_virtual_loop
-async def test_applied_transactions_count_before_a_slow_run_ends():
+async def test_applied_transactions_are_reported_before_a_slow_run_ends():
     at_second = asyncio.Event()
 
     class Slow(ResumingCallbacks):
@@ -178,7 +178,7 @@ async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
 
 
 @run_on_virtual_loop
-async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed():
+async def test_a_feed_can_end_while_a_transaction_is_retried():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = ResumingCallbacks()
         callbacks.policy = PoisonPolicy.RETRY
@@ -517,7 +517,7 @@ class HookRecordingContext(WithdrawContext):
 
 
 @run_on_virtual_loop
-async def test_a_cancellation_that_a_context_raises_is_its_error():
+async def test_a_cancelled_error_of_a_context_is_its_outcome():
     """Neither was the caller that submitted it cancelled, nor the client closed."""
     async with two_clients() as (_, one, two):
 
@@ -553,7 +553,7 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
 
 
 @run_on_virtual_loop
-async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
+async def test_a_feed_that_cannot_continue_ends_all_waits_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = ResumingCallbacks()

@@ -90,7 +90,7 @@ def wait_until(condition) -> None:
         time.sleep(0.005)
 
 
-def test_an_outcome_that_is_late_states_what_it_waits_for():
+def test_the_timeout_of_an_outcome_names_the_cause_of_the_delay():
     late = ThreadOutcome(lambda: "partition 0: the client is not connected yet")
     with pytest.raises(
         TimeoutError, match="no outcome within 0 s: partition 0: the client is not connected yet"
@@ -130,7 +130,7 @@ def test_tasks_started_during_the_shutdown_are_ended_too():
     assert [task.cancelled() for task in late] == [True]
 
 
-def test_applied_transactions_count_before_a_slow_run_ends():
+def test_applied_transactions_are_reported_before_a_slow_run_ends():
     """The second transaction blocks; a context must not be notified that nothing was applied."""
     at_second, may_go = threading.Event(), threading.Event()
 
@@ -444,7 +444,7 @@ class CancelledContext(CopyContext):
         raise CancelledError
 
 
-def test_a_cancelled_future_in_a_context_is_its_error():
+def test_a_cancelled_future_in_a_context_is_the_error_of_the_context():
     with MemoryWaltz(1) as log, log.client() as client:
         future = client.submit(CancelledContext(0))
         with pytest.raises(RuntimeError, match="CancelledError"):

@@ -42,7 +42,7 @@ def partition_without_a_server():
 
 
 @run_on_virtual_loop
-async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
+async def test_a_timed_out_wait_for_a_feed_leaves_no_state():
     applier = Applier(PARTITION, None, lambda mark: None)
     applier.start(TransactionId(3))
     for _ in range(COUNT):
@@ -51,7 +51,7 @@ async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
 
 
 @run_on_virtual_loop
-async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_nothing():
+async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_no_state():
     partition = partition_without_a_server()
     for _ in range(COUNT):
         await time_out(partition.ensure_mounted())
@@ -62,7 +62,7 @@ async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_nothing():
 
 
 @run_on_virtual_loop
-async def test_a_timed_out_wait_for_outcomes_leaves_nothing():
+async def test_a_timed_out_wait_for_outcomes_leaves_no_state():
     window = AppendWindow(rows_max=100, bytes_max=1 << 20)
     appends = Appends(PARTITION, window, lambda event: None, batch_rows=1, batch_bytes=100)
     row = PendingRow(b"data", 0, TransactionId(0))

@@ -38,7 +38,7 @@ def node_with(**parts):
     return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
 
 
-def test_the_bytes_are_those_of_the_decision():
+def test_the_encoding_is_the_one_of_decision_048():
     node = json.loads(access_node.encode_permissions(PERMISSIONS))
     assert node == {
         "format": 1,
@@ -121,7 +121,7 @@ def token(**parts):
         ({"tokens": token() | {"cd" * 32: token()[HASH]}}, "distinct token IDs"),
     ],
 )
-def test_a_part_that_is_not_exactly_as_expected_makes_the_node_unreadable(parts, error):
+def test_an_invalid_part_makes_the_node_unreadable(parts, error):
     with pytest.raises(BadFormat, match=error):
         access_node.decode_permissions(node_with(**parts))
 
@@ -138,7 +138,7 @@ def test_a_part_that_is_not_exactly_as_expected_makes_the_node_unreadable(parts,
         (b" " * (512 * 1024 + 1), "at most 524288 bytes"),
     ],
 )
-def test_other_bytes_are_unreadable(data, error):
+def test_invalid_bytes_are_unreadable(data, error):
     with pytest.raises(BadFormat, match=error):
         access_node.decode_permissions(data)
 

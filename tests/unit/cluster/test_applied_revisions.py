@@ -27,7 +27,7 @@ def test_a_revision_survives_a_round_trip():
     [b"", b"{", b"[]", b'{"format":2,"revision":1}', b'{"format":1}', 100_000 * b"["]
     + [b'{"format":1,"revision":%s}' % each for each in (b"0", b"true", b"1.5", b'"1"')],
 )
-def test_anything_else_is_rejected(data):
+def test_invalid_bytes_are_rejected(data):
     with pytest.raises(BadFormat, match=r"applied revision of permissions(:| is not valid JSON:) "):
         decode_applied_revision(data)
 

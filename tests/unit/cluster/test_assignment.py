@@ -84,7 +84,7 @@ def test_preferring_an_owned_partition_moves_nothing():
     assert assign(old, live_servers(1, 2, preferred={2: [2]})).servers == old.servers
 
 
-def test_no_partition_is_left_out_when_preferences_use_up_a_share():
+def test_every_partition_is_assigned_if_preferences_use_up_a_share():
     # Waltz 0.13 removes the spare one here, and partition 4 has no owner.
     found = assign(
         PartitionAssignment(), live_servers(1, 2, preferred={1: [0, 1]}), partition_count=5
@@ -233,7 +233,7 @@ def replicas(*names):
         ("abc", "", True),
     ],
 )
-def test_old_and_new_quorums_meet(old, new, is_allowed):
+def test_old_and_new_quorums_intersect(old, new, is_allowed):
     if is_allowed:
         check_replica_change(replicas(*old), replicas(*new), 1)
     else:

@@ -55,7 +55,7 @@ def test_an_audit_entry_survives_a_round_trip(made):
         ),
     ],
 )
-def test_other_bytes_are_rejected_as_an_entry(data, problem):
+def test_invalid_bytes_are_rejected_as_an_entry(data, problem):
     with pytest.raises(errors.BadFormat, match=re.escape(problem)):
         AuditEntry.from_bytes(data)
 
@@ -85,7 +85,7 @@ async def test_a_change_is_recorded_before_and_after(coordinator):
 
 
 @run_in_cluster
-async def test_only_the_newest_are_kept(coordinator):
+async def test_only_the_newest_audit_entries_are_kept(coordinator):
     with mock.patch.object(audit, "ENTRIES_MAX", 20):
         for number in range(23):
             await coordinator.audit.begin(entry(number))
@@ -94,7 +94,7 @@ async def test_only_the_newest_are_kept(coordinator):
 
 
 @run_in_cluster
-async def test_an_outcome_that_cannot_be_written_breaks_nothing(coordinator):
+async def test_a_change_succeeds_although_its_outcome_cannot_be_recorded(coordinator):
     path = await coordinator.audit.begin(entry())
     coordinator._znodes.faults.append(WriteFault.REQUEST_LOST)
     await coordinator.audit.end(path, entry(), audit.OUTCOME_DONE, 5)

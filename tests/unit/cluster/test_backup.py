@@ -104,7 +104,7 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
         ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
-def test_wrong_values_are_named(changes, problem):
+def test_invalid_values_are_named(changes, problem):
     data = encode_with_crc({**decode_with_crc(BACKUP.to_bytes(), "f"), **changes})
     with pytest.raises(BadFormat, match=f"backup f: .*{problem}".replace("..", r"\.\.")):
         Backup.from_bytes(data, "f")
@@ -178,7 +178,7 @@ def test_a_write_is_done_in_the_backup_only_if_it_was_before_the_marks(first, se
 # ---- the clusters from which one was restored
 
 
-def test_a_restored_cluster_continues_its_source_and_the_sources_of_that():
+def test_a_restored_cluster_continues_its_source_and_earlier_sources():
     first = NO_RESTORE_SOURCES.with_source("aa" * 16, {0: 9, 1: 4})
     second = first.with_source("bb" * 16, {0: 7, 1: 6})
     assert RestoreSources.from_bytes(second.to_bytes()) == second

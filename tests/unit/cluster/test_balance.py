@@ -71,7 +71,7 @@ def test_servers_without_a_load_report_neither_lose_nor_get_partitions():
     assert plan(owners, {0: 500, 1: 500}, servers=[1]) == {}
 
 
-def test_a_limited_number_moves_at_a_time_and_then_stays():
+def test_a_limited_number_of_partitions_moves_and_then_stays_for_a_pause():
     owners = dict.fromkeys(range(100), 1)
     loads = dict.fromkeys(owners, 100.0)
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS, moves_max=5))

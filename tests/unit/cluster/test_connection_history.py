@@ -6,7 +6,7 @@ from waltz_core.cluster.znodes.connection_history import OUTAGE_MS_MIN, Connecti
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
-def test_an_absence_and_a_return_are_timed():
+def test_disconnection_and_reconnection_are_timed():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     history = ConnectionHistory(session)
@@ -22,7 +22,7 @@ def test_an_absence_and_a_return_are_timed():
     assert (history.disconnected_ms, history.reconnected_ms) == (0, 70)
 
 
-def test_a_node_that_is_replaced_at_once_is_not_absent():
+def test_a_short_disconnection_is_not_recorded():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     history = ConnectionHistory(session)

@@ -77,7 +77,7 @@ def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
     assert coordinator.published == [("server-1", each) for each in (4, 4, 5, 5, 5)]
 
 
-def test_permissions_that_cannot_be_read_end_no_daemon(monkeypatch, caplog) -> None:
+def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> None:
     """Also if it has none yet: then it rejects requests."""
     monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     caplog.set_level(logging.ERROR)

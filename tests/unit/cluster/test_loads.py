@@ -72,7 +72,7 @@ def test_the_load_of_a_partition_is_kept_until_its_new_owner_reports():
     assert averages.update({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
 
 
-def test_a_young_load_of_an_unknown_partition_is_not_trusted():
+def test_a_load_measured_over_a_short_time_is_not_trusted():
     averages = LoadAverages(WINDOW_MS)
     assert averages.update({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
     assert averages.update({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
@@ -104,13 +104,13 @@ def test_loads_survive_a_round_trip(loads):
         (100_000 * b"[", "not valid JSON"),
     ],
 )
-def test_anything_else_is_rejected(data, problem):
+def test_invalid_bytes_are_rejected(data, problem):
     with pytest.raises(BadFormat, match=problem):
         decode_loads(data)
 
 
 @run_on_virtual_loop
-async def test_servers_report_and_the_lead_reads():
+async def test_servers_report_loads_and_the_leader_reads_them():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
     await one.create_cluster(NewCluster("w", 1, CLUSTER_KEY))

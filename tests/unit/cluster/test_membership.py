@@ -244,7 +244,7 @@ async def test_each_settled_view_is_reported_once_and_no_other(cluster):
 
 
 @run_in_cluster
-async def test_only_the_lead_writes_assignments(cluster):
+async def test_only_the_leader_writes_assignments(cluster):
     (one, _), (two, two_session) = await cluster.servers(2)
     written = CallbackRecorder()
     whole = two_session.write
@@ -265,7 +265,7 @@ async def test_only_the_lead_writes_assignments(cluster):
 
 
 @run_in_cluster
-async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
+async def test_the_leader_moves_partitions_and_all_servers_follow(cluster):
     (one, _), (two, _) = await cluster.servers(2)
     views_of_one, views_of_two = CallbackRecorder(), CallbackRecorder()
     async with run_meanwhile(one.follow(views_of_one), two.follow(views_of_two)):
@@ -281,7 +281,7 @@ async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
 
 
 @run_in_cluster
-async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
+async def test_with_load_balancing_the_leader_does_not_balance_by_count(cluster):
     members = [cluster.member()[0] for _ in range(3)]
     inbox = CallbackRecorder()
     for number, member in enumerate(members, 1):
@@ -530,7 +530,7 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
 
 
 @run_in_cluster
-async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
+async def test_a_preference_waits_no_longer_than_the_leader_does(cluster):
     async with first_server_absent(cluster) as (_, two, views_of_two), asyncio.TaskGroup() as tasks:
         wished = tasks.create_task(two.change_preferences(server_descriptor(2, preferred=[3])))
         await wait_for_followers(cluster)
@@ -561,7 +561,7 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
 
 
 @run_in_cluster
-async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(cluster):
+async def test_a_server_owns_no_partition_until_a_witness_reaches_it(cluster):
     """Rule 6."""
     (one, session), (two, _) = cluster.member(), cluster.member()
     board = PublishedReachability(ClusterNodes(session, ROOT))

@@ -31,7 +31,7 @@ async def test_a_missing_node_is_a_missing_cluster():
 
 
 @run_on_virtual_loop
-async def test_a_node_created_by_another_process_first_is_not_an_error():
+async def test_a_node_that_another_process_has_created_is_not_an_error():
     zookeeper, nodes, writer = two_views()
     whole = nodes.znodes.get
 

@@ -51,7 +51,7 @@ def test_the_table_names_every_path():
     assert found | reserved == {f"/{znode.path}" for znode in ZNODES}
 
 
-def test_the_readers_are_those_of_the_decision():
+def test_the_readers_of_znodes_are_those_of_decision_048():
     """Decision 048, "ZooKeeper"."""
     public = {"R", "R/ids", "R/serverDescriptors", "R/serverDescriptors/s_N", "R/store"}
     public |= {"R/store/group", "R/x", "R/x/restored"}
@@ -79,7 +79,7 @@ def test_each_path_is_found_in_the_table(root):
 
 
 @pytest.mark.parametrize("path", ["R/x/later", "R/x/later/s_1", "R/later", "R/x/restored/1"])
-def test_a_node_of_a_later_version_is_for_members(path):
+def test_an_unknown_node_is_readable_by_members_only(path):
     assert znode_at("/R", f"/{path}") is UNKNOWN_ZNODE
 
 

@@ -82,7 +82,7 @@ def test_a_copy_of_an_older_session_is_ignored():
 
 
 @given(st.integers(1, 5), st.data())
-def test_the_chosen_log_never_lacks_quorum_records(count, data):
+def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, data):
     """Any number of replicas seem to have no copy, and copies of older sessions lie about."""
     quorum = quorum_size(count)
     other = st.sampled_from((4, 4, 3, 1))
@@ -109,7 +109,7 @@ def test_the_chosen_log_never_lacks_quorum_records(count, data):
     ),
     st.data(),
 )
-def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
+def test_the_chosen_log_has_all_quorum_records_despite_lost_replicas(cluster, data):
     """Some replicas are lost, fewer than a quorum, and a leftover of a move is there, too."""
     count, last_ids = cluster
     quorum = quorum_size(count)
@@ -123,7 +123,7 @@ def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
     assert found.log.last_synced_id >= acknowledged
 
 
-def test_one_replica_is_declared_and_decides_alone():
+def test_the_rebuilt_metadata_names_one_replica():
     verdict = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
     metadata = verdict.metadata(4, 8)
     assert metadata == model.PartitionMetadata(4, 8, {"B": model.ReplicaState(5, model.UNRESOLVED)})
@@ -174,7 +174,7 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     assert set(after.servers[1].values()) == {78}
 
 
-def test_only_a_rebuilt_partition_that_is_not_open_waits():
+def test_only_a_rebuilt_partition_without_an_open_session_is_undecided():
     closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
     waiting = model.PartitionMetadata(states={"A": closed})
     opened = model.PartitionMarker(model.MarkerState.OPEN)

@@ -74,7 +74,7 @@ def test_an_absent_storage_is_replaced_directly_and_removed_first():
     assert step(partition_state("ABCDE", "ABCD"), "ABC") == "ABCD"
 
 
-def test_no_step_makes_appends_wait_for_a_copy():
+def test_a_step_is_postponed_if_appends_would_wait_for_a_copy():
     reason = step(partition_state("ABC", "AB"), "ABCD", "D")
     assert reason == (
         "replica C is not in sync; after the change, appends would need 3 acknowledgements of "

@@ -109,7 +109,7 @@ def test_a_restored_cluster_with_the_same_key_is_not_its_own_source():
 
 
 @pytest.mark.parametrize("task_count", [3, 200])
-def test_no_request_is_too_large_and_the_roots_data_is_last(task_count):
+def test_the_data_of_the_root_is_written_last_and_requests_are_limited(task_count):
     task = TaskState(5, 2, tuple(f"run-{number:030}" for number in range(100)))
     writes = {"w": WriteWithTasks(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
     partitions = tuple(PartitionBackup(7, 60, 3, manifest_of(partition=each)) for each in range(2))

@@ -173,7 +173,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
 
 
 @run_on_virtual_loop
-async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
+async def test_a_write_ends_before_its_tasks_are_removed(monkeypatch):
     """Else a task that enters meanwhile would have another client ID than it had before."""
     _, session, coordinator = await with_cluster()
     writes, removals = coordinator.writes, []
@@ -204,7 +204,7 @@ def recording(call, name, calls):
 
 @FAULTS
 @run_on_virtual_loop
-async def test_a_lost_answer_costs_one_attempt_only(fault):
+async def test_a_lost_answer_uses_up_one_attempt(fault):
     _, session, coordinator = await with_cluster()
     writes = coordinator.writes
     session.faults += [fault] * 2

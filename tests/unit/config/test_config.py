@@ -32,7 +32,7 @@ UNITS = (
 
 
 @pytest.mark.parametrize("config_type", CONFIG_TYPES_BY_KIND.values(), ids=CONFIG_TYPES_BY_KIND)
-def test_the_sample_alone_is_a_configuration(config_type, tmp_path):
+def test_the_sample_file_is_a_valid_configuration(config_type, tmp_path):
     path = tmp_path / "sample.toml"
     path.write_text(sample_toml(config_type))
     loaded = load_config(config_type, path=path)
@@ -150,7 +150,7 @@ def test_a_daemon_waits_for_zookeeper_longer_than_a_client():
     assert ClientConfig(connect=CONNECT).zookeeper_connect_timeout_ms == 10_000
 
 
-def test_an_unknown_word_names_its_source(tmp_path):
+def test_the_error_for_an_unknown_choice_names_its_source(tmp_path):
     file = tmp_path / "bad.toml"
     file.write_text('connect = "zk:2181/w"\ndirectory = "/d"\nlog_format = "JSON"\n')
     wrong = r"setting log_format: expected one of text, json, found 'JSON'"
