@@ -38,14 +38,14 @@ GRANTS = Grants(
     ("principal", "requirement", "permitted"),
     [
         ("ann", require_all(APPEND), {0, 1, 2, 3, 7}),
-        ("ann", require_all(READ), {2, 3, 4, 5, 9}),  # of the group, and its own
+        ("ann", require_all(READ), {2, 3, 4, 5, 9}),  # grants of the group and of the principal
         ("ann", require_all(READ, APPEND), {2, 3}),
         ("ann", require_one(READ, APPEND), {0, 1, 2, 3, 4, 5, 7, 9}),
         ("bob", require_all(READ), {2, 3, 4, 5}),
-        ("bob", require_all(ADMINISTER), {*range(-1, 12)}),  # all, although one grant has less
+        ("bob", require_all(ADMINISTER), {*range(-1, 12)}),  # one grant has all partitions
         ("eve", require_all(REPLICATE), {*range(12)}),
         ("eve", require_one(READ, APPEND), set()),
-        ("team", require_all(READ), set()),  # a group is no principal
+        ("team", require_all(READ), set()),  # the name of a group is not a principal
         ("anonymous", require_all(READ), set()),
     ],
 )
@@ -67,9 +67,9 @@ def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
         ("ann", require_all(REPLICATE, scope=Scope.ANY), REPLICATE),
         ("eve", require_one(READ, REPLICATE, scope=Scope.ANY), None),
         ("eve", require_all(READ, REPLICATE, scope=Scope.ANY), READ),
-        ("eve", require_all(REPLICATE, scope=Scope.ALL), REPLICATE),  # a range is never all
+        ("eve", require_all(REPLICATE, scope=Scope.ALL), REPLICATE),  # a range is not "all"
         ("ann", require_all(ADMINISTER, scope=Scope.ALL), None),
-        ("ann", require_all(APPEND), None),  # of no partition: rule 2
+        ("ann", require_all(APPEND), None),  # the request names no partition: rule 2
         ("eve", require_all(APPEND), APPEND),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_later_grant_covers_an_earlier_one_only_with_all_its_partitions(earlie
 
 
 def test_a_grant_for_all_partitions_skips_the_check_of_each_partition():
-    """A request can name four million."""
+    """A request can name four million partitions."""
     granted = GRANTS.for_principal("ann")
     assert list(granted.partitions_to_check(require_all(ADMINISTER, APPEND), (3, 1, 3, 3))) == [
         3,

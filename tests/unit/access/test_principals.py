@@ -40,7 +40,7 @@ SPARK = certificate(
         (r"N=(.+)", None),
         (r"CN=()spark-etl", None),
         (r"CN=spark-etl|(x)", None),
-        # An address is no name.
+        # An IP address is not a name.
         (r"IP Address=(.+)", None),
     ],
 )

@@ -48,7 +48,7 @@ def test_after_the_burst_of_a_second_requests_wait_for_their_turn():
     quota = quota_of(appends_per_s=10)
     waits = [begin(quota, START_NS) for _ in range(21)]
     assert waits == [max(0, number - 10) * 100 * MS for number in range(21)]
-    # All together have waited a second at most; the next one would wait longer.
+    # The requests wait for at most a second; the next one would wait longer.
     error = begin(quota, START_NS)
     assert isinstance(error, Overloaded)
     assert error.retry_after_ms == 1_100
@@ -67,7 +67,7 @@ def test_the_time_that_a_request_has_waited_counts():
     half = START_NS + 500 * MS
     assert isinstance(begin(quota, half, waited_ns=500 * MS + 1), Overloaded)
     assert begin(quota, half, waited_ns=500 * MS) == 500 * MS
-    assert begin(quota, START_NS + 2 * SECOND_NS, waited_ns=9 * SECOND_NS) == 0  # its turn
+    assert begin(quota, START_NS + 2 * SECOND_NS, waited_ns=9 * SECOND_NS) == 0  # waited enough
 
 
 def test_a_request_over_the_limit_begins_at_once_and_delays_later_ones():
@@ -101,10 +101,10 @@ def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
 @pytest.mark.parametrize("per_s", [3, 700])
 def test_a_greedy_principal_gets_its_limit_and_no_more(per_s):
     quota, granted = quota_of(appends_per_s=per_s), 0
-    for now_ms in range(10_000):  # it tries again each millisecond
+    for now_ms in range(10_000):  # the principal retries each millisecond
         answer = begin(quota, START_NS + now_ms * MS)
         granted += not isinstance(answer, Overloaded)
-    # In ten seconds, with the burst, and what has begun to wait.
+    # The requests of ten seconds, the burst, and the requests that still wait.
     assert 11 * per_s <= granted <= 12 * per_s + 1
 
 
@@ -119,9 +119,9 @@ def test_connections_and_feeds_over_the_limit_are_rejected():
         quota.add_connection("c")
     assert caught.value.retry_after_ms > 0
     assert quota.begin_feed((1, 7), "a") is None
-    assert quota.begin_feed((1, 7), "b") is None  # the same feed has moved
+    assert quota.begin_feed((1, 7), "b") is None  # the same feed moves to connection b
     assert "exceeds its limit of 1 feeds" in str(quota.begin_feed((2, 7), "a"))
-    quota.end_feed((1, 7), "a")  # it is not that of this connection any more
+    quota.end_feed((1, 7), "a")  # no effect: the feed belongs to connection b
     assert quota.begin_feed((2, 7), "a") is not None
     quota.remove_connection("b")
     quota.add_connection("c")
@@ -194,7 +194,7 @@ def test_a_principal_cannot_refill_its_bucket_by_a_new_connection():
     for number in range(QUOTAS_MAX + 1):
         quotas.quota_of(f"p{number}", START_NS + SECOND_NS)
     assert quotas.quota_of("etl", START_NS + SECOND_NS) is quota
-    # When it is full again, it may be forgotten.
+    # When the bucket is full again, the quota may be dropped.
     for number in range(QUOTAS_MAX + 1):
         quotas.quota_of(f"q{number}", START_NS + 2 * SECOND_NS)
     assert quotas.quota_of("etl", START_NS + 2 * SECOND_NS) is not quota

@@ -1,4 +1,4 @@
-"""The record of changes has every change, also creation and deletion of a cluster."""
+"""The audit log has every change, also the creation and deletion of a cluster."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
 async def test_the_audit_record_names_the_user_behind_sudo(
     coordinator, monkeypatch, user, sudoer, user_name
 ):
-    """On a machine that several people administer all of them are root."""
+    """Administrators who share a machine all run commands as root."""
     monkeypatch.setenv("LOGNAME", user)
     monkeypatch.delenv("SUDO_USER", raising=False)
     if sudoer:

@@ -1,4 +1,4 @@
-"""Commands that change storages: what they reject, and what they report for an empty storage."""
+"""Commands that change storages: rejected arguments, and the report for an empty storage."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The cache of archives: bounded, one load at a time, with read-ahead that never fails a read."""
+"""The archive cache: limited size, one load per key, and read-ahead whose errors fail no read."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Semaphore
@@ -48,7 +48,7 @@ def test_a_value_above_the_limit_is_returned_and_not_kept(cache):
 
 @pytest.fixture
 def waiting_callers(monkeypatch):
-    """A semaphore that is released when a caller waits for the load of another one."""
+    """Return a semaphore that is released whenever a caller waits for another caller's load."""
     released = Semaphore(0)
 
     class ObservedFuture(Future):

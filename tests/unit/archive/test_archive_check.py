@@ -83,7 +83,7 @@ class Archive:
                 check.note_missing_file(error)
 
     def problem(self, name, **options):
-        """Check everything; return what is wrong with the only wrong file."""
+        """Check everything; return the problem of the only corrupt file."""
         check = self.check(**options)
         assert [each.name for each in check.bad_files] == [name]
         assert check.next_id == self.log.manifest.last + 1 or not check.object_count
@@ -106,14 +106,14 @@ def test_an_archive_without_faults_has_no_findings(archive):
 @pytest.mark.parametrize("at", [0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 0.9999])
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_flipped_byte_of_an_object_is_found(archive, at, number):
-    """In its pages, its footer and its end."""
+    """A byte of its pages, of its footer or at its end."""
     archive.flip(archive.object(number), at)
     found = archive.problem(archive.object(number))
     assert "expected a file with CRC-32" in found.problem
 
 
 def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
-    """As of an object that was damaged before it was written."""
+    """For example, an object that was damaged before it was written."""
     good, bad = Archive(tmp_path / "good"), Archive(tmp_path / "bad", seed=9)
     name = good.object(1)
     (entry,) = (each for each in bad.listed if each.name == name)
@@ -182,7 +182,7 @@ def test_a_corrupt_or_missing_page_hides_only_the_objects_that_it_lists(archive)
     assert check.object_count == 2
     archive.path(PAGE).unlink()
     assert "it does not exist" in archive.problem(PAGE).problem
-    # What comes after it is still checked.
+    # The objects after it are still checked.
     archive.flip(archive.object(3), 0.5)
     assert [each.name for each in archive.check().bad_files] == [PAGE, archive.object(3)]
 
@@ -207,7 +207,7 @@ def test_a_check_of_a_range_reads_only_the_objects_with_its_ids(archive):
 
 
 def test_a_chain_that_does_not_continue_the_previous_object_is_found(tmp_path):
-    """Also if the check begins with the second of the two."""
+    """The check finds it also if it begins with the second object."""
     good, other = Archive(tmp_path / "good"), Archive(tmp_path / "other", seed=9)
     entries = good.listed
     for number in (2, 3):
@@ -249,7 +249,7 @@ def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, tex
 
 
 def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
-    """Also the chain after it is not known then."""
+    """The check does not know the chain after such a page either."""
     entries = archive.listed
     manifest = replace(archive.log.manifest, pages=(), newest_objects=tuple(entries))
     for number in (0, 1):
@@ -284,7 +284,7 @@ def test_rows_outside_of_the_ids_in_the_manifest_are_ignored(tmp_path):
 
 
 def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
-    """Expiry has deleted what the check was about to read."""
+    """Expiry has deleted files before the check has read them."""
     log = archive.log
     check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)

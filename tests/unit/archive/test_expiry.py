@@ -77,7 +77,7 @@ def test_objects_that_were_committed_before_a_time_expire(
 
 
 def set_commit_times(store, new_manifest, monkeypatch):
-    """Give each object a commit time of its own; return them."""
+    """Give each object a different commit time; return the times."""
     head = read_manifest(store, new_manifest)
     page = head.pages[0]
     times = [1_000_000 + 10 * number for number in range(6)]

@@ -83,7 +83,7 @@ def run(store, job, *, now_ms=LATER_MS):
 
 
 def fail_upload(store, new_manifest, *, attempt, writes=1, kind=Crash, **changes):
-    """Let an upload end after it has written this many files."""
+    """Let an upload end after it has written `writes` files."""
     store.fail_next(2 * writes, is_after=False, kind=kind)
     with pytest.raises(kind):
         upload(store, KEY, job_after(new_manifest, attempt=attempt, **changes))
@@ -217,7 +217,7 @@ def heads_of(store):
 
 
 def test_a_replaced_manifest_is_kept_for_the_grace_period(archived):
-    """Even if it is old: lagging replicas have only its name."""
+    """Also an old one is kept, because lagging replicas know only its name."""
     store, new_manifest = archived
     now_ms = 10 * REPLACED_GRACE_MS
     heads, listed = heads_of(store), listed_files(store, new_manifest)
@@ -263,7 +263,7 @@ def test_a_file_of_a_later_or_another_owner_stops_the_collection(
 
 
 def roll_back(store, new_manifest, *, head_version):
-    """Archive in session 10 after the manifest of session 9 with this version."""
+    """Upload in session 10 after the manifest of session 9 with version `head_version`."""
     head = next(name for name in heads_of(store)[head_version] if f"/{head_version}-9-" in name)
     data = ArchiveStore.read(store, head)
     found = manifest.Manifest.from_bytes(data, head)
@@ -276,7 +276,7 @@ def upload_in_session_10(store, new_manifest, *, attempt):
 
 
 def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
-    """Backups may list what was recorded before, also when the new versions have passed it."""
+    """Backups may list files of earlier manifests, also below the newest recorded version."""
     store, new_manifest = archived
     own = roll_back(store, new_manifest, head_version=4)
     assert {6, 5} <= set(heads_of(store))
@@ -418,7 +418,7 @@ def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
 
 
 def test_a_late_collection_keeps_later_attempts_of_its_session(archived):
-    """The owner has abandoned it, and has archived since."""
+    """The owner has abandoned the collection, and has uploaded objects since."""
     store, new_manifest = archived
     own = {"session_id": 10, "nonce": OTHER}
     second = upload(store, KEY, job_after(new_manifest, attempt=8, **own))
@@ -437,7 +437,7 @@ def test_progress_is_reported_with_each_call_of_the_store(archived):
         now_ms=LATER_MS,
         on_progress=lambda: calls.append(1),
     )
-    assert len(calls) == len(store.done) - 1, "all but the read of the head"
+    assert len(calls) == len(store.done) - 1, "every call but the read of the head"
     calls.clear()
     upload(store, KEY, job_after(new_manifest, attempt=50), lambda: calls.append(1))
     assert len(calls) >= 4

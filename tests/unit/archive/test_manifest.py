@@ -1,4 +1,4 @@
-"""A manifest lists objects without gaps; a changed one is rejected."""
+"""A manifest lists objects without gaps; a manifest with a changed byte is rejected."""
 
 from random import Random
 

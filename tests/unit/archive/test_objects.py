@@ -56,7 +56,7 @@ def test_row_groups_can_be_skipped_by_id_time_and_header():
 
 
 def test_a_changed_byte_is_detected_or_does_not_change_the_object():
-    """Of any byte of the file: of pages, of statistics, of the footer."""
+    """A byte of the pages, of the statistics or of the footer."""
     records, lineage = make_batches(FIRST, sizes=SIZES)
     whole = encode_object(records, lineage)
     rng, found = Random(4), 0
@@ -88,7 +88,7 @@ def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
 
 @pytest.mark.parametrize("column", SCHEMA.names)
 def test_a_changed_byte_of_each_column_is_found(column):
-    """Also of commit times, which no chain and no record CRC covers (rule 4)."""
+    """Also of the column of commit times, which no chain and no record CRC covers (rule 4)."""
     records, lineage = make_batches(FIRST, sizes=SIZES)
     data = bytearray(encode_object(records, lineage))
     chunk = open_object(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))
@@ -98,7 +98,7 @@ def test_a_changed_byte_of_each_column_is_found(column):
 
 
 def test_an_error_of_the_store_is_not_reported_as_damage():
-    """Rule 5: it passes through PyArrow as it is."""
+    """Rule 5: PyArrow passes on the store's error unchanged."""
 
     class FailingSource(io.BytesIO):
         is_failing = False
@@ -137,7 +137,7 @@ def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(t
     with FailingFile(store.open("o").native, "o") as source:
         found = ArchiveObject(source, "o")
         source.is_failing = True
-        assert list(found.verify()) == log[1]  # by `native` alone
+        assert list(found.verify()) == log[1]  # with reads of `native` only
         found._native = store.open("o").native
         found._native.close()
         with pytest.raises(ArchiveUnavailable, match="no route"):
@@ -145,7 +145,7 @@ def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(t
 
 
 def test_only_the_calling_thread_reads_a_python_file(tmp_path):
-    """Rule 6: one that another thread releases while the process ends aborts the process."""
+    """Rule 6: a file that another thread releases at the end of the process aborts the process."""
     readers = set()
 
     class Source(io.BytesIO):

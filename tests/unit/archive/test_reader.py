@@ -207,7 +207,7 @@ def test_a_range_ends_before_damaged_records_and_a_read_of_them_fails(store, cac
 
 
 def test_records_that_the_chain_does_not_cover_are_rejected(store, cache, tmp_path):
-    """Of an object that another valid one with the same IDs has replaced."""
+    """The records of another valid object with the same IDs."""
     log = write_archive(store)
     other = CountingStore(f"file://{tmp_path}/other")
     write_archive(other, seed=9)
@@ -240,7 +240,7 @@ def test_a_manifest_that_was_replaced_by_another_one_is_found_and_named(store, c
 
 
 def test_the_recorded_manifest_decides_whether_a_missing_file_has_expired(store, cache):
-    """Rule 3: an object has expired, or it is lost."""
+    """Rule 3: the object has either expired or been lost."""
     log = write_archive(store)
     stale = reader_of(store, log, cache)
     store.delete(f"{PARTITION_ID}/objects/0.parquet")
@@ -291,7 +291,7 @@ def test_threads_may_share_a_reader_and_a_small_cache(store):
 
 
 def test_sequential_reads_find_the_next_row_group_in_memory(store, monkeypatch):
-    """Also that of the next object, with its index."""
+    """Also the first row group of the next object, with its index."""
     monkeypatch.setattr(archive_cache, "READ_AHEAD_THREADS", 1)
     log = write_archive(store, rows=10)
     with closing(ArchiveCache(EVERYTHING)) as cache:

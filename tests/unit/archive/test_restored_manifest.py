@@ -103,16 +103,16 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
 
     store.write(name, data)
     store.write(replacement, data)
-    assert restored() == name, "it is right"
+    assert restored() == name, "the object is valid"
     damage(store, name, data[:-8] + bytes(8))
     assert restored() == replacement
     damage(store, replacement, data[:-8] + bytes(8))
-    assert restored() == name, "no other one is better"
+    assert restored() == name, "no other object is valid"
 
 
 @pytest.mark.parametrize("last", [OBJECT - 1, OBJECT - 8])
 def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(store, log, last):
-    """Its backup lists the object of its source, perhaps not as a whole."""
+    """The backup lists the source's object, and may end within it."""
     first = RestoredRange(store, read_saved_manifest(store, log))
     end = first.batch_end_at(last)
     new_manifest = first.write_manifest(NEW_KEY, 9, NONCE, end)

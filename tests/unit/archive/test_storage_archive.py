@@ -31,7 +31,7 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
         assert isinstance(access.failure, ChecksumMismatch)
     assert access.failure_count == 2
     shutil.rmtree(root)
-    root.touch()  # It is no folder any more.
+    root.touch()  # The folder is replaced by a file.
     access.upload(job_after(attempt=4))
     assert isinstance(access.failure, ArchiveUnavailable)
     assert access.failure_count == 3
@@ -54,7 +54,7 @@ def test_damage_is_reported_until_its_place_is_read_without_error():
         access.on_place_read((2, number), f"object {number}")
     for number in range(1, DAMAGED_PLACES_MAX + 1):
         access.on_place_read((2, number), "")
-    assert access.read_damage == "", "the first one was dropped"
+    assert access.read_damage == "", "the oldest place was dropped"
 
 
 def test_an_open_archive_imports_no_further_modules(tmp_path):

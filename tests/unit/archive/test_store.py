@@ -53,7 +53,7 @@ def test_a_missing_file_is_named(store, call):
 
 @pytest.mark.parametrize("call", ["read", "open"])
 def test_a_store_without_a_file_of_the_cluster_is_not_damaged(store, call):
-    """Its directory is not mounted yet, for example."""
+    """For example, its directory is not mounted yet."""
     store.write("8/other", b"")
     with pytest.raises(
         ArchiveUnavailable,
@@ -117,7 +117,7 @@ def test_an_error_of_an_open_file_is_reported_with_its_name(store):
 
 
 class CountingFile(io.BytesIO):
-    """A file as pyarrow's. One of Google Cloud Storage rejects reads at the end."""
+    """A file that rejects reads at its end, as Google Cloud Storage does."""
 
     def __init__(self, data):
         super().__init__(data)
@@ -150,7 +150,7 @@ def test_a_read_requests_only_its_bytes_and_none_after_the_end():
 
 
 def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, monkeypatch):
-    """Of the file, and of each new folder."""
+    """The name of the file and the names of new folders are synced."""
     steps = []
     sync, link = os.fsync, os.link
 
@@ -206,14 +206,14 @@ def test_a_wrong_url_is_reported(url, problem):
 
 @pytest.mark.parametrize(("options", "seconds"), [("", 60), ("?retry_limit_seconds=5", 5)])
 def test_a_request_to_google_is_repeated_for_a_minute_by_default(options, seconds):
-    """Not for pyarrow's 15 minutes."""
+    """PyArrow's default is 15 minutes."""
     store = ArchiveStore(f"gs://anonymous@bucket/folder{options}")
     _, (pickled,) = store._files.__reduce__()
     assert pickled["retry_time_limit"] == timedelta(seconds=seconds)
 
 
 class RejectingHandler(BaseHTTPRequestHandler):
-    """Answers every request with the status of the server, which has the paths."""
+    """Answers every request with the server's `status`; appends the path to its `paths`."""
 
     def do_request(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -258,7 +258,7 @@ def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
 
 
 def test_a_missing_bucket_is_not_reported_as_a_missing_object(rejecting_server):
-    """A write to Google Cloud Storage finds nothing then."""
+    """A write to Google Cloud Storage reports a missing object in this case."""
     rejecting_server.status = 404
     place = f"endpoint_override=127.0.0.1:{rejecting_server.server_port}&scheme=http"
     store = ArchiveStore(f"gs://anonymous@bucket/folder?{place}")
@@ -282,7 +282,7 @@ def test_a_secret_in_a_url_is_rejected_and_not_shown(secret):
 
 @pytest.mark.parametrize("known", [None, "AWS_REGION", "AWS_DEFAULT_REGION"])
 def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, monkeypatch):
-    """Without it there, it stops all threads to wait for the metadata service of EC2."""
+    """Otherwise the SDK blocks all threads while it waits for the metadata service of EC2."""
     seen = []
 
     def create_file_system(**options):

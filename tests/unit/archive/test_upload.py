@@ -21,7 +21,7 @@ CLUSTER = "00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 class CorruptingStore(ArchiveStore):
-    """Returns other bytes than were written for files with this in their names."""
+    """Returns changed bytes for the files whose names contain `wrong`."""
 
     wrong = "?"
 
@@ -194,6 +194,6 @@ def test_an_upload_has_the_rate_of_its_limit(tmp_path):
     assert uploaded.last == read_manifest(ArchiveStore(store.url), uploaded).last
     written = sum(each.byte_count for each in store.list_files(""))
     last = (tmp_path / uploaded.name).stat().st_size
-    assert time.now_s * 1_000 == pytest.approx(2 * written - last), "all but the last read waits"
+    assert time.now_s * 1_000 == pytest.approx(2 * written - last), "all reads wait but the last"
     gaps = [later - earlier for earlier, later in pairwise([0.0, *waits_s])]
     assert max(gaps) <= 1.0, "each wait is reported"

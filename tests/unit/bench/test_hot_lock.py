@@ -11,7 +11,7 @@ RUN = 99
 
 
 async def append_counts(client, counts) -> dict[int, int]:
-    """Append counts, each with the ID from which it states to be computed."""
+    """Append counts, each with the ID of the transaction from which it claims to be computed."""
     found = {}
     for value, writer in counts:
         data = hot_lock._COUNT.pack(RUN, value, writer) + b"padding"

@@ -1,4 +1,4 @@
-"""The benchmarks of the storage engine do what they report, and remove their files."""
+"""The benchmarks of the storage engine report correct figures and remove their files."""
 
 import json
 
@@ -12,7 +12,7 @@ ROWS = (1 << 20) // 100 // 500 * 500
 
 
 def bench(capsys, directory, *arguments):
-    """Run one; return its exit code and its JSON line."""
+    """Run a benchmark; return its exit code and its JSON line."""
     code = main(["bench", *arguments, *SMALL, "--json", "--directory", str(directory)])
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 

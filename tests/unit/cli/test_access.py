@@ -1,4 +1,4 @@
-"""`waltz-core access`: what it changes and prints, its files, and the daemons that it waits for."""
+"""`waltz-core access`: changes, output, files, and the wait for the daemons."""
 
 import asyncio
 import json
@@ -168,7 +168,7 @@ def test_grants_are_shown_and_checked(cluster):
     cluster.run("grant", "ops", "administer", "--partitions", "0-7")
     denied = cluster.run(
         "check", "ops", "administer", code=1
-    )  # as a daemon denies a request for all
+    )  # a daemon denies a request for all partitions, too
     assert denied.stdout == (
         "denied: ops has the verb administer for partitions 0-7, but not for "
         "`all`; the permissions have revision 5\n"
@@ -378,7 +378,7 @@ def test_a_rejected_token_leaves_no_file(cluster, tmp_path, monkeypatch):
 def test_the_file_of_a_token_remains_if_its_creation_has_an_unknown_outcome(
     cluster, tmp_path, monkeypatch
 ):
-    """The command ends between the write and its answer: the token may be valid."""
+    """ZooKeeper does not answer the write, so the token may be valid."""
     file, before = tmp_path / "token", cluster.permissions
 
     async def write_without_answer(_self, _new, _before):
@@ -491,7 +491,7 @@ def test_a_command_names_the_daemons_that_use_its_revision(cluster):
 
 
 def test_a_daemon_that_publishes_no_revision_counts_as_not_updated(cluster):
-    """It may have lost its session, and still permit what was revoked."""
+    """The daemon may have lost its session, and still use the revoked grant."""
     cluster.publish(4, None)
     late = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
     assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
@@ -500,7 +500,7 @@ def test_a_daemon_that_publishes_no_revision_counts_as_not_updated(cluster):
 
 
 def test_a_server_without_a_zookeeper_session_is_reported(cluster, monkeypatch):
-    """Its session has ended, and it may still permit what was revoked."""
+    """The server's session has ended, and the server may still use the revoked grant."""
     cluster.publish(4, 4)
     cluster.run("grant", "etl", "read", "--timeout-s", "0")
     read = access_change.read_revision_use
@@ -583,7 +583,7 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(cluster, tmp_pa
 
 @pytest.mark.parametrize("fault", WriteFault)
 def test_a_lost_answer_of_zookeeper_creates_no_second_revision(cluster, fault):
-    # The first write is that of the audit.
+    # The first write is the audit entry.
     cluster.faults.extend([None, fault])
     cluster.run("grant", "etl", "read")
     assert cluster.permissions.revision == 4

@@ -34,11 +34,11 @@ def archive(tmp_path, monkeypatch):
 
 
 def find(archive, *, start=-1, last=29, starts=None, chains=None, url=None):
-    """Return the mark that is found for a log, and what was skipped."""
+    """Return the mark that is found for a log, and the manifests that were skipped."""
     known, skipped = archive.chains if chains is None else chains, []
 
     async def chain_at(at):
-        assert start <= at <= last, "a storage rejects others"
+        assert start <= at <= last, "a storage rejects other IDs"
         return known.get(at)
 
     log = RecoveredLog(PARTITION, start, last, chain_at, {A: start, **(starts or {})})
@@ -56,7 +56,7 @@ def test_the_newest_manifest_that_ends_in_the_log_is_found(archive, start):
 
 
 def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(archive):
-    """The next session's is the newest, though one of an earlier session reaches further."""
+    """The newest manifest belongs to the latest session, also if an earlier one reaches further."""
     later = upload(
         archive.store,
         KEY,
@@ -65,7 +65,7 @@ def test_a_manifest_that_was_never_recorded_is_used_if_the_log_continues_it(arch
     chains = archive.chains | {later.last: later.chain}
     found, _ = find(archive, chains=chains)
     assert (found.last, found.manifest) == (later.last, later.name)
-    # In the log the batches of the first owner follow instead.
+    # The log continues with the batches of the first owner instead.
     found, (skipped,) = find(archive)
     assert found.manifest == archive.manifests[-1].name
     assert f"{later.name}: it ends at transaction {later.last} with chain hash" in skipped
@@ -160,7 +160,7 @@ def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(arch
     ],
 )
 def test_an_archive_that_no_log_continues_is_not_replaced(archive, log, reason):
-    """Also while all logs begin at 0: the archiver would begin again, and backups need the rest."""
+    """Otherwise the archive would begin again at 0, and lack the objects that backups need."""
     with pytest.raises(
         BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
     ):

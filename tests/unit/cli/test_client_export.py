@@ -1,4 +1,4 @@
-"""`client export`: the formats, the columns, and a file that is written whole or not at all."""
+"""`client export`: formats, columns, and a file that is complete or absent."""
 
 import csv
 import datetime as dt

@@ -1,4 +1,4 @@
-"""`accept-replicas` and `rebuild-metadata`: the replica they choose, order of writes, IDs."""
+"""`accept-replicas` and `rebuild-metadata`: the chosen replica, the order of writes, the IDs."""
 
 import asyncio
 import contextlib
@@ -39,11 +39,14 @@ def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
 @pytest.mark.parametrize(
     ("logs", "expected"),
     [
-        ({A: log(is_suspect=True), B: log(), C: log(last=50)}, B),  # of equal ones the trusted one
+        ({A: log(is_suspect=True), B: log(), C: log(last=50)}, B),  # the trusted log
         ({B: log(), A: log(is_suspect=True), C: log(last=50)}, B),
-        ({A: log(8, 10, is_suspect=True), B: log(7, 90)}, A),  # the one that has most
+        (
+            {A: log(8, 10, is_suspect=True), B: log(7, 90)},
+            A,
+        ),  # the latest session, then the longest log
         ({A: log(7, 91, is_suspect=True), B: log(7, 90)}, A),
-        ({A: log(8, 99, is_damaged=True), B: log(7, 90)}, B),  # a damaged one last
+        ({A: log(8, 99, is_damaged=True), B: log(7, 90)}, B),  # a damaged log last
     ],
 )
 def test_the_best_log_is_chosen(logs, expected):
@@ -91,7 +94,7 @@ class CommandDied(Exception):
 
 
 def test_no_replica_is_marked_before_the_write_to_zookeeper():
-    """A marked replica is trusted: under the old metadata it would count with what it has lost."""
+    """A marked replica is trusted; with the old metadata it would count despite its lost data."""
     marked = []
 
     class Link:
@@ -149,7 +152,7 @@ async def no_archive(*_):
 
 
 def rebuild_cluster(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
-    """Rebuild a cluster of one partition on one storage, and return what it gives out then.
+    """Rebuild a cluster of one partition on one storage; return the next IDs and generations.
 
     The command dies once at each of these calls, and is run again.
     """
@@ -178,7 +181,7 @@ def rebuild_cluster(monkeypatch, storage, *, now_s, dies_at=(), access_file=None
             archive=None,
             access_file=access_file,
         )
-        # A server has registered as soon as there were nodes, and owns the partition.
+        # A server registers as soon as the znodes exist, and owns the partition.
         make_nodes = cluster_disaster_recovery._create_znodes
 
         async def make_nodes_and_register(*its):

@@ -302,7 +302,7 @@ def test_a_pipe_that_is_closed_ends_a_dump_quietly(tmp_path):
     script = "import sys; from waltz_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "disk", "dump-segment", str(directory)]
     pipe = subprocess.PIPE
-    # Python writes what is in its buffer when it ends, which must not fail then.
+    # At its end Python flushes its buffer; the closed pipe must not make this fail.
     buffering = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=buffering) as running:
         assert b"cluster key" in running.stdout.readline()

@@ -22,7 +22,7 @@ CONNECT = "127.0.0.1:1/waltz/none"
 
 @pytest.fixture
 def facts_to_gather(monkeypatch, tmp_path):
-    """Let the doctor receive these facts, one after the other; the last one stays."""
+    """Return a list of facts that the doctor gathers one after the other; the last one repeats."""
     monkeypatch.setattr(lasting_findings, "RECHECK_INTERVAL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)

@@ -35,7 +35,7 @@ DAMAGE = DamageFound(6, 0, 2, struct.pack(">2q", 3, 3))
 
 
 class Link:
-    """What a storage sends, a list of messages at a time."""
+    """A link that receives the given lists of messages."""
 
     def __init__(self, *received):
         self.received, self.sent = list(received), []

@@ -11,7 +11,7 @@ from waltz_core.wire.admin_messages import ScrubResponse
 
 
 class Storage:
-    """Its administration: the pass that was begun stays at record 7 of 40."""
+    """An admin connection to a storage whose scrub stays at record 7 of 40."""
 
     is_current, address = True, "127.0.0.1:1"
 

@@ -8,7 +8,7 @@ from waltz_core.administration.member_queries import damaged_record_count
 from waltz_core.cli.storage.storage_views import _replica_row, replica_state_text
 from waltz_core.wire.admin_messages import ReplicaResponse
 
-LONG = 1 << 40  # more than an int32 has room for
+LONG = 1 << 40  # larger than an int32
 
 
 def replica(**changed):

@@ -62,7 +62,7 @@ class ReadableLog(MemoryLog):
 
 
 class HoldingStore(MemoryStore):
-    """Commits come at once, or when `is_holding` ends."""
+    """Commits batches at once; while `is_holding` is set, keeps them until `release`."""
 
     def __init__(self, log: MemoryLog) -> None:
         super().__init__(log)
@@ -89,7 +89,7 @@ class HostedPartition(NamedTuple):
 
 
 class OpenedClient(AsyncWaltzClient):
-    """A client that is opened and closed by `async with client.opened()`."""
+    """A client with a context manager that opens and closes it."""
 
     @contextlib.asynccontextmanager
     async def open_during(self) -> AsyncIterator["OpenedClient"]:
@@ -101,7 +101,7 @@ class OpenedClient(AsyncWaltzClient):
 
 
 class MemoryServer:
-    """One server: partitions by the assignment, clients over TCP."""
+    """A server that owns partitions by the assignment and serves clients over TCP."""
 
     def __init__(self, cluster: "MemoryCluster", server_id: int) -> None:
         self._cluster = cluster
@@ -213,7 +213,7 @@ class MemoryServer:
         assert not out
 
     def release(self, number: int) -> None:
-        """Commit what is held, and end holding."""
+        """Commit the held batches, and stop holding further ones."""
         _, driver, store = self.partitions[number]
         log = self._cluster.logs[number]
         store.is_holding = False

@@ -72,7 +72,7 @@ class ModelWorld:
         self.settled: dict[
             int, stream_events.SubmissionSettled | stream_events.SubmissionRejected
         ] = {}
-        # What was fed, None for what does not pass the filter.
+        # The fed rows; None for a row that does not pass the filter.
         self.fed: list[ReqId | None] = []
         self.header_values = header_values
         self.feed_values: tuple[int, ...] = ()
@@ -164,7 +164,7 @@ class ModelWorld:
             number = len(self.wires)
             self.wires.append(Wire(number))
         self.connection_sequence += 1
-        # Now and then the client's view of the assignment is old.
+        # In some cases the client's view of the assignment is old.
         generation = max(0, self.generation - (self.random.random() < 0.2))
         self.step(stream_events.LinkOpened(attempt, number, generation, self.connection_sequence))
 
@@ -248,7 +248,7 @@ class ModelWorld:
         self.answer(link, m.Mounted(message.req_id, 1, mark, 100, 1 << 20, 1 << 20))
 
     def process(self) -> None:
-        """Make the oldest received append final."""
+        """Commit or reject the oldest received append."""
         if not self.queue:
             return
         link, message = self.queue.popleft()
@@ -262,7 +262,7 @@ class ModelWorld:
         ids, reasons, conflicting = [], [], []
         lost = self.random.random() < 0.1
         if lost:
-            self.is_mounted = False  # as the server does, so that nothing overtakes what was lost
+            self.is_mounted = False  # as the server does: no append may overtake the lost one
         for row in self.sent[token]:
             if lost or self.random.random() < 0.2:
                 reason = m.RowOutcomeCode.LOST if lost else m.RowOutcomeCode.LOCK
@@ -342,7 +342,7 @@ class ModelWorld:
         self.log.append(ReqId(99, self.generation, PARTITION, len(self.log)))
 
     def move(self) -> None:
-        """Another server takes over: the old one's appends are committed or lost, unanswered."""
+        """Let another server take over; the old server's appends commit or are lost, unanswered."""
         while self.queue and self.random.random() < 0.5:
             self.process()
         self.queue.clear()
@@ -361,7 +361,7 @@ class ModelWorld:
         self.step(Wakeup())
 
     def catch_up(self) -> None:
-        """What the driver does after `FeedLagging`, at last."""
+        """Resume a lagging feed, as the driver does some time after `FeedLagging`."""
         if self.lagging_mark is not None:
             self.lagging_mark = None
             rows = self.log[: max(len(self.fed), len(self.log) - 3)]
@@ -382,7 +382,7 @@ class ModelWorld:
         if self.fed:
             self.step(stream_events.FeedApplied(TransactionId(len(self.fed) - 1)))
 
-    # --- the whole
+    # --- complete runs
 
     def run(self, steps: int) -> None:
         weights = {
@@ -401,8 +401,8 @@ class ModelWorld:
         }
         if self.header_values:
             weights[self.subscribe_again] = 1
-        # Each run has more of some things and less of others, so that queues build up somewhere,
-        # and some runs are without some faults, so that those do not hide others.
+        # Each run prefers some actions, so that queues build up at different places. Some runs
+        # omit some faults, because frequent faults hide the effects of others.
         faults = (self.break_wire, self.move, self.pass_time)
         actions = [
             action

@@ -40,7 +40,7 @@ def req(sequence: int, generation: int = 0, client_id: int = CLIENT) -> ReqId:
 
 
 def submission(token: int, rows: int = 1, data: bytes = b"data") -> Submission:
-    """One row travels alone, more of them as a batch."""
+    """Return a submission: a single row is sent by itself, several rows as a batch."""
     content = SingleRow(5, data, (1,), (2,), (3,)) if rows == 1 else data
     return Submission(token, rows, BEFORE_FIRST, content, 99)
 
@@ -61,12 +61,12 @@ def committed_result(req_id: ReqId, *ids: int) -> m.AppendResult:
 
 
 def headers(first: int, *req_ids: ReqId) -> bytes:
-    """28 bytes each, as a range of headers has them."""
+    """Return headers of 28 bytes each, as in a range of headers."""
     return b"".join(RECORD_HEADER.pack(first + i, r.to_bytes(), 0) for i, r in enumerate(req_ids))
 
 
 def feed_headers(*req_ids: ReqId) -> bytes:
-    """20 bytes each, as the feed has them."""
+    """Return headers of 20 bytes each, as in a feed batch."""
     feed = np.zeros(len(req_ids), dtype=FEED_HEADER_DTYPE)
     for i, each in enumerate(req_ids):
         feed[i]["req_id"] = tuple(each)
@@ -95,7 +95,7 @@ def range_data(
 
 
 class Scenario:
-    """A stream, its clock, and what it did in answer to the last event."""
+    """A stream, its clock, and the effects of its last event."""
 
     def __init__(self, settings: StreamSettings = SETTINGS) -> None:
         self.stream = PartitionStream(CLIENT, PARTITION, settings, Random(1))
@@ -105,7 +105,7 @@ class Scenario:
         self.opening = stream_events.OpenLink(0, ())
 
     def step(self, event: stream_events.Event) -> list[stream_events.Effect]:
-        """Step, and return the effects but for reports."""
+        """Pass an event to the stream; return its effects without reports."""
         effects = self.stream.step(event, self.now_ms)
         self.last_effects = [each for each in effects if not isinstance(each, Report)]
         for each in self.last_effects:
@@ -126,7 +126,7 @@ class Scenario:
         return self.receive(m.ErrorResponse(req_id, error.code, error.retriable, str(error)), link)
 
     def sent_messages(self, kind: type | None = None) -> list[m.ClientMessage]:
-        """What the last step has sent."""
+        """Return the messages that the last event has sent."""
         return [
             each.message
             for each in self.last_effects

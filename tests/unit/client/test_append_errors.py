@@ -1,4 +1,4 @@
-"""What an error means for the rows of an append."""
+"""The outcomes of the rows of an append for each kind of error."""
 
 from dataclasses import replace
 

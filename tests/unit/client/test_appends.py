@@ -1,4 +1,4 @@
-"""Appends of a client: rows that wait to be sent again end with the client."""
+"""Appends of a client: queues, retries, order, and the append window."""
 
 import asyncio
 
@@ -58,7 +58,7 @@ def errors_of(futures):
 
 @run_on_virtual_loop
 async def test_an_append_that_times_out_in_the_queue_does_not_delay_others():
-    """What is in flight may be so for hours, while the partition has no server."""
+    """Earlier appends may be in flight for hours while the partition has no server."""
     window = AppendWindow(rows_max=10, bytes_max=1 << 20)
     assert window.try_take(8, 100)
     loop = asyncio.get_running_loop()
@@ -93,7 +93,8 @@ async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkey
     author = Author()
     futures = [author.append(), author.append()]
     author.lose(1)
-    await wait_until(lambda: author.appends._pause is None)  # now it waits for the second alone
+    # Now the window waits for the second append only.
+    await wait_until(lambda: author.appends._pause is None)
     author.appends.abandon(NO_SERVER)
     assert len(author.sent) == 2
     assert errors_of(futures) == [errors.Unreachable] * 2
@@ -114,7 +115,7 @@ async def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
 
 
 class LateLoop:
-    """A loop for which it is always too late to wait: uvloop gives plain handles then."""
+    """A loop that runs timers at once and returns plain handles, as uvloop does for late timers."""
 
     def __init__(self):
         self._loop = asyncio.get_running_loop()
@@ -150,7 +151,7 @@ PIPELINED_STATE = PipelinedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset
 )
 @run_on_virtual_loop
 async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
-    """An attempt is computed again, and so is what was computed from what is lost with it."""
+    """Appends of a context are computed again, as are appends that depend on a lost one."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
@@ -227,7 +228,7 @@ async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost
         1, BatchOutcome.uniform(2, RowOutcomeCode.LOST, high_water_mark=0)
     )
     assert (await first).reasons.tolist() == [RowOutcomeCode.LOST] * 2
-    order.processed_count += 1  # the writer has received the first one only
+    order.processed_count += 1  # the writer has received only the first outcome
     again = author.append_batch(order)
     await wait_until(lambda: len(author.sent) == 3)
     assert [each.row_count for each in author.sent] == [2, 1, 1]
@@ -294,7 +295,7 @@ async def test_window_space_is_granted_in_order_and_returned_when_unused():
         group.create_task(window.take(1, 1))
         await asyncio.sleep(0)
         window.release(8, 1)
-        large.cancel()  # in the same moment in which it is given room
+        large.cancel()  # at the moment in which it gets its space
     assert large.cancelled()
     window.release(1, 1)
     assert window.is_empty

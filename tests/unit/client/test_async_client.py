@@ -60,7 +60,7 @@ async def test_a_client_describes_its_cluster():
     ):
         assert client.cluster() == ClusterInfo("test", KEY.bytes, 3)
         assert client.partition_count == 3
-        assert client.client_id is None  # a client that only reads needs none
+        assert client.client_id is None  # a client that only reads needs no client ID
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
         assert client.client_id == FIRST_ISSUED_ID
@@ -112,7 +112,7 @@ async def test_a_client_of_some_partitions_appends_only_to_them():
             for _ in range(4):
                 await (await client.append(b"in turn"))
             assert await client.high_water_marks() == {1: 1, 3: 1}
-            # What is named may be read: only appends and defaults are restricted.
+            # The list of partitions restricts appends and defaults; other partitions can be read.
             assert await client.high_water_mark(2) == 0
 
 
@@ -361,7 +361,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 @run_on_virtual_loop
 async def test_a_failed_stream_does_not_wait_for_its_server():
-    """Otherwise its server counts as silent, and ZooKeeper is watched without need."""
+    """Otherwise the client would take the server for silent, and watch ZooKeeper needlessly."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         partition = client._partitions[0]
@@ -448,7 +448,7 @@ class CounterContext(TransactionContext):
 
 
 class RecordingCallbacks(AsyncCallbacks):
-    """Keeps the counter, or whatever was fed."""
+    """Keeps the value of the counter and the IDs of the applied transactions."""
 
     def __init__(self, mark: int = -1) -> None:
         self.start = mark
@@ -622,7 +622,7 @@ async def test_a_slow_application_uses_bounded_memory_and_receives_all_transacti
 # ---------------------------------------------------------------------------------------------
 # outages
 
-# The limit is the reader's: on a busy machine appends may take as long, so another client writes.
+# For readers. Appends may take longer on a busy machine, so another client appends.
 SHORT_TIMEOUTS = replace(
     IN_MEMORY_CONFIG,
     request_timeout_ms=250,
@@ -653,7 +653,7 @@ class BlockingCallbacks(AsyncCallbacks):
 
 @contextlib.contextmanager
 def logged_outages():
-    """Gather what is logged of them."""
+    """Yield the list of the log lines about outages."""
     sentence: list[str] = []
 
     class OutageHandler(logging.Handler):
@@ -841,7 +841,7 @@ async def test_large_answers_use_a_separate_connection():
                 assert [c.count async for c in client.read_range(partition, 0, 0)] == [1]
                 assert await client.requests.fetch_data(partition, 0) == b"x"
             assert len(server.links) == 2
-            # Marks and flushes are short: nothing large is before them.
+            # Marks and flushes use the connection without large answers.
             await client.high_water_marks(linearizable=True)
             await client.flush(3)
             assert len(server.links) == 2
@@ -862,7 +862,7 @@ async def test_large_answers_use_a_separate_connection():
             assert stuck.result() == [1]
         async with cluster.client().open_during() as reader:
             async for _ in reader.read_range(0, 0, 0):
-                assert len(server.links) == 1  # none for appends where nothing is appended
+                assert len(server.links) == 1  # no connection for appends without an append
 
 
 @run_on_virtual_loop
@@ -928,7 +928,7 @@ async def test_a_cancelled_opening_closes_all_connections():
 
 @run_on_virtual_loop
 async def test_a_flush_waits_for_earlier_appends_only():
-    """A service that always has an append under way would wait without end."""
+    """Otherwise a service that always has appends in flight would wait without end."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
         is_flushed = False

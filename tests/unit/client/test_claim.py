@@ -1,4 +1,4 @@
-"""Task claims of a write: competing attempts, and the end of a write; through a server."""
+"""Task claims of a write through a server: competing attempts, and the end of a write."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ from waltz_core.client.stream.write_claim import SEQUENCES_PER_ATTEMPT, TaskClai
 
 
 def run(scenario, monkeypatch):
-    """Play a scenario with a server, which every claim uses."""
+    """Run a scenario in which all claims use the same server."""
 
     async def play():
         async with asyncio.TaskGroup() as tasks:
@@ -54,7 +54,7 @@ def test_other_clients_are_those_of_earlier_runs(monkeypatch):
         await coordinator.writes.begin("w", MARKS, 5)
         first = [await enter_task(task, "one") for task in range(3)]
         assert [await each.other_clients() for each in first] == [set()] * 3
-        # Another run of the same job, cut into other tasks: one of them is new.
+        # Another run of the same job with one more task.
         again, new = await enter_task(1, "two"), await enter_task(3, "two")
         ids = [int(each.state.client_id) for each in first]
         assert int(again.state.client_id) == ids[1]
@@ -84,7 +84,7 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
     async def scenario(coordinator, enter_task):
         first = await enter_task(0, "one", series=(MARKS, 5))
         assert first.marks == dict(MARKS)
-        # The marks of the first attempt hold.
+        # The marks of the first attempt apply.
         assert (await enter_task(1, "one", series=({}, 5))).marks == dict(MARKS)
         await coordinator.writes.finish("w", {"rows": 1}, 9)
         done = await enter_task(2, "one")

@@ -1,4 +1,4 @@
-"""The metrics of clients: what they count, and the page that `export_metrics` opens."""
+"""The metrics of clients, and the page that `export_metrics` serves."""
 
 import os
 import threading
@@ -154,7 +154,7 @@ def test_a_feed_lags_by_the_transactions_that_its_callbacks_have_not_applied() -
 def test_with_a_port_the_registry_is_served() -> None:
     port = free_port()
     export_metrics(port)
-    export_metrics()  # once more changes nothing
+    export_metrics()  # a second call has no effect
     with MemoryWaltz(partition_count=1) as waltz, waltz.client() as client:
         client.append(b"data").result(TEST_TIMEOUT_S)
         with urllib.request.urlopen(
@@ -171,7 +171,7 @@ def test_with_a_port_the_registry_is_served() -> None:
 def test_a_forked_child_counts_from_zero() -> None:
     with MemoryWaltz(partition_count=1) as waltz, waltz.client() as client:
         client.append(b"data").result(TEST_TIMEOUT_S)
-        with client_metrics._lock:  # held by another thread, as far as the child can see
+        with client_metrics._lock:  # the child inherits the lock as held by another thread
             child = os.fork()
             if not child:
                 is_empty = not client_metrics._open and client_metrics._lock.acquire(timeout=1)

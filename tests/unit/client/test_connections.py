@@ -111,7 +111,7 @@ async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(m
 
 @asynccontextmanager
 async def client_and_server(silent=lambda: None):
-    """Give the links of a client, a server's address, and what the server has got."""
+    """Yield a client's links, a server's address, and the messages that the server receives."""
     received, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
     listener = await listen(
         WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: record_messages(link, received)
@@ -144,7 +144,7 @@ async def test_an_avoided_connection_stays_open_while_it_is_in_use():
         old.attach(0, print, print, lambda: False, print)
         new = await links.get(address, excluded=(old.number,))
         assert new is not old
-        assert not old.is_closed, "it is still used"
+        assert not old.is_closed, "a stream still uses the connection"
         old.detach(0)
         await old.wait_closed()
         assert await links.get(address) is new
@@ -172,7 +172,7 @@ async def answer_or_error(waiting):
 
 @run_on_loop
 async def test_requests_and_streams_use_different_sequence_numbers():
-    """It distinguishes their answers."""
+    """The number of an answer tells whether a request or a stream gets it."""
     async with client_and_server() as (links, address, received), asyncio.TaskGroup() as group:
         link = await links.get(address)
         for _ in range(3):
@@ -182,7 +182,7 @@ async def test_requests_and_streams_use_different_sequence_numbers():
             assert request.req_id.sequence < CONTROL_SEQUENCE_MIN
             server.send(HighWaterMarkResponse(request.req_id, 7))
             assert (await waiting).high_water_mark == 7
-            link._sequence = -(1 << 31)  # the next one is the last before they begin again
+            link._sequence = -(1 << 31)  # the next number is the last before a wraparound
 
 
 @run_on_loop
@@ -222,7 +222,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
             await asking
         link._watch._has_received = False
         pass_check_interval(link)
-        assert len(silences) == 2, "no request waits for it any more"
+        assert len(silences) == 2, "no request waits for the server any more"
         link.send(HighWaterMarkRequest(request.req_id))
         is_waiting[0] = True  # a stream
         pass_check_interval(link)
@@ -250,7 +250,7 @@ async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
     how = {} if is_logged else {"silent": None}
     links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **how)
-    with socket.create_server(("127.0.0.1", 0)) as frozen:  # as one that was stopped
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # like a stopped process
         address = f"127.0.0.1:{frozen.getsockname()[1]}"
         with pytest.raises(errors.Unreachable):
             await links.get(address)

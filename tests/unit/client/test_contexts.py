@@ -10,7 +10,7 @@ LOCKS = [lock("counter")]
 
 
 class ValueCallbacks(AsyncCallbacks):
-    """Keeps the last value of the log, and notifies when something was applied."""
+    """Keeps the last value of the log, and sets an event when it has applied a transaction."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -55,9 +55,9 @@ class OvertakenContext(TransactionContext):
 
 @run_on_virtual_loop
 async def test_a_context_claims_the_mark_from_before_its_computation():
-    """Another writer's row is in the log, and applied, while the context computes: no update lost.
+    """While a context computes, another writer's row is committed and applied; no update is lost.
 
-    A mark taken after the computation would let a value through that was computed from an old one.
+    With the mark from after the computation, the server would accept an outdated value.
     """
     async with two_clients() as (cluster, one, two):
         callbacks = ValueCallbacks()

@@ -59,10 +59,10 @@ def test_a_cursor_requests_more_once_when_half_is_applied():
     cursor.accept_batch(feed_batch(req(-1), 0, *ROWS[:3]))
     cursor.is_suspended = True
     assert cursor.take_request_mark() is None
-    assert not cursor.note_applied(0)  # not before it is half way
+    assert not cursor.note_applied(0)  # no request before half of the records are applied
     assert cursor.take_request_mark() is None
     assert cursor.note_applied(1)
-    assert not cursor.note_applied(BEFORE_FIRST)  # received late, changes nothing
+    assert not cursor.note_applied(BEFORE_FIRST)  # a late batch has no effect
     assert cursor.take_request_mark() == 2
 
 

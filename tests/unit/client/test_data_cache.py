@@ -72,7 +72,7 @@ async def test_applied_data_is_not_kept():
         callbacks = await read_all(client, 2)
         assert max(callbacks.kept_bytes) >= SIZE
         await wait_until(lambda: client.subscriptions.data_budget.used_bytes == 0)
-        # It can still be had, from the log.
+        # The data can still be read from the log.
         assert await callbacks.transactions[1].data() == b"0" + bytes(SIZE)
         await client.set_partitions([0])
         assert await callbacks.transactions[1].data() == b"0" + bytes(SIZE)
@@ -126,7 +126,7 @@ def test_chunks_over_the_budget_are_dropped_oldest_first_except_the_newest():
     one.keep(7, 30)
     assert (one.kept, two.kept) == ({7: 30}, {0: 40})
     assert budget.used_bytes == 70
-    two.keep(9, 500)  # one that is larger than all
+    two.keep(9, 500)  # a chunk that is larger than the budget
     assert (one.kept, two.kept) == ({}, {9: 500})
     two.keep(10, 1)
     assert (two.kept, budget.used_bytes) == ({10: 1}, 1)

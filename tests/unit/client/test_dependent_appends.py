@@ -1,4 +1,4 @@
-"""What an application may claim to have seen of appends that are in flight."""
+"""Which in-flight predecessors an append may claim to be computed from."""
 
 from dataclasses import replace
 
@@ -54,8 +54,8 @@ def test_a_mark_between_the_first_and_last_predecessor_is_a_base():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5) == (9, follow)
     assert follow.claim(8) == (9, follow)
-    assert follow.claim(4) == (4, NO_PREDECESSORS)  # what lies between is not known
-    assert follow.claim(9) == (9, NO_PREDECESSORS)  # all of it is in the log
+    assert follow.claim(4) == (4, NO_PREDECESSORS)  # transaction 5 is not applied
+    assert follow.claim(9) == (9, NO_PREDECESSORS)  # all predecessors are in the log
     assert follow.claim(12) == (12, NO_PREDECESSORS)
 
 

@@ -51,7 +51,7 @@ def test_a_newer_layout_replaces_owners_without_a_request_and_is_reported():
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
     assert reported == [{2: Owner("b:2", 4)}, {0: Owner("new:9", 2)}]
     assert run_in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
-    assert before == {0: Owner("a:1", 1)}  # another thread may go through them meanwhile
+    assert before == {0: Owner("a:1", 1)}  # another thread may still iterate over it
 
 
 class AnsweringZooKeeper:
@@ -124,7 +124,7 @@ def test_all_callers_of_a_shared_request_get_its_failure():
 
 
 class ZooKeeperWithViews(AnsweringZooKeeper):
-    """A ZooKeeper that answers at once, with views that are given one after the other."""
+    """A ZooKeeper that answers at once with the given views, one after the other."""
 
     def __init__(self, *views):
         super().__init__()
@@ -167,7 +167,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
         return await directory.owner_now(0)
 
     assert run_in_virtual_time(scenario()) == Owner("b:1", 3)
-    assert not directory.owners  # it is an answer, and changes nothing
+    assert not directory.owners  # an answer that changes no owner
 
 
 def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
@@ -210,7 +210,7 @@ class OtherCluster:
 
 
 def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
-    """Nor the second caller: its session is not kept."""
+    """Also for a second caller; the session at the other cluster is closed."""
 
     async def connect(*_place, **_options):
         return OtherCluster()
@@ -223,7 +223,7 @@ def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
                 errors.ClusterKeyMismatch, match="than before: expected cluster key 00"
             ):
                 await directory.owner(0, after_failure=True)
-        # What that cluster's servers are is nothing to go by either.
+        # The servers of the other cluster do not become owners.
         assert await directory.owner(0, after_failure=False) == Owner("a:1", 1)
         await directory.close()
 
@@ -333,7 +333,7 @@ class UnsettledZooKeeper(OutdatedZooKeeper):
 
 
 def test_a_new_session_does_not_repeat_reports(monkeypatch):
-    """It may have been another cluster's."""
+    """The earlier session may have been at another cluster."""
 
     async def connect(*_place, **_options):
         return sessions.pop(0)()
@@ -386,7 +386,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
 
 
 def test_all_waiting_callers_get_the_error_of_an_unavailable_zookeeper(monkeypatch):
-    """Otherwise each of them would wait for all before it."""
+    """Otherwise each caller would wait for all callers before it."""
 
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
@@ -453,7 +453,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
 
 
 class RebuiltZooKeeper(ZooKeeperWithViews):
-    """A ZooKeeper whose cluster is missing after the directory was opened, and returns."""
+    """A ZooKeeper whose cluster is missing for a while after the directory was opened."""
 
     def __init__(self):
         super().__init__()
@@ -482,7 +482,7 @@ class RebuiltZooKeeper(ZooKeeperWithViews):
 
 
 def reopen_after_missing_cluster(zookeeper):
-    """Return a directory that was opened and has met a missing cluster since."""
+    """Return a directory whose cluster was missing for a while after it was opened."""
 
     async def open_and_lose_cluster():
         directory = directory_of(zookeeper)
@@ -509,7 +509,7 @@ def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
 
 
 def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
-    """An error that no retry can repair would end streams and feeds for good."""
+    """An error that is not retried would end streams and feeds permanently."""
     zookeeper = RebuiltZooKeeper()
     directory = directory_of(zookeeper)
     run_in_virtual_time(directory.open(lambda _owners: None))

@@ -62,7 +62,7 @@ def config(directory: Path, *, key: str = "", **others: object):
 
 
 class RecordingCallbacks(Callbacks):
-    """Notes what a feed brings, until `count` transactions are there."""
+    """Records the data of a feed until it has received `count` transactions."""
 
     def __init__(self, count: int) -> None:
         self.rows: list[tuple[object, str | None]] = []
@@ -70,7 +70,7 @@ class RecordingCallbacks(Callbacks):
         self.is_done = threading.Event()
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        assert transaction.data_error is None  # it was not read yet
+        assert transaction.data_error is None  # the data was not read yet
         data = transaction.data()
         if data is None:
             assert transaction.value() is None
@@ -111,7 +111,7 @@ def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Pat
         assert seen.rows == [(b"one", None), (b"two", None), (b"plain", None)]
         (chunk,) = client.read_range(0, 0, 2)
         assert [(row.data, row.data_error) for row in chunk.rows()] == seen.rows
-        # A client without keys changes nothing.
+        # A client without keys returns the envelopes.
         (chunk,) = waltz.client().read_range(0, 0, 2)
         assert [row.data for row in chunk.rows()] == stored_payloads(waltz)
 
@@ -122,7 +122,7 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
         client.append(b"two", encryption_key_id="b").result()
         waltz.client().append(b"plain").result()
         (directory / "b").unlink()
-        keys.key_cache_for.cache_clear()  # as in another process
+        keys.key_cache_for.cache_clear()  # another process would have an empty cache
         expected = [
             (b"one", None),
             (None, "the key 'b' does not exist"),
@@ -261,7 +261,7 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
     assert [row.data for row in chunk.rows()] == [b"one", None, b"plain"]
     (chunk,) = read_archived(objects, 0, 2, **whole)
     assert [row.data for row in chunk.rows()] == payloads
-    # Another reader of the objects has the columns, and decrypts one of them.
+    # Other programs read the columns of the objects, and decrypt column `data`.
     table = pq.read_table(tmp_path / "archive" / "0.parquet").combine_chunks()
     found = encryption.decrypt_column(
         table["data"].combine_chunks(),

@@ -109,7 +109,7 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
     ):
         await ids.get(link, instead_of=7)
     assert link.request_count == 0
-    # Without sequence numbers it is of no use to the application either.
+    # An ID without free sequence numbers is replaced also if the application has set it.
     other = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
     for _ in range(2):
         assert await ids.get(link, instead_of=7, is_used_up=True) == other
@@ -135,7 +135,7 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
 @pytest.mark.parametrize("side", ["versions_offered", "versions_accepted"])
 @run_on_virtual_loop
 async def test_if_client_or_server_is_older_the_id_comes_from_zookeeper(side, monkeypatch):
-    """L 7: the ID is one of ZooKeeper, and rows in doubt are read back by all headers."""
+    """With protocol L 7 the ID comes from ZooKeeper, and read-back uses all headers."""
     client = WireProtocol.CLIENT
     monkeypatch.setattr(client, side, tuple(each for each in getattr(client, side) if each < 8))
     async with (

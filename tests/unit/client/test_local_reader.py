@@ -17,7 +17,7 @@ from waltz_core.client.read.local_reader import LocalReader, ReadGrant
 from waltz_core.records.record import LineageEntry
 from waltz_core.wire.record_locations import FileLocation, decode_segment
 
-FIRST_RECORD_OFFSET = 128  # what lies before the first record of a segment
+FIRST_RECORD_OFFSET = 128  # the size of a segment's file header
 
 
 class Files:
@@ -95,7 +95,7 @@ def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader)
 
 def test_files_are_requested_with_the_ticket_of_the_latest_grant(files, reader):
     for ticket in (b"first", b"second"):
-        files.ticket = ticket  # `take` compares the request with it
+        files.ticket = ticket  # `request_descriptor` compares the ticket of the request with it
         reader.close()
         assert files.read(reader, 10, 12, count=3).lengths.size == 3
         files.read(reader, 20, 22, count=3)
@@ -168,7 +168,7 @@ def test_files_that_a_reader_has_finished_are_closed(files, reader):
 
 
 class Preadv:
-    """The system call; notes its caller, and can report that nothing is in memory."""
+    """Replaces `os.preadv`: records its callers, and can report that no page is in memory."""
 
     def __init__(self, monkeypatch, error=None):
         self.callers = []
@@ -192,7 +192,7 @@ def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monk
     system = Preadv(monkeypatch)
     got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
     assert b"".join(got) == files.records
-    # Until the second segment is open: a grant that needs it is left to a thread.
+    # A grant that needs a segment whose file is not open yet is read on a thread.
     assert system.callers == ["thread"] * 3 + ["loop"] * 2
 
 
@@ -203,7 +203,7 @@ def test_reads_that_are_not_in_the_page_cache_run_on_a_thread(files, reader, mon
     system = Preadv(monkeypatch, error)
     got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
     assert b"".join(got) == files.records
-    assert system.callers.count("loop") == 1  # then no more of that grant
+    assert system.callers.count("loop") == 1  # after it, the rest of the grant is read on a thread
 
 
 def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(files, monkeypatch):
@@ -230,7 +230,7 @@ def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(file
             await reader.read(10, 29, 1 << 20, ask)
         is_running.set()
 
-    asyncio.run(read())  # which waits for the thread
+    asyncio.run(read())  # `read` waits for the thread
     reader.close()
 
 

@@ -60,7 +60,7 @@ class HeldConnection:
     async def forward(
         self, direction: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Copy until the end; the end is held, too."""
+        """Copy until the connection ends; pass on the end only when messages are not held."""
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
                 self.held_bytes[direction] += len(data)
@@ -230,12 +230,12 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
             await make_moves(cluster, proxies, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
-        # Each is in the log once, at the ID of its outcome, and in the order of the appends, though
-        # what was lost on the way was sent again.
+        # The log has each append once, at the ID of its outcome and in the order of the appends,
+        # although the client has sent some of them twice.
         sent = [b"%d-%d" % (turn, i) for turn in range(4) for i in range(20)]
         assert [data[each] for each in ids] == sent
         assert ids == sorted(ids)
-        # Batches are not sent again: those that are in the log are in their order.
+        # The client does not resend batches; the committed ones are in order.
         reasons_of_batches = [(await each).reasons.tolist() for each in outcomes]
         batches = [b"b%d-%d" % (turn, i) for turn in range(4) for i in range(0, 20, 10)]
         expected = [
@@ -243,7 +243,7 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
         ]
         assert [row for row in data if row.startswith(b"b")] == expected
         assert len(data) == len(sent) + len(expected)
-        # The feed has all of it in order, once, over all moves.
+        # Over all moves, the feed has every transaction once and in order.
         await wait_until(lambda: len(seen.seen) == len(data))
         assert seen.seen == list(range(len(data)))
 
@@ -262,7 +262,7 @@ async def test_resent_appends_keep_their_place() -> None:
         await wait_until(lambda: server.received.count("AppendRequest") == 2)
         stream = client._partitions[0].stream
         wait = stream._wait_before_retry
-        # What was queued is known to be lost before what was in flight is settled.
+        # The queued append is reported as lost before the append in flight has its outcome.
         with mock.patch.object(appends, "RESEND_DELAY_S", 0.0):
             left = asyncio.Event()
             with mock.patch.object(
@@ -280,7 +280,7 @@ async def test_resent_appends_keep_their_place() -> None:
 async def client_with_layout(
     cluster: MemoryCluster, config: ClientConfig
 ) -> AsyncIterator[OpenedClient]:
-    """A client as in a Spark task: given the layout, it watches nothing."""
+    """Yield a client as in a Spark task: it gets the layout, and does not watch ZooKeeper."""
 
     async def connect(*_place: object, **_options: object) -> Coordinator:
         return cluster.zookeeper.coordinator(ROOT)
@@ -292,7 +292,7 @@ async def client_with_layout(
             yield client
 
 
-@pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
+@pytest.mark.parametrize("is_placed", [False, True], ids=["with ZooKeeper", "with a layout"])
 @pytest.mark.parametrize("name", ["dialed", "asked", "appended"])
 @run_on_virtual_loop
 @mock.patch.object(net, "HELLO_S_MAX", 60.0)
@@ -314,7 +314,7 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
             each.hold("down")
         proxy.is_frozen = True
         asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
-            # Data have a separate connection, which does not exist yet.
+            # Requests for data use a separate connection, which does not exist yet.
             "dialed": lambda: client.requests.fetch_data(PartitionId(0), TransactionId(0)),
             "asked": lambda: client.high_water_mark(0),
             "appended": lambda: append_and_wait(client, b"b"),

@@ -1,4 +1,4 @@
-"""How a client is opened, and the errors for invalid uses."""
+"""Opening a client, and the errors for invalid uses."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""When a client logs an outage, and which errors it retries meanwhile."""
+"""When a client logs an outage, and which errors it retries during an outage."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from waltz_core.records.record import PartitionId
 def logged_times(
     caplog: pytest.LogCaptureFixture, *, log_after_s: float, failures_s: list[float | None]
 ) -> list[float]:
-    """Return when it was logged; None in place of a time: it works again."""
+    """Return the times of the log lines; None in `failures_s` stands for a success."""
     logged: list[float] = []
 
     async def scenario() -> None:

@@ -96,7 +96,7 @@ def test_a_submission_found_in_part_has_an_unknown_outcome():
     pending = register_submission(tracker, 1, 1, rows=2)
     tracker.prove(TransactionId(15))
     tracker.match_feed(TransactionId(12), feed_headers(req(1)))
-    assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may be in the log as well"
+    assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may also be in the log"
     assert tracker.unresolved_range() == (10, 15)
 
 
@@ -134,7 +134,7 @@ def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
         register_submission(tracker, token, sequence, rows=size, mark=-1)
         rows += [req(sequence + i) for i in range(size)]
         sequence += size
-    # The log has some rows of each client, in order, with those of others in between.
+    # The log has rows of several clients; the rows of each client are in order.
     log = [row for row in rows if order.random() < 0.7]
     for _ in range(order.randrange(5)):
         log.insert(order.randrange(len(log) + 1), req(1, 0, 99))

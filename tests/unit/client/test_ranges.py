@@ -253,7 +253,7 @@ def requested_addresses(
     first: int = 10,
     order: tuple[str, ...] = REPLICAS,
 ) -> list[str]:
-    """Return which storages received a request for 10..14, in order; "server" for the server."""
+    """Return the addresses that got a request for 10..14, in order; "server" for the server."""
     requests: list[str] = []
 
     class Link:
@@ -295,7 +295,7 @@ def test_a_replica_nearby_is_queried_before_the_others(monkeypatch: pytest.Monke
         assert requested_addresses(monkeypatch, ("s3:1",), first=first) == ["s3:1"]
     near = ("s1:1", "s3:1")
     both = {requested_addresses(monkeypatch, near, first=first)[0] for first in range(10)}
-    assert both == set(near)  # they share the work
+    assert both == set(near)  # readers with different starts use different replicas
     addresses = {requested_addresses(monkeypatch, (), first=first)[0] for first in range(20)}
     assert addresses == set(REPLICAS)
 
@@ -303,7 +303,7 @@ def test_a_replica_nearby_is_queried_before_the_others(monkeypatch: pytest.Monke
 def test_a_repeated_read_uses_the_same_replica(monkeypatch: pytest.MonkeyPatch):
     for first in range(3):
         once = requested_addresses(monkeypatch, (), first=first)
-        # In whatever order a server names them: that changes with each append.
+        # Independent of the order in the server's answer, which changes with each append.
         for order in (REPLICAS[::-1], REPLICAS[1:] + REPLICAS[:1], REPLICAS[2:] + REPLICAS[:2]):
             assert requested_addresses(monkeypatch, (), first=first, order=order) == once
 
@@ -330,7 +330,7 @@ def test_a_nearby_storage_that_is_not_engaged_gets_no_request(monkeypatch: pytes
 def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The system still accepts connections for a process that was stopped."""
+    """The operating system accepts connections also for a stopped process."""
     monkeypatch.setattr("waltz_core.client.read.ranges.HANDSHAKE_TIMEOUT_S", 0.01)
     waited_s: dict[str, float] = {}
 
@@ -367,7 +367,7 @@ def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
 def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """As when a caller stops after a chunk while the next one is being fetched."""
+    """For example, a caller stops after a chunk while the reader fetches the next one."""
     closed: list[str] = []
 
     class Link:
@@ -403,7 +403,7 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
 
 
 def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> list[str]:
-    """Let each storage answer that the log begins at an ID; return which ones received requests."""
+    """Let each storage report a first available ID; return the storages that got requests."""
     requests: list[str] = []
 
     class Link:
@@ -433,7 +433,7 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
 
 
 def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> list[str]:
-    """Let each storage name a pause twice; return which ones received requests, in order."""
+    """Let each storage request a pause twice; return the storages that got requests, in order."""
     requests: list[str] = []
 
     class Link:
@@ -471,7 +471,7 @@ def test_a_replica_that_names_a_pause_gets_the_request_again(monkeypatch: pytest
     requests = read_over_a_limit(monkeypatch, 2_000)
     assert len(requests) == 3
     assert len(set(requests)) == 1
-    # Longer than the timeout: the reader turns to the others, at last to the server.
+    # For a pause above the timeout the reader tries the other replicas, then the server.
     requests = read_over_a_limit(monkeypatch, 6_000)
     assert sorted(requests) == sorted([*REPLICAS, "server"])
 
@@ -483,7 +483,7 @@ def test_a_log_that_begins_after_the_range_ends_the_search_for_a_replica(
         read_below_start(monkeypatch, 12)
     assert caught.value.first_available == 12
     for unhelpful in (-1, 10):
-        assert len(read_below_start(monkeypatch, unhelpful)) == 5, "the others may have it"
+        assert len(read_below_start(monkeypatch, unhelpful)) == 5, "other replicas may have it"
 
 
 def test_a_filter_that_servers_reject_is_rejected_before_the_first_read():

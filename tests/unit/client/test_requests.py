@@ -27,7 +27,7 @@ class Cluster:
 
     def __init__(self, **answers):
         self.answers = answers  # address: a function of the request, or an error
-        self.owners = list(answers)  # each failure is followed by the next one's turn
+        self.owners = list(answers)  # after each failure the next owner is used
         self.sent_requests = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -76,7 +76,7 @@ def replicas_response(request, mark):
 
 
 def mark(number):
-    """Return an owner with a log that ends at a mark, and has nothing of its own."""
+    """Return an owner whose log ends at a mark and has no rows of the client."""
 
     def answer(request):
         match request:
@@ -181,7 +181,7 @@ def test_permanent_errors_are_not_retried(error):
     ],
 )
 def test_a_zookeeper_timeout_reports_the_earlier_failure(silent_from, expected):
-    """It names the host, and why it does not answer."""
+    """The error names the host and the reason."""
 
     class Away(Cluster):
         asked_count = 0

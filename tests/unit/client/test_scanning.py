@@ -57,7 +57,7 @@ def test_a_scan_has_each_transaction_of_each_partition_in_order(client: WaltzCli
 
 def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClient):
     fill(client, 1, 2)
-    client.append(msgpack.packb({"id": 7}), partition=1).result()  # no owner
+    client.append(msgpack.packb({"id": 7}), partition=1).result()  # no field "owner"
     found = client.scan(1, schema=OWNED).read_all()
     assert found.schema == OWNED
     assert found.to_pydict() == {
@@ -133,7 +133,7 @@ def test_an_empty_schema_counts_rows(client: WaltzClient):
 
 
 class Chunks:
-    """A client whose ranges are chunks of one transaction; it notes the reads."""
+    """A client whose ranges are chunks of one transaction; records the reads."""
 
     def __init__(self, client: WaltzClient) -> None:
         self._client = client

@@ -13,7 +13,7 @@ SERVER = "host-1:15180"
 
 
 class Scenario:
-    """`SilentServers` on a clock of its own, and what was logged of them."""
+    """`SilentServers` with a clock of the test, and its log lines."""
 
     def __init__(self, caplog):
         self.zookeeper_checks = 0
@@ -26,7 +26,7 @@ class Scenario:
         self.zookeeper_checks += 1
 
     def at(self, now_s, call, *args, **named):
-        """Call at a time; return what was logged meanwhile, as (level, text)."""
+        """Call at a time; return the log lines of the call as (level, text)."""
         self._caplog.clear()
 
         async def run():
@@ -77,7 +77,7 @@ def test_a_server_is_silent_only_while_all_its_connections_are(scenario):
     assert scenario.at(101, silent_servers.on_silence_detected, SERVER, 1, since_s=100)
     assert scenario.at(102, silent_servers.on_silence_detected, SERVER, 2, since_s=101) == []
     assert scenario.at(103, silent_servers.on_data_received, SERVER, 3) == [], (
-        "it was never silent there"
+        "the server was not silent on this connection"
     )
     assert scenario.at(104, silent_servers.on_wait_ended, SERVER, 1, "closed") == []
     assert scenario.at(105, silent_servers.on_data_received, SERVER, 2) == [

@@ -252,7 +252,7 @@ def test_a_context_claims_the_mark_in_the_database(engine: sa.Engine) -> None:
         assert connection.execute(sa.select(TOTALS.c.total)).scalar_one() == 1
         connection.execute(TOTALS.update().values(total=99))
     assert builder.client_high_water_mark == 0
-    assert callbacks.total == 1  # nothing that a reader writes stays
+    assert callbacks.total == 1  # the writes of a reader are rolled back
 
 
 def test_a_context_reads_the_state_of_one_moment(engine: sa.Engine) -> None:
@@ -332,7 +332,7 @@ def test_a_pool_without_a_free_connection_is_an_outage(tmp_path: Path) -> None:
 
 
 class BatchTotalView(TotalView):
-    """Adds a batch's headers with one statement, and notes what it was given."""
+    """Adds a batch's headers with one statement; records the batches."""
 
     def __init__(self, engine: sa.Engine, **named: Any) -> None:
         super().__init__(engine, **named)
@@ -354,7 +354,7 @@ def transactions_with_ids(numbers: Iterable[int]) -> list[Transaction]:
 
 
 def apply_all(callbacks: SqlCallbacks, numbers: Iterable[int], last: int | None = None) -> None:
-    """Apply as the client does: what is left, until all is applied or an error is raised."""
+    """Apply as the client does: repeat with the rest until all is applied or an error is raised."""
     left = transactions_with_ids(numbers)
     end = int(left[-1].transaction_id) if last is None else last
     while left:
@@ -400,7 +400,7 @@ def test_a_failing_transaction_is_found_and_earlier_ones_stay(engine: sa.Engine)
         apply_all(callbacks, range(100))
     assert callbacks.batches[-1] == [37]
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (37, 36)
-    apply_all(callbacks, range(38, 100))  # it was skipped
+    apply_all(callbacks, range(38, 100))  # the callback has skipped this transaction
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (99, 99)
 
 
@@ -414,7 +414,7 @@ def test_a_batch_that_lasts_longer_than_the_database_allows_is_made_smaller(
 
     callbacks = BatchTotalView(engine)
     callbacks.meanwhile = time_out
-    for _ in range(3):  # as the client, which applies what is left again after a pause
+    for _ in range(3):  # as the client does: after a pause it applies the rest again
         with pytest.raises(sa.exc.OperationalError):
             apply_all(callbacks, range(16))
     assert [len(each) for each in callbacks.batches] == [16, 8, 4]
@@ -484,7 +484,7 @@ def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
         match=f"cluster with key 01.*connected cluster has key {OTHER.hex()}",
     ):
         other.client_high_water_mark(0)
-    assert other.client_high_water_mark(1) == -1  # nothing of that partition is in the view
+    assert other.client_high_water_mark(1) == -1  # the view has no transaction of that partition
     elsewhere = TotalView(engine, application="of the new log")
     elsewhere.begin(OTHER)
     assert elsewhere.client_high_water_mark(0) == -1
@@ -498,7 +498,7 @@ def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engi
     restored = TotalView(engine)
     restored.begin(OTHER, RestoreSources({ONE.hex(): {0: 2}}))
     assert restored.client_high_water_mark(0) == 2
-    # An instance that still applies the old log moves the mark no more.
+    # An instance that still applies the old log can no longer move the mark.
     with pytest.raises(
         ClusterKeyMismatch, match=f"cluster with key 02.*connected cluster has key {ONE.hex()}"
     ):

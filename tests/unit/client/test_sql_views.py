@@ -228,7 +228,7 @@ def test_a_context_on_a_view_that_catches_up_reports_the_progress(
 def test_another_log_is_not_applied_to_a_view(
     engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log was created again and has outgrown the view's mark."""
+    """The log was created again, and is already longer than the view's mark."""
     view = View(engine)
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         fill(client, [1] * 5)

@@ -31,7 +31,7 @@ def test_records_without_a_stamp_are_not_skipped(written, since_ms):
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(2, 5001))
-def test_a_start_by_time_is_exact_after_a_0_13_programs_part(unstamped, stamped, since_ms):
+def test_a_start_by_time_is_exact_after_records_of_0_13(unstamped, stamped, since_ms):
     stamps = [0] * unstamped + list(range(1, stamped + 1))
     found = first_since(stamps.__getitem__, len(stamps) - 1, since_ms)
     assert found == unstamped + min(stamped, since_ms - 1) - 1

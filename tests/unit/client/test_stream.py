@@ -101,7 +101,7 @@ def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
 
 
 def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
-    """They are sent again in two submissions, after everything that waits."""
+    """Its rows are sent again in two submissions, after all waiting appends."""
     scenario = Scenario()
     for token, rows in ((1, 101), (2, 1), (3, 2)):
         one = replace(submission(token, rows=rows), keeps_order=token != 3)
@@ -111,7 +111,7 @@ def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
     assert outcomes_by_token(effects)[2].reasons.tolist() == [m.RowOutcomeCode.LOST]
     assert [each.req_id for each in scenario.sent_messages(m.AppendBatch)] == [
         req(1)
-    ]  # it keeps no order
+    ]  # the large submission is not ordered
     assert scenario.sent_messages(m.AppendRequest) == []
 
 
@@ -127,7 +127,7 @@ def test_a_requested_mount_does_not_wait_for_an_append():
 
 
 def in_doubt(rows: int = 2) -> Scenario:
-    """A submission was sent at mark 9 and its link broke; the next link is requested."""
+    """Return a stream whose link broke after a submission at mark 9."""
     scenario = Scenario().mount_partition(mark=9)
     scenario.step(stream_events.SendAppends(submission(1, rows=rows)))
     assert scenario.step(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
@@ -163,9 +163,7 @@ def test_ordered_appends_do_not_overtake_resent_ones():
         1: [m.RowOutcomeCode.LOST],
         2: [m.RowOutcomeCode.LOST],
     }
-    assert [each.req_id for each in scenario.sent_messages()] == [
-        req(2)
-    ]  # the third: it is ignored
+    assert [each.req_id for each in scenario.sent_messages()] == [req(2)]  # the third is ignored
 
 
 def test_reading_back_continues_until_the_mark():
@@ -173,7 +171,7 @@ def test_reading_back_continues_until_the_mark():
     scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     (request,) = scenario.sent_messages(m.RangeRequest)
     answer = range_data(request, req(5, 0, 99), req(1), mark=12)
-    assert scenario.receive(replace(answer, req_id=req(-99)), link=2) == []  # it was not requested
+    assert scenario.receive(replace(answer, req_id=req(-99)), link=2) == []  # not requested
     scenario.receive(answer, link=2)
     (again,) = scenario.sent_messages(m.RangeRequest)
     assert (again.first, again.last) == (12, 12)
@@ -204,7 +202,7 @@ def test_rows_in_doubt_above_the_start_of_the_log_are_read_back():
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     tracker = scenario.stream._tracker
-    assert not tracker.in_doubt_below(10), "the first one in doubt may have ID 10"
+    assert not tracker.in_doubt_below(10), "the first row in doubt may have ID 10"
     assert [each.req_id for each in tracker.in_doubt_below(11)] == [req(1)]
 
 
@@ -262,7 +260,7 @@ def test_headers_that_do_not_match_the_request_settle_no_row(spoil):
 
 
 # ---------------------------------------------------------------------------------------------
-# what is not trusted
+# untrusted messages
 
 
 def test_an_older_generation_is_not_mounted():
@@ -309,7 +307,7 @@ def test_a_link_with_an_abandoned_append_is_not_mounted_again():
 
 
 def test_broken_links_are_not_remembered():
-    """A client that lives for years sees many of them."""
+    """A client that runs for years has many broken links."""
     scenario = Scenario().mount_partition()
     for number in range(1, 9):
         scenario.step(stream_events.SendAppends(submission(number)))
@@ -376,7 +374,7 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     effects = scenario.receive(overloaded_error(req(1), 4_000))
     assert outcomes_by_token(effects)[1].reasons.tolist() == [m.RowOutcomeCode.OVERLOADED]
     scenario.step(stream_events.SendAppends(submission(3)))
-    assert scenario.sent_messages() == []  # it would be rejected: the server expects a mount
+    assert scenario.sent_messages() == []  # the server would reject it: it expects a mount
     scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.WAITING
     assert scenario.stream.failure == "over a limit"
@@ -437,7 +435,7 @@ def test_a_rejected_mount_waits_for_the_other_answers_and_keeps_its_link():
     scenario.receive(result(req(1), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.READY
     scenario.step(stream_events.SendAppends(submission(3)))
-    assert scenario.sent_messages() == []  # it would overtake nothing, and be rejected, too
+    assert scenario.sent_messages() == []  # the server would reject it, too
     effects = scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
     scenario.answer_mount(scenario.open_link(number=1), -1)
@@ -504,7 +502,7 @@ def test_a_new_assignment_ends_a_pause():
         )
     assert scenario.last_effects == []
     assert scenario.step(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(3, ())]
-    # What has failed was another server: this one is tried again as if it were the first time.
+    # The failures were at another server, so the first retry at this one has no pause.
     scenario.step(stream_events.LinkFailed(3, errors.NotOwned("not yet")))
     assert scenario.last_effects == [stream_events.OpenLink(4, ())]
 
@@ -565,7 +563,7 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1, rows=8)))
     scenario.step(stream_events.SendAppends(submission(2, rows=5)))
-    assert scenario.last_effects == []  # not while something of the old ID is in flight
+    assert scenario.last_effects == []  # appends with the old ID are still in flight
     assert scenario.receive(committed_result(req(1), *range(8)))[-1] == stream_events.NeedClientId()
     assert scenario.step(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
     mount = scenario.open_link(number=1)
@@ -580,14 +578,14 @@ DENIED = errors.ClientIdDenied("not yours")
 
 def test_a_stream_gets_its_id_before_its_first_link():
     stream = PartitionStream(None, PARTITION, SETTINGS, Random(1))
-    stream.next_sequence = 40  # of an earlier attempt
+    stream.next_sequence = 40  # an earlier attempt has used these numbers
     stream.step(stream_events.MountPartition(), 0)
     assert stream.needs_client_id
     assert stream.step(stream_events.ClientIdRenewed(8, PROOF), 0) == []
     assert (stream.needs_client_id, stream.next_sequence) == (False, 40)
     (sent,) = stream.step(stream_events.LinkOpened(1, 1, Generation(0), 1), 0)
     assert (sent.message.req_id.client_id, sent.message.proof) == (8, PROOF)
-    stream.step(stream_events.ClientIdRenewed(9), 0)  # of another attempt
+    stream.step(stream_events.ClientIdRenewed(9), 0)  # the ID belongs to another attempt
     assert stream.client_id == 8
 
 
@@ -639,7 +637,7 @@ def test_an_id_may_be_denied_again_after_a_mount():
 
 
 def own_headers_answer(range_request, *rows, next_id, mark=12):
-    """Return the answer to a request of own headers: IDs and request IDs."""
+    """Return the answer to a request for the client's own headers."""
     heads = b"".join(headers(number, each) for number, each in rows)
     fields = (range_request.first, len(rows), next_id, m.OWN_HEADERS, b"", heads, 1, mark, ())
     return m.RangeData(range_request.req_id, *fields)
@@ -794,7 +792,7 @@ def test_a_suspended_feed_requests_no_more_until_half_is_applied():
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     assert scenario.receive(m.FeedSuspended(request.req_id)) == []
     assert scenario.step(stream_events.FeedApplied(23)) == []
-    # By then the log may have grown by any length, so that is found out first.
+    # The log may have grown since, so the stream asks for its length first.
     assert scenario.step(stream_events.FeedApplied(24)) == [stream_events.OpenLink(2, ())]
     effects = scenario.answer_mount(scenario.open_link(), 900)
     assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.StreamReady(900)]
@@ -824,7 +822,7 @@ def test_a_feed_that_lags_far_is_fetched_and_then_resumed():
         stream_events.StreamReady(500),
     ]
     scenario.step(stream_events.SendAppends(submission(1)))
-    assert len(scenario.sent_messages()) == 1  # appends need not wait for it
+    assert len(scenario.sent_messages()) == 1  # appends do not wait for the feed
     scenario.receive(committed_result(req(1), 501))
     assert scenario.step(stream_events.ResumeFeed(480)) == [stream_events.OpenLink(2, ())]
     scenario.answer_mount(scenario.open_link(), 501)
@@ -845,7 +843,7 @@ def test_a_log_below_the_clients_mark_stops_the_stream_with_an_error():
 def remount_with_chain(
     chain: bytes, *, found: bytes | None, last: int = 1, session_id: int = 1
 ) -> tuple[Scenario, list]:
-    """Feed up to a batch end with a chain, break, mount again, and answer about the chain."""
+    """Feed a batch with a chain, break the link, mount again, and answer with chain `found`."""
     scenario = Scenario()
     request = scenario.mount_with_feed(-1)
     rows = (req(1, 0, 99), req(2, 0, 99))
@@ -872,7 +870,7 @@ def test_another_history_stops_the_stream_with_an_error():
     "entry",
     [
         {"found": b"a" * 16},
-        {"found": None},  # and what has no entry of its own proves nothing
+        {"found": None},  # the lineage has no entry
         {"found": b"b" * 16, "last": 5},
         {"found": b"b" * 16, "session_id": RECONSTRUCTED},
     ],

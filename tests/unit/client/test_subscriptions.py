@@ -15,7 +15,7 @@ from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 
 
 class ResumingCallbacks(AsyncCallbacks):
-    """Remembers what was applied, and continues from there."""
+    """Keeps the applied IDs, and resumes after the last one."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = defaultdict(list)
@@ -50,7 +50,7 @@ class ResumingCallbacks(AsyncCallbacks):
 
 
 class RepeatedContext(CounterContext):
-    """Counts its attempts, too."""
+    """Counts its attempts."""
 
     attempts = 0
 
@@ -114,7 +114,7 @@ async def test_a_feed_from_the_latest_starts_at_the_given_mark():
         await wait_until(lambda: partition.applier.mark == 4)
         await write(client, 0, 5)
         await wait_until(lambda: callbacks.is_applying)
-        # The client has received all ten; the application has applied five.
+        # The client has received ten transactions; the application has applied five.
         assert (partition.stream.high_water_mark, partition.mark) == (9, 4)
         callbacks.may_continue.set()
         await wait_until(lambda: callbacks.seen[0][-1] == 9)
@@ -192,7 +192,7 @@ async def test_a_feed_can_end_while_a_transaction_is_retried():
 
 @run_on_virtual_loop
 async def test_a_context_waits_while_its_partition_is_paused():
-    """It computes from what was applied, so without a feed it would write over what it missed."""
+    """A context computes from applied transactions; without a feed it would overwrite others."""
     async with two_clients() as (_, one, two):
         others, callbacks = ResumingCallbacks(), ResumingCallbacks()
         await one.subscribe(others, [0])
@@ -215,7 +215,7 @@ async def test_a_context_waits_while_its_partition_is_paused():
         await two.set_partitions([0])
         await future
         await wait_until(lambda: callbacks.state["value"] == 4)
-        assert context.attempts == 2, "none in between, for nothing had changed for it"
+        assert context.attempts == 2, "no attempt without a newer state"
 
 
 @run_on_virtual_loop
@@ -351,7 +351,7 @@ async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits(
         plain = context.execute
 
         def execute(builder):
-            if not marks:  # the first attempt is too late already
+            if not marks:  # the first attempt is already outdated
                 builder.client_high_water_mark = -1
             marks.append(builder.client_high_water_mark)
             return plain(builder)
@@ -399,14 +399,14 @@ async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applie
         await two.set_partitions([])
         late = await one.append(b"2", partition=0, write_locks=account, client_high_water_mark=0)
         await late
-        await (await two.append(b"3", partition=0))  # now it has the end of the log
+        await (await two.append(b"3", partition=0))  # now the client knows the end of the log
         with pytest.raises(errors.LockFailed):
             await (await two.append(b"4", partition=0, write_locks=account))
         context = WithdrawContext()
         with pytest.raises(errors.Unavailable, match="had paused"):
             await (await two.submit(context))
         assert context.marks == []
-        # While it is taken up again the old mark holds until the application has returned its own.
+        # The old mark applies until the application returns one for the resumed partition.
         callbacks.may_continue.clear()
         await two.set_partitions([0])
         with pytest.raises(errors.LockFailed):
@@ -426,7 +426,7 @@ async def test_a_deadline_ends_an_execute_that_waits():
 
 @run_on_virtual_loop
 async def test_a_deadline_ends_attempts_that_never_wait():
-    """Another client writes the lock at each attempt, and what conflicts is known at once."""
+    """Another client writes the lock at each attempt; the client knows each conflict at once."""
     async with two_clients() as (_, one, two):
 
         async def overtake():
@@ -480,7 +480,7 @@ async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it
 
 @run_on_virtual_loop
 async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
-    """It waits in the caller's task, which is not cancelled."""
+    """The context waits in the caller's task, which is not cancelled."""
     async with memory_cluster() as cluster:
         client = cluster.client()
         await client.open()
@@ -498,7 +498,7 @@ async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
 
 
 class HookRecordingContext(WithdrawContext):
-    """Notes how it ends."""
+    """Records its outcome."""
 
     timeout_ms = 60_000
 
@@ -518,7 +518,7 @@ class HookRecordingContext(WithdrawContext):
 
 @run_on_virtual_loop
 async def test_a_cancelled_error_of_a_context_is_its_outcome():
-    """Neither was the caller that submitted it cancelled, nor the client closed."""
+    """The caller was not cancelled, and the client is not closed."""
     async with two_clients() as (_, one, two):
 
         async def cancelled():
@@ -554,7 +554,7 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
 
 @run_on_virtual_loop
 async def test_a_feed_that_cannot_continue_ends_all_waits_for_it():
-    """What fails is not the application's: here, no thread to apply on."""
+    """For example, the process has no free thread on which to apply."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = ResumingCallbacks()
         await client.subscribe(callbacks, [0])
@@ -606,7 +606,7 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
 
 
 class CallbacksWithoutMark:
-    """Applies, and derives from nothing."""
+    """Callbacks without a base class and without `client_high_water_mark`."""
 
     async def apply_transaction(self, transaction):
         raise AssertionError
@@ -655,7 +655,7 @@ async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied()
             assert client.partitions == ()
             callbacks.may_answer.set()
         assert client.partitions == ()
-        # Taken up again it begins from its mark, once.
+        # The resumed partition begins at its mark, and applies each transaction once.
         await client.set_partitions([0])
         await wait_until(lambda: callbacks.seen[0] == [0, 1, 2])
         assert client.partitions == (0,)
@@ -698,14 +698,14 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
                 else client.append(b"x", partition=0, write_locks=locks)
             )
             used = tasks.create_task(use)
-            await client.high_water_mark(0)  # the loop turns; the log's mark is known
+            await client.high_water_mark(0)  # other tasks run; the log's mark is known
             assert not used.done()
             callbacks.may_answer.set()
         if is_context:
             assert await used.result() == 1
             await wait_until(lambda: callbacks.state == {"value": 2})
         else:
-            with contextlib.suppress(errors.LockFailed):  # or the feed was as fast
+            with contextlib.suppress(errors.LockFailed):  # no error if the feed was faster
                 await used.result()
 
 

@@ -29,7 +29,7 @@ LAYOUT = ClusterLayout(
 
 
 class FunctionCallbacks(Callbacks):
-    """Runs something for each transaction."""
+    """Calls a function for each transaction."""
 
     def __init__(self, apply) -> None:
         self.apply = apply
@@ -62,7 +62,7 @@ class CopyContext(TransactionContext):
 
 
 def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
-    """As many of them as there are threads for contexts, and one more."""
+    """There is one callback more than there are threads for contexts."""
     count = WORKERS_MAX + 1
     together, done = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
@@ -113,7 +113,7 @@ def test_a_closed_client_cannot_be_entered():
 
 
 def test_tasks_started_during_the_shutdown_are_ended_too():
-    """A callback's thread may request data when the client's loop has stopped already."""
+    """A callback's thread may request data after the client's loop has stopped."""
     client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
 
     async def replaced():
@@ -126,12 +126,12 @@ def test_tasks_started_during_the_shutdown_are_ended_too():
     request = asyncio.run_coroutine_threadsafe(replaced(), client._loop)
     assert made.wait(TEST_TIMEOUT_S)
     client.close()
-    assert request.cancelled()  # also holds the task, which a loop refers to only weakly
+    assert request.cancelled()  # keeps a reference to the task; the loop has only a weak one
     assert [task.cancelled() for task in late] == [True]
 
 
 def test_applied_transactions_are_reported_before_a_slow_run_ends():
-    """The second transaction blocks; a context must not be notified that nothing was applied."""
+    """The second transaction blocks; the error of a context reports the first one as applied."""
     at_second, may_go = threading.Event(), threading.Event()
 
     def apply(transaction):
@@ -156,14 +156,14 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
                     client.submit(context).result(TEST_TIMEOUT_S)
                 if isinstance(behind.value, errors.ViewBehind):
                     break
-                # A busy machine had not refused it by then: the next one has more time.
+                # A busy machine was too slow to reject this context; the next one has more time.
             may_go.set()
     assert isinstance(behind.value, errors.ViewBehind)
     assert (behind.value.applied, behind.value.high_water_mark) == (0, 9)
 
 
 def test_a_callback_may_close_a_client_that_another_thread_closes():
-    """Neither waits for the other."""
+    """The callback and the other thread do not wait for each other."""
     begun, closing, done = threading.Event(), threading.Event(), threading.Event()
     with MemoryWaltz(1) as log, log.client() as writer:
         client = log.client()
@@ -181,7 +181,7 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
         closer.start()
         wait_until(client._loop.is_closed)
         closing.set()
-        closer.join(20)  # less than the callbacks are waited for
+        closer.join(20)  # less than the time for which `close` waits for callbacks
         assert not closer.is_alive()
         assert done.is_set()
 
@@ -261,7 +261,7 @@ def list_interrupted(client):
     ],
 )
 def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, use):
-    """It has been found open, and is closed before anything is handed to its loop."""
+    """The client is closed after the check that it is open, before the call is in its loop."""
     client = WaltzClient.at(LAYOUT)
     is_usable = client._check_usable
 
@@ -275,7 +275,7 @@ def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, use):
 
 
 def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
-    """Between the end of its thread and its close, the loop would accept a call and not run it."""
+    """Between the end of its thread and its close, a loop accepts calls and never runs them."""
     client = WaltzClient.at(LAYOUT)
     join, finished = client._thread.join, []
 
@@ -292,7 +292,7 @@ def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
 
 @pytest.mark.parametrize("is_closed_first", [True, False])
 def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatch, is_closed_first):
-    """Its handler runs on the thread that it has interrupted, wherever that was."""
+    """The handler runs on the interrupted thread, at any point of its code."""
     client = WaltzClient.at(LAYOUT)
     give, finished = asyncio.run_coroutine_threadsafe, []
 
@@ -414,7 +414,7 @@ def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
 def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
     loop = asyncio.new_event_loop()
     loop.close()
-    monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was not, a moment ago
+    monkeypatch.setattr(loop, "is_closed", lambda: False)  # as if the loop had ended just now
     cache = DataCache(
         None, None, mark=lambda: 7, bytes_max=1_000, budget=DataBudget(1_000), loop=loop
     )
@@ -425,7 +425,7 @@ def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
 def test_an_unfinished_fetch_of_a_stopped_loop_leaves_no_coroutine(monkeypatch):
     monkeypatch.setattr(data_cache, "POLL_INTERVAL_S", 0.001)
     loop = asyncio.new_event_loop()
-    monkeypatch.setattr(loop, "is_closed", lambda: True)  # it has ended before it came to that
+    monkeypatch.setattr(loop, "is_closed", lambda: True)  # the loop ends before the call runs
     cache = DataCache(
         None, None, mark=lambda: 7, bytes_max=1_000, budget=DataBudget(1_000), loop=loop
     )
@@ -438,7 +438,7 @@ def test_an_unfinished_fetch_of_a_stopped_loop_leaves_no_coroutine(monkeypatch):
 
 
 class CancelledContext(CopyContext):
-    """Waits for something that was cancelled."""
+    """Raises the error of a cancelled future."""
 
     def execute(self, builder):
         raise CancelledError
@@ -456,7 +456,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
         raise CancelledError
 
     with MemoryWaltz(1) as log, log.client() as client:
-        client.subscribe(FunctionCallbacks(apply))  # its policy raises the same
+        client.subscribe(FunctionCallbacks(apply))  # its error policy raises the same error
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         applier = client._client._partitions[0].applier
         wait_until(lambda: applier.stopped is not None)
@@ -465,9 +465,9 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
 
 @pytest.mark.parametrize("is_closed_by", ["thread", "callback"])
 def test_each_close_waits_for_callbacks(is_closed_by):
-    """A callback may have closed it before, or another thread be at it.
+    """A callback or another thread may already be closing the client.
 
-    A successor in the same process must not apply what a callback is still applying.
+    A new client in the same process must not apply while a callback of this one still applies.
     """
     begun, may_end, ended = threading.Event(), threading.Event(), []
     with MemoryWaltz(1) as log, log.client() as writer:
@@ -506,7 +506,7 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
             may_end.wait(TEST_TIMEOUT_S)
 
         def close_other(_transaction):
-            other.set_partitions([0])  # it has nothing to wait for
+            other.set_partitions([0])  # the other client has no running callback
             closing.set()
             other.close()
             ended.set()

@@ -157,7 +157,7 @@ def test_an_append_computed_from_another_state_claims_only_the_session():
         NO_PREDECESSORS, session_id=3, base=4, mark=9, locks=frozenset((1,))
     )
     one.client_high_water_mark = 5
-    assert one.claim() == (5, None)  # it has not requested this, and waits like an independent one
+    assert one.claim() == (5, None)  # not requested as a dependent append
     assert one.predecessors(5) == ()
     one.set_write_locks([1])
     assert one.claim() == (9, one.pipelined_state)

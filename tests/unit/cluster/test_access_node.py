@@ -1,4 +1,4 @@
-"""The node with the permissions: its bytes, and all that makes it unreadable."""
+"""The node with the permissions: its encoding, and the errors for unreadable nodes."""
 
 import json
 
@@ -33,7 +33,7 @@ PERMISSIONS = Permissions(
 
 
 def node_with(**parts):
-    """The node with other parts; a part that is None is left out."""
+    """Return the node with these parts changed; a part that is None is left out."""
     node = json.loads(access_node.encode_permissions(PERMISSIONS)) | parts
     return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
 

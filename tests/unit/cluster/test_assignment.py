@@ -48,7 +48,7 @@ def test_one_partition_is_handed_to_another_server():
     old = PartitionAssignment(7, 5, {1: {0: 3, 1: 4}, 2: {2: 1, 3: 1, 4: 9}})
     found = hand_over_partition(old, 1, 4, 1)
     assert found == PartitionAssignment(7, 5, {1: {0: 3}, 2: {1: 5, 2: 1, 3: 1, 4: 9}})
-    # It is another one's by now, or has been elsewhere meanwhile, or no other server is there.
+    # Another server owns it, or its generation has changed, or there is no other server.
     assert hand_over_partition(old, 1, 4, 2) is None
     assert hand_over_partition(old, 1, 3, 1) is None
     assert hand_over_partition(PartitionAssignment(7, 1, {1: {0: 3}}), 0, 3, 1) is None
@@ -56,7 +56,7 @@ def test_one_partition_is_handed_to_another_server():
 
 @pytest.mark.parametrize("unhealthy", [{1}, {1, 2}, {2, 3}, {1, 3, 4}])
 def test_partitions_are_handed_over_to_a_healthy_server(unhealthy):
-    """A server that reaches no quorum hands over all that it has, also what it was handed."""
+    """A server without a quorum hands over all partitions, also those just handed to it."""
     now = assign(PartitionAssignment(), live_servers(1, 2, 3, 4), partition_count=24)
     for _ in range(len(unhealthy)):
         for owner in sorted(unhealthy):
@@ -85,7 +85,7 @@ def test_preferring_an_owned_partition_moves_nothing():
 
 
 def test_every_partition_is_assigned_if_preferences_use_up_a_share():
-    # Waltz 0.13 removes the spare one here, and partition 4 has no owner.
+    # With Waltz 0.13, partition 4 has no owner in this case.
     found = assign(
         PartitionAssignment(), live_servers(1, 2, preferred={1: [0, 1]}), partition_count=5
     )

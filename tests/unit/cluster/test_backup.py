@@ -158,16 +158,16 @@ def merge(first, second):
     [
         (DONE, DONE, (DONE, [0])),
         (OPEN, OPEN, (OPEN, [0, 1])),
-        # Rows of a write that became done between the readings may be above the marks.
+        # A write that ended between the two readings may have rows above the marks.
         (OPEN, DONE, (OPEN, [0, 1])),
         (None, DONE, (replace(DONE, summary=None), [1])),
         (None, OPEN, (OPEN, [1])),
-        # A write that was removed meanwhile was done before, or not: its tasks are still known.
+        # A write that was removed between the readings keeps its first state and its tasks.
         (DONE, None, (DONE, [0])),
         (OPEN, None, (OPEN, [0])),
         (DONE, REMOVING, (DONE, [0])),
         (OPEN, REMOVING, (OPEN, [0, 1])),
-        # It was removed and begun again.
+        # The write was removed and begun again.
         (DONE, OPEN, (OPEN, [0, 1])),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_write_is_done_in_the_backup_only_if_it_was_before_the_marks(first, se
     assert merge(first, second) == expected
 
 
-# ---- the clusters from which one was restored
+# ---- the source clusters of a restored cluster
 
 
 def test_a_restored_cluster_continues_its_source_and_earlier_sources():

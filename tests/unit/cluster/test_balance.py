@@ -32,13 +32,15 @@ def loads_by_server(owners, loads):
     return found
 
 
-# --- single answers
+# --- single plans
 
 
 @pytest.mark.parametrize(
     ("owners", "loads", "moves"),
     [
-        pytest.param({0: 1, 1: 1, 2: 2, 3: 2}, [10_000, 1_000, 1_000, 1_000], {1: 2}, id="not it"),
+        pytest.param(
+            {0: 1, 1: 1, 2: 2, 3: 2}, [10_000, 1_000, 1_000, 1_000], {1: 2}, id="hot one stays"
+        ),
         pytest.param({0: 1, 1: 2, 2: 2, 3: 2}, [10_000, 1_000, 1_000, 1_000], {}, id="alone"),
         pytest.param({0: 1, 1: 1, 2: 2, 3: 2}, [1_000, 1_100, 1_000, 1_000], {}, id="only noise"),
     ],
@@ -117,7 +119,7 @@ def test_repeated_planning_ends(cluster):
     servers, owners, loads, preferred = cluster
     balancer = Balancer(BalanceLimits(cooldown_ms=1, sustained_ms=0, rebalancing_ms=2 * WINDOW_MS))
     for number in range(30):
-        now_ms = number * INTERVAL_MS  # Nothing rests any more, so anything might go back.
+        now_ms = number * INTERVAL_MS  # The cooldown has passed, so every partition may move again.
         moves = balancer.plan_moves(owners, preferred, loads, servers, now_ms)
         if not moves:
             return
@@ -149,14 +151,14 @@ def test_an_unobserved_imbalance_moves_nothing(is_alone):
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 0) == {}
     if is_alone:  # only one of the servers reports its loads
         assert balancer.plan_moves(owners, (), uneven, (1,), 10_000) == {}
-    else:  # another server was the leader, or servers have started or ended
+    else:  # the leader or the list of servers has changed
         balancer.reset_history()
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 20_000) == {}
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 35_000) == {1: 2}
 
 
 def test_the_first_unconfirmed_load_report_moves_nothing():
-    """All were idle for a while; one server reports new load, the other's report is old."""
+    """All partitions were idle; one server reports new load, the report of the other is old."""
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     loads = {0: 85, 1: 85, 2: 85, 3: 300}
@@ -168,7 +170,7 @@ def test_the_first_unconfirmed_load_report_moves_nothing():
     late = {0: 148, 1: 140, 2: 300, 3: 67}
     assert balancer.plan_moves(owners, (), late, (1, 2), 50_000) == {}
     assert balancer.plan_moves(owners, (), late | {3: 1_500}, (1, 2), 55_000) == {}
-    # When that lasts it is no accident, and what has begun comes to its end.
+    # A lasting imbalance is confirmed; the interrupted rebalancing ends first.
     assert balancer.plan_moves(owners, (), late, (1, 2), 60_000) == {}
     assert balancer.plan_moves(owners, (), late, (1, 2), 74_000) == {}
     assert balancer.plan_moves(owners, (), late, (1, 2), 75_000) == {0: 2, 1: 2}
@@ -178,7 +180,7 @@ def test_the_first_unconfirmed_load_report_moves_nothing():
 
 
 class Cluster:
-    """Servers with meters, the planner of the leader, and partitions with loads; virtual time."""
+    """Servers with load meters, partitions with loads, and the leader's planner; virtual time."""
 
     def __init__(self, rates, server_count, seed, noise):
         self.now_ms = 0
@@ -210,7 +212,7 @@ class Cluster:
         for partition, rate in self.rates.items():
             factor = self._random.uniform(1 - self._noise, 1 + self._noise)
             self._totals[partition] += rate * factor * INTERVAL_MS / 1000
-        # A new owner counts from when it has taken over.
+        # A new owner measures from the time of its takeover.
         reports = {
             server: self._meters[server].update(
                 {p: self._totals[p] for p in self.assignment.servers[server]}, self.now_ms
@@ -244,7 +246,7 @@ def test_a_partition_with_ten_times_the_traffic_is_alone_within_a_minute_and_sta
     cluster.run(MINUTE_MS)
     owners = cluster.owners
     assert [p for p, owner in owners.items() if owner == owners[hot]] == [hot]
-    cluster.run(MINUTE_MS)  # What has begun comes to its end.
+    cluster.run(MINUTE_MS)  # the current rebalancing ends
     settled = len(cluster.moves)
     assert settled <= partition_count
     assert hot not in {partition for _, partition in cluster.moves}

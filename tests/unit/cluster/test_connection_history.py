@@ -1,4 +1,4 @@
-"""Since when ZooKeeper has been unavailable or available."""
+"""The times of the last disconnection from ZooKeeper and of the last reconnection."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ def test_disconnection_and_reconnection_are_timed():
     assert (history.disconnected_ms, history.reconnected_ms) == (0, None)  # rule 2
     session.suspend()
     zookeeper.advance(300)
-    session.expire()  # it was away before already
+    session.expire()  # no effect: the session is already disconnected
     zookeeper.advance(OUTAGE_MS_MIN)
     assert (history.disconnected_ms, history.reconnected_ms) == (300 + OUTAGE_MS_MIN, None)
     session.resume()

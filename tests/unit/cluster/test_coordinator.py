@@ -1,4 +1,4 @@
-"""The coordinator over memory: the scenarios of the contract, and what faults on request show."""
+"""The coordinator over ZooKeeper in memory: the scenarios of the contract, and faults."""
 
 import asyncio
 
@@ -138,7 +138,7 @@ async def test_metadata_and_marker_are_read_as_a_pair(read_number):
     async def write() -> None:
         await writer.write_partition(0, METADATA, MARKER, before.versions)
 
-    # The reads are of the metadata, the marker, the metadata.
+    # The coordinator reads the metadata, the marker, and the metadata again.
     reader = Interrupted(world.zookeeper, read_number, write)
     view = await Coordinator(reader, ROOT).read_partition(0)
     assert reader.read_count >= 3
@@ -146,7 +146,7 @@ async def test_metadata_and_marker_are_read_as_a_pair(read_number):
 
 
 class Interrupted(MemorySession):
-    """A session in which something else happens just before its n-th read."""
+    """A session that calls `interruption` just before its n-th read."""
 
     def __init__(self, zookeeper, read_number, interruption):
         super().__init__(zookeeper)

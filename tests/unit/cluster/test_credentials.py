@@ -102,7 +102,7 @@ def test_further_lines_name_administrators_or_give_at_most_what_members_have(tex
 
 
 def test_the_documented_files_are_those_of_the_two_users():
-    """Also the command for the hash."""
+    """The command for the hash is tested, too."""
     page = Path(__file__).resolve().parents[3] / "docs" / "zookeeper.md"
     blocks = re.findall(r"^```(\w*)\n(.+?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (command,) = [text for language, text in blocks if language == "bash" and "sha1" in text]

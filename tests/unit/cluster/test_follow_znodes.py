@@ -16,7 +16,7 @@ from waltz_core.transport.tls import ListenContext
 def test_a_view_is_kept_while_nodes_cannot_be_decoded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ending would end all servers or storages at once."""
+    """An error here would stop all servers or storages at once."""
     monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     rot = (
         errors.BadFormat("/w/s_0: rotten"),
@@ -48,7 +48,7 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 
 
 class _Coordinator:
-    """Calls back with some permissions, or raises an error; then it fails for good."""
+    """Calls back with each of the permissions or raises the errors; then fails permanently."""
 
     def __init__(self, *found: Permissions | errors.WaltzError | None) -> None:
         self._found = list(found)
@@ -78,7 +78,7 @@ def test_a_daemon_publishes_the_revision_that_it_uses() -> None:
 
 
 def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> None:
-    """Also if it has none yet: then it rejects requests."""
+    """Also a daemon without permissions runs on, and rejects requests."""
     monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     caplog.set_level(logging.ERROR)
     denied = errors.BadConfig("R/x/access: not permitted")

@@ -118,10 +118,10 @@ async def test_servers_report_loads_and_the_leader_reads_them():
     await one.loads.publish(1, {0: PartitionLoad(2.0, 10)})
     await two.loads.publish(2, {})
     assert await two.loads.read([1, 2, 3]) == {1: {0: PartitionLoad(2.0, 10)}, 2: {}}
-    # The node of a process that is about to go, under the ID that it keeps.
+    # An ending process with the same server ID may still publish.
     await two.loads.publish(1, {0: PartitionLoad(3.0, 15)})
     assert await one.loads.read([1]) == {1: {0: PartitionLoad(3.0, 15)}}
-    # One of a version to come does not keep the others from being read.
+    # A report of a later version is ignored; the other reports are still read.
     nodes = one.loads._nodes
     path = nodes.paths.load(1)
     found = await nodes.znodes.get(path)

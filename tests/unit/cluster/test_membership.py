@@ -109,7 +109,7 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
 @run_in_cluster
 async def test_a_dead_server_is_removed_by_another(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
-    # What is registered now is another process, or has changed: no server has seen that one dead.
+    # The registered process is another one or has changed; no server has found it dead.
     await other.remove_dead_server(server_descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
@@ -117,7 +117,7 @@ async def test_a_dead_server_is_removed_by_another(cluster):
     assert cluster.registered() == [2]
     await other.remove_dead_server(server_descriptor(1))
     assert cluster.registered() == [2]
-    # It was alive: it registers again by itself.
+    # The server was alive, and registers again.
     seen = CallbackRecorder()
     async with run_meanwhile(dead.follow(seen)):
         await seen.wait_for(lambda view: sorted(view.servers) == [1, 2])
@@ -127,7 +127,7 @@ async def test_a_dead_server_is_removed_by_another(cluster):
 @run_in_cluster
 async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults):
     (one, session), (two, _) = cluster.member(), cluster.member()
-    assert not await one.hand_over(0, 1)  # this process serves nothing
+    assert not await one.hand_over(0, 1)  # this process is not registered
     await one.register(server_descriptor(1))
     seen = CallbackRecorder()
     async with run_meanwhile(one.follow(seen), two.follow(CallbackRecorder())):
@@ -150,7 +150,7 @@ async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
 @run_in_cluster
 async def test_a_preference_does_not_return_a_handed_over_partition(cluster, faults):
-    """A sick server hands it over; the next change of the servers must not bring it back."""
+    """After an unhealthy server hands over a partition, a change of servers must not return it."""
     members = [cluster.member() for _ in range(3)]
     (one, session), (two, _), (three, _) = members
     await one.register(server_descriptor(1, preferred=[0, 1]))
@@ -168,7 +168,7 @@ async def test_a_preference_does_not_return_a_handed_over_partition(cluster, fau
         after = await seen.wait_for(lambda view: len(view.servers) == 3)
         assert after.owners[0].server_id != 1
         assert after.owners[1].server_id == 1
-        # When it is well it prefers it again.
+        # After its repair the server prefers the partition again.
         await one.change_preferences(server_descriptor(1, preferred=[1, 0]))
         after = await seen.wait_for(lambda view: view.owners[0].server_id == 1)
         assert after.owners[1].server_id == 1
@@ -223,7 +223,7 @@ async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     seen = CallbackRecorder()
     async with run_meanwhile(onlooker.follow(seen)):
         await seen.wait_for(lambda view: not view.servers)
-        # No leader does its duty yet, so the registration is not called back.
+        # No leader assigns partitions yet, so the onlooker gets no settled view.
         await two.register(server_descriptor(2))
         assert not (await onlooker.read()).is_settled
         async with run_meanwhile(two.follow(CallbackRecorder())):
@@ -234,7 +234,7 @@ async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     assert [list(view.servers) for view in seen.values] == [[], [2], [1, 2]]
     assert owners_and_generations(seen.values[1]) == dict.fromkeys(range(PARTITION_COUNT), (2, 1))
     assert all(view.is_settled for view in seen.values[1:])
-    # What moved has a new generation, what stayed has the old one.
+    # Moved partitions have a new generation, the others the old one.
     assert sorted(owners_and_generations(seen.values[2]).values()) == [
         (1, 2),
         (1, 2),
@@ -277,7 +277,7 @@ async def test_the_leader_moves_partitions_and_all_servers_follow(cluster):
         await views_of_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
         await views_of_one.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
         assert views_of_one.values[-1].owners | {0: seen.owners[0]} == seen.owners
-        assert not await one.move_partitions(seen, {1: 2})  # what was seen is so no more
+        assert not await one.move_partitions(seen, {1: 2})  # the view is outdated
 
 
 @run_in_cluster
@@ -338,12 +338,12 @@ async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(
     again, _ = cluster.member()
     await again.register(model.ServerDescriptor(5, "host-a", 8000))
     assert sorted(cluster.registered()) == [4, 5]
-    # A process that notices late never removes a newer one.
+    # A process that notices late does not remove the node of a newer process.
     await dead.register(model.ServerDescriptor(3, "host-a", 8000))
     assert 5 in cluster.registered()
 
 
-# --- rule 5: ZooKeeper was away
+# --- rule 5: outages of ZooKeeper
 
 
 async def wait_for_followers(cluster):
@@ -389,7 +389,7 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
 
 @contextlib.asynccontextmanager
 async def two_servers(cluster):
-    """Give the session of a registered server, and a second one, its session and what it sees."""
+    """Yield the first server's session, and the second server with its session and its views."""
     (one, first), (two, second) = await cluster.servers(2)
     views_of_two = CallbackRecorder()
     async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(views_of_two)):
@@ -399,7 +399,7 @@ async def two_servers(cluster):
 
 @contextlib.asynccontextmanager
 async def first_server_absent(cluster):
-    """As above, when ZooKeeper was away and the first one has not returned in its session."""
+    """Yield two servers after an outage of ZooKeeper that only the second session has survived."""
     async with two_servers(cluster) as (first, two, second, views_of_two):
         first.suspend()
         second.suspend()
@@ -428,7 +428,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
             left = [2, 7]
         await views_of_two.wait_for(lambda view: list(view.servers) == left)
         assert len(owners_and_generations(views_of_two.values[-1])) == PARTITION_COUNT
-        # Right after the return a death is acted on at once as ever.
+        # Right after the reconnection, the leader reacts to a dead server at once.
         third, _ = cluster.member()
         await third.register(server_descriptor(3))
         await views_of_two.wait_for(lambda view: 3 in view.servers)
@@ -465,7 +465,7 @@ async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluste
         } >= {0, 1, 2}
         moved = [each for each in before if before[each] != owners_and_generations(view)[each]]
         assert all(owners_and_generations(view)[each][1] == before[each][1] + 1 for each in moved)
-        # Twice within one watch's time, from both sides: no server spins
+        # Both servers change preferences within one watch interval; no server loops
         # (docs/design/wire-format.md 2.6).
         await two.change_preferences(server_descriptor(2))
         await one.change_preferences(server_descriptor(1, preferred=[3]))
@@ -513,14 +513,15 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
         await wait_for_followers(cluster)
         assert not wished.done()
-        assert not (await two.read()).servers[2].preferred  # both, or neither
+        # The preference is written together with its assignment.
+        assert not (await two.read()).servers[2].preferred
         first.resume()
         await wished
         view = await views_of_two.wait_for(lambda view: bool(view.servers[2].preferred))
         moved_partitions = {
             each for each in before if owners_and_generations(view)[each] != before[each]
         }
-        # What was preferred moves, and something else for it: nothing but that.
+        # The preferred partition moves, and another one in exchange; no others move.
         assert owners_and_generations(view)[foreign] == (2, before[foreign][1] + 1)
         assert all(
             owners_and_generations(view)[each][1] <= before[each][1] + 1

@@ -16,7 +16,7 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, Wr
 
 
 class ActionSignal:
-    """A signal that may do something when it is set."""
+    """A signal that logs its name and may call a function when it is set."""
 
     def __init__(self, log, name, action=None):
         self.log, self.name, self.action = log, name, action
@@ -34,7 +34,7 @@ class ActionSignal:
 
 
 def run_now(coroutine):
-    """Run what must not wait: rule 1."""
+    """Run a coroutine that must not wait (rule 1)."""
     with pytest.raises(StopIteration) as done:
         coroutine.send(None)
     return done.value.value

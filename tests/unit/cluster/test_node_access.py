@@ -46,7 +46,7 @@ async def test_a_node_that_another_process_has_created_is_not_an_error():
 
 
 class NodeReader:
-    """Looks at one node, and can be made to fail."""
+    """Reads one node; raises the errors in `raises` first."""
 
     def __init__(self, nodes):
         self.nodes = nodes
@@ -92,7 +92,7 @@ async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outc
         await reader.wait_for(errors.CoordinatorConflict)
         for _ in range(5):
             await asyncio.sleep(0)
-        # The unknown outcome was looked at again by itself; the conflict waits for a signal.
+        # After the unknown outcome the follower has read again; after the conflict it waits.
         assert reader.count == 2
         nodes.znodes.suspend()
         nodes.znodes.resume()

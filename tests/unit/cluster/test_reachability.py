@@ -82,7 +82,7 @@ def report_without_open_partition(reached=()):
                 3: report_without_open_partition([2]),
             },
             [2, 3],
-            id="and loses them when the next one has opened its own",
+            id="it loses them when the next one has opened partitions",
         ),
         pytest.param(
             [1, 2],

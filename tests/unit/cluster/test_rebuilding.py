@@ -71,10 +71,10 @@ def test_an_untrusted_log_counts_as_missing_and_still_proves_a_later_session(tro
 
 
 def test_a_copy_of_an_older_session_is_ignored():
-    """A and B do not open their logs, so they seem to have none; D is left over from a move."""
+    """A and B cannot open their logs, and report none. The replica on D remains from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         choose({"C": log(5, 80), "D": log(3, 70)})
-    # The same from a replica that lags: nothing distinguishes it from D.
+    # A lagging replica looks the same as D.
     with pytest.raises(errors.BadRequest, match="C; replicas that were only in older sessions: B"):
         choose({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert choose({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
@@ -83,7 +83,7 @@ def test_a_copy_of_an_older_session_is_ignored():
 
 @given(st.integers(1, 5), st.data())
 def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, data):
-    """Any number of replicas seem to have no copy, and copies of older sessions lie about."""
+    """Any number of replicas report no log, and some storages have copies of older sessions."""
     quorum = quorum_size(count)
     other = st.sampled_from((4, 4, 3, 1))
     sessions = [4] * quorum + [data.draw(other) for _ in range(count - quorum)]
@@ -110,7 +110,7 @@ def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, d
     st.data(),
 )
 def test_the_chosen_log_has_all_quorum_records_despite_lost_replicas(cluster, data):
-    """Some replicas are lost, fewer than a quorum, and a leftover of a move is there, too."""
+    """Fewer than a quorum of the replicas are lost, and a replica remains from a move."""
     count, last_ids = cluster
     quorum = quorum_size(count)
     acknowledged = sorted(last_ids, reverse=True)[quorum - 1]

@@ -25,7 +25,7 @@ NAMES = "ABCDEFG"
 
 
 def partition_state(assigned, in_sync=None, *, known=None, session=3, opened=3):
-    """Return a partition as it is; `in_sync` are engaged, the others of `known` are closed."""
+    """Return the state of a partition; only the replicas in `in_sync` are engaged."""
     in_sync = assigned if in_sync is None else in_sync
     states = {
         each: ReplicaState(opened, UNRESOLVED if each in in_sync else 10)
@@ -125,7 +125,7 @@ def test_a_plan_names_the_joining_storages():
 
 
 class Owner:
-    """What a server makes of an assignment: sessions that open as the protocol has it."""
+    """A server that opens store sessions by the rules of the protocol."""
 
     def __init__(self, assigned):
         self.assigned = tuple(assigned)
@@ -147,7 +147,7 @@ class Owner:
         )
 
     def restarts(self, alive):
-        """Lose the session or have one more replica in it; then open the next one if it can be."""
+        """Add a late replica to the session, or lose the session and open the next one."""
         if self.session == self.opened:
             if self.engaged <= alive and self.states == set(self.assigned):
                 late = sorted((self.states & alive) - self.engaged)
@@ -161,7 +161,7 @@ class Owner:
             ready = old & new & alive
             for each in sorted(new & alive - old):
                 if len(ready) < len(new) // 2 + 1:
-                    ready.add(each)  # it has to copy first
+                    ready.add(each)  # this replica must copy the log first
             self.states, self.engaged, self.opened = new, ready, self.session
 
 
@@ -203,13 +203,13 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
             assert set(plan.joining[0]) <= owner.in_sync
         assigned, owner.assigned = after, found.after
     assert set(owner.assigned) == set(wanted)
-    for _ in NAMES:  # One that was there before may have been away to the end.
+    for _ in NAMES:  # A former replica may have been unavailable until now.
         owner.restarts(set(NAMES))
     assert owner.states == set(wanted) == owner.in_sync
     assert steps <= len(set(before) ^ set(wanted))
 
 
-# --- what may be wanted
+# --- requested changes
 
 
 GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0, "E": 1}
@@ -238,7 +238,7 @@ def test_a_storage_takes_over_from_another():
         2: ("D", "B"),
     }
     assert replica_steps.placement_with_replacement(now, "A", "D", [1, 2]) == {2: ("D", "B")}
-    # The rest of an interrupted move removes only the old replica.
+    # The remaining step of an interrupted move removes only the old replica.
     begun = now | {0: ("A", "B", "D")}
     assert replica_steps.placement_with_replacement(begun, "A", "D", now) == {
         0: ("D", "B"),
@@ -289,7 +289,7 @@ def test_spreading_is_even_and_over_groups(placed, count):
         assert set(replicas) <= set(groups)
     assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
     assert replica_steps.spread_replicas(wanted, groups, count) == wanted, (
-        "what is even is left alone"
+        "an even placement is not changed"
     )
 
 

@@ -79,7 +79,7 @@ async def test_counters_of_the_backup_that_are_above_the_clock_continue():
 
 @run_on_virtual_loop
 async def test_permissions_are_restored_with_their_revision_and_a_new_client_key():
-    """IDs that were issued after the backup have proofs of the old key, and may be issued again."""
+    """Client IDs issued after the backup have proofs of the old key, and can be issued again."""
     coordinator = await restore_cluster(replace(BACKUP, permissions=ACCESS))
     assert await coordinator.permissions.read_existing() == replace(ACCESS, client_key=CLIENT_KEY)
     assert await (await restore_cluster()).permissions.read() is None

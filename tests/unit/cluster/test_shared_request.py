@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.cluster.znodes.shared_request`."""
+"""Requests that several callers share: answers, failures and timeouts."""
 
 import asyncio
 import gc
@@ -9,7 +9,7 @@ from waltz_core.errors import CoordinatorUnavailable
 
 
 class CountingQuery:
-    """Answers on request; notes when each question was put."""
+    """A query that answers when the test permits it, and counts the requests."""
 
     def __init__(self) -> None:
         self.query_count = 0

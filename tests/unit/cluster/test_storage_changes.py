@@ -1,4 +1,4 @@
-"""The storages of a cluster, and plans carried out against an owner in memory."""
+"""The storages of a cluster, and plans that run against an owner in memory."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def run_owner(self, *, away=()):
-        """Open a session of each partition whenever its replicas have changed."""
+        """Run an owner that opens a new session whenever the replicas of a partition change."""
         owner = Owner(self.zookeeper.coordinator(ROOT), away)
         task = asyncio.get_running_loop().create_task(owner.run())
         try:
@@ -256,7 +256,7 @@ async def test_a_plan_is_carried_out_step_by_step(cluster):
 
 @run_in_cluster
 async def test_a_plan_waits_and_reports_the_reason(cluster):
-    """C is away: without A the quorum of two would need it."""
+    """Storage C is unavailable; without A the quorum of two would need C."""
     async with cluster.run_owner(away=[C]):
         progress = []
         layout = await cluster.coordinator.storages.read_layout()

@@ -15,7 +15,7 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, Wr
 
 
 class Scenario:
-    """A ZooKeeper with a session that tests write through, and clusters in it."""
+    """A ZooKeeper with clusters, and a session for the writes of tests."""
 
     def __init__(self):
         self.zookeeper = MemoryZooKeeper(asyncio.Event)

@@ -6,7 +6,7 @@ TIMEOUT_MS = 3_000
 
 
 def queries_until_expiry(watchdog: Watchdog, first_ms: int, last_ms: int) -> list[int]:
-    """Query the watchdog as kazoo's thread does, three times per timeout, until it objects."""
+    """Query the watchdog as kazoo's thread does, and return the times at which it objects."""
     times = range(first_ms, last_ms + 1, TIMEOUT_MS // 3)
     return [now_ms for now_ms in times if not watchdog.may_keep_session(now_ms)]
 

@@ -1,4 +1,4 @@
-"""Unit tests of the registry of writes: the scenarios over memory, lost answers, the bytes."""
+"""The registry of writes: scenarios in memory, lost answers, and the encoding."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
 
 @run_on_virtual_loop
 async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
-    """It had found no later writes before the pause. Its rows would enter the log again."""
+    """The task found no later writes before its pause; its rows would enter the log twice."""
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes
     await other.begin("s-5", MARKS, 5, in_series=True)
@@ -85,7 +85,7 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
 
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
-    """The rows of the new one would count as committed."""
+    """Otherwise the rows of the new write would count as committed."""
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
@@ -99,7 +99,7 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
 
 @run_on_virtual_loop
 async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhile(monkeypatch):
-    """The later one may append what a lock has rejected in this one."""
+    """The later attempt may append rows that a lock has rejected in this attempt."""
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
@@ -132,7 +132,7 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
 
 @run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
-    """Both would have a proof of it, and the other's next attempt would not find its rows."""
+    """Otherwise both would use one ID, and the other's next attempt would not find its rows."""
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     own_writes = coordinator.writes.for_principal("mine")
@@ -190,7 +190,7 @@ async def test_a_write_ends_before_its_tasks_are_removed(monkeypatch):
 
     monkeypatch.setattr(session, "write", write)
     await writes.forget("w")
-    assert len(removals) == 2, "its task, and itself"
+    assert len(removals) == 2, "the task, then the write"
     assert await writes.read("w") is None
 
 
@@ -240,7 +240,7 @@ def test_a_write_and_a_task_round_trip(state):
 
 
 def test_a_write_of_format_1_is_read_and_kept_for_a_year():
-    """It states the time of its removal, by the clock of the driver that wrote it."""
+    """Format 1 has the time of removal, by the clock of the driver that wrote the znode."""
     old = (
         b'{"format":1,"marks":{"0":41},"keep_until_ms":1795472000000,'
         b'"summary":{"committed":7,"rejected":0,"retry":0}}'

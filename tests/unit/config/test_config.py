@@ -141,7 +141,7 @@ def test_a_host_that_can_exist_is_advertised():
 
 
 def test_a_daemon_waits_for_zookeeper_longer_than_a_client():
-    """A ZooKeeper that answers nothing for 30 s ends no daemon that starts."""
+    """A starting daemon must survive a ZooKeeper that does not answer for 30 s."""
     daemons = (
         ServerConfig(connect=CONNECT),
         StorageConfig(connect=CONNECT, directory="there"),

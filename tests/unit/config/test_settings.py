@@ -67,7 +67,7 @@ def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
     environment["WALTZ_CACTUS_CONNECT"] = "own"
     assert load_config(CactusConfig, environment=environment).config.connect == "own"
     plant = load_config(PlantConfig, environment={**environment, "WALTZ_PLANT_NAME": "p"})
-    assert plant.config.name == "p", "a kind without `connect` does not mind WALTZ_CONNECT"
+    assert plant.config.name == "p", "WALTZ_CONNECT is ignored by a kind without `connect`"
 
 
 def test_the_connect_of_a_file_overrides_the_general_one(tmp_path):
