@@ -210,9 +210,8 @@ def test_limits_are_set_one_by_one_and_removed_together():
 
 def test_tokens_are_added_and_revoked_by_id():
     changed = changes.add_token(EMPTY, "ab" * 32, TOKEN)
-    assert (
-        changes.add_token(changed, "ab" * 32, TOKEN) == changed
-    )  # again, after an unknown outcome
+    # Again, after an unknown outcome.
+    assert changes.add_token(changed, "ab" * 32, TOKEN) == changed
     with pytest.raises(BadRequest, match="a token with ID t1 exists already"):
         changes.add_token(changed, "cd" * 32, TOKEN)
     with pytest.raises(BadRequest, match="a token with ID t2 exists already"):

@@ -87,18 +87,18 @@ def test_a_separator_in_a_name_does_not_begin_another_part_of_the_subject():
 
 
 @pytest.mark.parametrize(
-    ("value", "written"),
+    ("value", "escaped"),
     [(" a ", r"\ a\ "), ("#1", r"\#1"), ('a"b<c>;d\\', r"a\"b\<c\>\;d\\"), ("a\0b", r"a\00b")],
 )
-def test_a_subject_is_written_as_rfc_4514_escapes_it(value, written):
-    seen = []
+def test_a_subject_is_written_as_rfc_4514_escapes_it(value, escaped):
+    matched_names = []
 
     class Spy:
         def fullmatch(self, name):
-            seen.append(name)
+            matched_names.append(name)
 
     principal_of(certificate(("organizationName", value), ("serialNumber", "7")), Spy())
-    assert seen == [f"SUBJECT=serialNumber=7,O={written}"]
+    assert matched_names == [f"SUBJECT=serialNumber=7,O={escaped}"]
 
 
 @pytest.mark.parametrize("nothing", [None, {}])

@@ -217,9 +217,9 @@ def test_the_first_principals_with_a_grant_have_their_own_metric_label():
         quotas.quota_of(each, 0).add_connection(each)
     labels = [*("p0", *members)[:METRIC_LABELS_MAX], OTHER_LABEL]
     assert list(quotas.usage) == labels
-    others = len(names) - METRIC_LABELS_MAX
+    unlabeled_count = len(names) - METRIC_LABELS_MAX
     assert quotas.connection_and_feed_counts() == {
-        each: ((others if each == OTHER_LABEL else 1), 0) for each in labels
+        each: ((unlabeled_count if each == OTHER_LABEL else 1), 0) for each in labels
     }
 
 

@@ -70,8 +70,8 @@ def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
         listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
         empty = f"127.0.0.1:{listener.port}"
         storages = (*CLUSTER.storages, NewStorage(empty, 2, 1))
-        held = {OLD: (0, 1), empty: ()}
-        await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=held))
+        replicas = {OLD: (0, 1), empty: ()}
+        await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=replicas))
         words = {"address": empty, "successor": empty, "admin_port": None}
         result = await replica_changes.replace_storage(ChangeRun(coordinator), **words)
         await listener.close()

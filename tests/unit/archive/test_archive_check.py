@@ -114,18 +114,18 @@ def test_a_flipped_byte_of_an_object_is_found(archive, at, number):
 
 def test_wrong_records_are_found_even_if_the_crc_of_the_file_matches(tmp_path):
     """For example, an object that was damaged before it was written."""
-    good, bad = Archive(tmp_path / "good"), Archive(tmp_path / "bad", seed=9)
-    name = good.object(1)
-    (entry,) = (each for each in bad.listed if each.name == name)
-    shutil.copy(bad.path(name), good.path(name))
+    intact, damaged = Archive(tmp_path / "good"), Archive(tmp_path / "bad", seed=9)
+    name = intact.object(1)
+    (entry,) = (each for each in damaged.listed if each.name == name)
+    shutil.copy(damaged.path(name), intact.path(name))
     wrong = [
         each._replace(file_bytes=entry.file_bytes, file_crc=entry.file_crc)
         if each.name == name
         else each
-        for each in good.listed
+        for each in intact.listed
     ]
-    good.relist(wrong)
-    assert "the chain hash before transaction" in good.problem(name).problem
+    intact.relist(wrong)
+    assert "the chain hash before transaction" in intact.problem(name).problem
 
 
 def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
@@ -208,14 +208,14 @@ def test_a_check_of_a_range_reads_only_the_objects_with_its_ids(archive):
 
 def test_a_chain_that_does_not_continue_the_previous_object_is_found(tmp_path):
     """The check finds it also if it begins with the second object."""
-    good, other = Archive(tmp_path / "good"), Archive(tmp_path / "other", seed=9)
-    entries = good.listed
+    intact, other = Archive(tmp_path / "good"), Archive(tmp_path / "other", seed=9)
+    entries = intact.listed
     for number in (2, 3):
-        shutil.copy(other.path(other.object(number)), good.path(good.object(number)))
-    good.relist([*entries[:2], *other.listed[2:]])
+        shutil.copy(other.path(other.object(number)), intact.path(intact.object(number)))
+    intact.relist([*entries[:2], *other.listed[2:]])
     for first in (0, entries[2].first):
-        check = good.check(first=first)
-        assert [each.name for each in check.bad_files] == [good.object(2)]
+        check = intact.check(first=first)
+        assert [each.name for each in check.bad_files] == [intact.object(2)]
         assert f"the chain hash before transaction {entries[2].first}" in check.bad_files[0].problem
 
 
@@ -258,8 +258,8 @@ def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
         manifest = manifest.with_page(f"page {number}", page)
     wrong = ManifestPage((entries[0],)).to_bytes()
     archive.path("page 1").write_bytes(wrong)
-    stated = manifest.pages[1]._replace(file_crc=crc32(wrong))
-    manifest = replace(manifest, pages=(manifest.pages[0], stated))
+    wrong_page = manifest.pages[1]._replace(file_crc=crc32(wrong))
+    manifest = replace(manifest, pages=(manifest.pages[0], wrong_page))
     crc = write_manifest(archive.store, manifest, "paged")
     recorded = RecordedArchive(manifest.first, manifest.last, manifest.chain, "paged", crc)
     check = archive.check(recorded)

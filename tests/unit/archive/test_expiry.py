@@ -125,8 +125,8 @@ def test_expired_files_are_deleted_after_the_grace_period_only(archived):
     expired = recorded_after_expiry(new_manifest, run_expiry(store, new_manifest, before=35))
     old = listed_files(store, new_manifest)
     run(store, collection_job(expired, attempt=21), now_ms=NOW_MS + EXPIRY_GRACE_MS - 1)
-    kept = set(all_files(store))
-    assert old - {new_manifest.name} <= kept, "a reader with the older manifest may need them"
+    remaining = set(all_files(store))
+    assert old - {new_manifest.name} <= remaining, "a reader with the older manifest may need them"
     run(store, collection_job(expired, attempt=22), now_ms=NOW_MS + EXPIRY_GRACE_MS)
     names = set(all_files(store))
     deleted = {each for each in before - names if each.endswith(".parquet")}

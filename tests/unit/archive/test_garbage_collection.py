@@ -109,18 +109,18 @@ def test_a_name_shows_the_attempt_that_has_written_it(archived):
     origins = [origin_of(name) for name in all_files(store)]
     assert {each.attempt for each in origins} == {*range(12), 99}
     assert {(each.session_id, each.nonce) for each in origins} == {(9, NONCE)}
-    folder, tail = f"{CLUSTER}/3/objects", f"9-{NONCE.hex()}-2"
-    assert origin_of(f"{folder}/0-1-{tail}.parquet") == FileOrigin(9, NONCE, 2)
+    folder, attempt_suffix = f"{CLUSTER}/3/objects", f"9-{NONCE.hex()}-2"
+    assert origin_of(f"{folder}/0-1-{attempt_suffix}.parquet") == FileOrigin(9, NONCE, 2)
     for name in (
-        f"{folder}/0-1-{tail}.json",
-        f"{folder}/0-1-{tail}.parquet.tmp.tmp",
-        f"{folder}/0-01-{tail}.parquet",
+        f"{folder}/0-1-{attempt_suffix}.json",
+        f"{folder}/0-1-{attempt_suffix}.parquet.tmp.tmp",
+        f"{folder}/0-01-{attempt_suffix}.parquet",
         f"{folder}/0-1-9-{'AB' * 16}-2.parquet",
-        f"{folder}/deep/0-1-{tail}.parquet",
-        f"{folder}/-1-1-{tail}.parquet",
-        f"{folder}/0-1-{tail}.parquet\n",
-        f"{folder}/1-{tail}.json",
-        f"{CLUSTER}/3/other/0-1-{tail}.parquet",
+        f"{folder}/deep/0-1-{attempt_suffix}.parquet",
+        f"{folder}/-1-1-{attempt_suffix}.parquet",
+        f"{folder}/0-1-{attempt_suffix}.parquet\n",
+        f"{folder}/1-{attempt_suffix}.json",
+        f"{CLUSTER}/3/other/0-1-{attempt_suffix}.parquet",
         "README",
     ):
         assert origin_of(name) is None, name
@@ -129,12 +129,12 @@ def test_a_name_shows_the_attempt_that_has_written_it(archived):
 def test_files_of_the_recorded_manifest_remain_readable(archived):
     store, new_manifest = archived
     before = all_files(store)
-    kept = listed_files(store, new_manifest)
+    remaining = listed_files(store, new_manifest)
     found = run(store, collection_job(new_manifest))
     after = all_files(store)
-    assert set(after) == kept
+    assert set(after) == remaining
     assert after.items() <= before.items()
-    garbage = [len(data) for name, data in before.items() if name not in kept]
+    garbage = [len(data) for name, data in before.items() if name not in remaining]
     assert found == CollectedGarbage(len(garbage), sum(garbage), 0, has_more=False)
     reader = ArchiveReader(
         ArchiveStore(store.url), new_manifest.name, new_manifest.file_crc, ArchiveCache(1 << 20)
@@ -145,16 +145,16 @@ def test_files_of_the_recorded_manifest_remain_readable(archived):
 
 def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived):
     store, new_manifest = archived
-    kept = listed_files(store, new_manifest)
+    remaining = listed_files(store, new_manifest)
     before = set(all_files(store))
     objects = {each for each in before if "/objects/" in each}
     name = pin_objects(store, KEY, b"k" * 16)
     run(store, collection_job(new_manifest))
-    assert set(all_files(store)) == kept | objects | {name}
-    assert before > kept | objects
+    assert set(all_files(store)) == remaining | objects | {name}
+    assert before > remaining | objects
     store.delete(name)
     run(store, collection_job(new_manifest))
-    assert set(all_files(store)) == kept
+    assert set(all_files(store)) == remaining
 
 
 def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
@@ -239,8 +239,8 @@ def test_files_of_ended_attempts_of_the_same_session_are_deleted(archived):
     fail_upload(store, new_manifest, attempt=20, session_id=10, nonce=OTHER)
     fail_upload(store, new_manifest, attempt=21, session_id=10, nonce=OTHER)
     run(store, collection_job(new_manifest, attempt=21))
-    (kept,) = set(all_files(store)) - listed_files(store, new_manifest)
-    assert origin_of(kept) == FileOrigin(10, OTHER, 21)
+    (remaining,) = set(all_files(store)) - listed_files(store, new_manifest)
+    assert origin_of(remaining) == FileOrigin(10, OTHER, 21)
     run(store, collection_job(new_manifest, attempt=22))
     assert set(all_files(store)) == listed_files(store, new_manifest)
 
@@ -278,24 +278,24 @@ def upload_in_session_10(store, new_manifest, *, attempt):
 def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
     """Backups may list files of earlier manifests, also below the newest recorded version."""
     store, new_manifest = archived
-    own = roll_back(store, new_manifest, head_version=4)
+    newer_manifest = roll_back(store, new_manifest, head_version=4)
     assert {6, 5} <= set(heads_of(store))
     for attempt in range(1, 6):
         before = all_files(store)
         with pytest.raises(
             BadRequest, match=r"versions above 6 .* session 9.* found .*/5-10-.*back"
         ):
-            run(store, collection_job(own, attempt=attempt))
+            run(store, collection_job(newer_manifest, attempt=attempt))
         with pytest.raises(BadRequest, match=r"above 6 \(manifest"):
-            run(store, collection_job(own, session=11, nonce=NONCE, attempt=0))
+            run(store, collection_job(newer_manifest, session=11, nonce=NONCE, attempt=0))
         assert all_files(store) == before
-        own = upload_in_session_10(store, own, attempt=attempt)
+        newer_manifest = upload_in_session_10(store, newer_manifest, attempt=attempt)
     # The operator abandons the backups that need them.
     for name in heads_of(store)[6]:
         if "/6-9-" in name:
             store.delete(name)
-    run(store, collection_job(own, attempt=9))
-    assert set(all_files(store)) == listed_files(store, own)
+    run(store, collection_job(newer_manifest, attempt=9))
+    assert set(all_files(store)) == listed_files(store, newer_manifest)
 
 
 def test_failed_attempts_of_several_sessions_are_not_taken_for_a_rollback(archived):
@@ -303,8 +303,8 @@ def test_failed_attempts_of_several_sessions_are_not_taken_for_a_rollback(archiv
     store, new_manifest = archived
     for session in (10, 11, 12):
         upload(store, KEY, job_after(new_manifest, attempt=50, session_id=session, nonce=OTHER))
-    own = {"session_id": 13, "nonce": OTHER}
-    last = upload(store, KEY, job_after(new_manifest, attempt=0, **own))
+    newer_manifest = {"session_id": 13, "nonce": OTHER}
+    last = upload(store, KEY, job_after(new_manifest, attempt=0, **newer_manifest))
     run(store, collection_job(last, session=13))
     assert set(all_files(store)) == listed_files(store, last)
 
@@ -379,7 +379,7 @@ def test_after_a_failure_or_a_crash_at_any_step_a_later_collection_deletes_the_r
     archived, is_after, kind
 ):
     store, new_manifest = archived
-    kept = listed_files(store, new_manifest)
+    remaining = listed_files(store, new_manifest)
     store.fail_next(-1, is_after=False)
     number, is_failing = 0, True
     while is_failing:
@@ -390,9 +390,9 @@ def test_after_a_failure_or_a_crash_at_any_step_a_later_collection_deletes_the_r
             is_failing = False
         except kind:
             number += 1
-        assert kept <= set(all_files(store))
+        assert remaining <= set(all_files(store))
     assert number >= 5, "the manifest, a page, two lists and a delete"
-    assert set(all_files(store)) == kept
+    assert set(all_files(store)) == remaining
 
 
 @pytest.mark.parametrize("is_seen", [False, True])
@@ -404,9 +404,13 @@ def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
     def archive():
         if not later:
             later.append(None)
-            own = {"session_id": 10, "nonce": OTHER}
-            second = upload(ArchiveStore(store.url), KEY, job_after(new_manifest, attempt=1, **own))
-            later[0] = upload(ArchiveStore(store.url), KEY, job_after(second, attempt=2, **own))
+            newer_manifest = {"session_id": 10, "nonce": OTHER}
+            second = upload(
+                ArchiveStore(store.url), KEY, job_after(new_manifest, attempt=1, **newer_manifest)
+            )
+            later[0] = upload(
+                ArchiveStore(store.url), KEY, job_after(second, attempt=2, **newer_manifest)
+            )
 
     if is_seen:
         archive()
@@ -420,8 +424,8 @@ def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
 def test_a_late_collection_keeps_later_attempts_of_its_session(archived):
     """The owner has abandoned the collection, and has uploaded objects since."""
     store, new_manifest = archived
-    own = {"session_id": 10, "nonce": OTHER}
-    second = upload(store, KEY, job_after(new_manifest, attempt=8, **own))
+    newer_manifest = {"session_id": 10, "nonce": OTHER}
+    second = upload(store, KEY, job_after(new_manifest, attempt=8, **newer_manifest))
     run(store, collection_job(new_manifest, attempt=7))
     assert set(all_files(store)) == listed_files(store, new_manifest) | listed_files(store, second)
 

@@ -260,8 +260,8 @@ def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
 def test_a_missing_bucket_is_not_reported_as_a_missing_object(rejecting_server):
     """A write to Google Cloud Storage reports a missing object in this case."""
     rejecting_server.status = 404
-    place = f"endpoint_override=127.0.0.1:{rejecting_server.server_port}&scheme=http"
-    store = ArchiveStore(f"gs://anonymous@bucket/folder?{place}")
+    options = f"endpoint_override=127.0.0.1:{rejecting_server.server_port}&scheme=http"
+    store = ArchiveStore(f"gs://anonymous@bucket/folder?{options}")
     with pytest.raises(
         ArchiveUnavailable, match=f"write .*{NAME}: the bucket or the folder does not exist"
     ):
@@ -283,10 +283,10 @@ def test_a_secret_in_a_url_is_rejected_and_not_shown(secret):
 @pytest.mark.parametrize("known", [None, "AWS_REGION", "AWS_DEFAULT_REGION"])
 def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, monkeypatch):
     """Otherwise the SDK blocks all threads while it waits for the metadata service of EC2."""
-    seen = []
+    calls = []
 
     def create_file_system(**options):
-        seen.append((options["region"], [os.environ.get(each) for each in variables]))
+        calls.append((options["region"], [os.environ.get(each) for each in variables]))
         return LocalFileSystem()
 
     variables = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -297,5 +297,5 @@ def test_the_sdk_of_s3_finds_the_region_of_the_url_in_its_environment(known, mon
     monkeypatch.setattr(store_module.arrow_fs, "S3FileSystem", create_file_system)
     ArchiveStore("s3://bucket/folder?region=eu-west-3")
     own = [known and ("eu-central-1" if each == known else None) for each in variables]
-    assert seen == [("eu-west-3", own if known else ["eu-west-3", None])]
+    assert calls == [("eu-west-3", own if known else ["eu-west-3", None])]
     assert [os.environ.get(each) for each in variables] == (own if known else [None, None])

@@ -192,8 +192,10 @@ def test_an_upload_has_the_rate_of_its_limit(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}", limit)
     uploaded = upload(store, KEY, job_after())
     assert uploaded.last == read_manifest(ArchiveStore(store.url), uploaded).last
-    written = sum(each.byte_count for each in store.list_files(""))
+    written_bytes = sum(each.byte_count for each in store.list_files(""))
     last = (tmp_path / uploaded.name).stat().st_size
-    assert time.now_s * 1_000 == pytest.approx(2 * written - last), "all reads wait but the last"
+    assert time.now_s * 1_000 == pytest.approx(2 * written_bytes - last), (
+        "all reads wait but the last"
+    )
     gaps = [later - earlier for earlier, later in pairwise([0.0, *waits_s])]
     assert max(gaps) <= 1.0, "each wait is reported"

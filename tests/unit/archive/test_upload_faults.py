@@ -119,9 +119,9 @@ def test_a_flipped_bit_anywhere_in_an_object_is_found(tmp_path):
     upload(store, KEY, job_after())
     (name,) = [each for each in store.list_names(CLUSTER) if each.endswith(".parquet")]
     size = len(store.read(name))
-    places = [*range(0, size, 61), size - 1]
-    for attempt, place in enumerate(places, 2):
-        store.flipped = place
+    offsets = [*range(0, size, 61), size - 1]
+    for attempt, offset in enumerate(offsets, 2):
+        store.flipped = offset
         with pytest.raises(WaltzError, match=f"object {CLUSTER}/3/objects/0-9-9-.*-{attempt}.parq"):
             upload(store, KEY, job_after(attempt=attempt))
     assert len([each for each in store.list_names(CLUSTER) if "manifests" in each]) == 1

@@ -166,9 +166,8 @@ def test_grants_are_shown_and_checked(cluster):
     ):
         assert cluster.json("check", *words, code=code)["permitted"] is (code == 0)
     cluster.run("grant", "ops", "administer", "--partitions", "0-7")
-    denied = cluster.run(
-        "check", "ops", "administer", code=1
-    )  # a daemon denies a request for all partitions, too
+    # A daemon denies a request for all partitions, too.
+    denied = cluster.run("check", "ops", "administer", code=1)
     assert denied.stdout == (
         "denied: ops has the verb administer for partitions 0-7, but not for "
         "`all`; the permissions have revision 5\n"

@@ -92,13 +92,13 @@ def test_without_manifests_and_with_logs_from_0_the_archive_counts_as_empty(arch
 
 
 @pytest.mark.parametrize(
-    ("url", "where"), [("", "no archive is configured"), ("file:///nowhere", "file:///nowhere")]
+    ("url", "location"), [("", "no archive is configured"), ("file:///nowhere", "file:///nowhere")]
 )
-def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, where):
+def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, location):
     with pytest.raises(BadRequest) as caught:
         find(archive, url=url, starts={B: 9})
     assert (
-        f"partition 3: the log of {B} begins at transaction 10, so the archive ({where}) "
+        f"partition 3: the log of {B} begins at transaction 10, so the archive ({location}) "
         "must have a manifest that ends at a transaction in 9..29; found none. Hint: "
     ) in str(caught.value)
 

@@ -93,24 +93,24 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         await coordinator.issued_ids.allocate_id()
         return marks_of(20)
 
-    taken = await run_backup(coordinator, store, request_marks)
-    assert (taken.name, taken.taken_ms, taken.client_id, taken.marks) == (
+    backup = await run_backup(coordinator, store, request_marks)
+    assert (backup.name, backup.taken_ms, backup.client_id, backup.marks) == (
         "shop",
         77,
         1,
         marks_of(20),
     )
-    assert taken.issued_client_id == FIRST_ISSUED_ID
-    partition = taken.partitions[PARTITION_ID]
+    assert backup.issued_client_id == FIRST_ISSUED_ID
+    partition = backup.partitions[PARTITION_ID]
     assert (partition.session_id, partition.generation) == (60, 3)
     assert partition.manifest.manifest.last == log.lineage[-1].last
     assert len(partition.manifest.pages) == 1
-    assert {name: each.state.is_done for name, each in taken.writes.items()} == {
+    assert {name: each.state.is_done for name, each in backup.writes.items()} == {
         "before": False,
         "meanwhile": False,
     }
-    assert taken.permissions == version == ACCESS
-    assert Backup.from_bytes(taken.to_bytes(), "f") == taken
+    assert backup.permissions == version == ACCESS
+    assert Backup.from_bytes(backup.to_bytes(), "f") == backup
 
 
 @in_real_time
@@ -130,9 +130,9 @@ async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch
     async def request_marks():
         return marks_of(end)
 
-    taken = await run_backup(coordinator, store, request_marks)
+    backup = await run_backup(coordinator, store, request_marks)
     assert len(waits) == 3
-    assert taken.marks[PARTITION_ID] == end
+    assert backup.marks[PARTITION_ID] == end
 
 
 @in_real_time
@@ -157,8 +157,8 @@ async def test_a_backup_reads_the_new_manifest_if_it_is_replaced_meanwhile(store
     async def request_marks():
         return marks_of(20)
 
-    taken = await run_backup(replacing, store, request_marks)
-    assert taken.partitions[PARTITION_ID].manifest.name == renamed
+    backup = await run_backup(replacing, store, request_marks)
+    assert backup.partitions[PARTITION_ID].manifest.name == renamed
 
 
 @in_real_time
@@ -178,14 +178,14 @@ async def test_a_missing_manifest_is_an_error(store):
 
 
 def test_a_backup_is_a_new_file(tmp_path):
-    place = BackupLocation.parse(str(tmp_path / "new folder" / "b"))
-    place.check_absent()
-    assert place.write(BACKUP) == (tmp_path / "new folder" / "b").stat().st_size
-    assert place.read() == BACKUP
+    location = BackupLocation.parse(str(tmp_path / "new folder" / "b"))
+    location.check_absent()
+    assert location.write(BACKUP) == (tmp_path / "new folder" / "b").stat().st_size
+    assert location.read() == BACKUP
     assert BackupLocation.parse(f"file://{tmp_path}/copy").name == "copy"
     assert (tmp_path / "new folder" / "b").stat().st_mode & 0o777 == 0o600
     with pytest.raises(BadConfig, match="the file for the"):
-        place.check_absent()
+        location.check_absent()
     (tmp_path / "other").write_bytes(b"{}")
     with pytest.raises(ChecksumMismatch, match=f"backup {tmp_path}/other"):
         BackupLocation.parse(str(tmp_path / "other")).read()
@@ -363,8 +363,8 @@ class RecordingPins:
 
 
 def test_the_location_of_a_backup_keeps_the_options_of_its_store():
-    place = BackupLocation.parse("s3://bucket/backups/b1?endpoint_override=a:1&scheme=http")
-    assert place.name == "b1"
-    assert place.store.url == "s3://bucket/backups?endpoint_override=a:1&scheme=http"
+    location = BackupLocation.parse("s3://bucket/backups/b1?endpoint_override=a:1&scheme=http")
+    assert location.name == "b1"
+    assert location.store.url == "s3://bucket/backups?endpoint_override=a:1&scheme=http"
     with pytest.raises(BadConfig, match="ends with a file name"):
         BackupLocation.parse("s3://bucket/backups/?scheme=http")

@@ -87,10 +87,10 @@ def test_transactions_of_another_client_are_detected(capsys, in_memory):
 
 def test_producer_and_consumer_may_be_separate_commands(capsys, in_memory):
     with in_memory():
-        _, made = run_command_json(
+        _, report = run_command_json(
             capsys, "create-producer", "--transactions", "9", "--partitions", "2"
         )
-        assert made == {"written": 9, "attempts": 9, "ids": {"0": [0, 4], "1": [0, 3]}}
+        assert report == {"written": 9, "attempts": 9, "ids": {"0": [0, 4], "1": [0, 3]}}
         words = ("--first", "0", "--partitions", "2", "--transactions", "9")
         code, found = run_command_json(capsys, "create-consumer", *words)
         assert (code, found["is_valid"], found["checked"]) == (0, True, 9)

@@ -79,14 +79,14 @@ def test_accept_replicas_is_rejected_if_a_quorum_is_trusted(
     state = ReplicaState(NO_SESSION, BEFORE_FIRST) if is_waiting else ReplicaState(7, UNRESOLVED)
     metadata = PartitionMetadata(1, 8, dict.fromkeys((A, B, C), state))
     view = SimpleNamespace(metadata=metadata, marker=PartitionMarker(MarkerState.OPEN))
-    answered = SimpleNamespace(
+    prepared_state = SimpleNamespace(
         partition_view=view, logs=logs, is_zookeeper_rolled_back=is_rolled_back
     )
     refusal = pytest.raises(
         BadRequest, match=r"nothing was changed: .* of 3 replicas have a trusted"
     )
     with refusal if is_refused else contextlib.nullcontext():
-        cluster_disaster_recovery._check_is_needed(0, answered)
+        cluster_disaster_recovery._check_is_needed(0, prepared_state)
 
 
 class CommandDied(Exception):
@@ -107,7 +107,7 @@ def test_no_replica_is_marked_before_the_write_to_zookeeper():
             raise CommandDied
 
     metadata = SimpleNamespace(generation=1)
-    answered = SimpleNamespace(
+    prepared_state = SimpleNamespace(
         session=cluster_disaster_recovery.ClaimedSession(8, bytes(16)),
         partition_view=SimpleNamespace(metadata=metadata, marker=None, versions=None),
         prepared={A: None},
@@ -116,7 +116,9 @@ def test_no_replica_is_marked_before_the_write_to_zookeeper():
     )
     command = SimpleNamespace(coordinator=Coordinator())
     with pytest.raises(CommandDied):
-        asyncio.run(cluster_disaster_recovery._declare_chosen_log(command, 0, answered, A, None))
+        asyncio.run(
+            cluster_disaster_recovery._declare_chosen_log(command, 0, prepared_state, A, None)
+        )
     assert not marked
 
 
@@ -131,7 +133,9 @@ class Storage:
     async def prepare(self, sessions):
         last = len(self.ids) - 1
         fields = (bytes(16), 3, last, True, last, bytes(16), False, b"")
-        return {each: Prepared(its.session_id, 1, each, *fields) for each, its in sessions.items()}
+        return {
+            each: Prepared(claim.session_id, 1, each, *fields) for each, claim in sessions.items()
+        }
 
     async def highest_ids(self, partition_id, session, prepared):
         if not self.is_readable:
@@ -184,9 +188,9 @@ def rebuild_cluster(monkeypatch, storage, *, now_s, dies_at=(), access_file=None
         # A server registers as soon as the znodes exist, and owns the partition.
         make_nodes = cluster_disaster_recovery._create_znodes
 
-        async def make_nodes_and_register(*its):
-            await make_nodes(*its)
-            if (await its[0].coordinator.read_servers()).servers:
+        async def make_nodes_and_register(*arguments):
+            await make_nodes(*arguments)
+            if (await arguments[0].coordinator.read_servers()).servers:
                 return
             server = ServerDescriptor(1, "h", 1)
             await zookeeper.coordinator("/a/w").register_server(server)
@@ -220,13 +224,15 @@ def rebuild_cluster(monkeypatch, storage, *, now_s, dies_at=(), access_file=None
 def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
     last_issued = FIRST_ISSUED_ID + 80_000
     storage = Storage(MaximumIds(70_000, 400), MaximumIds(90_000, 500, last_issued))
-    ids, owned, written, _ = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
+    ids, assignment_generation, metadata_generation, _ = rebuild_cluster(
+        monkeypatch, storage, now_s=IDS_EPOCH_S + 60
+    )
     client_id, issued = ids
     assert client_id > 90_000
     assert issued == last_issued + 1
-    assert owned > 500
+    assert assignment_generation > 500
     # A server that has not read the raised generation yet can claim nothing.
-    assert 61 < written <= owned
+    assert 61 < metadata_generation <= assignment_generation
 
 
 def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
@@ -264,7 +270,12 @@ DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas
 )
 def test_ids_continue_from_the_clock_if_it_is_later(monkeypatch, storage, dies_at):
     found = rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
-    ids, owned, written, notes = found
-    assert (*ids, owned, written) == (1_001, FIRST_ISSUED_ID + 1_000, 1_001, 1_000)
-    is_noted = any("IDs from the clock of this machine:" in each for each in notes)
-    assert is_noted != storage.is_readable
+    ids, assignment_generation, metadata_generation, notes = found
+    assert (*ids, assignment_generation, metadata_generation) == (
+        1_001,
+        FIRST_ISSUED_ID + 1_000,
+        1_001,
+        1_000,
+    )
+    has_note = any("IDs from the clock of this machine:" in each for each in notes)
+    assert has_note != storage.is_readable

@@ -150,13 +150,13 @@ def test_the_version_is_printed(capsys):
 
 @pytest.mark.parametrize("group", COMMAND_GROUPS)
 def test_every_argument_and_option_of_a_command_is_explained(group):
-    unexplained = [
+    without_help = [
         f"{group} {name}: {each.name}"
         for name, subcommand in subcommands_of(group).items()
         for each in subcommand.params
         if not getattr(each, "hidden", False) and not each.help
     ]
-    assert unexplained == []
+    assert without_help == []
 
 
 @pytest.mark.parametrize(

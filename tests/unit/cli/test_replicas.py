@@ -114,9 +114,8 @@ def test_the_newest_ids_are_the_greatest_of_the_last_records():
     with pytest.raises(IndexError):  # the test's link has no more answers
         run_request(link, lambda replica: replica.highest_ids(2, SESSION, prepared_up_to(30_000)))
     assert link.sent[0].first == 20_001
-    link = Link(
-        [header_range(26_000, (9, 3))]
-    )  # the log begins there: older records are in the archive
+    # The log begins there: older records are in the archive.
+    link = Link([header_range(26_000, (9, 3))])
     with pytest.raises(IndexError):
         run_request(
             link,

@@ -437,14 +437,14 @@ class ModelWorld:
         id_by_row = {row: i for i, row in enumerate(self.log)}
         assert len(id_by_row) == len(self.log)
         assert set(self.settled) == set(range(self.tokens))
-        for token, settled in self.settled.items():
+        for token, outcome_effect in self.settled.items():
             rows = self.sent.get(token, [])
-            if isinstance(settled, stream_events.SubmissionRejected):
-                if not isinstance(settled.error, errors.OutcomeUnknown):
-                    assert not any(row in id_by_row for row in rows), (token, settled)
+            if isinstance(outcome_effect, stream_events.SubmissionRejected):
+                if not isinstance(outcome_effect.error, errors.OutcomeUnknown):
+                    assert not any(row in id_by_row for row in rows), (token, outcome_effect)
                 continue
             assert rows
-            outcome = settled.outcome
+            outcome = outcome_effect.outcome
             for i, row in enumerate(rows):
                 if outcome.reasons[i] == m.RowOutcomeCode.COMMITTED:
                     assert id_by_row.get(row) == outcome.transaction_ids[i], (token, i)

@@ -79,10 +79,10 @@ async def test_appends_held_back_end_with_the_connection():
     author = Author()
     held = author.append()
     author.lose(1)
-    behind = author.append()
+    later = author.append()
     assert len(author.sent) == 1
     author.appends.abandon(NO_SERVER)
-    assert errors_of([held, behind]) == [errors.Unreachable] * 2
+    assert errors_of([held, later]) == [errors.Unreachable] * 2
     assert author.window.is_empty
     assert not author.appends.has_pending
 
@@ -210,9 +210,9 @@ async def test_a_waiting_batch_fails_when_its_connection_or_its_order_ends(monke
     order.reported_count += 1
     assert (await lost).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     author.lose(2)
-    refused = author.append_batch()
+    unsent = author.append_batch()
     author.appends.abandon(NO_SERVER)
-    assert errors_of([refused]) == [errors.Unreachable]
+    assert errors_of([unsent]) == [errors.Unreachable]
     assert author.window.is_empty
 
 
@@ -223,7 +223,7 @@ async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost
     first = author.append_batch(order)
     author.append()
     author.lose(2)
-    behind = author.append_batch(order)
+    later = author.append_batch(order)
     author.appends.on_submission_settled(
         1, BatchOutcome.uniform(2, RowOutcomeCode.LOST, high_water_mark=0)
     )
@@ -232,7 +232,7 @@ async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost
     again = author.append_batch(order)
     await wait_until(lambda: len(author.sent) == 3)
     assert [each.row_count for each in author.sent] == [2, 1, 1]
-    for each in (behind, again):
+    for each in (later, again):
         assert (await each).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 2
     author.append_batch(order)

@@ -876,12 +876,12 @@ async def test_a_later_writer_with_the_same_client_id_replaces_the_earlier_one()
         older = AsyncWaltzClient.at(
             layout, IN_MEMORY_CONFIG, client_id=5, connection_sequence=1 << 32
         )
-        async with newer as winner, older as loser:
-            await winner.mount([0])
-            future = await loser.append(b"x", partition=0)
+        async with newer as later_client, older as earlier_client:
+            await later_client.mount([0])
+            future = await earlier_client.append(b"x", partition=0)
             with pytest.raises(errors.ConnectionSuperseded):
                 await future
-            assert await (await winner.append(b"y", partition=0)) == 0
+            assert await (await later_client.append(b"y", partition=0)) == 0
 
 
 class SlowContext(CounterContext):
@@ -934,11 +934,11 @@ async def test_a_flush_waits_for_earlier_appends_only():
         is_flushed = False
 
         async def append_on():
-            under_way = [await client.append(b"x", partition=0) for _ in range(3)]
+            in_flight = [await client.append(b"x", partition=0) for _ in range(3)]
             while not is_flushed:
-                under_way.append(await client.append(b"x", partition=0))
-                await under_way.pop(0)
-            await asyncio.wait(under_way)
+                in_flight.append(await client.append(b"x", partition=0))
+                await in_flight.pop(0)
+            await asyncio.wait(in_flight)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(append_on())

@@ -80,9 +80,8 @@ def test_if_the_dialing_caller_is_cancelled_another_caller_dials(dials):
 
 
 def test_a_failed_dial_fails_all_its_waiters(dials):
-    found = asyncio.run(
-        request_concurrently(dials, 3, address="127.0.0.1:1")
-    )  # no process listens there
+    # No process listens there.
+    found = asyncio.run(request_concurrently(dials, 3, address="127.0.0.1:1"))
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
     assert dials.count == 1
@@ -198,12 +197,11 @@ async def test_a_close_during_a_dial_keeps_no_connection(dials):
 
 @run_on_loop
 async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
-    monkeypatch.setattr(
-        "waltz_core.client.links.silent_servers.SILENT_S", 600
-    )  # the test checks by itself
+    # The test checks by itself.
+    monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 600)
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
-    silences = []
-    async with client_and_server(lambda: silences.append(1)) as (links, address, received):
+    silence_reports = []
+    async with client_and_server(lambda: silence_reports.append(1)) as (links, address, received):
         link = await links.get(address)
         is_waiting = [False]
         link.attach(0, print, print, lambda: is_waiting[0], print)
@@ -211,22 +209,22 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
             asking = group.create_task(send_request(link))
             await wait_until(lambda: received)
             ((server, request),) = received
-            for spoken, count in ((False, 1), (True, 1), (False, 2)):
-                if spoken:
+            for has_received, count in ((False, 1), (True, 1), (False, 2)):
+                if has_received:
                     other = request.req_id._replace(sequence=-7)
                     server.send(HighWaterMarkResponse(other, 7))
                     await wait_until(lambda: link._watch._has_received)
                 pass_check_interval(link)
-                assert len(silences) == count
+                assert len(silence_reports) == count
             server.send(HighWaterMarkResponse(request.req_id, 7))
             await asking
         link._watch._has_received = False
         pass_check_interval(link)
-        assert len(silences) == 2, "no request waits for the server any more"
+        assert len(silence_reports) == 2, "no request waits for the server any more"
         link.send(HighWaterMarkRequest(request.req_id))
         is_waiting[0] = True  # a stream
         pass_check_interval(link)
-        assert len(silences) == 3
+        assert len(silence_reports) == 3
     logged = [(each.levelname, *each.getMessage().split()[:2]) for each in caplog.records]
     assert logged[:2] == [
         ("WARNING", "server.silent", f"server={address}"),
@@ -248,8 +246,8 @@ async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed
 ):
     monkeypatch.setattr("waltz_core.client.links.silent_servers.SILENT_S", 0.01)
     caplog.set_level("INFO", "waltz_core.client.links.silent_servers")
-    how = {} if is_logged else {"silent": None}
-    links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **how)
+    options = {} if is_logged else {"silent": None}
+    links = ServerLinks(dial_timeout_s=0.1, late_answers_s=0, **options)
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # like a stopped process
         address = f"127.0.0.1:{frozen.getsockname()[1]}"
         with pytest.raises(errors.Unreachable):

@@ -80,8 +80,8 @@ class RecordingCallbacks(Callbacks):
 
 
 class AsyncRecordingCallbacks(AsyncCallbacks):
-    def __init__(self, seen: RecordingCallbacks) -> None:
-        self._seen = seen
+    def __init__(self, callbacks: RecordingCallbacks) -> None:
+        self._seen = callbacks
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
         value, data = await transaction.value(BYTES), await transaction.data()
@@ -105,12 +105,12 @@ def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Pat
             b"WZE\x01\x01b",
             b"plain",
         ]
-        seen = RecordingCallbacks(3)
-        client.subscribe(seen)
-        assert seen.is_done.wait(TEST_TIMEOUT_S)
-        assert seen.rows == [(b"one", None), (b"two", None), (b"plain", None)]
+        callbacks = RecordingCallbacks(3)
+        client.subscribe(callbacks)
+        assert callbacks.is_done.wait(TEST_TIMEOUT_S)
+        assert callbacks.rows == [(b"one", None), (b"two", None), (b"plain", None)]
         (chunk,) = client.read_range(0, 0, 2)
-        assert [(row.data, row.data_error) for row in chunk.rows()] == seen.rows
+        assert [(row.data, row.data_error) for row in chunk.rows()] == callbacks.rows
         # A client without keys returns the envelopes.
         (chunk,) = waltz.client().read_range(0, 0, 2)
         assert [row.data for row in chunk.rows()] == stored_payloads(waltz)
@@ -129,10 +129,10 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
             (None, "the payload is not encrypted"),
         ]
         reader = waltz.client(config(directory, encryption_required=True))
-        seen = RecordingCallbacks(3)
-        reader.subscribe(seen)
-        assert seen.is_done.wait(TEST_TIMEOUT_S)
-        assert seen.rows == expected
+        callbacks = RecordingCallbacks(3)
+        reader.subscribe(callbacks)
+        assert callbacks.is_done.wait(TEST_TIMEOUT_S)
+        assert callbacks.rows == expected
         (chunk,) = reader.read_range(0, 0, 2)
         assert [(row.data, row.data_error) for row in chunk.rows()] == expected
 
@@ -146,10 +146,10 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
             (directory / "b").unlink()
             keys.key_cache_for.cache_clear()
         async with waltz.async_client(config(directory)) as reader:
-            seen = RecordingCallbacks(2)
-            await reader.subscribe(AsyncRecordingCallbacks(seen))
-            await poll_until(seen.is_done.is_set)
-            assert seen.rows == [(b"one", None), (None, "the key 'b' does not exist")]
+            callbacks = RecordingCallbacks(2)
+            await reader.subscribe(AsyncRecordingCallbacks(callbacks))
+            await poll_until(callbacks.is_done.is_set)
+            assert callbacks.rows == [(b"one", None), (None, "the key 'b' does not exist")]
 
 
 @transactional(partition=0)
@@ -182,14 +182,14 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
 
         @transactional(partition=0, pipelined=True)
         def third(builder: TransactionBuilder) -> bool:
-            seen.append([each.data for each in builder.predecessors(0)])
+            predecessor_data.append([each.data for each in builder.predecessors(0)])
             builder.set_write_locks(hot["write_locks"])
             builder.set_transaction_data(b"third", BYTES)
             return True
 
-        seen: list[list[bytes]] = []
+        predecessor_data: list[list[bytes]] = []
         client.submit(third()).result()
-        assert seen[-1] == [b"first", b"second"]
+        assert predecessor_data[-1] == [b"first", b"second"]
         (directory / "a").unlink()
         keys.key_cache_for.cache_clear()
         with pytest.raises(errors.LockFailed) as failed:
@@ -245,10 +245,10 @@ def archive_payloads(url: Path, payloads: list[bytes]) -> ArchivedObjects:
 
 def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_path: Path) -> None:
     encryption = Encryption.from_reference(str(directory), key_id="a")
-    place = {"partition": PARTITION_ID, "header": 5}
+    options_of_row = {"partition": PARTITION_ID, "header": 5}
     payloads = [
-        encryption.encrypt(b"one", **place),
-        encryption.encrypt(b"two", **place, key_id="b"),
+        encryption.encrypt(b"one", **options_of_row),
+        encryption.encrypt(b"two", **options_of_row, key_id="b"),
         b"plain",
     ]
     (tmp_path / "archive").mkdir()

@@ -132,12 +132,14 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
     assert frozen.request_count == 1
 
 
-@pytest.mark.parametrize("side", ["versions_offered", "versions_accepted"])
+@pytest.mark.parametrize("constant", ["versions_offered", "versions_accepted"])
 @run_on_virtual_loop
-async def test_if_client_or_server_is_older_the_id_comes_from_zookeeper(side, monkeypatch):
+async def test_if_client_or_server_is_older_the_id_comes_from_zookeeper(constant, monkeypatch):
     """With protocol L 7 the ID comes from ZooKeeper, and read-back uses all headers."""
     client = WireProtocol.CLIENT
-    monkeypatch.setattr(client, side, tuple(each for each in getattr(client, side) if each < 8))
+    monkeypatch.setattr(
+        client, constant, tuple(each for each in getattr(client, constant) if each < 8)
+    )
     async with (
         memory_cluster(partition_count=1) as cluster,
         cluster.client().open_during() as opened,

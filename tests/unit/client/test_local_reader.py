@@ -46,14 +46,14 @@ class Files:
 
     def grant(self, first, count):
         """Return a grant for the given number of records from `first` on."""
-        places = []
+        locations = []
         for segment, end in ((10, 17), (17, 30)):
             low, high = max(first, segment), min(first + count, end)
             if low < high:
                 offset = FIRST_RECORD_OFFSET + (low - segment) * self.size
-                places.append(FileLocation(segment, offset, (high - low) * self.size))
+                locations.append(FileLocation(segment, offset, (high - low) * self.size))
         lineage = (LineageEntry(8, 14, 1, 77, bytes(16)), LineageEntry(15, 40, 2, 78, bytes(16)))
-        return ReadGrant(first, self.lengths[:count], tuple(places), lineage, self.ticket)
+        return ReadGrant(first, self.lengths[:count], tuple(locations), lineage, self.ticket)
 
     def read(self, reader, first, last, bytes_max=1 << 20, count=20):
         async def ask():
@@ -65,18 +65,20 @@ class Files:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    made = Files(tmp_path)
+    storage_files = Files(tmp_path)
     monkeypatch.setattr(
-        local_reader_module.descriptor_passing, "request_descriptor", made.request_descriptor
+        local_reader_module.descriptor_passing,
+        "request_descriptor",
+        storage_files.request_descriptor,
     )
-    return made
+    return storage_files
 
 
 @pytest.fixture
 def reader():
-    made = LocalReader("10.0.0.2:15280", "the name", 3, timeout_s=5.0)
-    yield made
-    made.close()
+    local_reader = LocalReader("10.0.0.2:15280", "the name", 3, timeout_s=5.0)
+    yield local_reader
+    local_reader.close()
 
 
 def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader):
@@ -84,8 +86,8 @@ def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader)
     while first < 30:
         stretch = files.read(reader, first, 29, 3 * files.size)
         assert stretch.lengths.size == min(3, 30 - first)
-        touching = {8} if first + 2 < 15 else {8, 15} if first < 15 else {15}
-        assert {entry.first for entry in stretch.lineage} == touching
+        batch_starts = {8} if first + 2 < 15 else {8, 15} if first < 15 else {15}
+        assert {entry.first for entry in stretch.lineage} == batch_starts
         got += bytes(stretch.records)
         first += stretch.lengths.size
     assert got == files.records
@@ -161,9 +163,9 @@ def test_a_reader_that_was_closed_has_no_files_open(files, reader):
 
 def test_files_that_a_reader_has_finished_are_closed(files, reader):
     files.read(reader, 10, 29, count=7)
-    (left,) = reader._files.values()
+    (open_file,) = reader._files.values()
     files.read(reader, 17, 29)
-    assert left.closed
+    assert open_file.closed
     assert list(reader._files) == [17]
 
 
@@ -189,21 +191,22 @@ class Preadv:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
 def test_cached_records_need_no_thread_once_the_file_is_open(files, reader, monkeypatch):
-    system = Preadv(monkeypatch)
+    system_call = Preadv(monkeypatch)
     got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
     assert b"".join(got) == files.records
     # A grant that needs a segment whose file is not open yet is read on a thread.
-    assert system.callers == ["thread"] * 3 + ["loop"] * 2
+    assert system_call.callers == ["thread"] * 3 + ["loop"] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EOPNOTSUPP, 0])
 def test_reads_that_are_not_in_the_page_cache_run_on_a_thread(files, reader, monkeypatch, error):
     files.read(reader, 10, 29)
-    system = Preadv(monkeypatch, error)
+    system_call = Preadv(monkeypatch, error)
     got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
     assert b"".join(got) == files.records
-    assert system.callers.count("loop") == 1  # after it, the rest of the grant is read on a thread
+    # After the first failure, the rest of the grant is read on a thread.
+    assert system_call.callers.count("loop") == 1
 
 
 def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(files, monkeypatch):
@@ -240,5 +243,7 @@ def test_buffers_in_use_are_not_overwritten(files, reader):
 
 
 def test_unreferenced_memory_is_used_again(files, reader):
-    places = {files.read(reader, first, first).records.obj.ctypes.data for first in range(10, 30)}
-    assert len(places) <= 2
+    addresses = {
+        files.read(reader, first, first).records.obj.ctypes.data for first in range(10, 30)
+    }
+    assert len(addresses) <= 2

@@ -79,9 +79,8 @@ class Proxy:
         self._tasks = tasks
         self.connections: list[HeldConnection] = []
         self.port = 0
-        self.is_frozen = (
-            False  # new connections are accepted, and nothing is sent back to the client
-        )
+        # While set, new connections are accepted, and the client receives no bytes.
+        self.is_frozen = False
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
@@ -264,13 +263,15 @@ async def test_resent_appends_keep_their_place() -> None:
         wait = stream._wait_before_retry
         # The queued append is reported as lost before the append in flight has its outcome.
         with mock.patch.object(appends, "RESEND_DELAY_S", 0.0):
-            left = asyncio.Event()
+            has_lost_link = asyncio.Event()
             with mock.patch.object(
-                stream, "_wait_before_retry", lambda *arguments: (left.set(), wait(*arguments))
+                stream,
+                "_wait_before_retry",
+                lambda *arguments: (has_lost_link.set(), wait(*arguments)),
             ):
                 async with asyncio.TaskGroup() as group:
                     group.create_task(make_moves(cluster, proxies, 1))
-                    await left.wait()
+                    await has_lost_link.wait()
                     unsent = await client.append(b"3", partition=0)
                     assert [await in_flight, await queued, await unsent] == [0, 1, 2]
         assert [data for _, _, data in cluster.logs[0].rows()] == [b"1", b"2", b"3"]
@@ -313,14 +314,14 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
         for each in proxy.connections:
             each.hold("down")
         proxy.is_frozen = True
-        asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             # Requests for data use a separate connection, which does not exist yet.
             "dialed": lambda: client.requests.fetch_data(PartitionId(0), TransactionId(0)),
             "asked": lambda: client.high_water_mark(0),
             "appended": lambda: append_and_wait(client, b"b"),
         }
         async with asyncio.TaskGroup() as tasks:
-            request_task = tasks.create_task(asks[name]())
+            request_task = tasks.create_task(calls[name]())
             await wait_until(lambda: any(each.held_bytes["down"] for each in proxy.connections))
             await make_moves(cluster, proxies, 1)
         assert request_task.result() == {"dialed": b"a", "asked": 0, "appended": 1}[name]

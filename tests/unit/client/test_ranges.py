@@ -380,10 +380,10 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
             closed.append(self._address)
 
     async def read() -> None:
-        greets = asyncio.Event()
+        may_greet = asyncio.Event()
 
         async def open_link(address: str, *_: object, **__: object) -> Link:
-            await greets.wait()
+            await may_greet.wait()
             return Link(address)
 
         async def read_from_server(query: RangeQuery) -> RangeChunk:
@@ -396,7 +396,7 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
             tasks.create_task(reader.fetch(QUERY))
             await asyncio.sleep(0)
             reader.close()
-            greets.set()
+            may_greet.set()
         assert closed == ["s1:1"]
 
     run_in_virtual_time(read())
@@ -482,8 +482,10 @@ def test_a_log_that_begins_after_the_range_ends_the_search_for_a_replica(
     with pytest.raises(errors.BeforeLogStart) as caught:
         read_below_start(monkeypatch, 12)
     assert caught.value.first_available == 12
-    for unhelpful in (-1, 10):
-        assert len(read_below_start(monkeypatch, unhelpful)) == 5, "other replicas may have it"
+    for first_available in (-1, 10):
+        assert len(read_below_start(monkeypatch, first_available)) == 5, (
+            "other replicas may have it"
+        )
 
 
 def test_a_filter_that_servers_reject_is_rejected_before_the_first_read():

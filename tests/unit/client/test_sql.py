@@ -279,16 +279,16 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
         connection.execute(TOTALS.insert().values(id=1, total=0))
     callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
-    holding, tried = threading.Event(), threading.Event()
+    holding, has_tried = threading.Event(), threading.Event()
 
     def hold() -> None:
         with engine.begin() as connection:
             connection.execute(TOTALS.update().values(total=TOTALS.c.total + 100))
             holding.set()
-            assert tried.wait(TEST_TIMEOUT_S)
+            assert has_tried.wait(TEST_TIMEOUT_S)
 
     def count_tries(*_: object) -> None:
-        tried.set()
+        has_tried.set()
 
     holder = threading.Thread(target=hold)
     holder.start()
@@ -302,12 +302,14 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
 
 def test_an_outage_is_retried_and_an_application_error_stops(engine: sa.Engine) -> None:
     callbacks = TotalView(engine)
-    gone = sa.exc.OperationalError("SELECT 1", {}, Exception("server closed the connection"))
-    assert callbacks.uncaught_exception(0, 7, gone) is PoisonPolicy.RETRY
+    connection_lost = sa.exc.OperationalError(
+        "SELECT 1", {}, Exception("server closed the connection")
+    )
+    assert callbacks.uncaught_exception(0, 7, connection_lost) is PoisonPolicy.RETRY
     assert callbacks.uncaught_exception(0, 7, Unreachable("the log")) is PoisonPolicy.RETRY
-    with pytest.raises(sa.exc.OperationalError) as mistake, engine.begin() as connection:
+    with pytest.raises(sa.exc.OperationalError) as caught, engine.begin() as connection:
         connection.execute(sa.text("UPDATE no_such_table SET a = 1"))
-    assert callbacks.uncaught_exception(0, 7, mistake.value) is PoisonPolicy.STOP
+    assert callbacks.uncaught_exception(0, 7, caught.value) is PoisonPolicy.STOP
     wrong = sa.exc.IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed"))
     assert callbacks.uncaught_exception(0, 7, wrong) is PoisonPolicy.STOP
 
@@ -355,10 +357,10 @@ def transactions_with_ids(numbers: Iterable[int]) -> list[Transaction]:
 
 def apply_all(callbacks: SqlCallbacks, numbers: Iterable[int], last: int | None = None) -> None:
     """Apply as the client does: repeat with the rest until all is applied or an error is raised."""
-    left = transactions_with_ids(numbers)
-    end = int(left[-1].transaction_id) if last is None else last
-    while left:
-        left = left[callbacks.apply_transactions(0, left, end) :]
+    remaining = transactions_with_ids(numbers)
+    end = int(remaining[-1].transaction_id) if last is None else last
+    while remaining:
+        remaining = remaining[callbacks.apply_transactions(0, remaining, end) :]
 
 
 def test_a_batch_is_one_transaction_of_the_database(engine: sa.Engine) -> None:
@@ -485,9 +487,9 @@ def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     ):
         other.client_high_water_mark(0)
     assert other.client_high_water_mark(1) == -1  # the view has no transaction of that partition
-    elsewhere = TotalView(engine, application="of the new log")
-    elsewhere.begin(OTHER)
-    assert elsewhere.client_high_water_mark(0) == -1
+    view_of_new_log = TotalView(engine, application="of the new log")
+    view_of_new_log.begin(OTHER)
+    assert view_of_new_log.client_high_water_mark(0) == -1
 
 
 def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engine) -> None:

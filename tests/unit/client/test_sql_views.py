@@ -214,12 +214,12 @@ def test_a_context_on_a_view_that_catches_up_reports_the_progress(
         assert started.wait(TEST_TIMEOUT_S)
         with pytest.raises(
             errors.ViewBehind, match=r"are at transaction \d+, the log is at"
-        ) as behind:
+        ) as caught:
             client.submit(add()).result(TEST_TIMEOUT_S)
-        assert behind.value.retriable
-        assert behind.value.applied == 16 + 32 + 64 - 1
-        assert behind.value.high_water_mark == last
-        assert behind.value.applied == computed[-1] < last
+        assert caught.value.retriable
+        assert caught.value.applied == 16 + 32 + 64 - 1
+        assert caught.value.high_water_mark == last
+        assert caught.value.applied == computed[-1] < last
         may_go.set()
         view.until_at(last)
         assert client.submit(add()).result(TEST_TIMEOUT_S) == last + 1

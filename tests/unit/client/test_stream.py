@@ -109,9 +109,8 @@ def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
     effects = scenario.answer_mount(scenario.open_link(), -1)
     assert isinstance(rejection_errors(effects)[1], errors.TooLarge)
     assert outcomes_by_token(effects)[2].reasons.tolist() == [m.RowOutcomeCode.LOST]
-    assert [each.req_id for each in scenario.sent_messages(m.AppendBatch)] == [
-        req(1)
-    ]  # the large submission is not ordered
+    # The large submission is not ordered.
+    assert [each.req_id for each in scenario.sent_messages(m.AppendBatch)] == [req(1)]
     assert scenario.sent_messages(m.AppendRequest) == []
 
 

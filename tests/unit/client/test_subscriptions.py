@@ -194,14 +194,14 @@ async def test_a_feed_can_end_while_a_transaction_is_retried():
 async def test_a_context_waits_while_its_partition_is_paused():
     """A context computes from applied transactions; without a feed it would overwrite others."""
     async with two_clients() as (_, one, two):
-        others, callbacks = ResumingCallbacks(), ResumingCallbacks()
-        await one.subscribe(others, [0])
+        callbacks_of_one, callbacks = ResumingCallbacks(), ResumingCallbacks()
+        await one.subscribe(callbacks_of_one, [0])
         await two.subscribe(callbacks, [0])
-        await (await one.submit(CounterContext(others.state)))
+        await (await one.submit(CounterContext(callbacks_of_one.state)))
         await wait_until(lambda: callbacks.state["value"] == 1)
         callbacks.may_continue.clear()
         for _ in range(2):
-            await (await one.submit(CounterContext(others.state)))
+            await (await one.submit(CounterContext(callbacks_of_one.state)))
         await wait_until(lambda: callbacks.is_applying)
         context = RepeatedContext(callbacks.state)
         future = await two.submit(context)
@@ -692,21 +692,21 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
             tasks.create_task(client.subscribe(callbacks, [0]))
             await callbacks.is_mark_requested.wait()
             context = RepeatedContext(callbacks.state)
-            use = (
+            call = (
                 client.submit(context)
                 if is_context
                 else client.append(b"x", partition=0, write_locks=locks)
             )
-            used = tasks.create_task(use)
+            call_task = tasks.create_task(call)
             await client.high_water_mark(0)  # other tasks run; the log's mark is known
-            assert not used.done()
+            assert not call_task.done()
             callbacks.may_answer.set()
         if is_context:
-            assert await used.result() == 1
+            assert await call_task.result() == 1
             await wait_until(lambda: callbacks.state == {"value": 2})
         else:
             with contextlib.suppress(errors.LockFailed):  # no error if the feed was faster
-                await used.result()
+                await call_task.result()
 
 
 @run_on_virtual_loop

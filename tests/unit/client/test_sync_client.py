@@ -64,11 +64,11 @@ class CopyContext(TransactionContext):
 def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
     """There is one callback more than there are threads for contexts."""
     count = WORKERS_MAX + 1
-    together, done = threading.Barrier(count), []
+    barrier, done = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
 
         def apply(transaction):
-            together.wait(TEST_TIMEOUT_S)
+            barrier.wait(TEST_TIMEOUT_S)
             client.submit(CopyContext(count + transaction.partition_id)).result(TEST_TIMEOUT_S)
             done.append(transaction.partition_id)
 
@@ -143,23 +143,23 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
             may_go.wait(TEST_TIMEOUT_S)
 
     with MemoryWaltz(1) as log, log.client() as writer:
-        seat = lock("seat", 1)
+        seat_lock = lock("seat", 1)
         for _ in range(10):
-            writer.append(b"x", partition=0, append_locks=[seat]).result(TEST_TIMEOUT_S)
+            writer.append(b"x", partition=0, append_locks=[seat_lock]).result(TEST_TIMEOUT_S)
         with log.client() as client:
             client.subscribe(FunctionCallbacks(apply))
             assert at_second.wait(TEST_TIMEOUT_S)
             for timeout_ms in (500, 5_000, 50_000):
                 context = CopyContext(0)
-                context.locks, context.timeout_ms = [seat], timeout_ms
-                with pytest.raises(errors.Unavailable) as behind:
+                context.locks, context.timeout_ms = [seat_lock], timeout_ms
+                with pytest.raises(errors.Unavailable) as caught:
                     client.submit(context).result(TEST_TIMEOUT_S)
-                if isinstance(behind.value, errors.ViewBehind):
+                if isinstance(caught.value, errors.ViewBehind):
                     break
                 # A busy machine was too slow to reject this context; the next one has more time.
             may_go.set()
-    assert isinstance(behind.value, errors.ViewBehind)
-    assert (behind.value.applied, behind.value.high_water_mark) == (0, 9)
+    assert isinstance(caught.value, errors.ViewBehind)
+    assert (caught.value.applied, caught.value.high_water_mark) == (0, 9)
 
 
 def test_a_callback_may_close_a_client_that_another_thread_closes():
@@ -253,14 +253,14 @@ def list_interrupted(client):
 
 
 @pytest.mark.parametrize(
-    "use",
+    "call",
     [
         lambda client: client.add_owners(LAYOUT),
         lambda client: client.high_water_mark(0),
         lambda client: client.append(b"x", partition=0),
     ],
 )
-def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, use):
+def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, call):
     """The client is closed after the check that it is open, before the call is in its loop."""
     client = WaltzClient.at(LAYOUT)
     is_usable = client._check_usable
@@ -271,7 +271,7 @@ def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, use):
 
     monkeypatch.setattr(client, "_check_usable", check_and_let_it_be_closed)
     with pytest.raises(errors.UsageError, match="the client is closed"):
-        use(client)
+        call(client)
 
 
 def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
@@ -311,9 +311,9 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", give_and_be_interrupted)
     client._client.high_water_mark = wait_forever
-    asker = threading.Thread(target=ask, daemon=True)
-    asker.start()
-    asker.join(TEST_TIMEOUT_S)
+    caller_thread = threading.Thread(target=ask, daemon=True)
+    caller_thread.start()
+    caller_thread.join(TEST_TIMEOUT_S)
     assert finished
 
 
@@ -347,11 +347,11 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
         finished.append(True)
 
     monkeypatch.setattr(client._client, "high_water_mark", wait_forever)
-    asker = threading.Thread(target=ask)
-    asker.start()
+    caller_thread = threading.Thread(target=ask)
+    caller_thread.start()
     assert begun.wait(TEST_TIMEOUT_S)
     client.close()
-    asker.join(TEST_TIMEOUT_S)
+    caller_thread.join(TEST_TIMEOUT_S)
     assert finished
 
 
@@ -483,15 +483,15 @@ def test_each_close_waits_for_callbacks(is_closed_by):
         client.subscribe(FunctionCallbacks(apply))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         assert begun.wait(TEST_TIMEOUT_S)
-        closers = [threading.Thread(target=client.close) for _ in range(2)]
-        closers[0].start()
+        closing_threads = [threading.Thread(target=client.close) for _ in range(2)]
+        closing_threads[0].start()
         wait_until(client._loop.is_closed)
-        closers[1].start()
-        closers[1].join(0.2)
-        assert all(each.is_alive() for each in closers)
+        closing_threads[1].start()
+        closing_threads[1].join(0.2)
+        assert all(each.is_alive() for each in closing_threads)
         assert not ended
         may_end.set()
-        for each in closers:
+        for each in closing_threads:
             each.join(TEST_TIMEOUT_S)
         assert ended == [True]
 
@@ -524,19 +524,19 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
 
 def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
     count = WORKERS_MAX + 1
-    together, done = threading.Barrier(count), []
+    barrier, done = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client:
 
         class FailingContext(CopyContext):
             def on_completion(self, result):
-                together.wait(TEST_TIMEOUT_S)
+                barrier.wait(TEST_TIMEOUT_S)
                 done.append(
                     client.submit(CopyContext(count + self.partition)).result(TEST_TIMEOUT_S)
                 )
 
         futures = [client.submit(FailingContext(partition)) for partition in range(count)]
         assert [future.result(TEST_TIMEOUT_S) for future in futures] == [0] * count
-        wait_until(lambda: len(done) == count or together.broken)
+        wait_until(lambda: len(done) == count or barrier.broken)
         assert done == [0] * count
 
 

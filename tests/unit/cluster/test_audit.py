@@ -34,8 +34,8 @@ def run_in_cluster(scenario):
 
 
 @given(st.builds(AuditEntry, texts, times, texts, texts, st.none() | times))
-def test_an_audit_entry_survives_a_round_trip(made):
-    assert AuditEntry.from_bytes(made.to_bytes()) == made
+def test_an_audit_entry_survives_a_round_trip(audit_entry):
+    assert AuditEntry.from_bytes(audit_entry.to_bytes()) == audit_entry
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ async def test_a_change_is_recorded_before_and_after(coordinator):
     second = await coordinator.audit.begin(entry(2))
     assert await coordinator.audit.read() == [entry(1), entry(2)]
     await coordinator.audit.end(first, entry(1), audit.OUTCOME_DONE, 99)
-    done, begun = await coordinator.audit.read()
+    done, unfinished = await coordinator.audit.read()
     assert (done.command, done.outcome, done.ended_ms) == ("cluster verb 1", "done", 99)
-    assert (begun.outcome, begun.ended_ms) == ("begun", None)
+    assert (unfinished.outcome, unfinished.ended_ms) == ("begun", None)
     assert first != second
 
 

@@ -200,7 +200,7 @@ class Cluster:
 
     @property
     def owners(self):
-        return {p: s for s, its in self.assignment.servers.items() for p in its}
+        return {p: s for s, owned in self.assignment.servers.items() for p in owned}
 
     def run(self, ms):
         until_ms = self.now_ms + ms
@@ -222,11 +222,13 @@ class Cluster:
         loads = self._averages.update(reports, self.owners)
         moves = self._balancer.plan_moves(self.owners, (), loads, self.servers, self.now_ms)
         if moves:
-            generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}
+            generations = {
+                p: g for owned in self.assignment.servers.values() for p, g in owned.items()
+            }
             self.assignment = move_partitions(self.assignment, moves)
             self._balancer.on_partitions_moved(moves, self.now_ms)
-            for its in self.assignment.servers.values():
-                for p, generation in its.items():
+            for owned in self.assignment.servers.values():
+                for p, generation in owned.items():
                     assert generation == generations[p] + (p in moves)
             self.moves += [(self.now_ms, p) for p in moves]
         assert sorted(self.owners) == sorted(self.rates)
@@ -247,11 +249,11 @@ def test_a_partition_with_ten_times_the_traffic_is_alone_within_a_minute_and_sta
     owners = cluster.owners
     assert [p for p, owner in owners.items() if owner == owners[hot]] == [hot]
     cluster.run(MINUTE_MS)  # the current rebalancing ends
-    settled = len(cluster.moves)
-    assert settled <= partition_count
+    move_count = len(cluster.moves)
+    assert move_count <= partition_count
     assert hot not in {partition for _, partition in cluster.moves}
     cluster.run(60 * MINUTE_MS)
-    assert len(cluster.moves) == settled
+    assert len(cluster.moves) == move_count
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -260,10 +262,10 @@ def test_an_hour_of_noise_moves_few_partitions(seed):
     rates = {p: chance.choice([0.0, 1.0, 50.0, 200.0, 1_000.0]) for p in range(24)}
     cluster = Cluster(rates, 3, seed, 0.5)
     cluster.run(20 * MINUTE_MS)
-    settled = len(cluster.moves)
-    assert settled <= len(rates)
+    move_count = len(cluster.moves)
+    assert move_count <= len(rates)
     cluster.run(60 * MINUTE_MS)
-    assert len(cluster.moves) - settled <= 8
+    assert len(cluster.moves) - move_count <= 8
     when = defaultdict(list)
     for at_ms, partition in cluster.moves:
         when[partition].append(at_ms)
@@ -293,6 +295,6 @@ def test_many_partitions_are_balanced():
     cluster.run(10 * MINUTE_MS)
     totals = loads_by_server(cluster.owners, rates)
     assert max(totals.values()) < 1.3 * sum(totals.values()) / 3
-    settled = len(cluster.moves)
+    move_count = len(cluster.moves)
     cluster.run(20 * MINUTE_MS)
-    assert len(cluster.moves) - settled <= 3
+    assert len(cluster.moves) - move_count <= 3

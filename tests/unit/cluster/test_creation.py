@@ -56,10 +56,12 @@ def test_the_data_of_the_root_is_written_last_and_steps_are_limited(partition_co
     operations = [operation for step in steps for operation in step]
     assert isinstance(operations[-1], SetNode)
     assert (operations[-1].path, operations[-1].version) == ("/w", max(root_version, 0))
-    made = [operation.path for operation in operations if isinstance(operation, CreateNode)]
-    assert ("/w" in made) == (root_version == NO_NODE)
-    assert len(made) == len(set(made)) == len(operations) - 1
-    assert sum(path.startswith("/w/x/partition/") for path in made) == partition_count
-    for path in made:
+    created_paths = [
+        operation.path for operation in operations if isinstance(operation, CreateNode)
+    ]
+    assert ("/w" in created_paths) == (root_version == NO_NODE)
+    assert len(created_paths) == len(set(created_paths)) == len(operations) - 1
+    assert sum(path.startswith("/w/x/partition/") for path in created_paths) == partition_count
+    for path in created_paths:
         parent = path.rpartition("/")[0]
-        assert parent in ("", "/w") or made.index(parent) < made.index(path)
+        assert parent in ("", "/w") or created_paths.index(parent) < created_paths.index(path)

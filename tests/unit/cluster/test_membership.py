@@ -72,8 +72,8 @@ def run_in_cluster(scenario):
     async def run(**parameters):
         await scenario(await Cluster().create(), **parameters)
 
-    _, *others = signature(scenario).parameters.values()
-    run.__signature__ = Signature(others)
+    _, *parameters = signature(scenario).parameters.values()
+    run.__signature__ = Signature(parameters)
     return run_on_virtual_loop(run)
 
 
@@ -219,13 +219,13 @@ async def test_a_second_node_of_the_same_server_is_removed(cluster):
 
 @run_in_cluster
 async def test_each_settled_view_is_reported_once_and_no_other(cluster):
-    (one, _), (two, _), (onlooker, _) = cluster.member(), cluster.member(), cluster.member()
+    (one, _), (two, _), (observer, _) = cluster.member(), cluster.member(), cluster.member()
     seen = CallbackRecorder()
-    async with run_meanwhile(onlooker.follow(seen)):
+    async with run_meanwhile(observer.follow(seen)):
         await seen.wait_for(lambda view: not view.servers)
-        # No leader assigns partitions yet, so the onlooker gets no settled view.
+        # No leader assigns partitions yet, so the observer gets no settled view.
         await two.register(server_descriptor(2))
-        assert not (await onlooker.read()).is_settled
+        assert not (await observer.read()).is_settled
         async with run_meanwhile(two.follow(CallbackRecorder())):
             await seen.wait_for(lambda view: list(view.servers) == [2])
         await one.register(server_descriptor(1))
@@ -414,7 +414,7 @@ async def first_server_absent(cluster):
 @run_in_cluster
 async def test_the_wait_for_an_absent_server_ends(cluster, end):
     async with first_server_absent(cluster) as (_, two, views_of_two):
-        left = [2]
+        remaining_servers = [2]
         assert not (await two.read()).is_settled
         if end == "session timeout":
             cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
@@ -425,15 +425,15 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
             again, _ = cluster.member()
             host, port = server_descriptor(1).host, server_descriptor(1).port
             await again.register(model.ServerDescriptor(7, host, port))
-            left = [2, 7]
-        await views_of_two.wait_for(lambda view: list(view.servers) == left)
+            remaining_servers = [2, 7]
+        await views_of_two.wait_for(lambda view: list(view.servers) == remaining_servers)
         assert len(owners_and_generations(views_of_two.values[-1])) == PARTITION_COUNT
         # Right after the reconnection, the leader reacts to a dead server at once.
         third, _ = cluster.member()
         await third.register(server_descriptor(3))
         await views_of_two.wait_for(lambda view: 3 in view.servers)
         await two.remove_dead_server(server_descriptor(3))
-        await views_of_two.wait_for(lambda view: list(view.servers) == left)
+        await views_of_two.wait_for(lambda view: list(view.servers) == remaining_servers)
 
 
 @run_in_cluster
@@ -478,11 +478,11 @@ async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluste
 @run_in_cluster
 async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_late):
     [(member, session)] = await cluster.servers(1)
-    real = session.write
+    original_write = session.write
 
     def write(operations):
         session.suspend()
-        return real(operations)
+        return original_write(operations)
 
     if is_late:
         session.write = write
@@ -490,7 +490,7 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_la
         session.suspend()
     with pytest.raises(errors.CoordinatorUnavailable):
         await member.change_preferences(server_descriptor(1, preferred=[2]))
-    session.write = real
+    session.write = original_write
     session.resume()
     inbox = CallbackRecorder()
     async with run_meanwhile(member.follow(inbox)):
@@ -506,17 +506,17 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
     ):
         before = owners_and_generations(views_of_two.values[-1])
         foreign = min(each for each, (server, _) in before.items() if server == 1)
-        wished = tasks.create_task(
+        preference_task = tasks.create_task(
             two.change_preferences(server_descriptor(2, preferred=[foreign]))
         )
         await wait_for_followers(cluster)
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
         await wait_for_followers(cluster)
-        assert not wished.done()
+        assert not preference_task.done()
         # The preference is written together with its assignment.
         assert not (await two.read()).servers[2].preferred
         first.resume()
-        await wished
+        await preference_task
         view = await views_of_two.wait_for(lambda view: bool(view.servers[2].preferred))
         moved_partitions = {
             each for each in before if owners_and_generations(view)[each] != before[each]
@@ -533,30 +533,32 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
 @run_in_cluster
 async def test_a_preference_waits_no_longer_than_the_leader_does(cluster):
     async with first_server_absent(cluster) as (_, two, views_of_two), asyncio.TaskGroup() as tasks:
-        wished = tasks.create_task(two.change_preferences(server_descriptor(2, preferred=[3])))
+        preference_task = tasks.create_task(
+            two.change_preferences(server_descriptor(2, preferred=[3]))
+        )
         await wait_for_followers(cluster)
-        assert not wished.done()
+        assert not preference_task.done()
         # Both waiting callers wake when other servers report that the owner is dead.
         await two.remove_dead_server(server_descriptor(1))
-        await wished
+        await preference_task
         view = await views_of_two.wait_for(lambda view: list(view.servers) == [2])
     assert view.servers[2].preferred == (3,)
 
 
 @run_in_cluster
 async def test_a_server_that_leaves_while_it_waits_does_not_register_again(cluster):
-    async def refused(wish):
+    async def expect_rejection(request):
         with pytest.raises(errors.CoordinatorUnavailable, match="is leaving"):
-            await wish
+            await request
 
     async with first_server_absent(cluster) as (_, two, _at_two), asyncio.TaskGroup() as tasks:
-        wished = tasks.create_task(
-            refused(two.change_preferences(server_descriptor(2, preferred=[3])))
+        preference_task = tasks.create_task(
+            expect_rejection(two.change_preferences(server_descriptor(2, preferred=[3])))
         )
         await wait_for_followers(cluster)
         await two.unregister()
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
-        await wished
+        await preference_task
         await wait_for_followers(cluster)
         assert cluster.registered() == []
 

@@ -102,9 +102,9 @@ def test_a_suspended_session_rejects_requests_and_reports_its_states():
     run_now(session.write([CreateNode("/e", is_ephemeral=True), CreateNode("/p")]))
     session.suspend()
     assert signal.is_set()
-    for refused in (session.get("/e"), session.children("/"), session.write([]), session.sync()):
+    for request in (session.get("/e"), session.children("/"), session.write([]), session.sync()):
         with pytest.raises(errors.CoordinatorUnavailable):
-            refused.send(None)
+            request.send(None)
     session.resume()
     number = session.session_number
     assert run_now(session.get("/e")).stat.owner == number

@@ -57,9 +57,9 @@ def test_fewer_than_a_quorum_may_be_missing():
         choose({}, count=1)
 
 
-@pytest.mark.parametrize("trouble", ["suspect", "damaged"])
-def test_an_untrusted_log_counts_as_missing_and_still_proves_a_later_session(trouble):
-    doubtful, later = log(5, 99, **{trouble: True}), log(6, 99, **{trouble: True})
+@pytest.mark.parametrize("defect", ["suspect", "damaged"])
+def test_an_untrusted_log_counts_as_missing_and_still_proves_a_later_session(defect):
+    doubtful, later = log(5, 99, **{defect: True}), log(6, 99, **{defect: True})
     assert choose({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
     with pytest.raises(errors.BadRequest, match="without a trusted log: A;"):
         choose({"A": doubtful, "B": log(5, 9)})
@@ -88,11 +88,24 @@ def test_the_chosen_log_has_all_quorum_records_despite_missing_replicas(count, d
     other = st.sampled_from((4, 4, 3, 1))
     sessions = [4] * quorum + [data.draw(other) for _ in range(count - quorum)]
     logs = {f"r{n}": log(each, data.draw(st.integers(-1, 9))) for n, each in enumerate(sessions)}
-    in_last = {name: its.last_synced_id for name, its in logs.items() if its.last_session == 4}
-    acknowledged = sorted(in_last.values(), reverse=True)[quorum - 1]
-    answered_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
-    hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - answered_of_last
-    answered = {name: its for name, its in logs.items() if name not in hidden - answered_of_last}
+    logs_of_last_session = {
+        name: reported.last_synced_id
+        for name, reported in logs.items()
+        if reported.last_session == 4
+    }
+    acknowledged = sorted(logs_of_last_session.values(), reverse=True)[quorum - 1]
+    answered_in_last_session = data.draw(
+        st.sets(st.sampled_from(sorted(logs_of_last_session)), min_size=1)
+    )
+    hidden = (
+        data.draw(st.sets(st.sampled_from(sorted(logs))))
+        | set(logs_of_last_session) - answered_in_last_session
+    )
+    answered = {
+        name: reported
+        for name, reported in logs.items()
+        if name not in hidden - answered_in_last_session
+    }
     for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
         answered[f"left{number}"] = log(session, 20)
     try:
@@ -114,11 +127,11 @@ def test_the_chosen_log_has_all_quorum_records_despite_lost_replicas(cluster, da
     count, last_ids = cluster
     quorum = quorum_size(count)
     acknowledged = sorted(last_ids, reverse=True)[quorum - 1]
-    gone = data.draw(st.sets(st.integers(0, count - 1), max_size=quorum - 1))
-    logs = {f"r{n}": log(4, last) for n, last in enumerate(last_ids) if n not in gone}
+    lost = data.draw(st.sets(st.integers(0, count - 1), max_size=quorum - 1))
+    logs = {f"r{n}": log(4, last) for n, last in enumerate(last_ids) if n not in lost}
     logs["leftover"] = log(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, acknowledged)))
     found = choose_log(
-        0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in gone]
+        0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in lost]
     )
     assert found.log.last_synced_id >= acknowledged
 
@@ -136,8 +149,8 @@ def test_other_logs_with_more_or_later_data_are_reported():
     assert rebuilding.describe_missing_in_chosen(logs["B"], logs) == [
         "replica C has store session 6 as its last one, but the chosen log has 5"
     ]
-    lacking = "replica B has transactions 11..12, which the chosen log does not have"
-    assert rebuilding.describe_missing_in_chosen(logs["A"], logs)[0] == lacking
+    reason = "replica B has transactions 11..12, which the chosen log does not have"
+    assert rebuilding.describe_missing_in_chosen(logs["A"], logs)[0] == reason
 
 
 def test_ids_continue_above_all_allocated_ones():

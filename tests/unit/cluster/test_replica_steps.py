@@ -166,7 +166,7 @@ class Owner:
 
 
 @st.composite
-def journeys(draw):
+def plan_cases(draw):
     before = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
     wanted = draw(st.sets(st.sampled_from(NAMES), min_size=1, max_size=5))
     # One storage at a time is unavailable, and returns.
@@ -174,12 +174,12 @@ def journeys(draw):
     return sorted(before), sorted(wanted), unavailable
 
 
-@given(journeys())
+@given(plan_cases())
 @example((["A", "B", "E", "F"], ["A", "B", "C", "D", "F"], ["A", "A", "E", "F"]))
-def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
-    before, wanted, unavailable = journey
-    held = {name: ((0,) if name in before else ()) for name in NAMES}
-    assigned = ReplicaAssignments(held)
+def test_every_plan_ends_and_each_step_keeps_the_rules(plan_case):
+    before, wanted, unavailable = plan_case
+    placement = {name: ((0,) if name in before else ()) for name in NAMES}
+    assigned = ReplicaAssignments(placement)
     plan = ReplicaPlan.for_placement({0: tuple(wanted)}, assigned)
     owner, steps = Owner(before), 0
     for absent in [*unavailable, *[""] * 60]:
@@ -239,8 +239,8 @@ def test_a_storage_takes_over_from_another():
     }
     assert replica_steps.placement_with_replacement(now, "A", "D", [1, 2]) == {2: ("D", "B")}
     # The remaining step of an interrupted move removes only the old replica.
-    begun = now | {0: ("A", "B", "D")}
-    assert replica_steps.placement_with_replacement(begun, "A", "D", now) == {
+    interrupted = now | {0: ("A", "B", "D")}
+    assert replica_steps.placement_with_replacement(interrupted, "A", "D", now) == {
         0: ("D", "B"),
         2: ("D", "B"),
     }
@@ -271,8 +271,8 @@ def placements(draw):
     storages = draw(st.integers(1, 6))
     groups = {NAMES[each]: draw(st.integers(0, 3)) for each in range(storages)}
     replicas = st.lists(st.sampled_from(sorted(groups)), unique=True, max_size=storages)
-    held = draw(st.lists(replicas, min_size=1, max_size=12))
-    return groups, {number: tuple(its) for number, its in enumerate(held)}
+    placement = draw(st.lists(replicas, min_size=1, max_size=12))
+    return groups, {number: tuple(names) for number, names in enumerate(placement)}
 
 
 @given(placements(), st.none() | st.integers(1, 6))
@@ -298,7 +298,7 @@ def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_
     groups = {f"{name}{number}": name for name in "XYZ" for number in range(members)}
     now = dict.fromkeys(range(partition_count), ("X0", "Y0", "Z0"))
     wanted = replica_steps.spread_replicas(now, groups)
-    loads = [sum(each in its for its in wanted.values()) for each in groups]
+    loads = [sum(each in names for names in wanted.values()) for each in groups]
     assert max(loads) - min(loads) <= 1
     assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
 
@@ -332,7 +332,7 @@ def test_invalid_partition_ranges_are_rejected(text):
         replica_steps.parse_partitions(text, 12)
 
 
-@pytest.mark.parametrize(("text", "where"), [("12", "'12'"), ("0,9-7", "'9-7' in '0,9-7'")])
-def test_the_wrong_part_of_a_list_is_reported(text, where):
-    with pytest.raises(errors.BadConfig, match=f"found {where}$"):
+@pytest.mark.parametrize(("text", "position"), [("12", "'12'"), ("0,9-7", "'9-7' in '0,9-7'")])
+def test_the_wrong_part_of_a_list_is_reported(text, position):
+    with pytest.raises(errors.BadConfig, match=f"found {position}$"):
         replica_steps.parse_partitions(text, 12)

@@ -74,22 +74,22 @@ async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     query = CountingQuery()
     shared = SharedRequest(query.ask)
     async with asyncio.TaskGroup() as tasks:
-        impatient = tasks.create_task(shared.wait_for_answer())
-        patient = tasks.create_task(shared.wait_for_answer())
+        timed_out_caller = tasks.create_task(shared.wait_for_answer())
+        waiting_caller = tasks.create_task(shared.wait_for_answer())
         await _turns()
-        impatient.cancel()
+        timed_out_caller.cancel()
         await _turns()
         query.may_answer.release()
-        await patient
-    assert impatient.cancelled()
+        await waiting_caller
+    assert timed_out_caller.cancelled()
     assert query.query_count == 1
 
 
 def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
     async def scenario() -> list[str]:
-        complaints: list[str] = []
+        loop_errors: list[str] = []
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        loop.set_exception_handler(lambda _, context: loop_errors.append(context["message"]))
         may_fail = asyncio.Event()
 
         async def ask() -> None:
@@ -106,6 +106,6 @@ def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
         del shared, asking
         gc.collect()
         await _turns()
-        return complaints
+        return loop_errors
 
     assert asyncio.run(scenario()) == []

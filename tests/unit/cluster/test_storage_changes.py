@@ -181,11 +181,13 @@ async def test_the_three_nodes_change_in_one_write(cluster):
 @run_in_cluster
 async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
     storages, other = cluster.coordinator.storages, cluster.zookeeper.coordinator(ROOT).storages
-    raced = []
+    concurrent_writes = []
 
     def change(old):
-        if not raced:
-            raced.append(run_now(other.change_layout(lambda before: before.with_storage(D, 7, 2))))
+        if not concurrent_writes:
+            concurrent_writes.append(
+                run_now(other.change_layout(lambda before: before.with_storage(D, 7, 2)))
+            )
         return old.with_storage("10.0.0.9:1", 8, 2)
 
     written = await storages.change_layout(change)
@@ -196,8 +198,10 @@ async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
 @run_in_cluster
 async def test_a_step_that_is_too_wide_is_rejected(cluster):
     def change(old):
-        moved = model.ReplicaAssignments({A: (0, 1), B: (), C: (), D: (0, 1), "h:1": (0, 1)})
-        return StorageLayout(moved, old.groups, old.admin_ports)
+        moved_assignment = model.ReplicaAssignments(
+            {A: (0, 1), B: (), C: (), D: (0, 1), "h:1": (0, 1)}
+        )
+        return StorageLayout(moved_assignment, old.groups, old.admin_ports)
 
     with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
         await cluster.coordinator.storages.change_layout(change)
@@ -262,8 +266,8 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
         layout = await cluster.coordinator.storages.read_layout()
         plan = ReplicaPlan.for_placement({0: (B, C)}, layout.assignment)
         async with asyncio.TaskGroup() as tasks:
-            carrying_out = cluster.coordinator.storages.execute_plan(plan, progress.append)
-            waiting = tasks.create_task(carrying_out)
+            execution = cluster.coordinator.storages.execute_plan(plan, progress.append)
+            waiting = tasks.create_task(execution)
             while not (progress and progress[-1].waits):  # noqa: ASYNC110 - it is no event
                 await asyncio.sleep(0)
             for _ in range(100):

@@ -49,7 +49,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes
     await other.begin("s-5", MARKS, 5, in_series=True)
-    real = paused.write
+    original_write = paused.write
 
     async def write(operations):
         monkeypatch.undo()
@@ -57,7 +57,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
         await other.finish("s-6", {}, 5)
         await other.begin("s-7", MARKS, 5, in_series=True)
         await other.forget("s-6")
-        return await real(operations)
+        return await original_write(operations)
 
     monkeypatch.setattr(paused, "write", write)
     with pytest.raises(errors.ConnectionSuperseded, match="s-7, has begun"):
@@ -70,7 +70,7 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
 
     Its nodes then have the versions of the earlier ones.
     """
-    real, coordinator = session.write, other
+    original_write, coordinator = session.write, other
     registry = other.writes.for_principal(principal) if principal else other.writes
 
     async def write(operations):
@@ -78,7 +78,7 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
         await other.writes.forget("w")
         await registry.begin("w", {0: 99}, 5)
         await registry.enter("w", 0, "r", coordinator.next_client_id)
-        return await real(operations)
+        return await original_write(operations)
 
     monkeypatch.setattr(session, "write", write)
 
@@ -104,12 +104,12 @@ async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhil
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
     await coordinator.writes.enter("w", 0, "r", coordinator.next_client_id)
-    real = paused.write
+    original_write = paused.write
 
     async def write(operations):
         monkeypatch.undo()
         await other.writes.enter("w", 0, "r", other.next_client_id)
-        return await real(operations)
+        return await original_write(operations)
 
     monkeypatch.setattr(paused, "write", write)
     with pytest.raises(errors.ConnectionSuperseded, match="attempt 2 of the task has taken over"):
@@ -154,7 +154,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
     await other.begin("w", MARKS, 5)
     await other.enter("w", 0, "r", coordinator.next_client_id)
     world.zookeeper.advance(10)
-    real = paused.write
+    original_write = paused.write
 
     async def write(operations):
         if operations[0].path.endswith("/w") or "/w/" in operations[0].path:
@@ -164,7 +164,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
             assert await other.forget("w")
             await other.begin("w", MARKS, 5)
             await other.enter("w", 0, "r", coordinator.next_client_id)
-        return await real(operations)
+        return await original_write(operations)
 
     monkeypatch.setattr(paused, "write", write)
     assert await other_coordinator.writes.forget_expired() == []
@@ -179,14 +179,14 @@ async def test_a_write_ends_before_its_tasks_are_removed(monkeypatch):
     writes, removals = coordinator.writes, []
     await writes.begin("w", MARKS, 5)
     await writes.enter("w", 0, "r", coordinator.next_client_id)
-    real = session.write
+    original_write = session.write
 
     async def write(operations):
         if isinstance(operations[0], DeleteNode):
             with pytest.raises(errors.ConnectionSuperseded, match="already finished"):
                 await writes.enter("w", 1, "r", coordinator.next_client_id)
             removals.append(operations)
-        return await real(operations)
+        return await original_write(operations)
 
     monkeypatch.setattr(session, "write", write)
     await writes.forget("w")
