@@ -99,7 +99,7 @@ def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
 
 
 @pytest.mark.parametrize("per_s", [3, 700])
-def test_a_greedy_principal_gets_its_limit_and_no_more(per_s):
+def test_a_principal_that_retries_constantly_does_not_exceed_its_limit(per_s):
     quota, granted = quota_of(appends_per_s=per_s), 0
     for now_ms in range(10_000):  # the principal retries each millisecond
         answer = begin(quota, START_NS + now_ms * MS)

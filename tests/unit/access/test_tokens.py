@@ -11,7 +11,7 @@ from waltz_core.errors import BadConfig
 TEXT = "c0ffee" + "0123456789" * 5 + "abcdef00"
 
 
-def test_a_token_is_64_hexadecimal_digits_and_maybe_a_line_end():
+def test_a_token_is_64_hexadecimal_digits_with_an_optional_line_end():
     assert Token.parse(f"{TEXT}\n", "file").secret == bytes.fromhex(TEXT)
     assert Token.parse(TEXT, "file").text == TEXT
 

@@ -85,7 +85,7 @@ async def test_the_audit_record_names_the_user_behind_sudo(
 
 
 @run_on_virtual_loop
-async def test_a_timed_out_command_names_what_it_waited_for():
+async def test_the_error_of_a_timed_out_command_names_the_cause():
     with pytest.raises(errors.Unavailable, match="It still waits for: a storage"):
         async with time_limit(0.01, lambda: "a storage"):
             await asyncio.Event().wait()

@@ -50,7 +50,7 @@ def test_a_storage_is_added():
     assert stored == {OLD, result["storage"]}
 
 
-def test_a_storage_that_does_not_run_replaces_no_other():
+def test_a_storage_that_does_not_run_is_rejected_as_a_replacement():
     async def take_over():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         await coordinator.create_cluster(CLUSTER)

@@ -320,7 +320,7 @@ def test_an_unreachable_store_is_an_error_and_not_a_finding(archive, monkeypatch
     assert (check.bad_files, check.next_id) == ([], archive.listed[1].first)
 
 
-def test_a_stopped_check_verifies_nothing_more(archive, monkeypatch):
+def test_a_stopped_check_reads_no_further_file(archive, monkeypatch):
     monkeypatch.setattr(archive_check, "_COPY_BYTES", 100)
     check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)

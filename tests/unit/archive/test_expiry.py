@@ -52,7 +52,7 @@ def recorded_after_expiry(new_manifest, expired):
     ("before", "first"),
     [(1, 0), (9, 0), (10, 10), (29, 20), (30, 30), (59, 50), (60, 60), (99, 60)],
 )
-def test_whole_objects_below_an_id_expire(archived, before, first):
+def test_only_objects_that_are_completely_below_an_id_expire(archived, before, first):
     store, new_manifest = archived
     found = run_expiry(store, new_manifest, before=before)
     assert found.first == first

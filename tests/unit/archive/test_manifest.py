@@ -47,7 +47,7 @@ def test_an_object_after_a_gap_or_over_another_one_is_rejected(first):
         manifest_with_objects(1).with_object(entry(1, first=first))
 
 
-def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
+def test_entries_of_old_objects_move_to_pages(monkeypatch):
     monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 5)
     found, pages = EMPTY, {}
     for number in range(48):

@@ -115,7 +115,7 @@ def test_a_range_returns_the_archived_records(store, cache, rows):
         check(log, reader.read_range(first, last, bytes_max), first, last, bytes_max)
 
 
-def test_a_read_of_a_row_group_ends_with_it(store, cache):
+def test_a_read_within_a_row_group_ends_with_the_row_group(store, cache):
     log = write_archive(store, rows=10)  # objects of 51 records
     reader = reader_of(store, log, cache)
     rng = Random(3)

@@ -136,7 +136,7 @@ def manifest_fields(archived, new_manifest):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_log_with_other_records_or_other_ids_replaces_nothing(archived, number):
+def test_a_log_with_other_records_or_other_ids_replaces_no_object(archived, number):
     first = number * OBJECT_IDS
     other = job_after(NewManifest(first - 1, bytes([9] * 16), 0, "", 0))
     shorter = archived.jobs[number].runs[:1]
@@ -163,7 +163,7 @@ def test_an_object_that_was_replaced_before_is_not_replaced_again(archived, numb
 
 
 @pytest.mark.parametrize("wrong", ["-20.parquet", "-20-page.json", "-20.json"])
-def test_a_new_file_that_reads_back_wrong_replaces_nothing(archived, wrong):
+def test_a_new_file_that_reads_back_differently_replaces_no_object(archived, wrong):
     archived.store.wrong = wrong
     with pytest.raises(ChecksumMismatch, match=wrong):
         upload(archived.store, KEY, archived.job(0))

@@ -111,7 +111,7 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
 
 
 @pytest.mark.parametrize("last", [OBJECT - 1, OBJECT - 8])
-def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(store, log, last):
+def test_an_object_replaced_in_a_restored_cluster_is_found_under_the_new_key(store, log, last):
     """The backup lists the source's object, and may end within it."""
     first = RestoredRange(store, read_saved_manifest(store, log))
     end = first.batch_end_at(last)
@@ -169,7 +169,7 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
 
 
 @pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
-def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
+def test_the_check_of_a_restored_archive_has_no_findings(store, log, last):
     restored = restore(
         store, log, RestoredRange(store, read_saved_manifest(store, log)).batch_end_at(last)
     )
@@ -191,7 +191,7 @@ def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     assert again.entries() == read_saved_manifest(store, log).entries()
 
 
-def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(store, log):
+def test_the_end_before_a_time_is_the_end_of_the_last_batch_with_an_earlier_stamp(store, log):
     found = RestoredRange(store, read_saved_manifest(store, log))
     for number, reach in enumerate(accumulate([OBJECT] * 4)):
         # The first batch of each object has no stamp: nothing proves that it is old enough.

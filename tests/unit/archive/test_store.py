@@ -149,7 +149,7 @@ def test_a_read_requests_only_its_bytes_and_none_after_the_end():
     assert source.closed
 
 
-def test_a_file_gets_its_name_after_its_sync_and_the_names_are_synced(store, monkeypatch):
+def test_a_file_is_synced_before_it_gets_its_name_and_the_name_is_synced(store, monkeypatch):
     """The name of the file and the names of new folders are synced."""
     steps = []
     sync, link = os.fsync, os.link

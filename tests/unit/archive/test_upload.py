@@ -149,7 +149,7 @@ def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, change
 
 
 @pytest.mark.parametrize("wrong", [".parquet", "1-9-"])
-def test_a_file_that_reads_back_wrong_is_an_error_with_its_name(store, wrong):
+def test_a_file_that_reads_back_differently_is_an_error_with_its_name(store, wrong):
     store.wrong = wrong
     with pytest.raises(WaltzError, match=r"0-9-9|1-9-"):
         upload(store, KEY, job_after())

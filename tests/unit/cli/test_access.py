@@ -225,7 +225,7 @@ def test_a_repeated_grant_creates_no_revision(cluster):
         (("token", "revoke", "t1"), "there is no token with ID 't1'."),
     ],
 )
-def test_wrong_input_changes_nothing(cluster, words, error):
+def test_invalid_arguments_change_no_permission(cluster, words, error):
     before = cluster.permissions
     assert error in cluster.run(*words, code=1).stderr
     assert cluster.permissions == before
@@ -442,7 +442,7 @@ def test_an_import_without_replicate_needs_force(cluster, tmp_path):
     assert cluster.permissions.grants == ()
 
 
-def test_a_file_that_is_no_export_is_named(cluster, tmp_path):
+def test_a_file_that_is_not_an_export_is_rejected(cluster, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(b"{}")
     for words in (("--file", file), ("--file", file, "--yes")):

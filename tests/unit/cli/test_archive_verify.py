@@ -146,7 +146,9 @@ def test_a_check_that_is_interrupted_prints_where_to_continue(archive, monkeypat
     assert archive.check._is_stopped
 
 
-def test_a_store_that_fails_ends_the_check_with_the_place_to_continue(archive, monkeypatch, capsys):
+def test_after_an_error_of_the_store_the_check_prints_where_to_continue(
+    archive, monkeypatch, capsys
+):
     second = archive.log.manifest.newest_objects[1]
     open_file = archive.store.open
 

@@ -306,7 +306,7 @@ def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
 
 
 @pytest.mark.parametrize("words", [(), ("--same-key",)])
-def test_the_second_of_two_restorations_fails_and_leaves_nothing(
+def test_the_second_of_two_restorations_fails_and_leaves_no_files(
     tmp_path, monkeypatch, store, words
 ):
     log = write_archive(store, folder=f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}")
@@ -328,7 +328,7 @@ def test_the_second_of_two_restorations_fails_and_leaves_nothing(
     assert "a cluster exists already at" in error
     assert written
     assert files_of(tmp_path / "archive") == before
-    assert "/w" in zookeeper.dump(), "the first one"
+    assert "/w" in zookeeper.dump(), "the cluster of the first restoration"
 
 
 @pytest.mark.parametrize(("words", "remains"), [((), False), (("--same-key",), True)])

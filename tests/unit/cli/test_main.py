@@ -21,7 +21,7 @@ def test_without_arguments_five_commands_are_shown(capsys):
 
 
 @pytest.mark.parametrize("group", ["cluster", "storage", "server", "client", "disk", "local"])
-def test_a_group_alone_shows_its_subcommands_and_examples(capsys, group):
+def test_a_group_without_a_subcommand_shows_subcommands_and_examples(capsys, group):
     assert main([group]) == 0
     output = capsys.readouterr().out
     assert "Commands:" in output
@@ -180,7 +180,7 @@ def test_a_shell_completes_nouns_verbs_options_and_values(words, expected, capsy
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_there_is_a_completion_script_for_a_shell(shell, capsys, monkeypatch):
+def test_the_completion_command_prints_a_script_for_a_shell(shell, capsys, monkeypatch):
     monkeypatch.setenv("_WALTZ_CORE_COMPLETE", f"{shell}_source")
     assert main([]) == 0
     assert "_WALTZ_CORE_COMPLETE" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_usage_errors_are_one_line_and_a_hint(capsys, words, sentence):
     assert output.out == ""
 
 
-def test_an_interrupt_while_a_noun_is_loaded_ends_without_a_traceback(monkeypatch):
+def test_an_interrupt_while_modules_are_loaded_prints_no_traceback(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 

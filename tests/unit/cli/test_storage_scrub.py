@@ -29,7 +29,7 @@ def stuck_storage(monkeypatch):
     monkeypatch.setattr(storage_scrub, "admin_connection", admin_connection)
 
 
-def test_an_incomplete_pass_is_reported_in_time(capsys):
+def test_an_incomplete_scrub_is_reported_at_the_timeout(capsys):
     began_s = time.monotonic()
     words = ["--admin", Storage.address, "--partition", "4", "--timeout-s", "0.3"]
     assert main(["storage", "scrub", *words]) == 1

@@ -75,7 +75,7 @@ async def test_an_append_that_times_out_in_the_queue_does_not_delay_others():
 
 
 @run_on_virtual_loop
-async def test_appends_held_back_end_with_the_connection():
+async def test_delayed_appends_fail_when_the_partition_is_abandoned():
     author = Author()
     held = author.append()
     author.lose(1)
@@ -103,7 +103,7 @@ async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkey
 
 @pytest.mark.parametrize("token", [1, 2])
 @run_on_virtual_loop
-async def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
+async def test_delayed_appends_are_resent_in_their_order(monkeypatch, token):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
     for data in (b"one", b"two"):
@@ -129,7 +129,7 @@ class LateLoop:
 
 
 @run_on_virtual_loop
-async def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
+async def test_appends_delayed_twice_are_resent_even_on_a_late_loop():
     author = Author()
     author.appends._loop = LateLoop()
     for data in (b"one", b"two"):
@@ -188,7 +188,7 @@ async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
 
 
 @run_on_virtual_loop
-async def test_a_batch_waits_behind_appends_that_are_held_back(monkeypatch):
+async def test_a_batch_waits_for_delayed_appends(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
     author.append()

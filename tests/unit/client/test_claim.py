@@ -80,7 +80,7 @@ def test_a_later_attempt_ends_the_earlier_one(monkeypatch):
     run(scenario, monkeypatch)
 
 
-def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
+def test_a_task_does_not_begin_a_write_that_was_removed(monkeypatch):
     async def scenario(coordinator, enter_task):
         first = await enter_task(0, "one", series=(MARKS, 5))
         assert first.marks == dict(MARKS)
@@ -96,7 +96,7 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
     run(scenario, monkeypatch)
 
 
-def test_writes_are_forgotten_by_name_and_at_their_expiry(monkeypatch):
+def test_writes_are_removed_by_name_and_at_their_expiry(monkeypatch):
     async def scenario(coordinator, _entered):
         registry = coordinator.writes
         for name, keep_ms in (("named", 50), ("old", 0), ("kept", 50)):

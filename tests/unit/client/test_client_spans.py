@@ -42,7 +42,7 @@ def attributes(span: ReadableSpan) -> dict[str, object]:
 
 
 @run_on_virtual_loop
-async def test_the_span_of_an_append_is_a_child_of_the_callers_and_has_its_transaction():
+async def test_the_span_of_an_append_is_a_child_of_the_callers_span():
     async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
         with trace.get_tracer("application").start_as_current_span("order"):
             first = await client.append(b"one", partition=1)

@@ -69,7 +69,7 @@ async def request_concurrently(dials, count, *, cancelled=None, address=None):
     return [None if each.cancelled() else each.result() for each in tasks]
 
 
-def test_a_cancelled_wait_for_a_dial_cancels_no_other(dials):
+def test_a_cancelled_wait_for_a_dial_does_not_cancel_others(dials):
     assert asyncio.run(request_concurrently(dials, 3, cancelled=1)) == [1, None, 1]
     assert dials.count == 1
 
@@ -185,7 +185,7 @@ async def test_requests_and_streams_use_different_sequence_numbers():
 
 
 @run_on_loop
-async def test_a_close_during_a_dial_keeps_no_connection(dials):
+async def test_a_connection_dialed_during_a_close_is_not_kept(dials):
     async with client_and_server() as (links, address, _), asyncio.TaskGroup() as group:
         dialing = group.create_task(answer_or_error(links.get(address)))
         await wait_until(lambda: dials.count)

@@ -52,7 +52,7 @@ def test_a_batch_with_invalid_headers_is_rejected_with_a_reason():
     assert "found 40" in mounted_cursor(BEFORE_FIRST).accept_batch(wrong_count)
 
 
-def test_a_cursor_requests_more_once_when_half_is_applied():
+def test_a_cursor_requests_more_records_when_half_are_applied():
     cursor = mounted_cursor(BEFORE_FIRST, ahead_max=3)
     assert cursor.take_request_mark() == BEFORE_FIRST
     assert cursor.take_request_mark() is None

@@ -85,7 +85,7 @@ def test_without_a_predecessor_only_the_mark_is_claimed():
 
 
 @pytest.mark.parametrize("follow", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
-def test_ids_that_do_not_follow_the_mark_are_not_trusted(follow):
+def test_predecessors_with_unexpected_ids_are_rejected(follow):
     with pytest.raises(errors.RemoteProtocolError, match="ascending transaction IDs from 5 to 9"):
         NO_PREDECESSORS.with_predecessors(message(*follow, last=9), 5, MOUNT, LOCKS)
 
@@ -104,7 +104,7 @@ def test_a_predecessor_has_the_values_of_its_record():
 
 
 @pytest.mark.parametrize("at", range(len(record(6))))
-def test_changed_bytes_are_not_trusted(at):
+def test_predecessors_with_changed_bytes_are_rejected(at):
     whole = message(5, 6, last=9)
     wrong = bytearray(whole.records)
     wrong[len(record(5)) + at] ^= 1
@@ -113,7 +113,7 @@ def test_changed_bytes_are_not_trusted(at):
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
-def test_impossible_lengths_are_not_trusted(lengths):
+def test_predecessors_with_impossible_lengths_are_rejected(lengths):
     whole = message(6, last=9)
     with pytest.raises(errors.RemoteProtocolError, match="a record at byte 0, found other bytes"):
         NO_PREDECESSORS.with_predecessors(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)

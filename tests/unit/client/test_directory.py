@@ -97,7 +97,7 @@ async def request_concurrently(zookeeper, count, *, cancelled=None):
 OWNER = Owner("a:1", 3)
 
 
-def test_a_cancelled_caller_of_a_shared_request_cancels_no_other():
+def test_a_cancelled_caller_of_a_shared_request_does_not_cancel_others():
     zookeeper = AnsweringZooKeeper()
     assert run_in_virtual_time(request_concurrently(zookeeper, 3, cancelled=1)) == [
         OWNER,
@@ -241,7 +241,7 @@ class OutdatedZooKeeper(OtherCluster):
     generation = 3
 
 
-def test_a_late_answer_of_zookeeper_replaces_nothing_newer(monkeypatch):
+def test_a_late_answer_of_zookeeper_does_not_replace_newer_owners(monkeypatch):
     async def connect(*_place, **_options):
         return OutdatedZooKeeper()
 
@@ -528,7 +528,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
             run_in_virtual_time(ask())
 
 
-def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
+def test_a_new_cluster_at_the_root_of_a_missing_one_is_rejected():
     zookeeper = RebuiltZooKeeper()
     directory = reopen_after_missing_cluster(zookeeper)
     zookeeper.key = UUID(int=8)

@@ -202,7 +202,7 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         )
 
 
-def test_a_key_that_cannot_be_used_appends_nothing(directory: Path) -> None:
+def test_an_append_with_an_unusable_key_is_rejected(directory: Path) -> None:
     with waltz_and_client(directory) as (waltz, client):
         for key, text in (("c", "has no such key."), ("../a", "expected a key ID")):
             with pytest.raises(errors.BadConfig, match=text):

@@ -100,7 +100,7 @@ async def test_a_denied_id_is_replaced_once_for_all_partitions():
 
 
 @run_on_virtual_loop
-async def test_an_id_that_the_application_keeps_is_not_replaced():
+async def test_an_id_that_the_application_has_set_is_not_replaced_after_a_denial():
     link = Link("one:1", FIRST_ISSUED_ID)
     ids = LinksAndDirectory(link).ids(given=ClientIdentity(7))
     assert ids.current == ClientIdentity(7)
@@ -117,7 +117,7 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
 
 
 @run_on_virtual_loop
-async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
+async def test_a_frozen_server_does_not_delay_others_and_its_answer_is_shared():
     frozen, other = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(frozen, other).ids()
     frozen.may_answer.clear()

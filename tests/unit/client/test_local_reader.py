@@ -130,14 +130,14 @@ def test_a_changed_byte_of_a_record_is_rejected(files, reader, at):
         files.read(reader, 10, 29)
 
 
-def test_right_records_in_the_wrong_place_are_rejected(files, reader):
+def test_valid_records_with_unexpected_ids_are_rejected(files, reader):
     """A position that is off by a record has valid checksums and wrong IDs."""
     files.write(10, files.records[files.size : 8 * files.size])
     with pytest.raises(errors.ChecksumMismatch):
         files.read(reader, 10, 12)
 
 
-def test_a_file_that_was_truncated_meanwhile_is_reported(files, reader):
+def test_a_file_that_is_truncated_before_the_read_is_reported(files, reader):
     files.read(reader, 10, 12)
     os.truncate(files.directory / "10", FIRST_RECORD_OFFSET + 4 * files.size + 5)
     assert files.read(reader, 13, 13).lengths.size == 1
@@ -209,7 +209,7 @@ def test_reads_that_are_not_in_the_page_cache_run_on_a_thread(files, reader, mon
     assert system_call.callers.count("loop") == 1
 
 
-def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(files, monkeypatch):
+def test_a_read_fails_while_a_thread_still_runs_a_cancelled_read(files, monkeypatch):
     is_running, reader = (
         threading.Event(),
         LocalReader("10.0.0.2:15280", "the name", 3, timeout_s=0.05),

@@ -248,7 +248,7 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
 
 
 @run_on_virtual_loop
-async def test_resent_appends_keep_their_place() -> None:
+async def test_resent_appends_keep_their_order() -> None:
     async with two_servers() as (cluster, proxies, client):
         await client.mount([0])
         server = cluster.owner(0)

@@ -51,7 +51,7 @@ def test_settings_of_a_wrong_type_are_rejected_with_the_expected_type(opened):
         asyncio.run(opening())
 
 
-def test_a_client_is_neither_copied_nor_pickled():
+def test_a_client_cannot_be_copied_or_pickled():
     with MemoryWaltz() as waltz, waltz.client() as client:
         with pytest.raises(errors.UsageError, match="open one there, with the same connect string"):
             copy.copy(client)

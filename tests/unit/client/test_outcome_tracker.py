@@ -91,7 +91,7 @@ def test_only_rows_of_the_same_client_count():
     assert pending.known_outcome(BEFORE_FIRST) is None
 
 
-def test_a_submission_found_in_part_has_an_unknown_outcome():
+def test_a_submission_of_which_only_a_part_is_in_the_log_has_an_unknown_outcome():
     tracker = new_tracker()
     pending = register_submission(tracker, 1, 1, rows=2)
     tracker.prove(TransactionId(15))
@@ -126,7 +126,7 @@ def test_a_proof_does_not_cover_later_appends():
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     order=st.randoms(use_true_random=False),
 )
-def test_every_row_of_every_submission_is_found_at_its_place(sizes, order):
+def test_every_row_of_every_submission_is_found_at_its_id(sizes, order):
     tracker = new_tracker()
     rows = []
     sequence = 1

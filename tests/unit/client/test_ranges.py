@@ -192,7 +192,7 @@ def test_invalid_headers_are_rejected():
         chunk_of_server(P, query, replace(good, records=good.records[:-1]))
 
 
-def test_a_filter_leaves_gaps_but_no_disorder():
+def test_a_filtered_range_may_have_gaps_but_must_be_in_order():
     query = replace(QUERY, form=RangeForm.HEADERS, header_values=(1,))
     good = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 13), count=2)
     assert chunk_of_server(P, query, good).next == 15

@@ -142,7 +142,7 @@ async def test_a_request_is_repeated_after_the_pause_that_the_server_names():
 
 
 @run_on_virtual_loop
-async def test_a_pause_longer_than_the_request_ends_with_the_reason():
+async def test_a_pause_above_the_request_timeout_is_an_error_with_the_reason():
     cluster = Cluster(owner=lambda _: errors.Overloaded("over a limit", 3_600_000))
     with pytest.raises(errors.Overloaded, match="over a limit") as raised:
         await cluster.requests.high_water_mark(0, linearizable=False)

@@ -114,7 +114,7 @@ def test_start_and_stop_are_like_those_of_a_range(client: WaltzClient, start, st
     assert found["transaction_id"].to_pylist() == ids
 
 
-def test_a_scan_is_a_snapshot_of_the_moment_of_the_call(client: WaltzClient):
+def test_a_scan_is_a_snapshot_at_the_time_of_the_call(client: WaltzClient):
     fill(client, 0, 2)
     reader = client.scan(0)
     fill(client, 0, 1)

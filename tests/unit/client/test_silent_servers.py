@@ -42,7 +42,7 @@ def scenario(caplog):
     return Scenario(caplog)
 
 
-def test_a_silence_and_its_end_are_reported_once_and_zookeeper_is_checked(scenario):
+def test_a_silent_server_is_reported_once_and_zookeeper_is_checked(scenario):
     silent_servers = scenario.silent_servers
     assert scenario.at(101, silent_servers.on_silence_detected, SERVER, 1, since_s=99.5) == [
         ("WARNING", f"server.silent server={SERVER} silent_s=1.5")

@@ -217,7 +217,7 @@ def test_an_engine_that_cannot_commit_changes_and_mark_together_is_rejected(
     engine.dispose()
 
 
-def test_without_sqlalchemy_the_import_states_what_to_install(
+def test_without_sqlalchemy_the_import_error_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
@@ -255,7 +255,7 @@ def test_a_context_claims_the_mark_in_the_database(engine: sa.Engine) -> None:
     assert callbacks.total == 1  # the writes of a reader are rolled back
 
 
-def test_a_context_reads_the_state_of_one_moment(engine: sa.Engine) -> None:
+def test_a_context_reads_one_snapshot_of_the_database(engine: sa.Engine) -> None:
     callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
     writer = sa.create_engine(engine.url, connect_args={"timeout": 0})
@@ -545,7 +545,7 @@ def test_a_mark_of_a_development_version_gets_the_key_of_the_next_cluster(
         other.client_high_water_mark(0)
 
 
-def test_callbacks_that_would_apply_nothing_are_rejected(engine: sa.Engine) -> None:
+def test_callbacks_without_an_apply_method_are_rejected(engine: sa.Engine) -> None:
     class Neither(SqlCallbacks):
         pass
 

@@ -642,7 +642,7 @@ def own_headers_answer(range_request, *rows, next_id, mark=12):
     return m.RangeData(range_request.req_id, *fields)
 
 
-def test_a_server_that_knows_the_form_returns_own_headers_only():
+def test_a_server_with_support_for_it_returns_only_the_clients_headers():
     scenario = in_doubt()
     mount = scenario.open_link(number=2, generation=1, supports_own_ranges=True)
     (request,) = [
@@ -689,7 +689,7 @@ def test_own_headers_that_do_not_match_the_request_settle_no_row(spoil):
 # the feed
 
 
-def test_the_feed_is_mounted_after_its_distance_is_known():
+def test_the_feed_is_mounted_after_the_mark_of_the_log_is_known():
     scenario = Scenario()
     scenario.step(stream_events.Subscribe(4))
     first = scenario.open_link()
@@ -752,7 +752,7 @@ def test_messages_of_an_earlier_mount_are_ignored_on_the_same_link():
     assert [e.first for e in scenario.receive(replace(late, req_id=again.req_id))] == [3]
 
 
-def test_ending_a_feed_that_never_started_changes_nothing():
+def test_ending_a_feed_that_never_started_has_no_effect():
     scenario = Scenario().mount_partition(4)
     assert scenario.step(stream_events.Unsubscribe()) == []
     assert scenario.stream.phase is Phase.READY
@@ -785,7 +785,7 @@ def test_a_gap_in_the_feed_is_never_delivered():
     assert "gap" in scenario.stream.failure
 
 
-def test_a_suspended_feed_requests_no_more_until_half_is_applied():
+def test_a_suspended_feed_sends_no_request_until_half_is_applied():
     scenario = Scenario()
     request = scenario.mount_with_feed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))

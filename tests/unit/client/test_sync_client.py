@@ -112,7 +112,7 @@ def test_a_closed_client_cannot_be_entered():
         client.__enter__()
 
 
-def test_tasks_started_during_the_shutdown_are_ended_too():
+def test_tasks_started_during_the_shutdown_are_cancelled():
     """A callback's thread may request data after the client's loop has stopped."""
     client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
 
@@ -386,7 +386,7 @@ def test_a_thread_may_read_the_partitions_while_they_change(monkeypatch):
         monkeypatch.undo()
 
 
-def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
+def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
     """The loop ends before the outcomes are known: other threads get what is known then."""
     with MemoryWaltz(1) as waltz:
         client = waltz.client()

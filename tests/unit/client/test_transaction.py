@@ -19,7 +19,7 @@ def builder() -> TransactionBuilder:
     return TransactionBuilder(0, -1)
 
 
-def test_the_hash_of_a_text_key_is_its_crc():
+def test_the_hash_of_a_text_key_is_its_crc_32():
     assert lock("account", "äb") == lock_hash("account", crc32("äb".encode()))
     assert lock("account") == lock("account", 0)
     assert partition_of(lock("account", 7), 5) == partition_of_hash(lock("account", 7), 5)
@@ -53,13 +53,13 @@ def test_serializers_return_the_value_that_was_serialized(serializer, value):
 @pytest.mark.parametrize(
     ("serializer", "value"), [(BYTES, "text"), (MSGPACK, object()), (JSON, b"bytes")]
 )
-def test_serializers_reject_what_they_cannot_write(serializer, value):
+def test_serializers_reject_values_that_they_cannot_write(serializer, value):
     with pytest.raises(errors.BadRequest, match="transaction data"):
         serializer.serialize(value)
 
 
 @pytest.mark.parametrize("serializer", [MSGPACK, JSON])
-def test_serializers_reject_what_they_cannot_read(serializer):
+def test_serializers_reject_bytes_that_they_cannot_read(serializer):
     with pytest.raises(errors.BadFormat, match="transaction data"):
         serializer.deserialize(b"\xc1\xff")
 
@@ -150,14 +150,14 @@ def test_the_ends_of_a_range_are_transaction_ids():
             check_range(3, first, last)
 
 
-def test_an_append_computed_from_another_state_claims_only_the_session():
+def test_an_append_with_other_locks_claims_no_predecessors():
     one = builder()
     assert one.claim() == (-1, None)
     one.pipelined_state = replace(
         NO_PREDECESSORS, session_id=3, base=4, mark=9, locks=frozenset((1,))
     )
     one.client_high_water_mark = 5
-    assert one.claim() == (5, None)  # not requested as a dependent append
+    assert one.claim() == (5, None)  # without these locks the append is independent
     assert one.predecessors(5) == ()
     one.set_write_locks([1])
     assert one.claim() == (9, one.pipelined_state)

@@ -167,7 +167,7 @@ def test_permissions_over_the_limit_are_not_written():
         access_node.encode_permissions(full)
 
 
-def test_a_token_is_unknown_from_its_expiry_on():
+def test_a_token_is_rejected_from_its_expiry_on():
     expires_ms = PERMISSIONS.tokens[HASH].expires_ms
     assert PERMISSIONS.valid_token(HASH, expires_ms - 1).principal == "spark-etl"
     assert PERMISSIONS.valid_token(HASH, expires_ms) is None

@@ -79,7 +79,7 @@ def test_preferred_partitions_are_assigned_to_their_first_server_beyond_its_shar
     assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
 
 
-def test_preferring_an_owned_partition_moves_nothing():
+def test_preferring_an_owned_partition_moves_no_partition():
     old = PartitionAssignment(1, 4, {1: {0: 7, 1: 7}, 2: {2: 7, 3: 7}})
     assert assign(old, live_servers(1, 2, preferred={2: [2]})).servers == old.servers
 
@@ -92,7 +92,7 @@ def test_every_partition_is_assigned_if_preferences_use_up_a_share():
     assert found.servers == {1: {0: 1, 1: 1, 2: 1}, 2: {3: 1, 4: 1}}
 
 
-def test_added_partitions_are_assigned_and_the_others_stay():
+def test_added_partitions_are_assigned_and_existing_ones_do_not_move():
     old = PartitionAssignment(1, 2, {1: {0: 3}, 2: {1: 4}})
     assert assign(old, live_servers(1, 2)).servers == {1: {0: 3, 2: 1}, 2: {1: 4, 3: 1}}
 
@@ -103,7 +103,7 @@ def test_fewer_partitions_than_before_is_rejected():
         assign(old, live_servers(1), partition_count=3)
 
 
-def test_generations_end_at_32_bits():
+def test_generations_above_32_bits_are_rejected():
     old = PartitionAssignment(1, 1, {1: {0: 2**31 - 2}})
     last = assign(old, live_servers(2), partition_count=1)
     assert last.servers == {2: {0: 2**31 - 1}}
@@ -114,7 +114,7 @@ def test_generations_end_at_32_bits():
         assign(last, live_servers(3), partition_count=1)
 
 
-def test_preferred_partitions_stay_and_free_ones_go_to_the_least_loaded():
+def test_preferred_partitions_do_not_move_and_free_ones_go_to_the_least_loaded():
     old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
     new = assign(old, live_servers(1, 2), partition_count=6, cversion=2, keeps_owners=True)
     assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}

@@ -49,7 +49,7 @@ def test_a_backup_survives_a_round_trip():
 ACCESS = Permissions(17, "ann", 5, bytes(range(32)), tokens={"ab" * 32: StoredToken("t", "x", 9)})
 
 
-def test_a_backup_has_the_permissions_if_there_are_any():
+def test_a_backup_contains_the_permissions_of_its_cluster():
     taken = replace(BACKUP, permissions=ACCESS)
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
     assert "access" not in decode_with_crc(BACKUP.to_bytes(), "f")

@@ -54,7 +54,7 @@ def test_two_hot_partitions_are_separated():
     assert len(plan(owners, {0: 600, 1: 600, 2: 100})) == 1
 
 
-def test_a_difference_within_the_noise_moves_nothing():
+def test_a_difference_within_the_noise_moves_no_partition():
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     assert plan(owners, {0: 1_000, 1: 1_100, 2: 1_000, 3: 1_000}) == {}
 
@@ -66,7 +66,7 @@ def test_idle_partitions_are_spread_by_count():
     assert set(moves.values()) == {2}
 
 
-def test_servers_without_a_load_report_neither_lose_nor_get_partitions():
+def test_servers_without_a_load_report_keep_their_partitions_and_get_none():
     owners = {0: 1, 1: 1, 2: 3}
     assert plan(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
     assert plan(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
@@ -99,7 +99,7 @@ def clusters(draw):
 
 
 @given(clusters())
-def test_any_plan_keeps_the_rules(cluster):
+def test_every_plan_of_the_balancer_keeps_the_rules(cluster):
     servers, owners, loads, preferred = cluster
     limits = BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS)
     moves = plan(owners, loads, servers=servers, preferred=preferred, limits=limits)
@@ -115,7 +115,7 @@ def test_any_plan_keeps_the_rules(cluster):
 
 
 @given(clusters())
-def test_repeated_planning_ends(cluster):
+def test_repeated_planning_reaches_a_plan_without_moves(cluster):
     servers, owners, loads, preferred = cluster
     balancer = Balancer(BalanceLimits(cooldown_ms=1, sustained_ms=0, rebalancing_ms=2 * WINDOW_MS))
     for number in range(30):
@@ -128,7 +128,7 @@ def test_repeated_planning_ends(cluster):
     raise AssertionError(f"still moving: {moves}")
 
 
-def test_a_short_imbalance_moves_nothing():
+def test_a_short_imbalance_moves_no_partition():
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     even, uneven = dict.fromkeys(owners, 500), {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
@@ -145,7 +145,7 @@ def test_a_short_imbalance_moves_nothing():
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_an_unobserved_imbalance_moves_nothing(is_alone):
+def test_an_imbalance_without_a_complete_history_moves_no_partition(is_alone):
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 0) == {}
@@ -157,7 +157,7 @@ def test_an_unobserved_imbalance_moves_nothing(is_alone):
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 35_000) == {1: 2}
 
 
-def test_the_first_unconfirmed_load_report_moves_nothing():
+def test_the_first_unconfirmed_load_report_moves_no_partition():
     """All partitions were idle; one server reports new load, the report of the other is old."""
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
@@ -237,7 +237,7 @@ class Cluster:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("noise", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize(("partition_count", "server_count"), [(4, 2), (9, 3)])
-def test_a_partition_with_ten_times_the_traffic_is_alone_within_a_minute_and_stays(
+def test_a_hot_partition_has_a_server_to_itself_within_a_minute(
     partition_count, server_count, noise, seed
 ):
     cluster = Cluster(dict.fromkeys(range(partition_count), 100.0), server_count, seed, noise)

@@ -110,7 +110,7 @@ async def test_cluster_and_store_must_have_as_many_partitions():
 
 
 @run_on_virtual_loop
-async def test_ids_end_at_32_bits():
+async def test_ids_above_32_bits_are_not_allocated():
     _, session, coordinator = await with_cluster()
     await session.write([SetNode(f"{ROOT}/ids/client", model.encode_id_counter(2**31 - 2), 0)])
     assert await coordinator.next_client_id() == 2**31 - 1

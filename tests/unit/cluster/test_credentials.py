@@ -86,7 +86,7 @@ def test_both_users_create_nodes_with_the_same_permissions(text, path, members, 
 
 
 @pytest.mark.parametrize("text", [OF_ADMINISTRATORS, OF_MEMBERS])
-def test_further_lines_name_administrators_or_give_at_most_what_members_have(text):
+def test_further_lines_name_administrators_or_grant_at_most_member_permissions(text):
     lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW}:cdrwa\n"
     found = parse_credentials(f"{text}{lines}", "f")
 

@@ -94,7 +94,7 @@ def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> Non
     ]
 
 
-def test_a_daemon_without_access_control_publishes_nothing() -> None:
+def test_a_daemon_without_access_control_publishes_no_revision() -> None:
     coordinator = _Coordinator(Permissions(4, "ops", 0, bytes(32)))
     for port in (None, ListenContext(ssl.PROTOCOL_TLS_SERVER)):
         asyncio.run(follow_znodes.follow_permissions(coordinator, port, "server-1"))

@@ -218,7 +218,7 @@ async def test_a_second_node_of_the_same_server_is_removed(cluster):
 
 
 @run_in_cluster
-async def test_each_settled_view_is_reported_once_and_no_other(cluster):
+async def test_each_settled_view_is_reported_once_and_unsettled_views_never(cluster):
     (one, _), (two, _), (observer, _) = cluster.member(), cluster.member(), cluster.member()
     seen = CallbackRecorder()
     async with run_meanwhile(observer.follow(seen)):
@@ -412,7 +412,7 @@ async def first_server_absent(cluster):
 
 @pytest.mark.parametrize("end", ["session timeout", "known to be dead", "replaced at its address"])
 @run_in_cluster
-async def test_the_wait_for_an_absent_server_ends(cluster, end):
+async def test_the_leader_waits_a_limited_time_for_an_absent_server(cluster, end):
     async with first_server_absent(cluster) as (_, two, views_of_two):
         remaining_servers = [2]
         assert not (await two.read()).is_settled
@@ -437,7 +437,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
 
 
 @run_in_cluster
-async def test_the_loss_of_one_zookeeper_server_delays_nothing(cluster):
+async def test_a_short_loss_of_zookeeper_does_not_delay_the_reaction_to_a_dead_server(cluster):
     async with two_servers(cluster) as (first, _two, second, views_of_two):
         second.suspend()
         cluster.zookeeper.advance(100)

@@ -81,7 +81,7 @@ from waltz_core.cluster.znodes import model
         (model.decode_id_counter, "000000", "expected 4 bytes of last ID, found 3"),
     ],
 )
-def test_errors_state_the_problem_and_its_offset(decode, text, problem):
+def test_decoding_errors_state_the_problem_and_its_offset(decode, text, problem):
     with pytest.raises(errors.BadFormat) as caught:
         decode(bytes.fromhex(text))
     assert problem in str(caught.value)

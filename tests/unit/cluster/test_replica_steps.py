@@ -50,7 +50,7 @@ def step(now, wanted, joining=""):
 # --- one step after the other
 
 
-def test_replicas_are_added_one_by_one_and_awaited():
+def test_each_added_replica_must_be_in_sync_before_the_next_one():
     assert step(partition_state("ABC"), "ABCDE", "DE") == "ABCD"
     assert step(partition_state("ABCD", known="ABC"), "ABCDE", "DE") == (
         "the server of the partition must open a store session with the replicas A, B, C, D"
@@ -86,7 +86,7 @@ def test_a_step_is_postponed_if_appends_would_wait_for_a_copy():
     )
 
 
-def test_a_single_replica_gets_a_second_one_that_still_has_to_copy():
+def test_a_single_replica_gets_a_second_one_before_the_copy():
     assert step(partition_state("A"), "AB", "B") == "AB"
     assert step(partition_state("A"), "B", "B") == "AB"
 
@@ -308,7 +308,7 @@ def test_partitions_with_replicas_in_one_group_are_listed():
     assert replica_steps.partitions_in_too_few_groups(now, GROUPS) == [1, 2]
 
 
-def test_missing_replicas_are_added_and_others_stay():
+def test_missing_replicas_are_added_and_existing_ones_do_not_move():
     now = {0: ("A", "D"), 1: ("A", "B", "C")}
     assert replica_steps.fill_up_replicas(now, GROUPS, 3) == {
         0: ("A", "D", "E"),

@@ -103,7 +103,7 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
     assert found["removing"].state == WriteState({0: 2}, 0, {})
 
 
-def test_a_restored_cluster_with_the_same_key_is_not_its_own_source():
+def test_a_cluster_restored_with_its_old_key_is_not_listed_as_a_source():
     cluster = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS, CLIENT_KEY)
     assert cluster.restore_sources == BACKUP.restore_sources
 

@@ -196,7 +196,7 @@ async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
 
 
 @run_in_cluster
-async def test_a_step_that_is_too_wide_is_rejected(cluster):
+async def test_a_step_with_too_many_new_replicas_is_rejected(cluster):
     def change(old):
         moved_assignment = model.ReplicaAssignments(
             {A: (0, 1), B: (), C: (), D: (0, 1), "h:1": (0, 1)}

@@ -33,7 +33,7 @@ def scenario():
 
 
 @run_on_virtual_loop
-async def test_clusters_are_found_below_a_place_and_nowhere_else(scenario):
+async def test_clusters_are_found_only_below_the_given_path(scenario):
     for root in ("/a/one", "/a/two", "/b"):
         await scenario.cluster(root, root[-1])
     await scenario.cluster("/zookeeper")  # its own nodes are ignored
@@ -98,7 +98,7 @@ async def test_a_write_of_unknown_outcome_is_read_again(scenario, fault, at):
 
 
 @run_on_virtual_loop
-async def test_nodes_created_meanwhile_are_deleted_too(scenario):
+async def test_nodes_created_during_the_deletion_are_deleted(scenario):
     await scenario.cluster("/w")
     other = scenario.zookeeper.session()
     new = [CreateNode("/w/new"), CreateNode("/w/new/deep")]

@@ -98,7 +98,7 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
 
 
 @run_on_virtual_loop
-async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhile(monkeypatch):
+async def test_an_attempt_does_not_finish_a_write_if_another_attempt_enters_its_task(monkeypatch):
     """The later attempt may append rows that a lock has rejected in this attempt."""
     world, paused, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)

@@ -113,7 +113,7 @@ def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
         ),
     ],
 )
-def test_a_wrong_value_is_reported_with_its_place(tmp_path, text, message):
+def test_an_invalid_value_is_reported_with_its_location(tmp_path, text, message):
     with pytest.raises(BadConfig, match=message):
         load_config(PlantConfig, path=write(tmp_path, text))
 
@@ -135,7 +135,7 @@ def test_texts_of_flags_and_environment_get_the_type_of_the_setting():
     assert loaded.config == PlantConfig(name="17", water_ms=2_500, is_green=False)
 
 
-def test_a_config_made_by_hand_is_checked_too():
+def test_a_config_object_is_checked_like_a_file():
     with pytest.raises(BadConfig, match=r"water_ms: expected 1000\.\.9000, found 1"):
         PlantConfig(name="a", water_ms=1)
     with pytest.raises(BadConfig, match="water_ms: expected int, found '5'"):
