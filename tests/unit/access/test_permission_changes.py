@@ -55,12 +55,12 @@ def test_two_grants_of_one_holder_and_verb_become_one():
 
 def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
     old = changes.add_to_group(EMPTY, "ann", ["bob"])
-    both = changes.grant(
+    permissions = changes.grant(
         changes.grant(old, ANN, [READ], None), Grantee("ann", is_group=True), [APPEND], None
     )
-    assert changes.granted_partitions(both, "ann", READ, COUNT) == set(range(COUNT))
-    assert changes.granted_partitions(both, "ann", APPEND, COUNT) == set()
-    assert changes.granted_partitions(both, "bob", APPEND, COUNT) == set(range(COUNT))
+    assert changes.granted_partitions(permissions, "ann", READ, COUNT) == set(range(COUNT))
+    assert changes.granted_partitions(permissions, "ann", APPEND, COUNT) == set()
+    assert changes.granted_partitions(permissions, "bob", APPEND, COUNT) == set(range(COUNT))
 
 
 def test_a_revocation_leaves_the_other_partitions():
@@ -140,17 +140,17 @@ def test_the_last_grant_of_replicate_for_a_partition_is_kept():
     group = changes.add_to_group(EMPTY, "servers", ["s1", "s2"])
     old = changes.grant(group, SERVERS, [REPLICATE], None)
 
-    def is_checked(after):
+    def check_change_is_rejected(after):
         with pytest.raises(
             BadRequest,
             match="no principal would have the verb `replicate` for partitions",
         ):
             changes.check_replicate_remains(old, after, COUNT)
 
-    is_checked(revoke(old, SERVERS, [REPLICATE], None))
-    is_checked(revoke(old, SERVERS, [REPLICATE], ((3, 3),)))
-    is_checked(changes.delete_group(old, "servers"))
-    is_checked(changes.remove_from_group(old, "servers", ["s1", "s2"]))
+    check_change_is_rejected(revoke(old, SERVERS, [REPLICATE], None))
+    check_change_is_rejected(revoke(old, SERVERS, [REPLICATE], ((3, 3),)))
+    check_change_is_rejected(changes.delete_group(old, "servers"))
+    check_change_is_rejected(changes.remove_from_group(old, "servers", ["s1", "s2"]))
     changes.check_replicate_remains(old, changes.remove_from_group(old, "servers", ["s1"]), COUNT)
     other = changes.grant(old, Grantee("s3", is_group=False), [REPLICATE], ((0, 9),))
     changes.check_replicate_remains(other, changes.delete_group(other, "servers"), COUNT)

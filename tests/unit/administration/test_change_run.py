@@ -66,18 +66,18 @@ async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
 
 
 @pytest.mark.parametrize(
-    ("user", "sudoer", "user_name"),
+    ("user", "sudo_user", "user_name"),
     [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
 )
 @run_on_virtual_loop
 async def test_the_audit_record_names_the_user_behind_sudo(
-    coordinator, monkeypatch, user, sudoer, user_name
+    coordinator, monkeypatch, user, sudo_user, user_name
 ):
     """Administrators who share a machine all run commands as root."""
     monkeypatch.setenv("LOGNAME", user)
     monkeypatch.delenv("SUDO_USER", raising=False)
-    if sudoer:
-        monkeypatch.setenv("SUDO_USER", sudoer)
+    if sudo_user:
+        monkeypatch.setenv("SUDO_USER", sudo_user)
     await coordinator.create_cluster(CLUSTER)
     async with audit_change(coordinator):
         (entry,) = await coordinator.audit.read()

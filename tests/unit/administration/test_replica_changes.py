@@ -65,7 +65,7 @@ def test_a_storage_that_does_not_run_is_rejected_as_a_replacement():
 
 
 def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
-    async def bring_back():
+    async def add_storage_back():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
         empty = f"127.0.0.1:{listener.port}"
@@ -77,7 +77,7 @@ def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
         await listener.close()
         return result
 
-    result = asyncio.run(bring_back())
+    result = asyncio.run(add_storage_back())
     assert result["moved"] == 0
     assert "has no replicas, and every partition has" in result["summary"]
     assert "cluster add-replica" in result["summary"]

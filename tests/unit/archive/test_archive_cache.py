@@ -99,16 +99,16 @@ def test_a_failed_read_ahead_is_repeated_by_the_next_read(cache):
 
 
 def test_read_aheads_above_the_limit_are_dropped(cache):
-    go, calls = Event(), []
+    may_load, calls = Event(), []
 
     def load():
         calls.append(None)
-        assert go.wait(TEST_TIMEOUT_S)
+        assert may_load.wait(TEST_TIMEOUT_S)
         return "value", 10
 
     for key in range(READ_AHEAD_CALLS_MAX + 3):
         cache.read_ahead(key, load)
         cache.read_ahead(key, load)
-    go.set()
+    may_load.set()
     cache._threads.shutdown()  # waits for all of them
     assert len(calls) == READ_AHEAD_CALLS_MAX

@@ -43,11 +43,11 @@ def test_the_benchmark_of_openings_writes_the_requested_number_of_segments(capsy
 def test_unreadable_rows_are_reported_as_lost(capsys, tmp_path, monkeypatch):
     append = PartitionLog.append
 
-    def forgetful(log, session, first, *rest, **options):
+    def append_partly(log, session, first, *rest, **options):
         if first < 5_000:
             append(log, session, first, *rest, **options)
 
-    monkeypatch.setattr(PartitionLog, "append", forgetful)
+    monkeypatch.setattr(PartitionLog, "append", append_partly)
     code, report = bench(capsys, tmp_path, "storage-append")
     assert code == 1
     assert report["lost"] == ROWS - 5_000

@@ -420,10 +420,10 @@ def test_an_export_is_imported_with_a_later_revision(cluster, tmp_path):
     assert access_node.decode_permissions(file.read_bytes()) == saved
     cluster.run("export", "--file", file, code=1)
     cluster.run("grant", "etl", "read")
-    preview = cluster.run("import", "--file", file)
-    assert "nothing was changed. Hint: add --yes" in preview.stdout
-    assert "the file has permissions of revision 3, written at 20" in preview.stdout
-    assert "the cluster has permissions of revision 4, written at 20" in preview.stdout
+    import_preview = cluster.run("import", "--file", file)
+    assert "nothing was changed. Hint: add --yes" in import_preview.stdout
+    assert "the file has permissions of revision 3, written at 20" in import_preview.stdout
+    assert "the cluster has permissions of revision 4, written at 20" in import_preview.stdout
     assert cluster.permissions.revision == 4
     cluster.run("import", "--file", file, "--yes")
     now = cluster.permissions

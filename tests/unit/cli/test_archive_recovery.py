@@ -136,8 +136,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(archive, fault):
-    break_it, reason = FAULTS[fault]
-    break_it(archive)
+    apply_fault, reason = FAULTS[fault]
+    apply_fault(archive)
     found, skipped = find(archive, start=9)
     assert found.last in (9, 19)
     assert found.manifest != archive.manifests[-1].name

@@ -141,8 +141,8 @@ def test_a_check_that_is_interrupted_prints_where_to_continue(archive, monkeypat
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
-    continue_with = capsys.readouterr().err.rpartition(" --first ")[2]
-    assert int(continue_with) in {third.first, third.last + 1}
+    next_id = capsys.readouterr().err.rpartition(" --first ")[2]
+    assert int(next_id) in {third.first, third.last + 1}
     assert archive.check._is_stopped
 
 

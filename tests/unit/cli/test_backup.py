@@ -36,7 +36,7 @@ from waltz_core.errors import BadConfig, ChecksumMismatch, ObjectMissing
 STAMP_MS = 5
 
 
-def in_real_time(scenario):
+def on_real_loop(scenario):
     """Run a coroutine on a loop with threads."""
 
     @functools.wraps(scenario)
@@ -78,7 +78,7 @@ async def run_backup(coordinator, store, request_marks):
     return await take_backup(coordinator, request_marks, store, ProgressLine(), now_ms=77)
 
 
-@in_real_time
+@on_real_loop
 async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     log = write_archive(store, page_entries=2)
     coordinator = await cluster_with(log)
@@ -113,7 +113,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
     assert Backup.from_bytes(backup.to_bytes(), "f") == backup
 
 
-@in_real_time
+@on_real_loop
 async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch):
     log = write_archive(store)
     end = log.lineage[-1].last
@@ -135,7 +135,7 @@ async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch
     assert backup.marks[PARTITION_ID] == end
 
 
-@in_real_time
+@on_real_loop
 async def test_a_backup_reads_the_new_manifest_if_it_is_replaced_meanwhile(store):
     log = write_archive(store)
     coordinator = await cluster_with(log)
@@ -144,7 +144,7 @@ async def test_a_backup_reads_the_new_manifest_if_it_is_replaced_meanwhile(store
     store.delete(log.name)
     reads = []
 
-    class Replacing(Coordinator):
+    class ReplacingCoordinator(Coordinator):
         async def read_partition(self, partition_id):
             if partition_id == PARTITION_ID:
                 reads.append(1)
@@ -152,7 +152,7 @@ async def test_a_backup_reads_the_new_manifest_if_it_is_replaced_meanwhile(store
                     await record(coordinator, log, name=renamed)
             return await coordinator.read_partition(partition_id)
 
-    replacing = Replacing(coordinator._znodes, "/w")
+    replacing = ReplacingCoordinator(coordinator._znodes, "/w")
 
     async def request_marks():
         return marks_of(20)
@@ -161,7 +161,7 @@ async def test_a_backup_reads_the_new_manifest_if_it_is_replaced_meanwhile(store
     assert backup.partitions[PARTITION_ID].manifest.name == renamed
 
 
-@in_real_time
+@on_real_loop
 async def test_a_missing_manifest_is_an_error(store):
     log = write_archive(store)
     coordinator = await cluster_with(log)

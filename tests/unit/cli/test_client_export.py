@@ -152,7 +152,7 @@ def test_a_wrong_column_is_named(column: str, message: str):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--data-format", "avro"], "--data-format avro needs --schema-registry URL"),
         (
@@ -165,10 +165,10 @@ def test_a_wrong_column_is_named(column: str, message: str):
         ),
     ],
 )
-def test_a_format_with_schemas_needs_a_registry(given: list[str], message: str):
+def test_a_format_with_schemas_needs_a_registry(options: list[str], message: str):
     columns = ["--column", "id:int64"]
     done = run_command(
-        "client", "export", "--connect", "h:1/w", "--format", "csv", *columns, *given
+        "client", "export", "--connect", "h:1/w", "--format", "csv", *columns, *options
     )
     assert done.returncode == 1
     assert message in done.stderr

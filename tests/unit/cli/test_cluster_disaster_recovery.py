@@ -151,7 +151,7 @@ async def raise_died(*_):
     raise CommandDied
 
 
-async def no_archive(*_):
+async def no_archive_url(*_):
     return ""
 
 
@@ -216,7 +216,7 @@ def rebuild_cluster(monkeypatch, storage, *, now_s, dies_at=(), access_file=None
         return ids, assignment.servers[1][0], metadata.generation, notes
 
     monkeypatch.setattr(cluster_disaster_recovery, "open_connections", open_links)
-    monkeypatch.setattr(cluster_disaster_recovery, "reported_archive_url", no_archive)
+    monkeypatch.setattr(cluster_disaster_recovery, "reported_archive_url", no_archive_url)
     monkeypatch.setattr(cluster_disaster_recovery.time, "time", lambda: now_s)
     return asyncio.run(scenario())
 

@@ -44,11 +44,11 @@ def test_a_transient_rejection_loses_the_order_of_an_ordered_append(reason):
     outcome = BatchOutcome(
         0, np.array([0]), np.array([reason], dtype=np.uint8), np.array([BEFORE_FIRST])
     )
-    may_be = (
+    order_keeping_codes = (
         RowOutcomeCode.COMMITTED,
         RowOutcomeCode.LOCK,
         RowOutcomeCode.AHEAD,
         RowOutcomeCode.TOO_LARGE,
     )
-    assert append_errors.is_order_lost(one, outcome) is (reason not in may_be)
+    assert append_errors.is_order_lost(one, outcome) is (reason not in order_keeping_codes)
     assert not append_errors.is_order_lost(submission(1), outcome)

@@ -549,12 +549,12 @@ async def test_data_is_fetched_with_its_neighbors():
         await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))
         found = []
 
-        class Reading(RecordingCallbacks):
+        class ReadingCallbacks(RecordingCallbacks):
             async def apply_transaction(self, transaction):
                 found.append(await transaction.data())
 
         cluster.servers[0].received.clear()
-        await client.subscribe(Reading(), [0])
+        await client.subscribe(ReadingCallbacks(), [0])
         await wait_until(lambda: len(found) == 300)
         assert found == [b"%d" % i for i in range(300)]
         assert Counter(cluster.servers[0].received)["RangeRequest"] <= 3
@@ -599,14 +599,14 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
 async def test_a_slow_application_uses_bounded_memory_and_receives_all_transactions():
     config = replace(IN_MEMORY_CONFIG, feed_prefetch_count_max=1_000)
     async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
-        go_on = asyncio.Event()
+        may_continue = asyncio.Event()
 
-        class Slow(RecordingCallbacks):
+        class SlowCallbacks(RecordingCallbacks):
             async def apply_transaction(self, transaction):
-                await go_on.wait()
+                await may_continue.wait()
                 self.seen.append(transaction.transaction_id)
 
-        callbacks = Slow()
+        callbacks = SlowCallbacks()
         await client.subscribe(callbacks, [0])
         rows = 10_000
         payload = batch_of(*[b""] * rows)
@@ -614,7 +614,7 @@ async def test_a_slow_application_uses_bounded_memory_and_receives_all_transacti
             await (await client.append_batch(0, payload, rows, client_high_water_mark=-1))
         queue = client._partitions[0].applier._queue
         assert sum(len(headers) // 20 for _, headers, _ in queue) <= 2 * rows
-        go_on.set()
+        may_continue.set()
         await wait_until(lambda: len(callbacks.seen) == 4 * rows)
         assert callbacks.seen == list(range(4 * rows))
 
@@ -732,14 +732,14 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_the_end():
 
 @run_on_virtual_loop
 async def test_an_application_may_end_its_feed_in_an_outage():
-    class Strict(BlockingCallbacks):
+    class StrictCallbacks(BlockingCallbacks):
         async def uncaught_exception(self, partition, transaction_id, error):
             assert isinstance(error, errors.Unavailable)
             return PoisonPolicy.STOP
 
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append(b"a", partition=0))
-        callbacks = Strict()
+        callbacks = StrictCallbacks()
         await client.subscribe(callbacks, [0])
         await wait_until(lambda: callbacks.tries)
         await cluster.stop_server(cluster.servers[0])
@@ -853,13 +853,13 @@ async def test_large_answers_use_a_separate_connection():
                 return [c.count async for c in client.read_range(3, 0, 0)]
 
             async with asyncio.TaskGroup() as tasks:
-                stuck = tasks.create_task(read())
+                pending_read = tasks.create_task(read())
                 for mark in range(1, 5):
                     assert await (await client.append(b"y", partition=3)) == mark
                     assert await client.high_water_mark(3) == mark
-                assert not stuck.done()
+                assert not pending_read.done()
                 bulk.resume_reading()
-            assert stuck.result() == [1]
+            assert pending_read.result() == [1]
         async with cluster.client().open_during() as reader:
             async for _ in reader.read_range(0, 0, 0):
                 assert len(server.links) == 1  # no connection for appends without an append

@@ -24,7 +24,7 @@ from waltz_core.client.stream.write_claim import SEQUENCES_PER_ATTEMPT, TaskClai
 def run(scenario, monkeypatch):
     """Run a scenario in which all claims use the same server."""
 
-    async def play():
+    async def run_scenario():
         async with asyncio.TaskGroup() as tasks:
             _, _, coordinator = await with_cluster()
             server = RegistryServer(coordinator, tasks)
@@ -46,7 +46,7 @@ def run(scenario, monkeypatch):
                 await user.links.close("the test is over")
                 await server.stop()
 
-    asyncio.run(play())
+    asyncio.run(run_scenario())
 
 
 def test_other_clients_are_those_of_earlier_runs(monkeypatch):

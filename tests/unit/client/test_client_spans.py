@@ -91,10 +91,10 @@ async def test_a_rejected_append_is_an_error_and_a_batch_has_its_number_of_rows(
             [0, 0], [b"a", b"b"], write_locks=[locks, []], read_locks=none, append_locks=none
         )
         await (await client.append_batch(0, rejected_rows, 2, client_high_water_mark=-1))
-        partly = spans("append")[-1]
-        assert partly.status.status_code is trace.StatusCode.ERROR
-        assert attributes(partly)["waltz.rejected_count"] == 1
-        assert attributes(partly)["waltz.transaction_id"] == 3
+        partly_rejected = spans("append")[-1]
+        assert partly_rejected.status.status_code is trace.StatusCode.ERROR
+        assert attributes(partly_rejected)["waltz.rejected_count"] == 1
+        assert attributes(partly_rejected)["waltz.transaction_id"] == 3
 
 
 class FailingOnceCallbacks(AsyncCallbacks):
@@ -133,9 +133,9 @@ async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks
     failed = [each for each in found if each.status.status_code is trace.StatusCode.ERROR]
     assert [str(each.status.description) for each in failed] == ["the database restarts"]
     parents = {each.context.span_id for each in found if each.context is not None}
-    callbacks_spans = spans("my callback")
-    assert len(callbacks_spans) == 5
-    assert {each.parent and each.parent.span_id for each in callbacks_spans} <= parents
+    callback_spans = spans("my callback")
+    assert len(callback_spans) == 5
+    assert {each.parent and each.parent.span_id for each in callback_spans} <= parents
 
 
 class FailingProcessor(SpanProcessor):

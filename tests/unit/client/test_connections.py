@@ -93,12 +93,12 @@ async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(m
     listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
     dial = net.dial
 
-    async def dial_and_be_slow(*args, **options):
+    async def dial_and_wait_for_close(*args, **options):
         link = await dial(*args, **options)
         await link.wait_closed()
         return link
 
-    monkeypatch.setattr(net, "dial", dial_and_be_slow)
+    monkeypatch.setattr(net, "dial", dial_and_wait_for_close)
     links = ServerLinks(dial_timeout_s=5, late_answers_s=0)
     with pytest.raises(errors.Unreachable, match=r"closed by the peer|connection lost"):
         await links.get(f"127.0.0.1:{listener.port}")

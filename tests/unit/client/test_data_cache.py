@@ -85,19 +85,19 @@ async def test_a_feed_that_ends_releases_its_prefetched_ranges():
         cluster.client().open_during() as client,
     ):
         await write(client, 0)
-        may_go_on = asyncio.Event()
+        may_continue = asyncio.Event()
 
-        class Waiting(AsyncCallbacks):
+        class WaitingCallbacks(AsyncCallbacks):
             async def apply_transaction(self, transaction):
                 await transaction.data()
-                await may_go_on.wait()
+                await may_continue.wait()
 
-        await client.subscribe(Waiting())
+        await client.subscribe(WaitingCallbacks())
         budget = client.subscriptions.data_budget
         await wait_until(lambda: budget.used_bytes > 0)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(client.set_partitions([]))
-            may_go_on.set()
+            may_continue.set()
         assert budget.used_bytes == 0
 
 

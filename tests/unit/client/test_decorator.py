@@ -53,22 +53,22 @@ def test_the_partition_is_named_once_where_the_function_is_decorated(decorate):
 
 def test_partition_by_must_return_a_lock():
     @transactional(partition_by=lambda: None)
-    def anywhere(builder: TransactionBuilder) -> bool:
+    def without_partition(builder: TransactionBuilder) -> bool:
         return True
 
     with pytest.raises(
-        errors.BadRequest, match=r"anywhere: expected a lock as the result, .* found None"
+        errors.BadRequest, match=r"without_partition: expected a lock as the result, .* found None"
     ):
-        anywhere().partition_id(4)
+        without_partition().partition_id(4)
 
 
 @run_on_virtual_loop
 async def test_submitted_functions_are_in_the_log():
     @transactional(partition=1)
-    async def say(builder: TransactionBuilder, word: str) -> bool:
+    async def append_word(builder: TransactionBuilder, word: str) -> bool:
         builder.set_transaction_data(word)
         return True
 
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        assert await (await client.submit(say("one"))) == 0
+        assert await (await client.submit(append_word("one"))) == 0
         assert [MSGPACK.deserialize(row[2]) for row in cluster.logs[1].rows()] == ["one"]

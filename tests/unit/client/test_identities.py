@@ -82,11 +82,11 @@ async def test_without_a_newer_server_the_id_comes_from_zookeeper():
 @run_on_virtual_loop
 async def test_another_server_issues_the_id_if_the_owner_is_older():
     old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED_ID)
-    around = LinksAndDirectory(old, new)
-    assert (await around.ids().get(old, instead_of=-1)).client_id == FIRST_ISSUED_ID + 1
+    links = LinksAndDirectory(old, new)
+    assert (await links.ids().get(old, instead_of=-1)).client_id == FIRST_ISSUED_ID + 1
     new.answer = errors.CoordinatorUnavailable("no ZooKeeper")
     with pytest.raises(errors.CoordinatorUnavailable):
-        await around.ids().get(old, instead_of=-1)
+        await links.ids().get(old, instead_of=-1)
 
 
 @run_on_virtual_loop

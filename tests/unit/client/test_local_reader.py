@@ -37,9 +37,9 @@ class Files:
     def write(self, segment, records):
         (self.directory / str(segment)).write_bytes(bytes(FIRST_RECORD_OFFSET) + records)
 
-    def request_descriptor(self, door, question, *, timeout_s):
-        assert (door, timeout_s) == ("the name", 5.0)
-        partition_id, segment, ticket = decode_segment(question)
+    def request_descriptor(self, socket_name, request, *, timeout_s):
+        assert (socket_name, timeout_s) == ("the name", 5.0)
+        partition_id, segment, ticket = decode_segment(request)
         assert (partition_id, ticket) == (3, self.ticket)
         self.opened_segments.append(segment)
         return os.open(self.directory / str(segment), os.O_RDONLY)
@@ -84,12 +84,12 @@ def reader():
 def test_a_range_over_two_segments_is_read_in_pieces_of_one_grant(files, reader):
     got, first = b"", 10
     while first < 30:
-        stretch = files.read(reader, first, 29, 3 * files.size)
-        assert stretch.lengths.size == min(3, 30 - first)
+        records_read = files.read(reader, first, 29, 3 * files.size)
+        assert records_read.lengths.size == min(3, 30 - first)
         batch_starts = {8} if first + 2 < 15 else {8, 15} if first < 15 else {15}
-        assert {entry.first for entry in stretch.lineage} == batch_starts
-        got += bytes(stretch.records)
-        first += stretch.lengths.size
+        assert {entry.first for entry in records_read.lineage} == batch_starts
+        got += bytes(records_read.records)
+        first += records_read.lengths.size
     assert got == files.records
     assert files.requested_ids == [10]
     assert files.opened_segments == [10, 17]
@@ -146,7 +146,7 @@ def test_a_file_that_is_truncated_before_the_read_is_reported(files, reader):
 
 
 def test_a_storage_that_passes_no_file_descriptor_is_reported(files, reader, monkeypatch):
-    def no_answer(_door, _question, *, timeout_s):
+    def no_answer(_socket_name, _request, *, timeout_s):
         raise errors.Unreachable(f"no answer within {timeout_s}")
 
     monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", no_answer)
@@ -215,11 +215,11 @@ def test_a_read_fails_while_a_thread_still_runs_a_cancelled_read(files, monkeypa
         LocalReader("10.0.0.2:15280", "the name", 3, timeout_s=0.05),
     )
 
-    def hangs(_door, question, *, timeout_s):
+    def hang(_socket_name, request, *, timeout_s):
         assert is_running.wait(TEST_TIMEOUT_S)
-        return files.request_descriptor("the name", question, timeout_s=100 * timeout_s)
+        return files.request_descriptor("the name", request, timeout_s=100 * timeout_s)
 
-    monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", hangs)
+    monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", hang)
 
     async def ask():
         return files.grant(10, 20)

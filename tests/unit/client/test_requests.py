@@ -128,16 +128,16 @@ def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
 
 @run_on_virtual_loop
 async def test_a_request_is_repeated_after_the_pause_that_the_server_names():
-    loop, asked_s = asyncio.get_running_loop(), []
+    loop, request_times_s = asyncio.get_running_loop(), []
 
     def limited(request):
-        asked_s.append(loop.time())
+        request_times_s.append(loop.time())
         over = errors.Overloaded("over a limit", 3_000)
-        return over if len(asked_s) < 3 else mark(7)(request)
+        return over if len(request_times_s) < 3 else mark(7)(request)
 
     cluster = Cluster(owner=limited)
     assert await cluster.requests.high_water_mark(0, linearizable=False) == 7
-    pauses = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(request_times_s)]
     assert all(3 <= each < 3.5 for each in pauses)
 
 
@@ -183,16 +183,16 @@ def test_permanent_errors_are_not_retried(error):
 def test_a_zookeeper_timeout_reports_the_earlier_failure(silent_from, expected):
     """The error names the host and the reason."""
 
-    class Away(Cluster):
-        asked_count = 0
+    class UnavailableCluster(Cluster):
+        lookup_count = 0
 
         async def owner(self, partition_id, *, after_failure):
-            self.asked_count += 1
-            if self.asked_count == silent_from:
+            self.lookup_count += 1
+            if self.lookup_count == silent_from:
                 await asyncio.Event().wait()
             raise errors.CoordinatorUnavailable("no ZooKeeper answered at zk1: refused")
 
-    cluster = Away()
+    cluster = UnavailableCluster()
     cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
     with pytest.raises(errors.CoordinatorUnavailable, match=expected):
         run_in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))

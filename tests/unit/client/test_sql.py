@@ -129,13 +129,13 @@ def test_commits_inside_apply_are_rejected(
 
 
 def test_an_error_of_commit_that_the_callback_catches_is_raised_again(engine: sa.Engine) -> None:
-    def swallow(connection: sa.Connection) -> None:
+    def catch_error(connection: sa.Connection) -> None:
         with pytest.raises(BadRequest):
             connection.commit()
 
     callbacks = TotalView(engine)
     callbacks.client_high_water_mark(0)
-    callbacks.after_update = swallow
+    callbacks.after_update = catch_error
     with pytest.raises(BadRequest):
         callbacks.apply_transaction(transaction(0))
     assert callbacks.total == 0
@@ -384,12 +384,12 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
     assert sizes[:5] == [16, 32, 64, 128, 256]
     assert max(sizes) == 4_096
 
-    def last_long() -> None:
+    def sleep_long() -> None:
         nonlocal now_s
         now_s += 1
 
     callbacks.batches.clear()
-    callbacks.meanwhile = last_long
+    callbacks.meanwhile = sleep_long
     apply_all(callbacks, range(12_272, 19_952))
     assert [len(each) for each in callbacks.batches][:4] == [4_096, 2_048, 1_024, 512]
     assert callbacks.total == 19_952
@@ -546,16 +546,16 @@ def test_a_mark_of_a_development_version_gets_the_key_of_the_next_cluster(
 
 
 def test_callbacks_without_an_apply_method_are_rejected(engine: sa.Engine) -> None:
-    class Neither(SqlCallbacks):
+    class WithoutApply(SqlCallbacks):
         pass
 
-    class Old(TotalView):
+    class WithOldMethod(TotalView):
         def apply_transaction(self, transaction: Transaction) -> None:
             raise AssertionError(transaction)
 
-    with pytest.raises(BadConfig, match="Neither: expected a method `apply` or `apply_batch`"):
-        Neither(engine)
+    with pytest.raises(BadConfig, match="WithoutApply: expected a method `apply` or `apply_batch`"):
+        WithoutApply(engine)
     with pytest.raises(
-        BadConfig, match=r"Old overrides `apply_transaction`, which a view never calls"
+        BadConfig, match=r"WithOldMethod overrides `apply_transaction`, which a view never calls"
     ):
-        Old(engine)
+        WithOldMethod(engine)

@@ -35,7 +35,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
 
 
 @pytest.fixture(autouse=True)
-def a_busy_machine_makes_no_batch_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "BATCH_S", TEST_TIMEOUT_S)
 
 
@@ -86,7 +86,7 @@ class View(SqlCallbacks):
             query = sa.select(self.marks.c.high_water_mark)
             return int(connection.execute(query).scalar_one())
 
-    def until_at(self, mark: int) -> None:
+    def wait_for_mark(self, mark: int) -> None:
         deadline = time.monotonic() + TEST_TIMEOUT_S
         while self.mark < mark:
             assert time.monotonic() < deadline, f"at {self.mark}, not at {mark}"
@@ -105,7 +105,7 @@ def test_a_view_that_is_behind_is_applied_in_batches(
     with waltz_memory.client() as client:
         fill(client, [1] * 300)
         client.subscribe(view, [0])
-        view.until_at(299)
+        view.wait_for_mark(299)
     assert view.ids == list(range(300))
     assert len(view.sizes) < 20
 
@@ -118,7 +118,7 @@ def test_a_single_transaction_is_applied_at_once(
         client.subscribe(view, [0])
         for number in range(8):
             assert client.append(b"", partition=0).result(TEST_TIMEOUT_S) == number
-            view.until_at(number)
+            view.wait_for_mark(number)
     assert view.sizes == [1] * 8
 
 
@@ -130,7 +130,7 @@ def test_a_skipped_transaction_does_not_skip_others(
     with waltz_memory.client() as client:
         fill(client, [1] * 150)
         client.subscribe(view, [0])
-        view.until_at(149)
+        view.wait_for_mark(149)
     assert view.failed == [40, 41, 99]
     assert view.ids == [each for each in range(150) if each not in view.poison]
 
@@ -142,7 +142,7 @@ def test_a_filtered_view_has_its_transactions_and_the_mark_of_the_log(
     with waltz_memory.client() as client:
         fill(client, [7 if each % 10 == 0 else 1 for each in range(200)])
         client.subscribe(view, [0], headers=[7])
-        view.until_at(199)
+        view.wait_for_mark(199)
         assert view.ids == list(range(0, 200, 10))
         assert view.passes < 20
 
@@ -157,7 +157,7 @@ def test_filtered_transactions_share_one_write_of_the_mark(
         fill(client, [1] * 100)
         assert (view.passes, view.mark) == (0, -1)
         assert client.append(b"", partition=0, header=7).result(TEST_TIMEOUT_S) == 100
-        view.until_at(100)
+        view.wait_for_mark(100)
         assert (view.passes, view.ids) == (0, [100])
 
 
@@ -186,14 +186,14 @@ def test_a_context_on_a_view_that_catches_up_reports_the_progress(
     waltz_memory: MemoryWaltz, engine: sa.Engine
 ) -> None:
     view = View(engine)
-    may_go = threading.Event()
+    may_continue = threading.Event()
     started = threading.Event()
     computed: list[int] = []
 
     def hold() -> None:
-        if len(view.sizes) == 3 and not may_go.is_set():
+        if len(view.sizes) == 3 and not may_continue.is_set():
             started.set()
-            assert may_go.wait(TEST_TIMEOUT_S)
+            assert may_continue.wait(TEST_TIMEOUT_S)
 
     view.before_each = hold
 
@@ -220,8 +220,8 @@ def test_a_context_on_a_view_that_catches_up_reports_the_progress(
         assert caught.value.applied == 16 + 32 + 64 - 1
         assert caught.value.high_water_mark == last
         assert caught.value.applied == computed[-1] < last
-        may_go.set()
-        view.until_at(last)
+        may_continue.set()
+        view.wait_for_mark(last)
         assert client.submit(add()).result(TEST_TIMEOUT_S) == last + 1
 
 
@@ -233,7 +233,7 @@ def test_another_log_is_not_applied_to_a_view(
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         fill(client, [1] * 5)
         client.subscribe(view)
-        view.until_at(4)
+        view.wait_for_mark(4)
     monkeypatch.setattr(memory_waltz, "KEY", b"another cluster.")
     again = View(engine)
     with MemoryWaltz(1) as waltz, waltz.client() as client:

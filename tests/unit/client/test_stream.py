@@ -237,7 +237,7 @@ def test_an_answer_on_the_old_link_counts():
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         lambda data: replace(data, first=11),
         lambda data: replace(data, count=1),
@@ -249,11 +249,11 @@ def test_an_answer_on_the_old_link_counts():
         lambda data: replace(data, first=11, next=13, records=headers(11, req(1), req(2))),
     ],
 )
-def test_headers_that_do_not_match_the_request_settle_no_row(spoil):
+def test_headers_that_do_not_match_the_request_settle_no_row(corrupt):
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2), 11, link=2)
     (request,) = scenario.sent_messages(m.RangeRequest)
-    effects = scenario.receive(spoil(range_data(request, req(1), req(2), mark=11)), link=2)
+    effects = scenario.receive(corrupt(range_data(request, req(1), req(2), mark=11)), link=2)
     assert outcomes_by_token(effects) == {}
     assert scenario.stream.phase is Phase.WAITING
 
@@ -369,7 +369,7 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     scenario = Scenario().mount_partition()
     for token in (1, 2):
         scenario.step(stream_events.SendAppends(submission(token)))
-    begun_ms = scenario.now_ms
+    start_ms = scenario.now_ms
     effects = scenario.receive(overloaded_error(req(1), 4_000))
     assert outcomes_by_token(effects)[1].reasons.tolist() == [m.RowOutcomeCode.OVERLOADED]
     scenario.step(stream_events.SendAppends(submission(3)))
@@ -377,8 +377,8 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.WAITING
     assert scenario.stream.failure == "over a limit"
-    assert scenario.stream.wake_at_ms == begun_ms + 4_000
-    assert scenario.wake(begun_ms + 4_000) == [stream_events.OpenLink(2, ())]
+    assert scenario.stream.wake_at_ms == start_ms + 4_000
+    assert scenario.wake(start_ms + 4_000) == [stream_events.OpenLink(2, ())]
     scenario.answer_mount(scenario.open_link(number=1), -1)
     assert [each.req_id for each in scenario.sent_messages(m.AppendRequest)] == [req(3)]
 
@@ -662,7 +662,7 @@ def test_a_server_with_support_for_it_returns_only_the_clients_headers():
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
         lambda data: replace(data, form=m.RangeForm.HEADERS),
         lambda data: replace(data, first=11),
@@ -676,12 +676,12 @@ def test_a_server_with_support_for_it_returns_only_the_clients_headers():
         lambda data: replace(data, records=headers(9, req(1), req(2))),
     ],
 )
-def test_own_headers_that_do_not_match_the_request_settle_no_row(spoil):
+def test_own_headers_that_do_not_match_the_request_settle_no_row(corrupt):
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2, supports_own_ranges=True), 11, link=2)
     (request,) = scenario.sent_messages(m.RangeRequest)
     good = own_headers_answer(request, (10, req(1)), (11, req(2)), next_id=12, mark=11)
-    assert outcomes_by_token(scenario.receive(spoil(good), link=2)) == {}
+    assert outcomes_by_token(scenario.receive(corrupt(good), link=2)) == {}
     assert scenario.stream.phase is Phase.WAITING
 
 

@@ -123,24 +123,24 @@ async def test_a_feed_from_the_latest_starts_at_the_given_mark():
 
 @run_on_virtual_loop
 async def test_applied_transactions_are_reported_before_a_slow_run_ends():
-    at_second = asyncio.Event()
+    second_began = asyncio.Event()
 
-    class Slow(ResumingCallbacks):
+    class SlowCallbacks(ResumingCallbacks):
         async def apply_transaction(self, transaction):
             loop = asyncio.get_running_loop()
             until_s = loop.time() + 2 * HAND_OVER_S_MAX
             while transaction.transaction_id == 0 and loop.time() < until_s:  # noqa: ASYNC110 - time has to pass
                 await asyncio.sleep(HAND_OVER_S_MAX)
             if transaction.transaction_id > 0:
-                at_second.set()
+                second_began.set()
                 await self.may_continue.wait()
 
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 10)
-        callbacks = Slow()
+        callbacks = SlowCallbacks()
         callbacks.may_continue.clear()
         await client.subscribe(callbacks, [0])
-        await at_second.wait()
+        await second_began.wait()
         assert client._partitions[0].mark == 0
         callbacks.may_continue.set()
 
@@ -264,11 +264,11 @@ async def test_invalid_partitions_and_filters_are_reported():
 async def test_set_partitions_in_a_callback_is_a_usage_error():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
-        class Impatient(ResumingCallbacks):
+        class ImpatientCallbacks(ResumingCallbacks):
             async def apply_transaction(self, transaction):
                 await client.set_partitions([1])
 
-        callbacks = Impatient()
+        callbacks = ImpatientCallbacks()
         failures = []
 
         async def uncaught(partition, transaction_id, error):
@@ -429,10 +429,10 @@ async def test_a_deadline_ends_attempts_that_never_wait():
     """Another client writes the lock at each attempt; the client knows each conflict at once."""
     async with two_clients() as (_, one, two):
 
-        async def overtake():
+        async def write_concurrently():
             await (await two.append(b"", partition=0, append_locks=[lock("account")]))
 
-        context = WithdrawContext(overtake)
+        context = WithdrawContext(write_concurrently)
         with pytest.raises((errors.LockFailed, errors.Unavailable)):
             await (await one.submit(context))
         assert context.marks
@@ -440,12 +440,12 @@ async def test_a_deadline_ends_attempts_that_never_wait():
 
 @run_on_virtual_loop
 async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
-    class Cancelling(ResumingCallbacks):
+    class CancellingCallbacks(ResumingCallbacks):
         async def apply_transaction(self, transaction):
             raise asyncio.CancelledError
 
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
-        callbacks = Cancelling()
+        callbacks = CancellingCallbacks()
         await client.subscribe(callbacks, [0])
         await write(client, 0, 2)
         await wait_until(lambda: callbacks.errors == [(0, 0)])
@@ -559,12 +559,12 @@ async def test_a_feed_that_cannot_continue_ends_all_waits_for_it():
         callbacks = ResumingCallbacks()
         await client.subscribe(callbacks, [0])
 
-        def no_thread(_partition_id):
+        def raise_no_thread(_partition_id):
             raise RuntimeError("can't start new thread")
 
-        client.subscriptions.data_cache = no_thread
+        client.subscriptions.data_cache = raise_no_thread
         applier = client._partitions[0].applier
-        applier._consumer._source_of = no_thread
+        applier._consumer._source_of = raise_no_thread
         await write(client, 0, 1)
         with pytest.raises(errors.Unavailable, match="can't start new thread"):
             await applier.wait_until_applied(0)
@@ -575,10 +575,10 @@ async def test_a_feed_that_cannot_continue_ends_all_waits_for_it():
 async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
-        async def never(*_, **__):
+        async def wait_forever(*_, **__):
             await asyncio.Event().wait()
 
-        client.directory.owner = never
+        client.directory.owner = wait_forever
         context = HookRecordingContext(lambda: None)
         context.timeout_ms = 50
         with pytest.raises(errors.Unavailable, match=r"after 50 ms .* had not mounted"):
@@ -593,10 +593,10 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
         window = one._partitions[0].window
         await window.take(10**9, 0)
 
-        async def at_once():
+        async def return_at_once():
             pass
 
-        context = HookRecordingContext(at_once)
+        context = HookRecordingContext(return_at_once)
         context.timeout_ms = 50
         with pytest.raises(errors.Unavailable, match=r"after 50 ms .* limit of appends in flight"):
             await (await one.submit(context))
@@ -713,12 +713,12 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
 async def test_a_context_completes_although_the_feed_failed_to_start():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
-        class Broken(SlowMarkCallbacks):
+        class BrokenCallbacks(SlowMarkCallbacks):
             async def client_high_water_mark(self, partition):
                 await super().client_high_water_mark(partition)
                 raise ValueError("no mark")
 
-        callbacks = Broken()
+        callbacks = BrokenCallbacks()
         subscribing = asyncio.get_running_loop().create_task(client.subscribe(callbacks, [0]))
         await callbacks.is_mark_requested.wait()
         async with asyncio.TaskGroup() as tasks:

@@ -132,15 +132,15 @@ def test_tasks_started_during_the_shutdown_are_cancelled():
 
 def test_applied_transactions_are_reported_before_a_slow_run_ends():
     """The second transaction blocks; the error of a context reports the first one as applied."""
-    at_second, may_go = threading.Event(), threading.Event()
+    second_began, may_continue = threading.Event(), threading.Event()
 
     def apply(transaction):
         until_s = time.monotonic() + 2 * HAND_OVER_S_MAX
         while transaction.transaction_id == 0 and time.monotonic() < until_s:
             time.sleep(HAND_OVER_S_MAX)
         if transaction.transaction_id == 1:
-            at_second.set()
-            may_go.wait(TEST_TIMEOUT_S)
+            second_began.set()
+            may_continue.wait(TEST_TIMEOUT_S)
 
     with MemoryWaltz(1) as log, log.client() as writer:
         seat_lock = lock("seat", 1)
@@ -148,7 +148,7 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
             writer.append(b"x", partition=0, append_locks=[seat_lock]).result(TEST_TIMEOUT_S)
         with log.client() as client:
             client.subscribe(FunctionCallbacks(apply))
-            assert at_second.wait(TEST_TIMEOUT_S)
+            assert second_began.wait(TEST_TIMEOUT_S)
             for timeout_ms in (500, 5_000, 50_000):
                 context = CopyContext(0)
                 context.locks, context.timeout_ms = [seat_lock], timeout_ms
@@ -157,7 +157,7 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
                 if isinstance(caught.value, errors.ViewBehind):
                     break
                 # A busy machine was too slow to reject this context; the next one has more time.
-            may_go.set()
+            may_continue.set()
     assert isinstance(caught.value, errors.ViewBehind)
     assert (caught.value.applied, caught.value.high_water_mark) == (0, 9)
 
@@ -263,13 +263,13 @@ def list_interrupted(client):
 def test_a_call_on_a_client_that_another_thread_closes_fails(monkeypatch, call):
     """The client is closed after the check that it is open, before the call is in its loop."""
     client = WaltzClient.at(LAYOUT)
-    is_usable = client._check_usable
+    check_usable = client._check_usable
 
-    def check_and_let_it_be_closed():
-        is_usable()
+    def check_and_close():
+        check_usable()
         client.close()
 
-    monkeypatch.setattr(client, "_check_usable", check_and_let_it_be_closed)
+    monkeypatch.setattr(client, "_check_usable", check_and_close)
     with pytest.raises(errors.UsageError, match="the client is closed"):
         call(client)
 
@@ -294,13 +294,13 @@ def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
 def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatch, is_closed_first):
     """The handler runs on the interrupted thread, at any point of its code."""
     client = WaltzClient.at(LAYOUT)
-    give, finished = asyncio.run_coroutine_threadsafe, []
+    run_threadsafe, finished = asyncio.run_coroutine_threadsafe, []
 
-    def give_and_be_interrupted(call, loop):
+    def submit_and_interrupt(call, loop):
         monkeypatch.undo()
         if is_closed_first:
             client.close()
-        given = give(call, loop)
+        given = run_threadsafe(call, loop)
         client.close()
         return given
 
@@ -309,7 +309,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
             client.high_water_mark(0)
         finished.append(True)
 
-    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", give_and_be_interrupted)
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit_and_interrupt)
     client._client.high_water_mark = wait_forever
     caller_thread = threading.Thread(target=ask, daemon=True)
     caller_thread.start()

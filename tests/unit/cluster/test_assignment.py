@@ -153,8 +153,8 @@ def test_every_assignment_keeps_the_invariants(data, partition_count, keeps_owne
     for cversion in range(1, 4):
         preferred = {}
         if data.draw(st.booleans()):
-            lists = st.lists(st.integers(0, 45), max_size=10)
-            preferred = data.draw(st.dictionaries(st.integers(1, 12), lists, max_size=3))
+            partition_lists = st.lists(st.integers(0, 45), max_size=10)
+            preferred = data.draw(st.dictionaries(st.integers(1, 12), partition_lists, max_size=3))
         servers = live_servers(*data.draw(ids), preferred=preferred)
         new = assign(
             old,

@@ -144,12 +144,12 @@ def test_a_short_imbalance_moves_no_partition():
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 30_000) == {1: 2}
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_an_imbalance_without_a_complete_history_moves_no_partition(is_alone):
+@pytest.mark.parametrize("is_only_report", [True, False])
+def test_an_imbalance_without_a_complete_history_moves_no_partition(is_only_report):
     balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     assert balancer.plan_moves(owners, (), uneven, (1, 2), 0) == {}
-    if is_alone:  # only one of the servers reports its loads
+    if is_only_report:  # only one of the servers reports its loads
         assert balancer.plan_moves(owners, (), uneven, (1,), 10_000) == {}
     else:  # the leader or the list of servers has changed
         balancer.reset_history()
@@ -258,18 +258,18 @@ def test_a_hot_partition_has_a_server_to_itself_within_a_minute(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_an_hour_of_noise_moves_few_partitions(seed):
-    chance = random.Random(seed)
-    rates = {p: chance.choice([0.0, 1.0, 50.0, 200.0, 1_000.0]) for p in range(24)}
+    rng = random.Random(seed)
+    rates = {p: rng.choice([0.0, 1.0, 50.0, 200.0, 1_000.0]) for p in range(24)}
     cluster = Cluster(rates, 3, seed, 0.5)
     cluster.run(20 * MINUTE_MS)
     move_count = len(cluster.moves)
     assert move_count <= len(rates)
     cluster.run(60 * MINUTE_MS)
     assert len(cluster.moves) - move_count <= 8
-    when = defaultdict(list)
+    move_times = defaultdict(list)
     for at_ms, partition in cluster.moves:
-        when[partition].append(at_ms)
-    for times in when.values():
+        move_times[partition].append(at_ms)
+    for times in move_times.values():
         assert all(b - a >= PASS_PAUSE_MS for a, b in pairwise(times))
 
 
@@ -289,8 +289,8 @@ def test_a_load_that_varies_does_not_move_partitions_each_time():
 
 
 def test_many_partitions_are_balanced():
-    chance = random.Random(1)
-    rates = {p: 100_000.0 / (1 + p) * chance.uniform(0.5, 1.5) for p in range(200)}
+    rng = random.Random(1)
+    rates = {p: 100_000.0 / (1 + p) * rng.uniform(0.5, 1.5) for p in range(200)}
     cluster = Cluster(rates, 3, 1, 0.3)
     cluster.run(10 * MINUTE_MS)
     totals = loads_by_server(cluster.owners, rates)

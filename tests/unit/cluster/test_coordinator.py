@@ -120,8 +120,8 @@ async def test_ids_above_32_bits_are_not_allocated():
 
 @run_on_virtual_loop
 async def test_a_node_of_an_earlier_session_is_not_relied_on():
-    world, earlier, of_earlier = await with_cluster()
-    await of_earlier.register_server(server_descriptor(1))
+    world, earlier, earlier_coordinator = await with_cluster()
+    await earlier_coordinator.register_server(server_descriptor(1))
     server = Coordinator(await world.znodes(), ROOT)
     await server.register_server(server_descriptor(1))
     earlier.expire()
@@ -139,13 +139,13 @@ async def test_metadata_and_marker_are_read_as_a_pair(read_number):
         await writer.write_partition(0, METADATA, MARKER, before.versions)
 
     # The coordinator reads the metadata, the marker, and the metadata again.
-    reader = Interrupted(world.zookeeper, read_number, write)
+    reader = InterruptedSession(world.zookeeper, read_number, write)
     view = await Coordinator(reader, ROOT).read_partition(0)
     assert reader.read_count >= 3
     assert view == (METADATA, 1, MARKER, 1)
 
 
-class Interrupted(MemorySession):
+class InterruptedSession(MemorySession):
     """A session that calls `interruption` just before its n-th read."""
 
     def __init__(self, zookeeper, read_number, interruption):

@@ -18,32 +18,32 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 ) -> None:
     """An error here would stop all servers or storages at once."""
     monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
-    rot = (
+    decode_errors = (
         errors.BadFormat("/w/s_0: rotten"),
         errors.BadRequest("the change for partitions shrink"),
     )
-    looks, seen = [1, rot[0], 2, rot[1], 3, errors.BadConfig("enough")], []
+    outcomes, seen = [1, decode_errors[0], 2, decode_errors[1], 3, errors.BadConfig("enough")], []
 
     async def follow(take):
         while True:
-            found = looks.pop(0)
+            found = outcomes.pop(0)
             if isinstance(found, Exception):
                 raise found
             take(found)
 
-    async def rotten(take):
+    async def raise_decode_errors(take):
         raise errors.BadFormat("/w/s_0: rotten")
 
     async def scenario() -> None:
         with pytest.raises(errors.BadConfig, match="enough"):
             await follow_znodes.follow_despite_bad_nodes(follow, seen.append)
         with pytest.raises(errors.BadFormat):  # no view to keep
-            await follow_znodes.follow_despite_bad_nodes(rotten, seen.append)
+            await follow_znodes.follow_despite_bad_nodes(raise_decode_errors, seen.append)
 
     asyncio.run(scenario())
     assert seen == [1, 2, 3]
     assert [each.message for each in caplog.records] == [
-        f"zookeeper.znode_unreadable error={each}" for each in rot
+        f"zookeeper.znode_unreadable error={each}" for each in decode_errors
     ]
 
 

@@ -249,11 +249,11 @@ async def test_only_the_leader_writes_assignments(cluster):
     written = CallbackRecorder()
     whole = two_session.write
 
-    async def watched(operations):
+    async def count_writes(operations):
         written(operations)
         return await whole(operations)
 
-    two_session.write = watched
+    two_session.write = count_writes
     views_of_two = CallbackRecorder()
     async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(views_of_two)):
         await views_of_two.wait_for(lambda view: list(view.servers) == [1, 2])
@@ -305,12 +305,12 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
     await other.register(server_descriptor(2))
     whole = session.children
 
-    async def disturbed(path, signal=None):
+    async def change_and_read(path, signal=None):
         node = await session.get(SERVERS)
         await cluster.zookeeper.session().write([SetNode(SERVERS, node.data, node.stat.version)])
         return await whole(path, signal)
 
-    session.children = disturbed
+    session.children = change_and_read
     with pytest.raises(
         errors.CoordinatorUnavailable, match="other processes changed it during each attempt"
     ):
@@ -474,9 +474,9 @@ async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluste
         assert view.servers[2].preferred == ()
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["before", "at the write"])
+@pytest.mark.parametrize("is_sent", [False, True], ids=["before", "at the write"])
 @run_in_cluster
-async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_late):
+async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_sent):
     [(member, session)] = await cluster.servers(1)
     original_write = session.write
 
@@ -484,7 +484,7 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_la
         session.suspend()
         return original_write(operations)
 
-    if is_late:
+    if is_sent:
         session.write = write
     else:
         session.suspend()

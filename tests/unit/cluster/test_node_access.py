@@ -35,12 +35,12 @@ async def test_a_node_that_another_process_has_created_is_not_an_error():
     zookeeper, nodes, writer = two_views()
     whole = nodes.znodes.get
 
-    async def overtaken(path, signal=None):
+    async def create_first(path, signal=None):
         found = await whole(path, signal)
         await writer.write([CreateNode(path, b"theirs")])
         return found
 
-    nodes.znodes.get = overtaken
+    nodes.znodes.get = create_first
     await nodes.create_missing(["/w"])
     assert zookeeper.dump()["/w"] == b"theirs"
 

@@ -170,11 +170,11 @@ async def test_a_server_publishes_in_each_session():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     await session.write([CreateNode("/w")])
-    board = PublishedReachability(ClusterNodes(session, "/w"))
+    published = PublishedReachability(ClusterNodes(session, "/w"))
     reader = PublishedReachability(ClusterNodes(zookeeper.session(), "/w"))
-    await board.publish(1, report([2]))
+    await published.publish(1, report([2]))
     assert await reader.read([1, 2]) == {1: report([2])}
-    await board.publish(1, report([], [2]))
+    await published.publish(1, report([], [2]))
     assert await reader.read([1, 2]) == {1: report([], [2])}
     assert await reader.read([2]) == {}
     await session.write([CreateNode("/w/x/reach/2", b"of another version")])
@@ -182,7 +182,7 @@ async def test_a_server_publishes_in_each_session():
     session.expire()
     session.resume()
     assert await reader.read([1]) == {}
-    await board.publish(1, report([], [2]))
+    await published.publish(1, report([], [2]))
     assert await reader.read([1]) == {1: report([], [2])}
 
 
@@ -191,8 +191,8 @@ async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monk
     session = MemoryZooKeeper(asyncio.Event).session()
     await session.write([CreateNode("/w")])
     nodes = ClusterNodes(session, "/w")
-    board = PublishedReachability(nodes)
-    await board.publish(1, report([2]))
+    published = PublishedReachability(nodes)
+    await published.publish(1, report([2]))
     put_ephemeral = nodes.put_ephemeral
 
     async def put_own_without_an_answer(path, data, parent):
@@ -202,6 +202,6 @@ async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monk
     with monkeypatch.context() as patched:
         patched.setattr(nodes, "put_ephemeral", put_own_without_an_answer)
         with pytest.raises(errors.CoordinatorOutcomeUnknown):
-            await board.publish(1, report([], [2]))
-    await board.publish(1, report([2]))
-    assert await board.read([1]) == {1: report([2])}
+            await published.publish(1, report([], [2]))
+    await published.publish(1, report([2]))
+    assert await published.read([1]) == {1: report([2])}

@@ -59,10 +59,10 @@ def test_fewer_than_a_quorum_may_be_missing():
 
 @pytest.mark.parametrize("defect", ["suspect", "damaged"])
 def test_an_untrusted_log_counts_as_missing_and_still_proves_a_later_session(defect):
-    doubtful, later = log(5, 99, **{defect: True}), log(6, 99, **{defect: True})
-    assert choose({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
+    untrusted, later = log(5, 99, **{defect: True}), log(6, 99, **{defect: True})
+    assert choose({"A": untrusted, "B": log(5, 9), "C": log(5, 8)}).source == "B"
     with pytest.raises(errors.BadRequest, match="without a trusted log: A;"):
-        choose({"A": doubtful, "B": log(5, 9)})
+        choose({"A": untrusted, "B": log(5, 9)})
     with pytest.raises(
         errors.BadRequest,
         match=r"0 of . replicas have .* without a trusted log: A; .* in older sessions: B, C",
@@ -137,8 +137,8 @@ def test_the_chosen_log_has_all_quorum_records_despite_lost_replicas(cluster, da
 
 
 def test_the_rebuilt_metadata_names_one_replica():
-    verdict = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
-    metadata = verdict.metadata(4, 8)
+    choice = choose({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
+    metadata = choice.metadata(4, 8)
     assert metadata == model.PartitionMetadata(4, 8, {"B": model.ReplicaState(5, model.UNRESOLVED)})
     recovery = Recovery(HistoryOrigin.RECORDED, metadata.states)
     assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)

@@ -283,9 +283,9 @@ def test_spreading_is_even_and_over_groups(placed, count):
             replica_steps.spread_replicas(now, groups, count)
         return
     wanted = replica_steps.spread_replicas(now, groups, count)
-    usual = count or len(set(groups.values()))
+    copies = count or len(set(groups.values()))
     for number, replicas in wanted.items():
-        assert len(set(replicas)) == len(replicas) == (count or len(now[number]) or usual)
+        assert len(set(replicas)) == len(replicas) == (count or len(now[number]) or copies)
         assert set(replicas) <= set(groups)
     assert replica_steps.partitions_in_too_few_groups(wanted, groups) == []
     assert replica_steps.spread_replicas(wanted, groups, count) == wanted, (

@@ -120,9 +120,9 @@ def layout():
 
 
 def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
-    grown = layout().with_storage(C, 99, None)
-    assert grown.assignment.partitions == {A: (0,), B: (), C: ()}
-    assert (grown.groups[C], grown.admin_ports[C]) == (4, 99)
+    with_new_storage = layout().with_storage(C, 99, None)
+    assert with_new_storage.assignment.partitions == {A: (0,), B: (), C: ()}
+    assert (with_new_storage.groups[C], with_new_storage.admin_ports[C]) == (4, 99)
     assert layout().with_storage(C, 99, 3).groups[C] == 3
     assert StorageLayout(model.ReplicaAssignments(), {}, {}).with_storage(C, 9, None).groups == {
         C: 0

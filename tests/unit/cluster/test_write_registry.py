@@ -211,14 +211,14 @@ async def test_a_lost_answer_uses_up_one_attempt(fault):
     assert (await writes.begin("w", MARKS, 5)).marks == MARKS
     client_id = await coordinator.next_client_id()
 
-    async def the_one():
+    async def next_id():
         return client_id
 
     was_done = fault is WriteFault.REPLY_LOST
     session.faults.append(fault)
-    assert (await writes.enter("w", 0, "r", the_one)).attempt == 1 + was_done
+    assert (await writes.enter("w", 0, "r", next_id)).attempt == 1 + was_done
     session.faults.append(fault)
-    assert (await writes.enter("w", 0, "r", the_one)).attempt == 2 + 2 * was_done
+    assert (await writes.enter("w", 0, "r", next_id)).attempt == 2 + 2 * was_done
     session.faults.append(fault)
     assert (await writes.finish("w", {"rows": 1}, 9)).summary == {"rows": 1}
     session.faults.append(fault)
