@@ -1,4 +1,4 @@
-"""The audit log has every change, also the creation and deletion of a cluster."""
+"""The audit record has every change, also the creation and deletion of a cluster."""
 
 import asyncio
 import contextlib

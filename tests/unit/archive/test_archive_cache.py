@@ -89,12 +89,12 @@ def test_a_failed_read_ahead_is_repeated_by_the_next_read(cache):
 
     cache.read_ahead("bad", failing)
     cache.read_ahead("good", lambda: ("value of good", 10))
-    cache._threads.shutdown()  # waits for both
+    cache._threads.shutdown()  # waits for both loads
     assert len(calls) == 1
     with pytest.raises(ArchiveUnavailable):
         cache.get("bad", failing)
     assert not has_loaded(cache, "good")
-    cache.read_ahead("good", failing)  # in memory: no thread is needed
+    cache.read_ahead("good", failing)  # the value is in the cache
     assert len(calls) == 2
 
 
@@ -110,5 +110,5 @@ def test_read_aheads_above_the_limit_are_dropped(cache):
         cache.read_ahead(key, load)
         cache.read_ahead(key, load)
     may_load.set()
-    cache._threads.shutdown()  # waits for all of them
+    cache._threads.shutdown()  # waits for all loads
     assert len(calls) == READ_AHEAD_CALLS_MAX

@@ -67,7 +67,7 @@ class Archive:
         self.path(name).write_bytes(data)
 
     def check(self, recorded=None, *, first=0, last=None, partition=PARTITION_ID):
-        """Check everything; return the check. ZooKeeper does not change meanwhile."""
+        """Check the whole archive; return the check. The manifest in ZooKeeper does not change."""
         check = ArchiveCheck(self.store, CLUSTER_KEY, partition, first=first, last=last)
         recorded = recorded or self.recorded
         try:
@@ -83,7 +83,7 @@ class Archive:
                 check.note_missing_file(error)
 
     def problem(self, name, **options):
-        """Check everything; return the problem of the only corrupt file."""
+        """Check the whole archive; return the problem of the only corrupt file."""
         check = self.check(**options)
         assert [each.name for each in check.bad_files] == [name]
         assert check.next_id == self.log.manifest.last + 1 or not check.object_count

@@ -1,4 +1,4 @@
-"""Expiry raises the first available ID by whole objects; their files are kept for a while."""
+"""Expiry raises the first available ID by whole objects; files remain for a grace period."""
 
 import pytest
 

@@ -225,7 +225,7 @@ class RejectingHandler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_request  # noqa: N815 - the names of the base class
 
     def log_message(self, *_):
-        """Nothing to print."""
+        """Print nothing."""
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def store(tmp_path):
 
 
 def job_after(previous=None, *, attempt=1, counts=(2, 3), **changes):
-    """Return a job with two runs of batches after a manifest."""
+    """Return a job that uploads two runs of batches after the `previous` manifest."""
     first, chain, _, name, file_crc = 0, GENESIS_CHAIN, 0, "", 0
     if previous is not None:
         first, chain, _, name, file_crc = previous.last + 1, *previous[1:]
@@ -172,7 +172,7 @@ def test_a_store_that_fails_is_an_error_with_the_operation(tmp_path):
 
 
 class FakeTime:
-    """A clock that only sleeps move."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self):
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""An upload that fails at any operation leaves the archive unchanged, plus garbage."""
+"""An upload that fails at any operation adds only garbage to the archive."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ from waltz_core.errors import ArchiveUnavailable, WaltzError
 
 
 class Crash(BaseException):
-    """The process ends."""
+    """A simulated crash of the process."""
 
 
 class FailingStore(ArchiveStore):
@@ -49,7 +49,7 @@ class FailingStore(ArchiveStore):
 
 
 class FlippingStore(ArchiveStore):
-    """A store that returns one bit of the objects wrong."""
+    """A store that flips bit `flipped` of each object that it reads."""
 
     flipped = None
 

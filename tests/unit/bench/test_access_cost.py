@@ -14,7 +14,7 @@ ROWS = 100
 
 
 class Cluster:
-    """The CPU time of a cluster whose runs take a given time."""
+    """A cluster whose runs use the given seconds of CPU time."""
 
     def __init__(self, seconds):
         self.members = []

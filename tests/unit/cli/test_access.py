@@ -27,7 +27,7 @@ SERVER, STORAGE = "server 10.0.1.1:5001", f"storage {ADDRESSES[0]}"
 
 
 class AccessCluster:
-    """A cluster in memory, of which each command opens a session."""
+    """A cluster in memory; each command opens a session to it."""
 
     def __init__(self):
         self.zookeeper = MemoryZooKeeper(asyncio.Event)
@@ -44,7 +44,7 @@ class AccessCluster:
         self.daemons = [coordinator, self.zookeeper.coordinator("/w")]
 
     def publish(self, *revisions):
-        """Let the server and the storage publish these revisions; None: nothing."""
+        """Let the server and the storage publish these revisions; None publishes no revision."""
 
         async def publish():
             names = ("server-1", f"storage-{ADDRESSES[0]}")

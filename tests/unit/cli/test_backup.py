@@ -37,7 +37,7 @@ STAMP_MS = 5
 
 
 def on_real_loop(scenario):
-    """Run a coroutine on a loop with threads."""
+    """Run a scenario on an asyncio loop in real time, because the code uses threads."""
 
     @functools.wraps(scenario)
     def run(**fixtures):
@@ -282,14 +282,14 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
 
 
 def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
-    """Run the command for a new cluster at /w; return its error."""
+    """Run `restore` for a new cluster at /w; return its error."""
     result = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words, "--json")
     assert result.returncode == 1
     return result.stderr
 
 
 def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
-    """Run the command for a new cluster at /w."""
+    """Run `restore` for a new cluster at /w."""
     file = tmp_path / "b"
     file.write_bytes(backup.to_bytes())
 
@@ -351,7 +351,7 @@ def files_of(folder):
 
 
 class RecordingPins:
-    """Writes pins, and notes their names."""
+    """Writes pins, and records their names."""
 
     def __init__(self):
         self.names = []

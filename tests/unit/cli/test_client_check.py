@@ -18,7 +18,7 @@ LARGE = st.integers(0, 2**62)
 
 @pytest.fixture
 def in_memory(monkeypatch):
-    """Have every command's clients be clients of one Waltz in memory."""
+    """Let the clients of all commands use one Waltz in memory."""
 
     @contextmanager
     def run(**options):

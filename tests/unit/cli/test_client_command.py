@@ -11,7 +11,7 @@ from waltz_core.memory_waltz import MemoryWaltz
 
 @pytest.fixture
 def waltz(monkeypatch):
-    """Have the command's client be one of a Waltz in memory."""
+    """Let the command's client use a Waltz in memory."""
     with MemoryWaltz(partition_count=4) as memory:
 
         @contextmanager

@@ -90,7 +90,7 @@ def test_accept_replicas_is_rejected_if_a_quorum_is_trusted(
 
 
 class CommandDied(Exception):
-    """The command ends here."""
+    """Ends a command at this call."""
 
 
 def test_no_replica_is_marked_before_the_write_to_zookeeper():

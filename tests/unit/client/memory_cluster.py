@@ -197,7 +197,7 @@ class MemoryServer:
             link.abort("cut")
 
     def lose_session(self, number: int, *, committed: int) -> None:
-        """End a partition's session; `committed` of the batches in flight are in the log."""
+        """End a partition's session; the first `committed` batches in flight are in the log."""
         _partition, driver, store = self.partitions[number]
         log = self._cluster.logs[number]
         for batch in store.held_batches[:committed]:

@@ -166,7 +166,7 @@ class Scenario:
         return self
 
     def mount_with_feed(self, mark: int, log_mark: int | None = None) -> m.FeedRequest:
-        """Subscribe after `mark` and mount with the feed; return the first request for more."""
+        """Subscribe after `mark` and mount with the feed; return the first feed request."""
         last = mark if log_mark is None else log_mark
         self.step(stream_events.Subscribe(mark))
         self.answer_mount(self.open_link(), last)

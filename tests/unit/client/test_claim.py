@@ -109,7 +109,7 @@ def test_writes_are_removed_by_name_and_at_their_expiry(monkeypatch):
         assert await tasks_of_write(CONNECT, "named") == []
         assert await forget_writes(CONNECT, []) == []
         assert await forget_writes(CONNECT, ["named"]) == ["named"]
-        # The server removes it after its answer.
+        # The server removes the write after its answer.
         while await registry.read("old") is not None:  # noqa: ASYNC110 - in ZooKeeper
             await asyncio.sleep(0)
         assert await registry.read("named") is None

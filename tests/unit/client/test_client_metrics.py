@@ -39,7 +39,7 @@ APPENDED, REJECTED, RETRIED, SECONDS, LAG = (
 
 @pytest.fixture(autouse=True)
 def export_client_metrics() -> Iterator[None]:
-    """Export, without the clients of other tests."""
+    """Export the metrics, without those of clients of other tests."""
     with client_metrics._lock:
         client_metrics._closed.clear()
     export_metrics()

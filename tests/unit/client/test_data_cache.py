@@ -102,7 +102,7 @@ async def test_a_feed_that_ends_releases_its_prefetched_ranges():
 
 
 class FakeCache:
-    """A substitute for a cache with its own accounting."""
+    """A cache that records the costs of its chunks by first ID."""
 
     def __init__(self, budget):
         self.budget = budget

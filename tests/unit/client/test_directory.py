@@ -74,7 +74,7 @@ class AnsweringZooKeeper:
 
 
 async def request_concurrently(zookeeper, count, *, cancelled=None):
-    """Send several requests at once; return the answer of each, None for the cancelled one."""
+    """Send several requests at once; return the answers, with None for the cancelled request."""
     directory = directory_of(zookeeper)
 
     async def ask(partition):

@@ -39,7 +39,7 @@ class Link:
 
 
 class LinksAndDirectory:
-    """Links and directory of one client."""
+    """Replaces both the links and the directory of a client."""
 
     def __init__(self, *links):
         self.links_by_address = {link.address: link for link in links}

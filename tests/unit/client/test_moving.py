@@ -95,7 +95,7 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def start_proxies(cluster: MemoryCluster) -> AsyncIterator[list[Proxy]]:
-    """Put a proxy in front of each server of the cluster, by the server's number."""
+    """Start a proxy for each server of the cluster; yield the proxies in the order of servers."""
     proxies: list[Proxy] = []
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as stack:
         for server in cluster.servers:

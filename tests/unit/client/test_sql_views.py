@@ -40,7 +40,7 @@ def keep_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class View(SqlCallbacks):
-    """Has a row for each transaction; notes the commits that moved its mark."""
+    """Has a row for each transaction; records the sizes of batches and the commits of the mark."""
 
     def __init__(self, engine: sa.Engine) -> None:
         super().__init__(engine)

@@ -367,7 +367,7 @@ async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits(
 
 
 class WithdrawContext(TransactionContext):
-    """Computes from the view of its client."""
+    """Withdraws from an account after calling `compute`; records the mark of each attempt."""
 
     timeout_ms = 300
 

@@ -208,7 +208,7 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
 
         def interrupt():
             assert is_requested.wait(TEST_TIMEOUT_S)
-            # Python notices a signal late that arrives just before its thread waits for a lock.
+            # Python delays a signal that arrives just before its thread waits for a lock.
             while not raised.wait(0.05):
                 signal.pthread_kill(main, signal.SIGINT)
 
@@ -356,7 +356,7 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
 
 
 class ChangingState:
-    """A partition or feed; while it is read, the loop's thread runs."""
+    """A partition or feed that calls `change` whenever a thread reads it."""
 
     def __init__(self, change) -> None:
         self._change = change

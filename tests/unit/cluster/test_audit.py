@@ -1,4 +1,4 @@
-"""The record of changes: encoding, order, outcome, and its size limit."""
+"""The audit record: encoding, order, outcomes, and the size limit."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""An invalid cluster is rejected before anything is written; the order of the writes."""
+"""The creation of a cluster: invalid clusters, and the order of the writes."""
 
 from uuid import UUID
 

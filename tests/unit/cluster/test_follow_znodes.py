@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.cluster.zookeeper.follow_znodes`."""
+"""Following znodes: nodes that cannot be decoded, and the permissions of a daemon."""
 
 import asyncio
 import logging

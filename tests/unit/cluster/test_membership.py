@@ -58,7 +58,7 @@ class Cluster:
         return found
 
     def registered(self):
-        """Return the server IDs that have a node, in the order in which the nodes were made."""
+        """Return the IDs of the registered servers in the order of their registration."""
         dump = self.zookeeper.dump()
         names = self.zookeeper.child_names(SERVERS)
         return [
@@ -67,7 +67,7 @@ class Cluster:
 
 
 def run_in_cluster(scenario):
-    """Run a scenario in a cluster of its own; its other parameters are those of the test."""
+    """Run a scenario in a new cluster; its other parameters are those of the test."""
 
     async def run(**parameters):
         await scenario(await Cluster().create(), **parameters)

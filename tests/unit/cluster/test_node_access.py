@@ -16,7 +16,7 @@ ROOT = "/w"
 
 
 def two_views():
-    """One ZooKeeper through two sessions."""
+    """Return a ZooKeeper, its nodes in one session, and a second session."""
     zookeeper = MemoryZooKeeper(asyncio.Event)
     return zookeeper, ClusterNodes(zookeeper.session(), ROOT), zookeeper.session()
 

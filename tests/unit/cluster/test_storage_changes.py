@@ -94,7 +94,7 @@ class Owner:
 
 
 def run_now(coroutine):
-    """Run what never waits (memory.py, rule 1)."""
+    """Run a coroutine that never waits (memory.py, rule 1)."""
     try:
         coroutine.send(None)
     except StopIteration as done:
