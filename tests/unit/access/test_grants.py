@@ -1,4 +1,4 @@
-"""Which requirements the grants of a principal and of its groups meet."""
+"""Grants of principals and of their groups: permitted partitions and missing verbs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which principal a certificate has, for a pattern (rules 1 and 2 of principals.py)."""
+"""The principal of a certificate for a pattern (rules 1 and 2 of principals.py)."""
 
 import pytest
 
@@ -31,10 +31,10 @@ SPARK = certificate(
         (r"URI=spiffe://example/(\w+)", "etl"),
         (r"DNS=(etl)\.example", "etl"),
         (r"SUBJECT=CN=([^,+]+),O=Data\\, Inc\.,C=DE", "spark-etl"),
-        # Two names of the certificate, one result.
+        # Two names of the certificate give the same principal.
         (r"URI=spiffe://example/(etl)|DNS=(?:etl)\.example", "etl"),
         (r"(?:CN=spark-|DNS=)(etl)(?:\.example)?", "etl"),
-        # Two results, no match, a part of a name only, a result that is empty.
+        # Two principals, no match, a match of a part of a name, an empty principal.
         (r"DNS=(.+)", None),
         (r"CN=([a-z]+)", None),
         (r"N=(.+)", None),

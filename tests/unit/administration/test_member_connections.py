@@ -1,4 +1,4 @@
-"""How a command finds out that the cluster uses TLS."""
+"""The TLS settings of a command: from the connect string, options and the environment."""
 
 import contextvars
 import ssl

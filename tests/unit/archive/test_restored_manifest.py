@@ -83,7 +83,7 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
     )
     entries = SavedManifest.read(store, new_manifest.name, new_manifest.file_crc).entries()
     (found,) = (each for each in entries if each.first == old.first)
-    assert found.name.endswith("-4.parquet"), "the first one with the same chain"
+    assert found.name.endswith("-4.parquet"), "the first object with the same chain"
     assert found[1:] == old[1:]
 
 

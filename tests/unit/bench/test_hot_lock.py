@@ -23,9 +23,9 @@ async def append_counts(client, counts) -> dict[int, int]:
     ("counts", "wrong"),
     [
         ([(1, -1), (2, 1), (3, 2)], (0, 0)),
-        ([(1, -1), (1, -1), (2, 2)], (0, 1)),  # a value twice: both were computed from nothing
-        ([(1, -1), (3, 1)], (0, 1)),  # a value left out
-        ([(1, -1), (2, -1)], (0, 1)),  # the right value, from another transaction
+        ([(1, -1), (1, -1), (2, 2)], (0, 1)),  # a value twice: both claim no predecessor
+        ([(1, -1), (3, 1)], (0, 1)),  # a missing value
+        ([(1, -1), (2, -1)], (0, 1)),  # the next value, computed from another transaction
     ],
 )
 def test_a_log_with_a_gap_in_its_updates_is_an_error(counts, wrong):

@@ -1,4 +1,4 @@
-"""The limits of `waltz-core archive expire`: which values it accepts."""
+"""The limits of `waltz-core archive expire`: accepted and rejected values."""
 
 import pytest
 

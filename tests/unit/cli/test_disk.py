@@ -278,7 +278,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"], ids=["ours", "an original"])
+@pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"], ids=["Waltz", "Waltz 0.13"])
 def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage, capsys, name):
     command = [sys.executable, "-c", HOLDER, str(storage / name)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:

@@ -64,7 +64,7 @@ def test_progress_appears_on_a_terminal_after_a_while_and_is_removed(
     async def work():
         with ProgressLine() as line:
             line.show(1, 4, "waiting for a storage")
-            for _ in range(10):  # turns of the loop, in which a timer that is due runs
+            for _ in range(10):  # let the loop run the timers that are due
                 await asyncio.sleep(0)
         return line.awaited
 

@@ -377,7 +377,7 @@ async def test_a_failed_stream_does_not_wait_for_its_server():
                 await future
         assert partition.stream.has_pending
         assert not partition._is_waiting()
-        # Later appends end, too, and do not wait for a machine that has stopped.
+        # Later appends fail instead of waiting for the failed stream machine.
         for future in (
             await client.append(b"x", partition=0),
             await client.append_batch(0, batch_of(b"y", b"z"), 2, client_high_water_mark=-1),
@@ -797,7 +797,7 @@ async def test_reads_continue_without_absent_replicas():
         with mock.patch.object(client.directory, "groups") as request_mock:
             replicas = await client.replicas(0)
         assert replicas.nearby == ()
-        request_mock.assert_not_called()  # by a client that is in no group
+        request_mock.assert_not_called()  # the client is in no group
         assert replicas.cluster_key == KEY.bytes
         assert replicas.high_water_mark == 0
         chunks = [c async for c in client.read_range(0, 0, 0, replicas=replicas)]

@@ -1,4 +1,4 @@
-"""The position of a feed, and which headers it accepts."""
+"""The cursor of a feed: its position, and valid and invalid feed batches."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""The cache of fed payloads: what it keeps, for how long, and its size limit."""
+"""The cache of fed payloads: content, expiry and size limit."""
 
 import asyncio
 from collections import defaultdict

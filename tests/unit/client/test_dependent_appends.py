@@ -1,4 +1,4 @@
-"""Which in-flight predecessors an append may claim to be computed from."""
+"""The in-flight predecessors that a dependent append claims."""
 
 from dataclasses import replace
 

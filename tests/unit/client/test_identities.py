@@ -1,4 +1,4 @@
-"""Which client ID a client uses, and which process issues it."""
+"""Client IDs: issued by a server or by ZooKeeper, and replaced after a denial."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""When a client logs an outage, and which errors it retries during an outage."""
+"""The times at which a client logs an outage, and the errors that it retries meanwhile."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Which outcomes the tracker derives from each kind of evidence."""
+"""The outcomes that the tracker derives from answers, feeds and read-back."""
 
 from unittest import mock
 

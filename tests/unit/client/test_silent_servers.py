@@ -1,4 +1,4 @@
-"""When the client logs that a server does not answer, and that it answers again."""
+"""The log lines of a client about silent servers."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The admin client of a storage: which message it accepts as the answer to a request."""
+"""The admin client of a storage: valid and invalid answers to a request."""
 
 import asyncio
 

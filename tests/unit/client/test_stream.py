@@ -373,7 +373,7 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     effects = scenario.receive(overloaded_error(req(1), 4_000))
     assert outcomes_by_token(effects)[1].reasons.tolist() == [m.RowOutcomeCode.OVERLOADED]
     scenario.step(stream_events.SendAppends(submission(3)))
-    assert scenario.sent_messages() == []  # the server would reject it: it expects a mount
+    assert scenario.sent_messages() == []  # the server expects a mount first
     scenario.receive(result(req(2), (-1, m.RowOutcomeCode.NOT_MOUNTED, -1), mark=-1))
     assert scenario.stream.phase is Phase.WAITING
     assert scenario.stream.failure == "over a limit"

@@ -456,7 +456,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
         raise CancelledError
 
     with MemoryWaltz(1) as log, log.client() as client:
-        client.subscribe(FunctionCallbacks(apply))  # its error policy raises the same error
+        client.subscribe(FunctionCallbacks(apply))  # `uncaught_exception` raises the same error
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         applier = client._client._partitions[0].applier
         wait_until(lambda: applier.stopped is not None)

@@ -1,4 +1,4 @@
-"""Auth files: what they may contain, and errors that never quote a secret."""
+"""Auth files: valid and invalid content, and errors that never quote a secret."""
 
 import asyncio
 import re

@@ -30,7 +30,7 @@ async def put(coordinator, last_id):
 @run_on_virtual_loop
 async def test_ids_count_from_the_first_and_never_repeat_between_servers():
     one, two = coordinators(2)
-    await start(one, extensions=False)  # a cluster of Waltz 0.13, as its first server finds it
+    await start(one, extensions=False)  # as in a cluster created by Waltz 0.13
     assert await one.issued_ids.read_last_id() == BEFORE_FIRST_ISSUED_ID
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each.issued_ids.allocate_id()) for each in (one, two) * 20]

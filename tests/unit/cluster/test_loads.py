@@ -1,4 +1,4 @@
-"""Loads of partitions: measurement, reports, and which reports count."""
+"""Loads of partitions: measurement, reports, and ignored reports."""
 
 import asyncio
 

@@ -378,7 +378,7 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         await wait_for_followers(cluster)
         view = await one.read()
         assert view.is_settled
-        assert owners_and_generations(view) == before  # the generations, too
+        assert owners_and_generations(view) == before  # also the generations
     assert {str(owners_and_generations(each)) for each in views_of_one.values[seen[0] :]} <= {
         str(before)
     }

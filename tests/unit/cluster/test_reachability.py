@@ -1,4 +1,4 @@
-"""Which servers may own partitions, given what other servers report about them."""
+"""The servers that may own partitions, by the reports of other servers about them."""
 
 import asyncio
 
@@ -32,36 +32,38 @@ def report_without_open_partition(reached=()):
 @pytest.mark.parametrize(
     ("live", "serving", "reports", "may_own"),
     [
-        pytest.param([1], [], {}, [1], id="a lone server"),
+        pytest.param([1], [], {}, [1], id="one server"),
         pytest.param([1, 2], [], {}, [1, 2], id="no witness"),
         pytest.param([1, 2], [1], {1: report()}, [1], id="new and not reached yet"),
         pytest.param([1, 2], [1], {1: report(reached=[2])}, [1, 2], id="new and reached"),
         pytest.param([1, 2], [1], {1: report(unreachable=[2])}, [1], id="new and unreachable"),
         pytest.param([1, 2], [1, 2], {1: report(), 2: report()}, [1, 2], id="served before"),
-        pytest.param([1, 2], [1, 2], {1: report(unreachable=[2])}, [1], id="one witness counts"),
+        pytest.param([1, 2], [1, 2], {1: report(unreachable=[2])}, [1], id="one witness is enough"),
         pytest.param(
             [1, 2],
             [1, 2],
             {1: report(unreachable=[2]), 2: report(unreachable=[1])},
             [1, 2],
-            id="two that blame each other",
+            id="two servers report each other",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
             {1: report([2, 3]), 2: report(unreachable=[1, 3]), 3: report([1, 2])},
             [1, 2, 3],
-            id="one broken witness strips no server",
+            id="a majority of witnesses overrules one",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
             {1: report([2], [3]), 2: report([1], [3]), 3: report(unreachable=[1, 2])},
             [1, 2],
-            id="one is cut off from the others",
+            id="one server is isolated",
         ),
-        pytest.param([2, 3], [2], {1: report(unreachable=[3])}, [2, 3], id="a dead witness"),
-        pytest.param([2], [2], {2: report(unreachable=[2])}, [2], id="not its own witness"),
+        pytest.param([2, 3], [2], {1: report(unreachable=[3])}, [2, 3], id="the witness is dead"),
+        pytest.param(
+            [2], [2], {2: report(unreachable=[2])}, [2], id="a server is not its own witness"
+        ),
         pytest.param(
             [1, 2, 3],
             [1, 2, 3],
@@ -71,7 +73,7 @@ def report_without_open_partition(reached=()):
                 3: report_without_open_partition([2]),
             },
             [1, 2, 3],
-            id="one that is cut off opens its partitions first",
+            id="an isolated server opens partitions first",
         ),
         pytest.param(
             [1, 2, 3],
@@ -82,14 +84,14 @@ def report_without_open_partition(reached=()):
                 3: report_without_open_partition([2]),
             },
             [2, 3],
-            id="it loses them when the next one has opened partitions",
+            id="an isolated server loses them to the next one",
         ),
         pytest.param(
             [1, 2],
             [1, 2],
             {1: report_without_open_partition(), 2: report_without_open_partition([1])},
             [1, 2],
-            id="no witness, and not all reached",
+            id="no witness and an unreached server",
         ),
         pytest.param(
             [1, 2, 3],
@@ -100,14 +102,14 @@ def report_without_open_partition(reached=()):
                 3: report_without_open_partition([2]),
             },
             [1],
-            id="two new ones that only reach each other",
+            id="two new servers reach only each other",
         ),
         pytest.param(
             [1, 2, 3],
             [1, 2],
             {1: report(unreachable=[2, 3]), 3: report_without_open_partition([2])},
             [1],
-            id="reached by one that is left out",
+            id="reached only by an excluded server",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rebuilding a cluster from its storages: which log is trusted, and the nodes meanwhile."""
+"""Rebuilding a cluster from its storages: the choice of the log, and the written znodes."""
 
 import asyncio
 from uuid import UUID

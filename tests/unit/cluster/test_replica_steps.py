@@ -47,7 +47,7 @@ def step(now, wanted, joining=""):
     return found.reason if isinstance(found, PostponedStep) else None
 
 
-# --- one step after the other
+# --- single steps
 
 
 def test_each_added_replica_must_be_in_sync_before_the_next_one():
