@@ -36,7 +36,7 @@ def test_records_and_batches_return_byte_for_byte(rows):
     )
 
 
-def test_any_reader_of_parquet_understands_the_rows():
+def test_any_parquet_reader_can_read_the_rows():
     records, lineage = make_batches(FIRST, sizes=SIZES)
     table = pq.read_table(io.BytesIO(encode_object(records, lineage)))
     assert table.column("transaction_id").to_pylist() == list(range(FIRST, FIRST + sum(SIZES)))

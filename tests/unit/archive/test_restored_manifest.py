@@ -225,7 +225,7 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
 
 
 @pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (1, 2, 3)])
-def test_another_object_that_is_missing_is_an_error(store, log, numbers):
+def test_a_missing_object_that_has_not_expired_is_an_error(store, log, numbers):
     for each in numbers:
         store.delete(object_name(each))
     with pytest.raises(

@@ -332,7 +332,7 @@ def test_the_second_of_two_restorations_fails_and_leaves_no_files(
 
 
 @pytest.mark.parametrize(("words", "remains"), [((), False), (("--same-key",), True)])
-def test_a_pin_that_another_restoration_may_need_remains(
+def test_a_pin_that_another_restoration_may_need_is_not_deleted(
     tmp_path, monkeypatch, store, words, remains
 ):
     """Restorations with the same key share the pins of a third cluster."""

@@ -30,7 +30,7 @@ def replica(**changed):
     return ReplicaResponse(**(fields | changed))
 
 
-def test_marks_of_any_length_are_shown_whole():
+def test_marks_of_any_length_are_not_truncated():
     row = _replica_row("a:1", replica())
     assert (row.low_water_mark, row.last) == (LONG, LONG + 9)
     assert (row.session, row.promised) == (LONG + 1, LONG + 2)

@@ -543,7 +543,7 @@ async def test_a_context_waits_at_most_its_timeout():
 
 
 @run_on_virtual_loop
-async def test_data_is_fetched_with_its_neighbors():
+async def test_data_of_consecutive_transactions_is_fetched_together():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         payload = batch_of(*(b"%d" % i for i in range(300)))
         await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))
@@ -753,7 +753,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
 
 
 @run_on_virtual_loop
-async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends():
+async def test_ranges_are_dense_chunks_until_the_reader_or_the_client_closes():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         for i in range(10):
             payload = batch_of(*(b"%d-%d" % (i, j) for j in range(100)))

@@ -79,7 +79,7 @@ class SlowView(Callbacks):
         assert self.permits.acquire(timeout=TEST_TIMEOUT_S)
 
 
-def test_the_buckets_are_those_of_the_daemons() -> None:
+def test_client_histograms_have_the_buckets_of_the_daemons() -> None:
     assert BUCKETS_S == SECONDS_BUCKETS
 
 
@@ -151,7 +151,7 @@ def test_a_feed_lags_by_the_transactions_that_its_callbacks_have_not_applied() -
         assert value(LAG) is None
 
 
-def test_with_a_port_the_registry_is_served() -> None:
+def test_export_metrics_with_a_port_serves_the_registry() -> None:
     port = free_port()
     export_metrics(port)
     export_metrics()  # a second call has no effect

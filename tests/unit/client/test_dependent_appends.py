@@ -50,7 +50,7 @@ def test_each_report_is_added_to_the_earlier_ones():
     assert ids(more.predecessors_above(8)) == [11]
 
 
-def test_a_mark_between_the_first_and_last_predecessor_is_a_base():
+def test_a_mark_between_the_first_and_last_predecessor_claims_the_rest():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5) == (9, follow)
     assert follow.claim(8) == (9, follow)
@@ -59,7 +59,7 @@ def test_a_mark_between_the_first_and_last_predecessor_is_a_base():
     assert follow.claim(12) == (12, NO_PREDECESSORS)
 
 
-def test_for_other_locks_the_mark_of_the_state_counts():
+def test_an_append_with_other_locks_claims_the_mark_of_the_state():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert follow.claim(5, LOCKS[:1]) == (9, follow)
     mark, claimed = follow.claim(5, (*LOCKS, 33))

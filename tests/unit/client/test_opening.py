@@ -19,7 +19,7 @@ CONNECT = "127.0.0.1:1/waltz/never_asked"
 
 
 @pytest.mark.parametrize("given", [(), (CONNECT,)])
-def test_a_call_of_the_class_raises_with_a_hint(given):
+def test_calling_the_client_class_raises_an_error_with_a_hint(given):
     with pytest.raises(errors.UsageError, match=r"async with AsyncWaltzClient\.connect"):
         AsyncWaltzClient(*given)
 

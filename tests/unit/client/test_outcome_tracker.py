@@ -81,7 +81,7 @@ def test_the_log_takes_precedence_over_an_answer():
     assert outcome.high_water_mark == 21
 
 
-def test_only_rows_of_the_same_client_count():
+def test_the_tracker_ignores_rows_of_other_clients():
     tracker = new_tracker()
     pending = register_submission(tracker, 1, 1, rows=2)
     foreign_ids = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))

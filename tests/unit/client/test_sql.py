@@ -511,7 +511,7 @@ def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engi
     assert again.client_high_water_mark(0) == 4
 
 
-def test_a_view_past_the_restored_end_is_rejected(engine: sa.Engine) -> None:
+def test_a_view_ahead_of_a_restored_log_is_rejected(engine: sa.Engine) -> None:
     old = TotalView(engine)
     old.begin(ONE)
     old.client_high_water_mark(0)
@@ -523,7 +523,7 @@ def test_a_view_past_the_restored_end_is_rejected(engine: sa.Engine) -> None:
     apply_all(old, [3])
 
 
-def test_a_mark_of_a_development_version_gets_the_key_of_the_next_cluster(
+def test_a_mark_without_a_cluster_key_gets_the_key_of_the_next_cluster(
     engine: sa.Engine,
 ) -> None:
     with engine.begin() as connection:

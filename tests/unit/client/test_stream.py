@@ -38,7 +38,7 @@ def rejection_errors(effects):
 # mounting and sending
 
 
-def test_the_first_append_opens_a_link_mounts_and_is_sent():
+def test_the_first_append_opens_a_link_and_mounts_the_partition():
     scenario = Scenario()
     assert scenario.step(stream_events.SendAppends(submission(1))) == [
         stream_events.OpenLink(1, ())
@@ -273,7 +273,7 @@ def test_an_older_generation_is_not_mounted():
     assert scenario.stream.phase is Phase.WAITING
 
 
-def test_a_mark_below_a_known_one_is_not_trusted():
+def test_a_mark_below_a_known_mark_is_rejected():
     scenario = in_doubt()
     effects = scenario.answer_mount(scenario.open_link(number=2), 8, link=2)
     assert outcomes_by_token(effects) == {}
@@ -797,7 +797,7 @@ def test_a_suspended_feed_sends_no_request_until_half_is_applied():
     assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.StreamReady(900)]
 
 
-def test_no_requests_before_the_answer_to_a_mount():
+def test_the_stream_sends_no_feed_request_before_its_mount_is_answered():
     scenario = Scenario()
     request = scenario.mount_with_feed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
@@ -859,7 +859,7 @@ def remount_with_chain(
     )
 
 
-def test_another_history_stops_the_stream_with_an_error():
+def test_a_log_with_a_different_chain_stops_the_stream_with_an_error():
     scenario, effects = remount_with_chain(b"a" * 16, found=b"b" * 16)
     assert isinstance(effects[-1].error, errors.DataLoss)
     assert scenario.stream.phase is Phase.STOPPED

@@ -61,7 +61,7 @@ class CopyContext(TransactionContext):
         return True
 
 
-def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
+def test_callbacks_that_wait_for_contexts_do_not_deadlock():
     """There is one callback more than there are threads for contexts."""
     count = WORKERS_MAX + 1
     barrier, done = threading.Barrier(count), []
@@ -522,7 +522,7 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
         assert ended.wait(TEST_TIMEOUT_S)
 
 
-def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
+def test_hooks_that_wait_for_contexts_do_not_deadlock():
     count = WORKERS_MAX + 1
     barrier, done = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client:

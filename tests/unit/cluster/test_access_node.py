@@ -148,7 +148,7 @@ def test_invalid_bytes_are_unreadable(data, error):
     | st.text().map(str.encode)
     | st.sampled_from(range(300)).map(lambda at: node_with()[:at])
 )
-def test_any_bytes_are_a_value_or_bad_format(data):
+def test_any_bytes_decode_or_raise_bad_format(data):
     with pytest.raises(BadFormat):
         access_node.decode_permissions(data)
 

@@ -126,7 +126,7 @@ def test_preferred_partitions_do_not_move_and_free_ones_go_to_the_least_loaded()
     assert wanted.servers == {1: {0: 5, 5: 6}, 2: old.servers[2], 3: {4: 5}}
 
 
-def test_a_new_server_gets_its_share_although_others_would_keep_all_partitions():
+def test_a_new_server_gets_its_share_of_partitions():
     old = PartitionAssignment(1, 4, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}})
     new = assign(old, live_servers(1, 2, 3), cversion=2, keeps_owners=True)
     assert new == assign(old, live_servers(1, 2, 3), cversion=2)

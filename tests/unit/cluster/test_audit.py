@@ -61,7 +61,7 @@ def test_invalid_bytes_are_rejected_as_an_entry(data, problem):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_an_entry_or_bad_format(data):
+def test_any_bytes_decode_to_an_entry_or_raise_bad_format(data):
     with pytest.raises(errors.BadFormat):
         AuditEntry.from_bytes(data)
 

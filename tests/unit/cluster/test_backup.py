@@ -55,7 +55,7 @@ def test_a_backup_contains_the_permissions_of_its_cluster():
     assert "access" not in decode_with_crc(BACKUP.to_bytes(), "f")
 
 
-def test_a_backup_has_the_last_issued_id_and_an_earlier_one_has_none():
+def test_a_backup_has_the_last_issued_id_and_older_backups_have_none():
     taken = replace(BACKUP, issued_client_id=FIRST_ISSUED_ID + 7)
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
     values = dict(decode_with_crc(taken.to_bytes(), "f"))
@@ -171,7 +171,9 @@ def merge(first, second):
         (DONE, OPEN, (OPEN, [0, 1])),
     ],
 )
-def test_a_write_is_done_in_the_backup_only_if_it_was_before_the_marks(first, second, expected):
+def test_a_write_is_done_in_a_backup_only_if_it_ended_before_the_marks_were_read(
+    first, second, expected
+):
     assert merge(first, second) == expected
 
 

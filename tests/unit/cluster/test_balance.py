@@ -45,7 +45,7 @@ def loads_by_server(owners, loads):
         pytest.param({0: 1, 1: 1, 2: 2, 3: 2}, [1_000, 1_100, 1_000, 1_000], {}, id="only noise"),
     ],
 )
-def test_other_partitions_leave_the_server_of_a_hot_one(owners, loads, moves):
+def test_other_partitions_move_away_from_the_server_of_a_hot_partition(owners, loads, moves):
     assert plan(owners, dict(enumerate(loads))) == moves
 
 

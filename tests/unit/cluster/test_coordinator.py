@@ -102,7 +102,7 @@ async def test_a_creation_without_an_answer_has_succeeded_or_can_be_repeated(fau
 
 
 @run_on_virtual_loop
-async def test_cluster_and_store_must_have_as_many_partitions():
+async def test_cluster_and_store_must_have_the_same_number_of_partitions():
     _, session, coordinator = await with_cluster()
     await session.write([SetNode(f"{ROOT}/store", model.StoreParams(CLUSTER_KEY, 5).to_bytes(), 0)])
     with pytest.raises(errors.BadFormat, match=r"has 4 partitions, .* has 5"):

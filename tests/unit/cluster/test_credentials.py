@@ -164,7 +164,7 @@ def test_one_user_has_all_permissions_of_every_node(path):
         (f"{OF_ADMINISTRATORS}members:digest:c:hunter2", "line 3: expected one line with members"),
     ],
 )
-def test_a_bad_file_is_reported_in_a_sentence_without_its_content(text, problem):
+def test_an_invalid_auth_file_is_reported_without_its_content(text, problem):
     with pytest.raises(BadConfig) as caught:
         parse_credentials(text, "/etc/waltz/auth")
     assert problem in str(caught.value)

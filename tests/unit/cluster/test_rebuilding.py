@@ -38,7 +38,7 @@ def test_the_newest_session_precedes_the_longest_log():
     assert found.members == ("B", "C", "A")
 
 
-def test_the_members_are_of_different_groups_first():
+def test_the_chosen_members_are_in_different_groups_if_possible():
     found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8), "C": log(4, 7)})
     assert found.members == ("A", "B", "C")
     found = choose({"A": log(5, 10), "D": log(5, 9), "B": log(5, 8)})

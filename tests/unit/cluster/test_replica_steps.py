@@ -231,7 +231,7 @@ def test_an_interrupted_removal_of_a_storage_continues():
     assert found == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
 
 
-def test_a_storage_takes_over_from_another():
+def test_a_storage_takes_over_the_replicas_of_another_storage():
     now = {0: ("A", "B"), 1: ("B", "C"), 2: ("A", "B")}
     assert replica_steps.placement_with_replacement(now, "A", "D", now) == {
         0: ("D", "B"),
@@ -246,7 +246,7 @@ def test_a_storage_takes_over_from_another():
     }
 
 
-def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
+def test_a_move_to_a_storage_with_a_replica_removes_no_replica():
     now = {0: ("A", "B", "D"), 1: ("A", "B", "C"), 2: ("A",)}
     with pytest.raises(
         errors.BadRequest,
@@ -320,7 +320,7 @@ def test_missing_replicas_are_added_and_existing_ones_do_not_move():
     ("text", "expected"),
     [("3", (3,)), ("0-2,7,9-10", (0, 1, 2, 7, 9, 10)), ("all", tuple(range(12))), ("5,5", (5,))],
 )
-def test_partitions_are_named_in_ranges(text, expected):
+def test_partitions_are_formatted_as_ranges(text, expected):
     assert replica_steps.parse_partitions(text, 12) == expected
 
 

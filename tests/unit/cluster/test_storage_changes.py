@@ -169,7 +169,7 @@ def test_an_admin_port_can_be_registered_again():
 
 
 @run_in_cluster
-async def test_the_three_nodes_change_in_one_write(cluster):
+async def test_the_three_znodes_of_storages_change_in_one_write(cluster):
     storages = cluster.coordinator.storages
     written = await storages.change_layout(lambda old: old.with_storage(D, 7, 2))
     assert await storages.read_layout() == written

@@ -278,7 +278,7 @@ async def test_the_retention_of_a_write_uses_the_clock_of_zookeeper():
         )
     )
 )
-def test_any_bytes_are_a_value_or_a_bad_format(data):
+def test_any_bytes_decode_or_raise_bad_format(data):
     for kind, name in ((WriteState, "an exactly-once write"), (TaskState, "a task of an")):
         message = None
         try:

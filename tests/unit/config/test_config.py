@@ -69,7 +69,7 @@ def test_every_bound_of_a_setting_is_enforced(config_type):
                     config_type(**given, **{each.name: value})
 
 
-def test_relations_are_checked():
+def test_relations_between_settings_are_checked():
     with pytest.raises(BadConfig, match="setting admin_port: expected another port than that"):
         StorageConfig(connect=CONNECT, directory="d", port=9, admin_port=9)
     assert StorageConfig(connect=CONNECT, directory="d", port=0, admin_port=0).port == 0

@@ -83,7 +83,7 @@ def test_a_connect_string_sets_hosts_root_authentication_and_tls(text, expected)
         ("?auth=f", "the connect string is empty"),
     ],
 )
-def test_a_bad_argument_is_reported_with_a_good_example(text, problem):
+def test_an_invalid_connect_string_is_reported_with_a_valid_example(text, problem):
     with pytest.raises(BadConfig) as caught:
         parse_connect_string(text)
     assert problem in str(caught.value)

@@ -44,7 +44,7 @@ def write(tmp_path, text):
     return path
 
 
-def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+def test_the_precedence_of_sources_is_flag_environment_file_default(tmp_path):
     path = write(tmp_path, 'name = "a"\nwater_ms = 1_001\nport = 1\n')
     loaded = load_config(
         PlantConfig,
