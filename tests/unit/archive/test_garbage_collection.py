@@ -303,8 +303,8 @@ def test_failed_attempts_of_several_sessions_are_not_taken_for_a_rollback(archiv
     store, new_manifest = archived
     for session in (10, 11, 12):
         upload(store, KEY, job_after(new_manifest, attempt=50, session_id=session, nonce=OTHER))
-    newer_manifest = {"session_id": 13, "nonce": OTHER}
-    last = upload(store, KEY, job_after(new_manifest, attempt=0, **newer_manifest))
+    owner_fields = {"session_id": 13, "nonce": OTHER}
+    last = upload(store, KEY, job_after(new_manifest, attempt=0, **owner_fields))
     run(store, collection_job(last, session=13))
     assert set(all_files(store)) == listed_files(store, last)
 
@@ -404,12 +404,12 @@ def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
     def archive():
         if not later:
             later.append(None)
-            newer_manifest = {"session_id": 10, "nonce": OTHER}
+            owner_fields = {"session_id": 10, "nonce": OTHER}
             second = upload(
-                ArchiveStore(store.url), KEY, job_after(new_manifest, attempt=1, **newer_manifest)
+                ArchiveStore(store.url), KEY, job_after(new_manifest, attempt=1, **owner_fields)
             )
             later[0] = upload(
-                ArchiveStore(store.url), KEY, job_after(second, attempt=2, **newer_manifest)
+                ArchiveStore(store.url), KEY, job_after(second, attempt=2, **owner_fields)
             )
 
     if is_seen:
@@ -424,8 +424,8 @@ def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
 def test_a_late_collection_keeps_later_attempts_of_its_session(archived):
     """The owner has abandoned the collection, and has uploaded objects since."""
     store, new_manifest = archived
-    newer_manifest = {"session_id": 10, "nonce": OTHER}
-    second = upload(store, KEY, job_after(new_manifest, attempt=8, **newer_manifest))
+    owner_fields = {"session_id": 10, "nonce": OTHER}
+    second = upload(store, KEY, job_after(new_manifest, attempt=8, **owner_fields))
     run(store, collection_job(new_manifest, attempt=7))
     assert set(all_files(store)) == listed_files(store, new_manifest) | listed_files(store, second)
 

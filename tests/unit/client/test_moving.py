@@ -215,8 +215,8 @@ async def test_a_late_answer_counts_and_no_row_is_written_twice(
 @run_on_virtual_loop
 async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
     async with two_servers() as (cluster, proxies, client):
-        seen = RecordingCallbacks()
-        await client.subscribe(seen, [0])
+        callbacks = RecordingCallbacks()
+        await client.subscribe(callbacks, [0])
         futures, outcomes = [], []
         for turn in range(4):
             for i in range(20):
@@ -243,8 +243,8 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
         assert [row for row in data if row.startswith(b"b")] == expected
         assert len(data) == len(sent) + len(expected)
         # Over all moves, the feed has every transaction once and in order.
-        await wait_until(lambda: len(seen.seen) == len(data))
-        assert seen.seen == list(range(len(data)))
+        await wait_until(lambda: len(callbacks.seen) == len(data))
+        assert callbacks.seen == list(range(len(data)))
 
 
 @run_on_virtual_loop
@@ -255,7 +255,7 @@ async def test_resent_appends_keep_their_order() -> None:
         store = server.partitions[0].store
         store.is_holding = True
         in_flight = await client.append(b"1", partition=0)
-        await wait_until(lambda: store.held_bytes)
+        await wait_until(lambda: store.held_batches)
         server.partitions[0].partition.pipeline.hold_submissions()
         queued = await client.append(b"2", partition=0)
         await wait_until(lambda: server.received.count("AppendRequest") == 2)

@@ -113,11 +113,11 @@ def test_a_proof_does_not_cover_later_appends():
     tracker = new_tracker()
     register_submission(tracker, 1, 1, mark=9)
     tracker.prove(TransactionId(12))
-    late = register_submission(tracker, 2, 2, mark=12)
+    later_submission = register_submission(tracker, 2, 2, mark=12)
     assert tracker.unresolved_range() == (10, 12)
-    settled = tracker.settle(TransactionId(12))
-    assert [pending.submission.token for pending, _ in settled] == [1]
-    assert list(tracker) == [late]
+    outcomes = tracker.settle(TransactionId(12))
+    assert [pending.submission.token for pending, _ in outcomes] == [1]
+    assert list(tracker) == [later_submission]
     assert tracker.unresolved_range() is None
 
 
@@ -145,9 +145,9 @@ def test_every_row_of_every_submission_is_found_at_its_id(sizes, order):
         part = log[at : at + count]
         assert tracker.match_headers(TransactionId(at), len(part), headers(at, *part))
         at += len(part)
-    settled = tracker.settle(TransactionId(len(log) - 1))
-    assert [pending.submission.token for pending, _ in settled] == list(range(len(sizes)))
-    ids = np.concatenate([outcome.transaction_ids for _, outcome in settled]).tolist()
+    outcomes = tracker.settle(TransactionId(len(log) - 1))
+    assert [pending.submission.token for pending, _ in outcomes] == list(range(len(sizes)))
+    ids = np.concatenate([outcome.transaction_ids for _, outcome in outcomes]).tolist()
     assert ids == [log.index(row) if row in log else -1 for row in rows]
 
 

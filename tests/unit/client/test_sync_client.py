@@ -214,11 +214,11 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
 
         before = signal.signal(signal.SIGINT, raise_once)
         try:
-            interrupter = threading.Thread(target=interrupt)
-            interrupter.start()
+            signal_thread = threading.Thread(target=interrupt)
+            signal_thread.start()
             with pytest.raises(KeyboardInterrupt):
                 next(chunks)
-            interrupter.join()
+            signal_thread.join()
         finally:
             signal.signal(signal.SIGINT, before)
 
@@ -227,20 +227,20 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
     """The fetch has begun, and no caller has its future yet."""
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
-        is_requested, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
+        is_requested, run_threadsafe = threading.Event(), asyncio.run_coroutine_threadsafe
 
         async def wait_forever(*_, **__):
             is_requested.set()
             await asyncio.Event().wait()
 
-        def interrupted(call, loop):
-            hand_over(call, loop)
+        def run_and_interrupt(call, loop):
+            run_threadsafe(call, loop)
             assert is_requested.wait(TEST_TIMEOUT_S)
-            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", hand_over)
+            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", run_threadsafe)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(client._client.requests, "fetch_range", wait_forever)
-        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", run_and_interrupt)
         reader = threading.Thread(target=lambda: list_interrupted(client), daemon=True)
         reader.start()
         reader.join(TEST_TIMEOUT_S)
