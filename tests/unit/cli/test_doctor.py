@@ -159,7 +159,7 @@ def test_progress_names_the_processes_still_waited_for():
     async def quick():
         return "quick"
 
-    async def ask():
+    async def run_probes():
         probe_counter = _ProbeCounter(lambda *each: shown.append(each))
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(probe_counter.track("server a:1", slow()))
@@ -167,7 +167,7 @@ def test_progress_names_the_processes_still_waited_for():
             release.set()
         return first.result()
 
-    assert asyncio.run(ask()) == "slow"
+    assert asyncio.run(run_probes()) == "slow"
     assert shown == [
         (1, 2, "waiting for server a:1"),
         (2, 2, "all have answered"),

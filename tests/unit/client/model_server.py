@@ -107,7 +107,7 @@ class ModelWorld:
                     for number, (packed, _) in zip(effect.ids, rows, strict=True):
                         self.fed[number] = ReqId.from_bytes(packed)
                 case stream_events.FeedLagging():
-                    assert self.lagging_mark is None, "asked to catch up twice"
+                    assert self.lagging_mark is None, "the stream requests to catch up twice"
                     self.lagging_mark = effect.fed
                 case stream_events.StreamReady() | stream_events.MarkAdvanced():
                     assert effect.high_water_mark < len(self.log)

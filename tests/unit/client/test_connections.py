@@ -206,7 +206,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
         is_waiting = [False]
         link.attach(0, print, print, lambda: is_waiting[0], print)
         async with asyncio.TaskGroup() as group:
-            asking = group.create_task(send_request(link))
+            pending_request = group.create_task(send_request(link))
             await wait_until(lambda: received)
             ((server, request),) = received
             for has_received, count in ((False, 1), (True, 1), (False, 2)):
@@ -217,7 +217,7 @@ async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(mo
                 pass_check_interval(link)
                 assert len(silence_reports) == count
             server.send(HighWaterMarkResponse(request.req_id, 7))
-            await asking
+            await pending_request
         link._watch._has_received = False
         pass_check_interval(link)
         assert len(silence_reports) == 2, "no request waits for the server any more"

@@ -77,14 +77,14 @@ async def request_concurrently(zookeeper, count, *, cancelled=None):
     """Send several requests at once; return the answers, with None for the cancelled request."""
     directory = directory_of(zookeeper)
 
-    async def ask(partition):
+    async def look_up(partition):
         try:
             return await directory.owner(partition, after_failure=True)
         except errors.WaltzError as error:
             return error
 
     async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
-        tasks = [group.create_task(ask(each)) for each in range(count)]
+        tasks = [group.create_task(look_up(each)) for each in range(count)]
         while zookeeper.count == 0:  # noqa: ASYNC110 - the first one queries
             await asyncio.sleep(0)
         if cancelled is not None:
@@ -215,7 +215,7 @@ def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
     async def connect(*_place, **_options):
         return OtherCluster()
 
-    async def ask_twice():
+    async def look_up_twice():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
         await directory.open(reported.append)
         for _ in range(2):
@@ -229,7 +229,7 @@ def test_another_cluster_at_the_same_address_is_rejected(monkeypatch):
 
     reported = []
     monkeypatch.setattr(CONNECT, connect)
-    run_in_virtual_time(ask_twice())
+    run_in_virtual_time(look_up_twice())
     assert OtherCluster.open_count == 0
     assert reported == []
 
@@ -245,7 +245,7 @@ def test_a_late_answer_of_zookeeper_does_not_replace_newer_owners(monkeypatch):
     async def connect(*_place, **_options):
         return OutdatedZooKeeper()
 
-    async def ask():
+    async def look_up():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
         await directory.open(lambda owners: reported.append(dict(owners)))
         await directory.owner(1, after_failure=False)
@@ -256,7 +256,7 @@ def test_a_late_answer_of_zookeeper_does_not_replace_newer_owners(monkeypatch):
 
     reported = []
     monkeypatch.setattr(CONNECT, connect)
-    assert run_in_virtual_time(ask()) == Owner("b:2", 4)
+    assert run_in_virtual_time(look_up()) == Owner("b:2", 4)
     assert reported == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
 
@@ -265,24 +265,24 @@ def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
         await may_connect.wait()
         return OutdatedZooKeeper()
 
-    async def ask_and_close():
+    async def look_up_and_close():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
         await directory.open(lambda _owners: None)
 
-        async def ask():
+        async def look_up():
             with pytest.raises(errors.UsageError, match="the client is closed"):
                 await directory.owner(1, after_failure=True)
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(ask())
+            group.create_task(look_up())
             await asyncio.sleep(0)
             await directory.close()
             may_connect.set()
-        await ask()
+        await look_up()
 
     may_connect = asyncio.Event()
     monkeypatch.setattr(CONNECT, connect)
-    run_in_virtual_time(ask_and_close())
+    run_in_virtual_time(look_up_and_close())
     assert OtherCluster.open_count == 0
 
 
@@ -302,27 +302,27 @@ def test_groups_are_read_once_and_again_for_an_unknown_storage():
     zookeeper = ZooKeeperWithGroups()
     directory = directory_of(zookeeper)
 
-    async def ask(*storages):
+    async def look_up(*storages):
         return await directory.groups(storages)
 
     for _ in range(3):
-        assert run_in_virtual_time(ask("s1:1", "s2:1")) == {"s1:1": 1, "s2:1": 2}
+        assert run_in_virtual_time(look_up("s1:1", "s2:1")) == {"s1:1": 1, "s2:1": 2}
     assert zookeeper.count == 1
     zookeeper.groups[ReplicaId("s3:1")] = 2
-    assert run_in_virtual_time(ask("s2:1", "s3:1"))["s3:1"] == 2
-    assert run_in_virtual_time(ask("s1:1", "s3:1"))["s1:1"] == 1
+    assert run_in_virtual_time(look_up("s2:1", "s3:1"))["s3:1"] == 2
+    assert run_in_virtual_time(look_up("s1:1", "s3:1"))["s1:1"] == 1
     assert zookeeper.count == 2
 
 
 def test_a_request_to_a_closed_directory_fails():
     directory = directory_of(OutdatedZooKeeper())
 
-    async def close_and_ask():
+    async def close_and_look_up():
         await directory.close()
         await directory.owner(0, after_failure=True)
 
     with pytest.raises(errors.UsageError, match="the client is closed"):
-        run_in_virtual_time(close_and_ask())
+        run_in_virtual_time(close_and_look_up())
 
 
 class UnsettledZooKeeper(OutdatedZooKeeper):
@@ -368,65 +368,65 @@ class SlowConnect:
 
 
 def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
-    async def ask():
+    async def look_up():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
         for _ in range(2):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await directory.owner(0, after_failure=True)
-        slow.may_connect.set()
+        slow_connect.may_connect.set()
         assert await directory.owner(0, after_failure=True) == Owner("z:1", 3)
         await directory.close()
 
-    slow = SlowConnect()
-    monkeypatch.setattr(CONNECT, slow)
-    run_in_virtual_time(ask())
-    assert slow.count == 1
+    slow_connect = SlowConnect()
+    monkeypatch.setattr(CONNECT, slow_connect)
+    run_in_virtual_time(look_up())
+    assert slow_connect.count == 1
     assert OtherCluster.open_count == 0
 
 
 def test_all_waiting_callers_get_the_error_of_an_unavailable_zookeeper(monkeypatch):
     """Otherwise each caller would wait for all callers before it."""
 
-    async def ask():
+    async def look_up():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
 
-        async def one(partition):
+        async def expect_error(partition):
             with pytest.raises(errors.CoordinatorUnavailable, match="refused"):
                 await directory.owner(partition, after_failure=True)
 
         async with asyncio.TaskGroup() as group:
             for partition in range(3):
-                group.create_task(one(partition))
-            while slow.count == 0:  # noqa: ASYNC110 - the first one queries
+                group.create_task(expect_error(partition))
+            while slow_connect.count == 0:  # noqa: ASYNC110 - the first one queries
                 await asyncio.sleep(0)
-            slow.may_connect.set()
+            slow_connect.may_connect.set()
 
-    slow = SlowConnect(errors.CoordinatorUnavailable("refused"))
-    monkeypatch.setattr(CONNECT, slow)
-    run_in_virtual_time(ask())
-    assert slow.count == 1
+    slow_connect = SlowConnect(errors.CoordinatorUnavailable("refused"))
+    monkeypatch.setattr(CONNECT, slow_connect)
+    run_in_virtual_time(look_up())
+    assert slow_connect.count == 1
 
 
 def test_closing_ends_requests_that_wait_for_zookeeper(monkeypatch):
-    async def ask_and_close():
+    async def look_up_and_close():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
 
-        async def ask():
+        async def look_up():
             with pytest.raises(errors.UsageError, match="the client is closed"):
                 await directory.owner(0, after_failure=True)
 
         async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
-            group.create_task(ask())
-            while slow.count == 0:  # noqa: ASYNC110 - it queries
+            group.create_task(look_up())
+            while slow_connect.count == 0:  # noqa: ASYNC110 - it queries
                 await asyncio.sleep(0)
             await directory.close()
             await directory.close()
         assert len(asyncio.all_tasks()) == 1
 
-    slow = SlowConnect()
-    monkeypatch.setattr(CONNECT, slow)
-    run_in_virtual_time(ask_and_close())
+    slow_connect = SlowConnect()
+    monkeypatch.setattr(CONNECT, slow_connect)
+    run_in_virtual_time(look_up_and_close())
 
 
 def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
@@ -434,7 +434,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
         requests.append(options)
         return OutdatedZooKeeper()
 
-    async def ask():
+    async def look_up():
         config = ClientConfig(
             zookeeper_connect_timeout_ms=7_000, zookeeper_session_timeout_ms=9_000
         )
@@ -447,7 +447,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
 
     requests = []
     monkeypatch.setattr(CONNECT, connect)
-    run_in_virtual_time(ask())
+    run_in_virtual_time(look_up())
     assert requests == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
     assert OtherCluster.open_count == 0
 
@@ -488,12 +488,12 @@ def reopen_after_missing_cluster(zookeeper):
         directory = directory_of(zookeeper)
         await directory.open(lambda _owners: None)
         zookeeper.is_missing = True
-        for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
+        for look_up in (lambda: directory.owner(0, after_failure=True), directory.run):
             with pytest.raises(
                 errors.CoordinatorUnavailable,
                 match="of this client does not exist any more: no clu",
             ):
-                await ask()
+                await look_up()
         zookeeper.is_missing = False
         return directory
 
@@ -514,27 +514,27 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
     directory = directory_of(zookeeper)
     run_in_virtual_time(directory.open(lambda _owners: None))
 
-    async def undecodable():
+    async def raise_bad_format():
         raise errors.BadFormat("/shop/serverDescriptors/s_0: rotten")
 
-    zookeeper.read_servers = zookeeper.read_latest_servers = undecodable
-    for ask in (
+    zookeeper.read_servers = zookeeper.read_latest_servers = raise_bad_format
+    for look_up in (
         lambda: directory.owner(0, after_failure=True),
         lambda: directory.owner_now(0),
     ):
         with pytest.raises(
             errors.CoordinatorUnavailable, match=r"a znode of the cluster is damaged: .*s_0: rotten"
         ):
-            run_in_virtual_time(ask())
+            run_in_virtual_time(look_up())
 
 
 def test_a_new_cluster_at_the_root_of_a_missing_one_is_rejected():
     zookeeper = RebuiltZooKeeper()
     directory = reopen_after_missing_cluster(zookeeper)
     zookeeper.key = UUID(int=8)
-    for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
+    for look_up in (lambda: directory.owner(0, after_failure=True), directory.run):
         with pytest.raises(errors.ClusterKeyMismatch, match=f"key {UUID(int=7).hex}"):
-            run_in_virtual_time(ask())
+            run_in_virtual_time(look_up())
 
 
 def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():

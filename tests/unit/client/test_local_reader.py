@@ -56,11 +56,11 @@ class Files:
         return ReadGrant(first, self.lengths[:count], tuple(locations), lineage, self.ticket)
 
     def read(self, reader, first, last, bytes_max=1 << 20, count=20):
-        async def ask():
+        async def request_grant():
             self.requested_ids.append(first)
             return self.grant(first, min(count, 30 - first))
 
-        return asyncio.run(reader.read(first, last, bytes_max, ask))
+        return asyncio.run(reader.read(first, last, bytes_max, request_grant))
 
 
 @pytest.fixture
@@ -221,16 +221,16 @@ def test_a_read_fails_while_a_thread_still_runs_a_cancelled_read(files, monkeypa
 
     monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", hang)
 
-    async def ask():
+    async def request_grant():
         return files.grant(10, 20)
 
     async def read():
         with pytest.raises(errors.Unreachable, match=r"within 0\.05 s"):
-            await reader.read(10, 29, 1 << 20, ask)
+            await reader.read(10, 29, 1 << 20, request_grant)
         with pytest.raises(
             errors.Unreachable, match="another read of this connection is still running"
         ):
-            await reader.read(10, 29, 1 << 20, ask)
+            await reader.read(10, 29, 1 << 20, request_grant)
         is_running.set()
 
     asyncio.run(read())  # `read` waits for the thread

@@ -294,7 +294,7 @@ async def client_with_layout(
 
 
 @pytest.mark.parametrize("is_placed", [False, True], ids=["with ZooKeeper", "with a layout"])
-@pytest.mark.parametrize("name", ["dialed", "asked", "appended"])
+@pytest.mark.parametrize("name", ["fetch data", "query mark", "append"])
 @run_on_virtual_loop
 @mock.patch.object(net, "HELLO_S_MAX", 60.0)
 @mock.patch.object(silent_servers, "SILENT_S", 0.05)
@@ -316,15 +316,15 @@ async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(
         proxy.is_frozen = True
         calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
             # Requests for data use a separate connection, which does not exist yet.
-            "dialed": lambda: client.requests.fetch_data(PartitionId(0), TransactionId(0)),
-            "asked": lambda: client.high_water_mark(0),
-            "appended": lambda: append_and_wait(client, b"b"),
+            "fetch data": lambda: client.requests.fetch_data(PartitionId(0), TransactionId(0)),
+            "query mark": lambda: client.high_water_mark(0),
+            "append": lambda: append_and_wait(client, b"b"),
         }
         async with asyncio.TaskGroup() as tasks:
             request_task = tasks.create_task(calls[name]())
             await wait_until(lambda: any(each.held_bytes["down"] for each in proxy.connections))
             await make_moves(cluster, proxies, 1)
-        assert request_task.result() == {"dialed": b"a", "asked": 0, "appended": 1}[name]
+        assert request_task.result() == {"fetch data": b"a", "query mark": 0, "append": 1}[name]
 
 
 async def append_and_wait(client: OpenedClient, data: bytes) -> int:

@@ -155,13 +155,13 @@ async def test_a_request_is_not_repeated_without_a_move():
     cluster = Cluster(owner=mark(7))
     cluster.may_answer.clear()
     async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
-        asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
+        pending_request = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
         while not cluster.sent_requests:  # noqa: ASYNC110 - it is on its way
             await asyncio.sleep(0)
         cluster.requests.on_owners_changed({0: Owner("owner", 2), 1: Owner("other", 2)})
         await asyncio.sleep(0)
         cluster.may_answer.set()
-        assert await asking == 7
+        assert await pending_request == 7
     assert len(cluster.sent_requests) == 1
 
 

@@ -23,17 +23,17 @@ class Link:
         return [self.answer]
 
 
-def ask(version, number):
+def send_request(version, number):
     admin = StorageAdmin(Link(version, Done(number)), "s1:15281")
     return asyncio.run(admin.request(Done, CheckCluster, bytes(16), 4))
 
 
 def test_a_storage_of_0_13_answers_open_with_the_number_minus_1():
-    assert ask(0, -1) == Done(-1)
-    assert ask(0, 0) == Done(0)
+    assert send_request(0, -1) == Done(-1)
+    assert send_request(0, 0) == Done(0)
 
 
 @pytest.mark.parametrize(("version", "number"), [(1, -1), (1, 7), (0, 7)])
 def test_an_answer_with_another_number_is_rejected(version, number):
     with pytest.raises(RemoteProtocolError, match="expected an answer to request"):
-        ask(version, number)
+        send_request(version, number)

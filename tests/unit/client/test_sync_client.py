@@ -304,14 +304,14 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
         client.close()
         return given
 
-    def ask():
+    def call_client():
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client.high_water_mark(0)
         finished.append(True)
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit_and_interrupt)
     client._client.high_water_mark = wait_forever
-    caller_thread = threading.Thread(target=ask, daemon=True)
+    caller_thread = threading.Thread(target=call_client, daemon=True)
     caller_thread.start()
     caller_thread.join(TEST_TIMEOUT_S)
     assert finished
@@ -341,13 +341,13 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
         begun.set()
         await asyncio.Event().wait()
 
-    def ask():
+    def call_client():
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client.high_water_mark(0)
         finished.append(True)
 
     monkeypatch.setattr(client._client, "high_water_mark", wait_forever)
-    caller_thread = threading.Thread(target=ask)
+    caller_thread = threading.Thread(target=call_client)
     caller_thread.start()
     assert begun.wait(TEST_TIMEOUT_S)
     client.close()

@@ -15,7 +15,7 @@ class CountingQuery:
         self.query_count = 0
         self.may_answer = asyncio.Semaphore(0)
 
-    async def ask(self) -> None:
+    async def run_query(self) -> None:
         self.query_count += 1
         await self.may_answer.acquire()
 
@@ -28,11 +28,11 @@ async def _turns(count: int = 5) -> None:
 @run_on_virtual_loop
 async def test_a_caller_during_a_request_causes_another_request():
     query = CountingQuery()
-    shared = SharedRequest(query.ask)
+    shared_request = SharedRequest(query.run_query)
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(shared.wait_for_answer())
+        first = tasks.create_task(shared_request.wait_for_answer())
         await _turns()
-        late = [tasks.create_task(shared.wait_for_answer()) for _ in range(2)]
+        late = [tasks.create_task(shared_request.wait_for_answer()) for _ in range(2)]
         await _turns()
         assert query.query_count == 1
         query.may_answer.release()
@@ -48,23 +48,23 @@ async def test_a_failure_is_returned_to_exactly_those_that_share_it():
     answers = [CoordinatorUnavailable("away"), None]
     messages: list[str] = []
 
-    async def ask() -> None:
+    async def run_query() -> None:
         answer = answers.pop(0)
         if answer is not None:
             raise answer
 
-    shared = SharedRequest(ask)
+    shared_request = SharedRequest(run_query)
 
-    async def note_error() -> None:
+    async def record_error() -> None:
         try:
-            await shared.wait_for_answer()
+            await shared_request.wait_for_answer()
         except CoordinatorUnavailable as error:
             messages.append(str(error))
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(note_error())
-        tasks.create_task(note_error())
-    await note_error()
+        tasks.create_task(record_error())
+        tasks.create_task(record_error())
+    await record_error()
     assert messages == ["away", "away"]
     assert not answers
 
@@ -72,10 +72,10 @@ async def test_a_failure_is_returned_to_exactly_those_that_share_it():
 @run_on_virtual_loop
 async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     query = CountingQuery()
-    shared = SharedRequest(query.ask)
+    shared_request = SharedRequest(query.run_query)
     async with asyncio.TaskGroup() as tasks:
-        timed_out_caller = tasks.create_task(shared.wait_for_answer())
-        waiting_caller = tasks.create_task(shared.wait_for_answer())
+        timed_out_caller = tasks.create_task(shared_request.wait_for_answer())
+        waiting_caller = tasks.create_task(shared_request.wait_for_answer())
         await _turns()
         timed_out_caller.cancel()
         await _turns()
@@ -92,18 +92,18 @@ def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
         loop.set_exception_handler(lambda _, context: loop_errors.append(context["message"]))
         may_fail = asyncio.Event()
 
-        async def ask() -> None:
+        async def run_query() -> None:
             await may_fail.wait()
             raise CoordinatorUnavailable("closed")
 
-        shared = SharedRequest(ask)
-        asking = loop.create_task(shared.wait_for_answer())
+        shared_request = SharedRequest(run_query)
+        pending_request = loop.create_task(shared_request.wait_for_answer())
         await _turns()
-        asking.cancel()
+        pending_request.cancel()
         await _turns()
         may_fail.set()
         await _turns()
-        del shared, asking
+        del shared_request, pending_request
         gc.collect()
         await _turns()
         return loop_errors

@@ -36,7 +36,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
     await writes.begin("w", MARKS, 5)
     await writes.enter("w", 0, "r", coordinator.next_client_id)
     for name in ("sync", "get"):
-        monkeypatch.setattr(session, name, recording(getattr(session, name), name, calls))
+        monkeypatch.setattr(session, name, record_calls(getattr(session, name), name, calls))
     await writes.check("w", 0, 1)
     assert calls == ["sync", "get", "get"]
     await writes.finish("w", {}, 9)
@@ -46,10 +46,10 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
 @run_on_virtual_loop
 async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
     """The task found no later writes before its pause; its rows would enter the log twice."""
-    world, paused, coordinator = await with_cluster()
+    world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT).writes
     await other.begin("s-5", MARKS, 5, in_series=True)
-    original_write = paused.write
+    original_write = paused_session.write
 
     async def write(operations):
         monkeypatch.undo()
@@ -59,7 +59,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
         await other.forget("s-6")
         return await original_write(operations)
 
-    monkeypatch.setattr(paused, "write", write)
+    monkeypatch.setattr(paused_session, "write", write)
     with pytest.raises(errors.ConnectionSuperseded, match="s-7, has begun"):
         await coordinator.writes.begin("s-6", MARKS, 5, in_series=True)
     assert await other.read("s-6") is None
@@ -86,10 +86,10 @@ def restart_before_next_write(session, monkeypatch, other, principal=None):
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
     """Otherwise the rows of the new write would count as committed."""
-    world, paused, coordinator = await with_cluster()
+    world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
-    restart_before_next_write(paused, monkeypatch, other)
+    restart_before_next_write(paused_session, monkeypatch, other)
     with pytest.raises(
         errors.ConnectionSuperseded, match="removed, and another run has begun it again"
     ):
@@ -100,18 +100,18 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
 @run_on_virtual_loop
 async def test_an_attempt_does_not_finish_a_write_if_another_attempt_enters_its_task(monkeypatch):
     """The later attempt may append rows that a lock has rejected in this attempt."""
-    world, paused, coordinator = await with_cluster()
+    world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
     await coordinator.writes.enter("w", 0, "r", coordinator.next_client_id)
-    original_write = paused.write
+    original_write = paused_session.write
 
     async def write(operations):
         monkeypatch.undo()
         await other.writes.enter("w", 0, "r", other.next_client_id)
         return await original_write(operations)
 
-    monkeypatch.setattr(paused, "write", write)
+    monkeypatch.setattr(paused_session, "write", write)
     with pytest.raises(errors.ConnectionSuperseded, match="attempt 2 of the task has taken over"):
         await coordinator.writes.finish("w", {"rows": 1}, 9, by=TaskAttempt(0, 1))
     assert not (await other.writes.read("w")).is_done
@@ -119,10 +119,10 @@ async def test_an_attempt_does_not_finish_a_write_if_another_attempt_enters_its_
 
 @run_on_virtual_loop
 async def test_a_paused_process_does_not_take_a_write_of_another_principal(monkeypatch):
-    world, paused, coordinator = await with_cluster()
+    world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     await other.writes.begin("w", MARKS, 5)
-    restart_before_next_write(paused, monkeypatch, other, "other")
+    restart_before_next_write(paused_session, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
         await coordinator.writes.for_principal("mine").enter(
             "w", 0, "r", coordinator.next_client_id
@@ -133,12 +133,12 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
 @run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
     """Otherwise both would use one ID, and the other's next attempt would not find its rows."""
-    world, paused, coordinator = await with_cluster()
+    world, paused_session, coordinator = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
     own_writes = coordinator.writes.for_principal("mine")
     await own_writes.begin("w", MARKS, 5)
     first = await own_writes.enter("w", 0, "r", coordinator.next_client_id)
-    restart_before_next_write(paused, monkeypatch, other, "other")
+    restart_before_next_write(paused_session, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
         await own_writes.enter("w", 0, "r", coordinator.next_client_id)
     assert (await other.writes.read_tasks("w"))[0].client_id == first.client_id + 1
@@ -148,25 +148,25 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
 @run_on_virtual_loop
 async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
     """Its tasks would get other client IDs, and append their rows once more."""
-    world, paused, other_coordinator = await with_cluster()
+    world, paused_session, other_coordinator = await with_cluster()
     coordinator = Coordinator(await world.znodes(), ROOT)
-    other, left = coordinator.writes, [writes_before]
+    other, remaining_writes = coordinator.writes, [writes_before]
     await other.begin("w", MARKS, 5)
     await other.enter("w", 0, "r", coordinator.next_client_id)
     world.zookeeper.advance(10)
-    original_write = paused.write
+    original_write = paused_session.write
 
     async def write(operations):
         if operations[0].path.endswith("/w") or "/w/" in operations[0].path:
-            left[0] -= 1
-        if left[0] < 0:
+            remaining_writes[0] -= 1
+        if remaining_writes[0] < 0:
             monkeypatch.undo()
             assert await other.forget("w")
             await other.begin("w", MARKS, 5)
             await other.enter("w", 0, "r", coordinator.next_client_id)
         return await original_write(operations)
 
-    monkeypatch.setattr(paused, "write", write)
+    monkeypatch.setattr(paused_session, "write", write)
     assert await other_coordinator.writes.forget_expired() == []
     assert not (await other.read("w")).is_done
     assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
@@ -174,7 +174,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
 
 @run_on_virtual_loop
 async def test_a_write_ends_before_its_tasks_are_removed(monkeypatch):
-    """Else a task that enters meanwhile would have another client ID than it had before."""
+    """Otherwise a task that enters meanwhile would get a new client ID."""
     _, session, coordinator = await with_cluster()
     writes, removals = coordinator.writes, []
     await writes.begin("w", MARKS, 5)
@@ -194,12 +194,12 @@ async def test_a_write_ends_before_its_tasks_are_removed(monkeypatch):
     assert await writes.read("w") is None
 
 
-def recording(call, name, calls):
-    async def record_call(*args):
+def record_calls(call, name, calls):
+    async def call_and_record(*args):
         calls.append(name)
         return await call(*args)
 
-    return record_call
+    return call_and_record
 
 
 @FAULTS
