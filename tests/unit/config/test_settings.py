@@ -18,87 +18,89 @@ from waltz_core.errors import BadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlantConfig(Config):
-    """A plant."""
+class SampleConfig(Config):
+    """Settings of a fictitious process."""
 
-    kind: ClassVar[str] = "plant"
+    kind: ClassVar[str] = "sample"
 
-    name: str = setting("", "What it is called.", example="fern")
-    water_ms: int = setting(2_000, "How often. Too often: it drowns.", minimum=1_000, maximum=9_000)
-    port: int = setting(15_000, "Where it drains.", minimum=0, maximum=65_535)
-    is_green: bool = setting(True, "Whether it is well.")
+    name: str = setting("", "The name of the process.", example="example")
+    interval_ms: int = setting(2_000, "The interval of the work.", minimum=1_000, maximum=9_000)
+    port: int = setting(15_000, "The port of the process.", minimum=0, maximum=65_535)
+    is_enabled: bool = setting(True, "Whether the process works.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CactusConfig(PlantConfig):
-    """A plant with `connect`."""
+class ConnectedConfig(SampleConfig):
+    """Settings with `connect`."""
 
-    kind: ClassVar[str] = "cactus"
+    kind: ClassVar[str] = "connected"
 
-    connect: str = setting("", "Where.", example="here:1/x")
+    connect: str = setting("", "The cluster.", example="here:1/x")
 
 
 def write(tmp_path, text):
-    path = tmp_path / "plant.toml"
+    path = tmp_path / "sample.toml"
     path.write_text(text)
     return path
 
 
 def test_the_precedence_of_sources_is_flag_environment_file_default(tmp_path):
-    path = write(tmp_path, 'name = "a"\nwater_ms = 1_001\nport = 1\n')
+    path = write(tmp_path, 'name = "a"\ninterval_ms = 1_001\nport = 1\n')
     loaded = load_config(
-        PlantConfig,
+        SampleConfig,
         path=path,
-        environment={"WALTZ_PLANT_WATER_MS": "1002", "WALTZ_PLANT_PORT": "2", "HOME": "/"},
-        flags={"port": 3, "is_green": None},
+        environment={"WALTZ_SAMPLE_INTERVAL_MS": "1002", "WALTZ_SAMPLE_PORT": "2", "HOME": "/"},
+        flags={"port": 3, "is_enabled": None},
     )
-    assert loaded.config == PlantConfig(name="a", water_ms=1_002, port=3, is_green=True)
+    assert loaded.config == SampleConfig(name="a", interval_ms=1_002, port=3, is_enabled=True)
     assert loaded.effective_settings() == [
         ShownSetting("name", "a", str(path)),
-        ShownSetting("water_ms", 1_002, "environment WALTZ_PLANT_WATER_MS"),
+        ShownSetting("interval_ms", 1_002, "environment WALTZ_SAMPLE_INTERVAL_MS"),
         ShownSetting("port", 3, "flag --port"),
-        ShownSetting("is_green", True, "default"),
+        ShownSetting("is_enabled", True, "default"),
     ]
 
 
 def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
-    environment = {"WALTZ_CONNECT": "general", "WALTZ_CACTUS_NAME": "n"}
-    assert load_config(CactusConfig, environment=environment).config.connect == "general"
-    environment["WALTZ_CACTUS_CONNECT"] = "own"
-    assert load_config(CactusConfig, environment=environment).config.connect == "own"
-    plant = load_config(PlantConfig, environment={**environment, "WALTZ_PLANT_NAME": "p"})
-    assert plant.config.name == "p", "WALTZ_CONNECT is ignored by a kind without `connect`"
+    environment = {"WALTZ_CONNECT": "general", "WALTZ_CONNECTED_NAME": "n"}
+    assert load_config(ConnectedConfig, environment=environment).config.connect == "general"
+    environment["WALTZ_CONNECTED_CONNECT"] = "own"
+    assert load_config(ConnectedConfig, environment=environment).config.connect == "own"
+    loaded = load_config(SampleConfig, environment={**environment, "WALTZ_SAMPLE_NAME": "p"})
+    assert loaded.config.name == "p", "WALTZ_CONNECT is ignored by a kind without `connect`"
 
 
 def test_the_connect_of_a_file_overrides_the_general_one(tmp_path):
     """It is set in a shell for commands; a daemon started there must not join another cluster."""
     path = write(tmp_path, 'connect = "test"\nname = "n"\n')
     environment = {"WALTZ_CONNECT": "production"}
-    assert load_config(CactusConfig, path=path, environment=environment).config.connect == "test"
-    environment["WALTZ_CACTUS_CONNECT"] = "own"
-    assert load_config(CactusConfig, path=path, environment=environment).config.connect == "own"
+    assert load_config(ConnectedConfig, path=path, environment=environment).config.connect == "test"
+    environment["WALTZ_CONNECTED_CONNECT"] = "own"
+    assert load_config(ConnectedConfig, path=path, environment=environment).config.connect == "own"
 
 
 def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
-    path = write(tmp_path, 'name = "a"\nwater_msec = 5\n')
-    with pytest.raises(BadConfig, match=r"plant\.toml: unknown .*'water_msec'.*mean 'water_ms'"):
-        load_config(PlantConfig, path=path)
-    with pytest.raises(BadConfig, match=r"WALTZ_PLANT_PROT: unknown .*'prot'.*mean 'port'"):
-        load_config(PlantConfig, environment={"WALTZ_PLANT_PROT": "1"})
-    with pytest.raises(BadConfig, match="unknown setting 'zzz'; expected one of name, water_ms"):
-        load_config(PlantConfig, flags={"zzz": 1})
+    path = write(tmp_path, 'name = "a"\ninterval_msec = 5\n')
+    with pytest.raises(
+        BadConfig, match=r"sample\.toml: unknown .*'interval_msec'.*mean 'interval_ms'"
+    ):
+        load_config(SampleConfig, path=path)
+    with pytest.raises(BadConfig, match=r"WALTZ_SAMPLE_PROT: unknown .*'prot'.*mean 'port'"):
+        load_config(SampleConfig, environment={"WALTZ_SAMPLE_PROT": "1"})
+    with pytest.raises(BadConfig, match="unknown setting 'zzz'; expected one of name, interval_ms"):
+        load_config(SampleConfig, flags={"zzz": 1})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("water_ms = 999", "water_ms: expected 1000..9000, found 999"),
-        ("water_ms = 9001", "expected 1000..9000, found 9001"),
-        ("water_ms = true", "water_ms: expected an integer, found True"),
-        ("water_ms = 1.5", "expected an integer, found 1.5"),
-        ('water_ms = "soon"', "expected an integer, found 'soon'"),
-        ("is_green = 1", "is_green: expected true or false, found 1"),
-        ('is_green = "yes"', "expected true or false, found 'yes'"),
+        ("interval_ms = 999", "interval_ms: expected 1000..9000, found 999"),
+        ("interval_ms = 9001", "expected 1000..9000, found 9001"),
+        ("interval_ms = true", "interval_ms: expected an integer, found True"),
+        ("interval_ms = 1.5", "expected an integer, found 1.5"),
+        ('interval_ms = "soon"', "expected an integer, found 'soon'"),
+        ("is_enabled = 1", "is_enabled: expected true or false, found 1"),
+        ('is_enabled = "yes"', "expected true or false, found 'yes'"),
         ("name = 5", "name: expected a text, found 5"),
         ("name = []", "expected a text"),
         ("[name]", "expected a text"),
@@ -107,60 +109,62 @@ def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
         (
             "",
             (
-                "plant: setting name is required. Hint: set it in plant.toml, in the environment "
-                "as WALTZ_PLANT_NAME, or with the option --name"
+                "sample: setting name is required. Hint: set it in sample.toml, in the environment "
+                "as WALTZ_SAMPLE_NAME, or with the option --name"
             ),
         ),
     ],
 )
 def test_an_invalid_value_is_reported_with_its_location(tmp_path, text, message):
     with pytest.raises(BadConfig, match=message):
-        load_config(PlantConfig, path=write(tmp_path, text))
+        load_config(SampleConfig, path=write(tmp_path, text))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(BadConfig, match=r"cannot read settings file .*nothing\.toml: No such file"):
-        load_config(PlantConfig, path=tmp_path / "nothing.toml")
+        load_config(SampleConfig, path=tmp_path / "nothing.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(BadConfig, match=r"bytes\.toml: expected a TOML file"):
-        load_config(PlantConfig, path=tmp_path / "bytes.toml")
+        load_config(SampleConfig, path=tmp_path / "bytes.toml")
 
 
 def test_texts_of_flags_and_environment_get_the_type_of_the_setting():
     loaded = load_config(
-        PlantConfig,
-        environment={"WALTZ_PLANT_IS_GREEN": "FALSE", "WALTZ_PLANT_WATER_MS": "2_500"},
+        SampleConfig,
+        environment={"WALTZ_SAMPLE_IS_ENABLED": "FALSE", "WALTZ_SAMPLE_INTERVAL_MS": "2_500"},
         flags={"name": "17"},
     )
-    assert loaded.config == PlantConfig(name="17", water_ms=2_500, is_green=False)
+    assert loaded.config == SampleConfig(name="17", interval_ms=2_500, is_enabled=False)
 
 
 def test_a_config_object_is_checked_like_a_file():
-    with pytest.raises(BadConfig, match=r"water_ms: expected 1000\.\.9000, found 1"):
-        PlantConfig(name="a", water_ms=1)
-    with pytest.raises(BadConfig, match="water_ms: expected int, found '5'"):
-        PlantConfig(name="a", water_ms="5")
+    with pytest.raises(BadConfig, match=r"interval_ms: expected 1000\.\.9000, found 1"):
+        SampleConfig(name="a", interval_ms=1)
+    with pytest.raises(BadConfig, match="interval_ms: expected int, found '5'"):
+        SampleConfig(name="a", interval_ms="5")
 
 
 def test_rendered_settings_are_read_back(tmp_path):
-    values = {"name": 'a "b" \\ c', "is_green": False, "port": 15_001, "water_ms": 1_500}
-    text = render_settings(PlantConfig, values)
+    values = {"name": 'a "b" \\ c', "is_enabled": False, "port": 15_001, "interval_ms": 1_500}
+    text = render_settings(SampleConfig, values)
     assert tomllib.loads(text) == values
-    assert load_config(PlantConfig, path=write(tmp_path, text)).config == PlantConfig(**values)
-    with pytest.raises(BadConfig, match="plant: unknown setting 'nam'; did you mean 'name'"):
-        render_settings(PlantConfig, {"nam": "x"})
+    assert load_config(SampleConfig, path=write(tmp_path, text)).config == SampleConfig(**values)
+    with pytest.raises(BadConfig, match="sample: unknown setting 'nam'; did you mean 'name'"):
+        render_settings(SampleConfig, {"nam": "x"})
     with pytest.raises(BadConfig, match="control characters"):
-        render_settings(PlantConfig, {"name": "a\nb"})
-    with pytest.raises(BadConfig, match="plant, setting water_ms: expected 1000"):
-        render_settings(PlantConfig, {"water_ms": 1})
+        render_settings(SampleConfig, {"name": "a\nb"})
+    with pytest.raises(BadConfig, match="sample, setting interval_ms: expected 1000"):
+        render_settings(SampleConfig, {"interval_ms": 1})
 
 
 def test_a_sample_is_complete_and_its_comments_are_the_defaults(tmp_path):
-    sample = sample_toml(PlantConfig)
-    assert tomllib.loads(sample) == {"name": "fern"}
+    sample = sample_toml(SampleConfig)
+    assert tomllib.loads(sample) == {"name": "example"}
     live = "\n".join(
         line.removeprefix("# ") if " = " in line else line for line in sample.splitlines()
     )
-    assert load_config(PlantConfig, path=write(tmp_path, live)).config == PlantConfig(name="fern")
-    assert "# How often. Too often: it drowns. [1_000..9_000]" in sample
+    assert load_config(SampleConfig, path=write(tmp_path, live)).config == SampleConfig(
+        name="example"
+    )
+    assert "# The interval of the work. [1_000..9_000]" in sample
     assert "# port = 15000" in sample
