@@ -17,9 +17,9 @@ def command_ssl_context(monkeypatch):
     """Return a function that returns the SSL context of a command with these options."""
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
 
-    def ssl_context_of(**words):
+    def ssl_context_of(**options):
         def select_and_read():
-            member_connections.select_settings(**words)
+            member_connections.select_settings(**options)
             return member_connections.ssl_context()
 
         return contextvars.copy_context().run(select_and_read)

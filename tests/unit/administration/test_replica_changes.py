@@ -18,18 +18,18 @@ OLD = "127.0.0.1:1"
 CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD, 2, 0),), {OLD: (0, 1)})
 
 
-async def run(change, protocol, address_name="address", **words):
+async def run(change, protocol, address_name="address", **options):
     """Run a change on a cluster and a listener; return its answer and the storages."""
     coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
     await coordinator.create_cluster(CLUSTER)
     listener = await listen(protocol, "127.0.0.1", 0, lambda _link: None)
     try:
-        words[address_name] = f"127.0.0.1:{listener.port}"
+        options[address_name] = f"127.0.0.1:{listener.port}"
         try:
-            result = await change(ChangeRun(coordinator), admin_port=None, **words)
+            result = await change(ChangeRun(coordinator), admin_port=None, **options)
         finally:
             stored = set((await coordinator.storages.read_layout()).assignment.partitions)
-            assert stored - {words[address_name]} == {OLD}
+            assert stored - {options[address_name]} == {OLD}
     finally:
         await listener.close()
     return result, stored
@@ -39,10 +39,10 @@ async def run(change, protocol, address_name="address", **words):
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_port_without_a_storage_is_not_added(protocol, is_replaced):
     change = replica_changes.replace_storage if is_replaced else replica_changes.add_storage
-    words = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
+    options = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
     expected = f"expected the port of a storage, found a '{protocol.listener_text}'"
     with pytest.raises(BadConfig, match=expected):
-        asyncio.run(run(change, protocol, **words))
+        asyncio.run(run(change, protocol, **options))
 
 
 def test_a_storage_is_added():
@@ -72,8 +72,8 @@ def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
         storages = (*CLUSTER.storages, NewStorage(empty, 2, 1))
         replicas = {OLD: (0, 1), empty: ()}
         await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=replicas))
-        words = {"address": empty, "successor": empty, "admin_port": None}
-        result = await replica_changes.replace_storage(ChangeRun(coordinator), **words)
+        options = {"address": empty, "successor": empty, "admin_port": None}
+        result = await replica_changes.replace_storage(ChangeRun(coordinator), **options)
         await listener.close()
         return result
 

@@ -67,7 +67,7 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["append-one", "--access-rounds", "2"], "--access-rounds also needs --tls"),
         (
@@ -77,6 +77,6 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
         (["storage-open", "--tls", "t"], "--tls needs a workload with a temporary"),
     ],
 )
-def test_options_that_do_not_fit_are_rejected(capsys, words, expected):
-    assert main(["bench", *words]) == 1
+def test_options_that_do_not_fit_are_rejected(capsys, arguments, expected):
+    assert main(["bench", *arguments]) == 1
     assert expected in capsys.readouterr().err

@@ -78,15 +78,15 @@ class AccessCluster:
 
         return Session()
 
-    def run(self, *words, code=0):
+    def run(self, *arguments, code=0):
         """Run a command of `access`."""
-        command = run_command("access", *map(str, words), *CONNECT)
-        assert command.returncode == code, (words, command.stdout, command.stderr)
+        command = run_command("access", *map(str, arguments), *CONNECT)
+        assert command.returncode == code, (arguments, command.stdout, command.stderr)
         return command
 
-    def json(self, *words, code=0):
+    def json(self, *arguments, code=0):
         """Run a command and return its JSON."""
-        return json.loads(self.run(*words, "--json", code=code).stdout)
+        return json.loads(self.run(*arguments, "--json", code=code).stdout)
 
     @property
     def permissions(self):
@@ -135,8 +135,13 @@ def test_permissions_are_created_once(empty_cluster):
 
 
 def test_every_change_needs_permissions_and_a_cluster(empty_cluster):
-    words = [("grant", "a", "read"), ("list",), ("check", "a", "read"), ("token", "revoke", "t")]
-    for each in words:
+    arguments = [
+        ("grant", "a", "read"),
+        ("list",),
+        ("check", "a", "read"),
+        ("token", "revoke", "t"),
+    ]
+    for each in arguments:
         assert "has no permissions. Hint: `access init`" in empty_cluster.run(*each, code=1).stderr
 
 
@@ -156,7 +161,7 @@ def test_grants_are_shown_and_checked(cluster):
     text = cluster.run("list").stdout
     assert "etl            read,append  0-3,7\n" in text
     assert "group servers  replicate    all\n" in text
-    for words, code in (
+    for arguments, code in (
         (("etl", "append", "--partition", "7"), 0),
         (("etl", "append", "--partition", "6"), 1),
         (("etl", "append"), 1),
@@ -164,7 +169,7 @@ def test_grants_are_shown_and_checked(cluster):
         (("s2", "replicate"), 0),
         (("servers", "replicate"), 1),
     ):
-        assert cluster.json("check", *words, code=code)["permitted"] is (code == 0)
+        assert cluster.json("check", *arguments, code=code)["permitted"] is (code == 0)
     cluster.run("grant", "ops", "administer", "--partitions", "0-7")
     # A daemon denies a request for all partitions, too.
     denied = cluster.run("check", "ops", "administer", code=1)
@@ -189,7 +194,7 @@ def test_a_repeated_grant_creates_no_revision(cluster):
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [
         (("grant", "a b", "read"), "expected a principal name of 1 to 128 characters"),
         (
@@ -225,9 +230,9 @@ def test_a_repeated_grant_creates_no_revision(cluster):
         (("token", "revoke", "t1"), "there is no token with ID 't1'."),
     ],
 )
-def test_invalid_arguments_change_no_permission(cluster, words, error):
+def test_invalid_arguments_change_no_permission(cluster, arguments, error):
     before = cluster.permissions
-    assert error in cluster.run(*words, code=1).stderr
+    assert error in cluster.run(*arguments, code=1).stderr
     assert cluster.permissions == before
 
 
@@ -238,9 +243,10 @@ def test_the_last_grant_of_replicate_is_kept_without_force(cluster):
         ("group", "delete", "servers"),
     )
     before = cluster.permissions
-    for words in last:
+    for arguments in last:
         assert (
-            "no principal would have the verb `replicate` for" in cluster.run(*words, code=1).stderr
+            "no principal would have the verb `replicate` for"
+            in cluster.run(*arguments, code=1).stderr
         )
     assert cluster.permissions == before
     cluster.run(*last[0], "--force")
@@ -337,16 +343,18 @@ def test_an_existing_file_is_not_overwritten(cluster, tmp_path):
     file = tmp_path / "token"
     file.write_text("mine")
     before = cluster.permissions
-    words = ("token", "create", "etl", "--file")
-    assert "another name; delete the file only if an" in cluster.run(*words, file, code=1).stderr
+    arguments = ("token", "create", "etl", "--file")
+    assert (
+        "another name; delete the file only if an" in cluster.run(*arguments, file, code=1).stderr
+    )
     assert file.read_text() == "mine"
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "target")
-    cluster.run(*words, link, code=1)
+    cluster.run(*arguments, link, code=1)
     assert not (tmp_path / "target").exists()
     assert (
         "cannot be created: No such file"
-        in cluster.run(*words, tmp_path / "no" / "token", code=1).stderr
+        in cluster.run(*arguments, tmp_path / "no" / "token", code=1).stderr
     )
     assert cluster.permissions == before
 
@@ -354,22 +362,22 @@ def test_an_existing_file_is_not_overwritten(cluster, tmp_path):
 @pytest.mark.parametrize("expires", ["0d", "90", "d", "-1d", "3651d", "1.5h", "90 d"])
 def test_a_token_expires_after_a_duration(cluster, tmp_path, expires):
     file = tmp_path / "token"
-    words = ("token", "create", "etl", "--file", file, f"--expires={expires}")
-    assert "--expires: expected a duration such as 90d" in cluster.run(*words, code=1).stderr
+    arguments = ("token", "create", "etl", "--file", file, f"--expires={expires}")
+    assert "--expires: expected a duration such as 90d" in cluster.run(*arguments, code=1).stderr
     assert not file.exists()
 
 
 def test_a_rejected_token_leaves_no_file(cluster, tmp_path, monkeypatch):
     file = tmp_path / "token"
-    words = ("token", "create", "--file", file)
+    arguments = ("token", "create", "--file", file)
     assert (
         "expected the name of a principal that is not reserved"
-        in cluster.run(*words, "anonymous", code=1).stderr
+        in cluster.run(*arguments, "anonymous", code=1).stderr
     )
     assert not file.exists()
     size = len(cluster.zookeeper.dump()[NODE])
     monkeypatch.setattr(access_node, "NODE_BYTES_MAX", size + 10)
-    too_large = cluster.run(*words, "etl", code=1)
+    too_large = cluster.run(*arguments, "etl", code=1)
     assert f"for their znode: expected at most {size + 10} bytes" in too_large.stderr
     assert not file.exists()
 
@@ -436,19 +444,19 @@ def test_an_export_is_imported_with_a_later_revision(cluster, tmp_path):
 def test_an_import_without_replicate_needs_force(cluster, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(access_node.encode_permissions(replace(cluster.permissions, grants=())))
-    words = ("import", "--file", file, "--yes")
-    assert "no principal would have the verb `replicate`" in cluster.run(*words, code=1).stderr
-    cluster.run(*words, "--force")
+    arguments = ("import", "--file", file, "--yes")
+    assert "no principal would have the verb `replicate`" in cluster.run(*arguments, code=1).stderr
+    cluster.run(*arguments, "--force")
     assert cluster.permissions.grants == ()
 
 
 def test_a_file_that_is_not_an_export_is_rejected(cluster, tmp_path):
     file = tmp_path / "access"
     file.write_bytes(b"{}")
-    for words in (("--file", file), ("--file", file, "--yes")):
+    for arguments in (("--file", file), ("--file", file, "--yes")):
         assert (
             f"{file} is not a file of exported permissions: permissions: expected format 1"
-            in cluster.run("import", *words, code=1).stderr
+            in cluster.run("import", *arguments, code=1).stderr
         )
     file.write_bytes((access_node.NODE_BYTES_MAX + 1) * b" ")
     assert "bytes, found more" in cluster.run("import", "--file", file, code=1).stderr
@@ -571,13 +579,13 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(cluster, tmp_pa
         raise CoordinatorUnavailable("zk:1 does not answer")
 
     monkeypatch.setattr(access_change, "read_revision_use", fail_to_read)
-    for words in ((), ("--json",)):
-        file = tmp_path / f"token{len(words)}"
-        failed = cluster.run("token", "create", "etl", "--file", file, *words, code=1)
+    for arguments in ((), ("--json",)):
+        file = tmp_path / f"token{len(arguments)}"
+        failed = cluster.run("token", "create", "etl", "--file", file, *arguments, code=1)
         *_, known = cluster.permissions.tokens.values()
         assert f"token {known.token_id} of etl in {file}" in failed.stderr
         assert "not check which daemons use it: zk:1 does not answer. Hint:" in failed.stderr
-        assert (f"token {known.token_id}" in failed.stdout) is (not words)
+        assert (f"token {known.token_id}" in failed.stdout) is (not arguments)
 
 
 @pytest.mark.parametrize("fault", WriteFault)

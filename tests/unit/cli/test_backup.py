@@ -262,12 +262,12 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
     backup = Backup(
         "shop", UUID(bytes=CLUSTER_KEY), 1, 41, (empty,), {}, NO_RESTORE_SOURCES, access
     )
-    for words in ((), ("--json",)):
+    for options in ((), ("--json",)):
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        result = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
+        result = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *options)
         assert result.returncode == 0, result.stderr
         assert ("/w/x/access" in zookeeper.dump()) is (access is not None)
-        if words:
+        if options:
             shown = json.loads(result.stdout)["access"]
             expected = {"revision": 17, "changed_by": "ann", "changed_ms": 5}
             assert shown == (None if access is None else expected)
@@ -281,14 +281,14 @@ def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypa
             )
 
 
-def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
+def failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *options):
     """Run `restore` for a new cluster at /w; return its error."""
-    result = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words, "--json")
+    result = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *options, "--json")
     assert result.returncode == 1
     return result.stderr
 
 
-def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
+def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *options):
     """Run `restore` for a new cluster at /w."""
     file = tmp_path / "b"
     file.write_bytes(backup.to_bytes())
@@ -301,13 +301,13 @@ def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
             pass
 
     monkeypatch.setattr(change_commands, "open_command_session", lambda _connect: Session())
-    words = (*words, "--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
-    return run_command("restore", *words, "--storage", "a:1:2")
+    options = (*options, "--connect", "zk:1/w", "--archive", store.url, "--backup", str(file))
+    return run_command("restore", *options, "--storage", "a:1:2")
 
 
-@pytest.mark.parametrize("words", [(), ("--same-key",)])
+@pytest.mark.parametrize("options", [(), ("--same-key",)])
 def test_the_second_of_two_restorations_fails_and_leaves_no_files(
-    tmp_path, monkeypatch, store, words
+    tmp_path, monkeypatch, store, options
 ):
     log = write_archive(store, folder=f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}")
     saved = SavedManifest.read(store, log.name, log.crc)
@@ -324,16 +324,16 @@ def test_the_second_of_two_restorations_fails_and_leaves_no_files(
 
     monkeypatch.setattr(Coordinator, "create_restored_cluster", create_later)
     zookeeper = MemoryZooKeeper(asyncio.Event)
-    error = failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
+    error = failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *options)
     assert "a cluster exists already at" in error
     assert written
     assert files_of(tmp_path / "archive") == before
     assert "/w" in zookeeper.dump(), "the cluster of the first restoration"
 
 
-@pytest.mark.parametrize(("words", "remains"), [((), False), (("--same-key",), True)])
+@pytest.mark.parametrize(("options", "remains"), [((), False), (("--same-key",), True)])
 def test_a_pin_that_another_restoration_may_need_is_not_deleted(
-    tmp_path, monkeypatch, store, words, remains
+    tmp_path, monkeypatch, store, options, remains
 ):
     """Restorations with the same key share the pins of a third cluster."""
 
@@ -342,7 +342,7 @@ def test_a_pin_that_another_restoration_may_need_is_not_deleted(
 
     monkeypatch.setattr(restore_command, "_pin_objects", pin_third)
     zookeeper = MemoryZooKeeper(asyncio.Event)
-    failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store, *words)
+    failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store, *options)
     assert is_pinned(store, bytes(16)) is remains
 
 

@@ -30,17 +30,25 @@ def in_memory(monkeypatch):
     return run
 
 
-def run_command_json(capsys, *words):
+def run_command_json(capsys, *arguments):
     code = main(
-        ["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", str(TEST_TIMEOUT_S)]
+        [
+            "client",
+            *arguments,
+            "--connect",
+            "memory:1/w",
+            "--json",
+            "--timeout-s",
+            str(TEST_TIMEOUT_S),
+        ]
     )
     return code, json.loads(capsys.readouterr().out)
 
 
 def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, in_memory):
     with in_memory() as waltz:
-        words = ("--clients", "3", "--transactions", "8", "--partitions", "2")
-        code, found = run_command_json(capsys, "validate", *words)
+        arguments = ("--clients", "3", "--transactions", "8", "--partitions", "2")
+        code, found = run_command_json(capsys, "validate", *arguments)
         assert code == 0
         assert found["is_valid"]
         assert (found["clients"], found["written"], found["checked"]) == (3, 24, 72)
@@ -91,8 +99,8 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, in_memory):
             capsys, "create-producer", "--transactions", "9", "--partitions", "2"
         )
         assert report == {"written": 9, "attempts": 9, "ids": {"0": [0, 4], "1": [0, 3]}}
-        words = ("--first", "0", "--partitions", "2", "--transactions", "9")
-        code, found = run_command_json(capsys, "create-consumer", *words)
+        arguments = ("--first", "0", "--partitions", "2", "--transactions", "9")
+        code, found = run_command_json(capsys, "create-consumer", *arguments)
         assert (code, found["is_valid"], found["checked"]) == (0, True, 9)
         code, found = run_command_json(capsys, "consume", "--first", "1", "--transactions", "2")
         assert (code, found["checked"], found["ids"]) == (0, 2, {"0": [1, 2]})
@@ -104,7 +112,7 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, in_memory):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (["validate", "--clients", "0"], "--clients: expected 1 or more, found 0"),
         (["validate", "--transactions", "0"], "--transactions: expected 1 or more, found 0"),
@@ -113,9 +121,9 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, in_memory):
         (["consume", "--first", "-1"], "--first: expected a transaction ID, 0 or more, found -1"),
     ],
 )
-def test_invalid_arguments_are_reported_in_one_sentence(capsys, in_memory, words, sentence):
+def test_invalid_arguments_are_reported_in_one_sentence(capsys, in_memory, arguments, sentence):
     with in_memory():
-        assert main(["client", *words, "--connect", "memory:1/w"]) == 1
+        assert main(["client", *arguments, "--connect", "memory:1/w"]) == 1
     assert sentence in capsys.readouterr().err
 
 

@@ -23,8 +23,8 @@ def waltz(monkeypatch):
         yield memory
 
 
-def append(*words):
-    return run_command("client", "append", *words, "--connect", "memory:1/w")
+def append(*arguments):
+    return run_command("client", "append", *arguments, "--connect", "memory:1/w")
 
 
 def rows(waltz):
@@ -39,7 +39,7 @@ def test_rows_go_to_the_named_partitions_only(waltz, option):
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [
         (
             ("--partition", "4"),
@@ -51,7 +51,7 @@ def test_rows_go_to_the_named_partitions_only(waltz, option):
         ),
     ],
 )
-def test_invalid_partitions_are_rejected_before_any_append(waltz, words, error):
-    done = append(*words, "a")
+def test_invalid_partitions_are_rejected_before_any_append(waltz, arguments, error):
+    done = append(*arguments, "a")
     assert (done.returncode, rows(waltz)) == (1, [[], [], [], []])
     assert error in done.stderr

@@ -42,14 +42,14 @@ def log_of(target, payloads):
     return write_to_directory(modeled_log.disk, target)
 
 
-def run_disk(capsys, *words):
-    code = main(["disk", *map(str, words)])
+def run_disk(capsys, *arguments):
+    code = main(["disk", *map(str, arguments)])
     assert code == 0
     return capsys.readouterr().out
 
 
-def lines(capsys, *words):
-    return [json.loads(line) for line in run_disk(capsys, *words, "--json").splitlines()]
+def lines(capsys, *arguments):
+    return [json.loads(line) for line in run_disk(capsys, *arguments, "--json").splitlines()]
 
 
 def test_verify_reports_the_damage_and_exits_with_1(storage, capsys):
@@ -177,7 +177,7 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         (
             ["dump-segment", "nowhere"],
@@ -198,10 +198,12 @@ def test_an_invalid_deserializer_is_rejected(storage, capsys, name, sentence):
         (["verify", ".", "--limit", "-1"], "--limit: expected a number of at least 0, found -1"),
     ],
 )
-def test_invalid_input_is_reported_in_one_sentence(tmp_path, monkeypatch, capsys, words, sentence):
+def test_invalid_input_is_reported_in_one_sentence(
+    tmp_path, monkeypatch, capsys, arguments, sentence
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.seg").write_bytes(b"")
-    assert main(["disk", *words]) == 1
+    assert main(["disk", *arguments]) == 1
     captured = capsys.readouterr().err
     assert captured.startswith(f"waltz-core: {sentence}")
     assert captured.count("\n") == 1
@@ -283,12 +285,12 @@ def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage
     command = [sys.executable, "-c", HOLDER, str(storage / name)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         assert running.stdout.readline() == b"open\n"
-        for words, sentence in (
+        for arguments, sentence in (
             (["verify"], "a running storage uses this directory"),
             (["repair-index", "--dry-run"], "a running storage uses this directory"),
             (["repair-index"], f"holds the lock on {name}"),
         ):
-            assert main(["disk", *words, str(storage)]) == 1
+            assert main(["disk", *arguments, str(storage)]) == 1
             captured = capsys.readouterr()
             assert captured.out == ""
             assert sentence in captured.err

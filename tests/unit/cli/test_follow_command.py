@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands import run_command
 
-WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
+ARGUMENTS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
 )
 def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
     table = tmp_path / "table"
-    done = run_command("follow", str(table), *WORDS, *more)
+    done = run_command("follow", str(table), *ARGUMENTS, *more)
     assert done.returncode == 1
     assert message in done.stderr
     assert not table.exists()
@@ -76,20 +76,20 @@ def test_an_error_in_a_file_of_tables_is_named(tmp_path: Path, text: str, messag
 
 
 def test_a_table_and_its_key_or_several_tables_are_needed():
-    for words in ([], ["table"], ["--key", "id"]):
-        done = run_command("follow", "--connect", "h:1/w", *words)
+    for arguments in ([], ["table"], ["--key", "id"]):
+        done = run_command("follow", "--connect", "h:1/w", *arguments)
         assert done.returncode == 1
         assert "follow: expected TABLE and --key, or --tables FILE" in done.stderr
 
 
 @pytest.mark.parametrize("more", [["--until", "tomorrow"], ["--data-format", "xml"]])
 def test_an_unknown_choice_is_wrong_usage(more: list[str]):
-    assert run_command("follow", "table", *WORDS, *more).returncode == 2
+    assert run_command("follow", "table", *ARGUMENTS, *more).returncode == 2
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "deltalake", None)
     monkeypatch.delitem(sys.modules, "waltz_core.tables.delta_table", raising=False)
-    done = run_command("follow", "table", *WORDS)
+    done = run_command("follow", "table", *ARGUMENTS)
     assert done.returncode == 1
     assert "Hint: pip install 'waltz-spark[tables]'." in done.stderr

@@ -36,8 +36,8 @@ def test_settings_of_a_local_cluster_come_from_file_environment_and_options(tmp_
     assert counts["partition_count"] == LocalConfig().partition_count
     assert counts["tls"] is None
     starts.clear()
-    words = ["--directory", "here", "--timeout-s", "1.5", "--tls", "tls.toml"]
-    assert main(["local", "up", *words]) == 1
+    arguments = ["--directory", "here", "--timeout-s", "1.5", "--tls", "tls.toml"]
+    assert main(["local", "up", *arguments]) == 1
     assert (starts[1][0], starts[2]) == ("here", 1.5)
     assert starts[1][1]["tls"] == Path("tls.toml")
 
@@ -93,18 +93,18 @@ def test_an_archive_is_kept_for_later_starts_and_does_not_change(tmp_path, monke
         return "started:1/w"
 
     monkeypatch.setattr(LocalCluster, "up", up)
-    words = ["local", "up", "--directory", str(tmp_path)]
-    assert main(words) == 0
-    assert main([*words, "--archive", "tmp/archive"]) == 1
+    arguments = ["local", "up", "--directory", str(tmp_path)]
+    assert main(arguments) == 0
+    assert main([*arguments, "--archive", "tmp/archive"]) == 1
     assert "Hint: use a URL such as file:///srv/archive" in capsys.readouterr().err
     url = f"file://{tmp_path}/archive"
-    assert main([*words, "--archive", url]) == 0
-    assert main(words) == 0
+    assert main([*arguments, "--archive", url]) == 0
+    assert main(arguments) == 0
     cluster = LocalCluster(tmp_path)
     storage, server = map(cluster.member, ("storage-1", "server-1"))
     assert cluster._settings_of(storage)["archive_url"] == url
     assert cluster._settings_of(server)["archive_interval_ms"] > 0
-    assert main([*words, "--archive", f"{url}-2"]) == 1
+    assert main([*arguments, "--archive", f"{url}-2"]) == 1
     assert f"archive: the cluster in {tmp_path} uses {url}, which" in capsys.readouterr().err
 
 

@@ -56,21 +56,21 @@ def test_a_missing_cluster_argument_is_reported(subcommand, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [["show", "h:1"], ["show", "--connect", "h:1"], ["protect", "h:1"], ["show-key", "h:1"]],
 )
-def test_the_cluster_argument_overrides_the_environment(words, capsys, monkeypatch):
+def test_the_cluster_argument_overrides_the_environment(arguments, capsys, monkeypatch):
     monkeypatch.setenv("WALTZ_CONNECT", "other:1/never/asked")
-    assert main(["cluster", *words]) == 1
+    assert main(["cluster", *arguments]) == 1
     assert "'h:1' names no cluster root" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "words", [["add-replica", "assign-partition"], ["show-key", "show-cluster-key"]]
+    "arguments", [["add-replica", "assign-partition"], ["show-key", "show-cluster-key"]]
 )
-def test_an_error_for_a_command_of_waltz_0_13_names_the_new_command(words):
+def test_an_error_for_a_command_of_waltz_0_13_names_the_new_command(arguments):
     subcommands = subcommands_of("cluster")
-    groups, arguments_of_group = (subcommands[name] for name in words)
+    groups, arguments_of_group = (subcommands[name] for name in arguments)
     assert arguments_of_group is groups
 
 
@@ -160,7 +160,7 @@ def test_every_argument_and_option_of_a_command_is_explained(group):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         ("waltz-core ", set(COMMAND_GROUPS)),
         ("waltz-core cl", {"client", "cluster"}),
@@ -170,10 +170,10 @@ def test_every_argument_and_option_of_a_command_is_explained(group):
         ("waltz-core config show ", set(CONFIG_TYPES_BY_KIND)),
     ],
 )
-def test_a_shell_completes_nouns_verbs_options_and_values(words, expected, capsys, monkeypatch):
+def test_a_shell_completes_nouns_verbs_options_and_values(arguments, expected, capsys, monkeypatch):
     monkeypatch.setenv("_WALTZ_CORE_COMPLETE", "bash_complete")
-    monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    monkeypatch.setenv("COMP_WORDS", arguments)
+    monkeypatch.setenv("COMP_CWORD", str(arguments.count(" ")))
     assert main([]) == 0
     found = {line.partition(",")[2] for line in capsys.readouterr().out.splitlines()}
     assert found - {"--help"} == expected

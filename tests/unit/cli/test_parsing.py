@@ -13,7 +13,7 @@ def _no_cluster(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         ("clinet", "waltz-core: unknown command 'clinet'; did you mean 'client'?"),
         ("client apend", "waltz-core client: unknown command 'apend'; did you mean 'append'?"),
@@ -41,8 +41,8 @@ def _no_cluster(monkeypatch):
         ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and no cluster is given."),
     ],
 )
-def test_usage_errors_are_one_line_and_a_hint(capsys, words, sentence):
-    assert main(words.split()) == EXIT_USAGE_ERROR
+def test_usage_errors_are_one_line_and_a_hint(capsys, arguments, sentence):
+    assert main(arguments.split()) == EXIT_USAGE_ERROR
     output = capsys.readouterr()
     assert sentence in output.err
     assert output.err.count("\n") == 2

@@ -31,8 +31,8 @@ def stuck_storage(monkeypatch):
 
 def test_an_incomplete_scrub_is_reported_at_the_timeout(capsys):
     began_s = time.monotonic()
-    words = ["--admin", Storage.address, "--partition", "4", "--timeout-s", "0.3"]
-    assert main(["storage", "scrub", *words]) == 1
+    arguments = ["--admin", Storage.address, "--partition", "4", "--timeout-s", "0.3"]
+    assert main(["storage", "scrub", *arguments]) == 1
     assert time.monotonic() - began_s < 30
     output = capsys.readouterr()
     assert output.out == ""

@@ -39,8 +39,8 @@ class NoData:
 
 
 def transaction(number: int, header: int = 1, partition: int = 0) -> Transaction:
-    words = (1, 1, partition, number, header)
-    return Transaction(PartitionId(partition), TransactionId(number), words, NoData())
+    fields = (1, 1, partition, number, header)
+    return Transaction(PartitionId(partition), TransactionId(number), fields, NoData())
 
 
 class TotalView(SqlCallbacks):
