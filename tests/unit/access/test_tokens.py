@@ -28,9 +28,9 @@ def test_a_truncated_or_changed_token_is_an_error_that_does_not_show_it(text):
 
 def test_the_bytes_of_a_token_are_in_no_repr_and_no_pickle():
     token = Token.parse(TEXT, "file")
-    shown = f"{token!r} {token}"
-    assert TEXT[:16] not in shown  # a shorter part could be in the address of the object
-    assert repr(token.secret) not in shown
+    texts_of_token = f"{token!r} {token}"
+    assert TEXT[:16] not in texts_of_token  # a shorter part could be in the address of the object
+    assert repr(token.secret) not in texts_of_token
     for store in (copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="a token is a secret and cannot be pickled"):
             store(token)

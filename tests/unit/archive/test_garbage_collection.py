@@ -441,7 +441,7 @@ def test_progress_is_reported_with_each_call_of_the_store(archived):
         now_ms=LATER_MS,
         on_progress=lambda: calls.append(1),
     )
-    assert len(calls) == len(store.done) - 1, "every call but the read of the head"
+    assert len(calls) == len(store.operations) - 1, "every call but the read of the head"
     calls.clear()
     upload(store, KEY, job_after(new_manifest, attempt=50), lambda: calls.append(1))
     assert len(calls) >= 4

@@ -64,9 +64,9 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_object():
         data = bytearray(whole)
         data[at] ^= 1 << rng.randrange(8)
         try:
-            again = open_object(bytes(data))
-            assert list(again.verify()) == lineage
-            pieces = [again.read_row_group(group) for group in range(again.group_count)]
+            reopened = open_object(bytes(data))
+            assert list(reopened.verify()) == lineage
+            pieces = [reopened.read_row_group(group) for group in range(reopened.group_count)]
             assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
         except (BadFormat, ChecksumMismatch) as error:
             found += str(error).startswith("archived object")

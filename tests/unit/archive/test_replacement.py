@@ -155,10 +155,10 @@ def test_a_log_with_other_records_or_other_ids_replaces_no_object(archived, numb
 def test_an_object_that_was_replaced_before_is_not_replaced_again(archived, number):
     uploaded = upload(archived.store, KEY, archived.job(number))
     before = all_files(archived.store)
-    again = upload(
+    second_replacement = upload(
         archived.store, KEY, archived.job(number, attempt=21, **manifest_fields(archived, uploaded))
     )
-    assert (again.name, again.last) == ("", uploaded.last)
+    assert (second_replacement.name, second_replacement.last) == ("", uploaded.last)
     assert all_files(archived.store) == before
 
 
@@ -171,13 +171,13 @@ def test_a_new_file_that_reads_back_differently_replaces_no_object(archived, wro
 
 def test_a_replacement_that_fails_at_any_operation_leaves_the_archive_as_it_was(archived):
     store = archived.store = FailingStore(archived.store.url)
-    attempt, done = 20, False
-    while not done:
+    attempt, is_done = 20, False
+    while not is_done:
         before = listed_files(store, archived.new_manifest)
         store.fail_next(attempt - 20, is_after=attempt % 2 == 0)
         try:
             upload(store, KEY, archived.job(0, attempt=attempt))
-            done = True
+            is_done = True
         except ArchiveUnavailable:
             attempt += 1
         store.fail_next(-1, is_after=False)

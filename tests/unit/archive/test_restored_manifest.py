@@ -123,10 +123,10 @@ def test_an_object_replaced_in_a_restored_cluster_is_found_under_the_new_key(sto
     batches = [each for each in log.lineage if each.last <= last]
     name = f"{UUID(bytes=NEW_KEY)}/{PARTITION_ID}/objects/0-{last}-9-{NONCE.hex()}-4.parquet"
     store.write(name, encode_object(log.records[: last + 1], batches, cluster_key=NEW_KEY))
-    again = RestoredRange(store, saved)
-    again.check_objects_exist()
-    assert again.batch_end_at(last) == end
-    found = again.write_manifest(b"o" * 16, 10, NONCE, end)
+    range_with_new_object = RestoredRange(store, saved)
+    range_with_new_object.check_objects_exist()
+    assert range_with_new_object.batch_end_at(last) == end
+    found = range_with_new_object.write_manifest(b"o" * 16, 10, NONCE, end)
     entries = SavedManifest.read(store, found.name, found.file_crc).entries()
     assert [each.name for each in entries] == [name]
 
@@ -187,8 +187,8 @@ def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
     manifest = Manifest.from_bytes(store.read(restored.name), restored.name)
     assert len(manifest.pages) == 3
     assert {each.name.partition("/")[0] for each in manifest.pages} == {str(UUID(bytes=NEW_KEY))}
-    again = SavedManifest.read(store, restored.name, restored.file_crc)
-    assert again.entries() == read_saved_manifest(store, log).entries()
+    reread_manifest = SavedManifest.read(store, restored.name, restored.file_crc)
+    assert reread_manifest.entries() == read_saved_manifest(store, log).entries()
 
 
 def test_the_end_before_a_time_is_the_end_of_the_last_batch_with_an_earlier_stamp(store, log):

@@ -70,7 +70,7 @@ def test_an_open_archive_imports_no_further_modules(tmp_path):
         "import waltz_core.archive.upload, waltz_core.archive.reader\n"
         "assert {each for each in sys.modules if each.startswith('waltz_core.')} == known\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, timeout=TEST_TIMEOUT_S
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

@@ -20,18 +20,18 @@ class FailingStore(ArchiveStore):
 
     def __init__(self, url):
         super().__init__(url)
-        self.done = []
+        self.operations = []
         self.fails_at = -1
         self.is_after = False
         self.kind = ArchiveUnavailable
 
     def fail_next(self, number, *, is_after, kind=ArchiveUnavailable):
-        self.done, self.fails_at, self.is_after, self.kind = [], number, is_after, kind
+        self.operations, self.fails_at, self.is_after, self.kind = [], number, is_after, kind
 
     def _fail_if_chosen(self, operation, name, *, is_after):
         if not is_after:
-            self.done.append((operation, name))
-        if (len(self.done) - 1, is_after) == (self.fails_at, self.is_after):
+            self.operations.append((operation, name))
+        if (len(self.operations) - 1, is_after) == (self.fails_at, self.is_after):
             raise self.kind(f"archive: cannot {operation} {name}")
 
     def read(self, name):
@@ -83,13 +83,15 @@ def test_an_upload_reads_back_each_file_that_it_writes(archived):
     store, new_manifest = archived
     store.fail_next(-1, is_after=False)
     upload(store, KEY, job_after(new_manifest, attempt=9))
-    assert [operation for operation, _ in store.done] == OPERATIONS
-    assert [name.rsplit("/")[-2] for _, name in store.done[1::2]] == [
+    assert [operation for operation, _ in store.operations] == OPERATIONS
+    assert [name.rsplit("/")[-2] for _, name in store.operations[1::2]] == [
         "objects",
         "manifests",
         "manifests",
     ]
-    assert [name for _, name in store.done[1::2]] == [name for _, name in store.done[2::2]]
+    assert [name for _, name in store.operations[1::2]] == [
+        name for _, name in store.operations[2::2]
+    ]
 
 
 @pytest.mark.parametrize("kind", [ArchiveUnavailable, Crash])

@@ -151,9 +151,9 @@ def test_grants_are_shown_and_checked(cluster):
         "etl has the verbs read,append for partitions 0-3,7; the permissions have revision 4\n"
     )
     assert cluster.permissions.changed_by
-    shown = cluster.json("list")
-    assert (shown["revision"], shown["groups"]) == (4, {"servers": ["s1", "s2"]})
-    assert shown["grants"] == [
+    listing = cluster.json("list")
+    assert (listing["revision"], listing["groups"]) == (4, {"servers": ["s1", "s2"]})
+    assert listing["grants"] == [
         {"group": "servers", "verb": "replicate", "partitions": "all"},
         {"principal": "etl", "verb": "read", "partitions": "0-3,7"},
         {"principal": "etl", "verb": "append", "partitions": "0-3,7"},
@@ -188,8 +188,8 @@ def test_grants_are_shown_and_checked(cluster):
 
 
 def test_a_repeated_grant_creates_no_revision(cluster):
-    again = cluster.run("grant", "servers", "replicate", "--group", "--partitions", "0-3")
-    assert again.stdout == "nothing to change; the permissions stay at revision 3\n"
+    repeated_grant = cluster.run("grant", "servers", "replicate", "--group", "--partitions", "0-3")
+    assert repeated_grant.stdout == "nothing to change; the permissions stay at revision 3\n"
     assert cluster.json("grant", "servers", "replicate", "--group")["changed"] is False
 
 
@@ -284,8 +284,8 @@ def test_limits_are_shown(cluster):
 def test_a_limit_of_an_unknown_principal_is_stored_with_a_warning(cluster, tmp_path):
     cluster.run("token", "create", "etl", "--file", tmp_path / "token")
     cluster.run("grant", "ann", "read")
-    for known in ("*", "s1", "etl", "ann"):
-        assert "names" not in cluster.run("limit", known, "--feeds", "1").stderr
+    for principal in ("*", "s1", "etl", "ann"):
+        assert "names" not in cluster.run("limit", principal, "--feeds", "1").stderr
     unknown = cluster.run("limit", "anne", "--feeds", "1")
     assert unknown.stderr.startswith("no permission or token names anne yet\n")
     assert cluster.permissions.limits["anne"].feeds == 1
@@ -317,25 +317,25 @@ def test_a_token_has_a_private_file_and_its_hash_in_zookeeper(cluster, tmp_path)
     created = cluster.run("token", "create", "etl", "--file", str(file), "--expires", "12h")
     secret = file.read_text().strip()
     assert file.stat().st_mode & 0o777 == 0o600
-    ((token_hash, known),) = cluster.permissions.tokens.items()
+    ((token_hash, token),) = cluster.permissions.tokens.items()
     assert token_hash == hash_of(bytes.fromhex(secret))
-    assert known.principal == "etl"
-    assert known.expires_ms - cluster.permissions.changed_ms == 12 * 3_600_000
-    assert f"created token {known.token_id} of etl in {file}; it expires at 20" in created.stdout
+    assert token.principal == "etl"
+    assert token.expires_ms - cluster.permissions.changed_ms == 12 * 3_600_000
+    assert f"created token {token.token_id} of etl in {file}; it expires at 20" in created.stdout
     assert "principal etl has no grant yet. Hint: `access grant` adds one." in created.stderr
 
     cluster.run("grant", "etl", "read")
-    (shown,) = cluster.json("list")["tokens"]
-    assert shown == {
-        "id": known.token_id,
+    (token_entry,) = cluster.json("list")["tokens"]
+    assert token_entry == {
+        "id": token.token_id,
         "principal": "etl",
-        "expires_ms": known.expires_ms,
+        "expires_ms": token.expires_ms,
         "is_expired": False,
     }
     output = cluster.run("list").stdout + cluster.run("list", "--json").stdout + str(cluster.audit)
     for each in (secret, token_hash, cluster.permissions.client_key.hex()):
         assert each not in output
-    assert "was revoked" in cluster.run("token", "revoke", known.token_id).stdout
+    assert "was revoked" in cluster.run("token", "revoke", token.token_id).stdout
     assert cluster.permissions.tokens == {}
 
 
@@ -482,13 +482,13 @@ def test_an_import_sets_the_access_lists_of_nodes_that_other_users_may_have_crea
 
 def test_a_command_names_the_daemons_that_use_its_revision(cluster):
     cluster.publish(4, 4)
-    shown = cluster.json("grant", "etl", "read", "--timeout-s", "0")
-    assert (shown["applied"], shown["late"]) == ([SERVER, STORAGE], {})
+    report = cluster.json("grant", "etl", "read", "--timeout-s", "0")
+    assert (report["applied"], report["late"]) == ([SERVER, STORAGE], {})
     cluster.publish(5, 4)
-    late = cluster.run("grant", "etl", "append", "--timeout-s", "0", code=1)
-    assert f"{STORAGE}: it uses revision 4\n" in late.stderr
-    assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in late.stderr
-    assert late.stdout == (
+    timed_out = cluster.run("grant", "etl", "append", "--timeout-s", "0", code=1)
+    assert f"{STORAGE}: it uses revision 4\n" in timed_out.stderr
+    assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in timed_out.stderr
+    assert timed_out.stdout == (
         "etl has the verbs append for partitions all; the permissions have revision 5\n"
     )
     assert cluster.json("list")["late"] == {STORAGE: "it uses revision 4"}
@@ -500,10 +500,12 @@ def test_a_command_names_the_daemons_that_use_its_revision(cluster):
 def test_a_daemon_that_publishes_no_revision_counts_as_not_updated(cluster):
     """The daemon may have lost its session, and still use the revoked grant."""
     cluster.publish(4, None)
-    late = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
-    assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
-    shown = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
-    assert shown["without_revision"] == [STORAGE]
+    timed_out = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert (
+        f"{STORAGE} publishes no revision: access control is off there, or it" in timed_out.stderr
+    )
+    report = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert report["without_revision"] == [STORAGE]
 
 
 def test_a_server_without_a_zookeeper_session_is_reported(cluster, monkeypatch):
@@ -519,20 +521,20 @@ def test_a_server_without_a_zookeeper_session_is_reported(cluster, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(access_change, "read_revision_use", read_after_expiry)
         cluster.publish(4, 5)
-        late = cluster.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
+        timed_out = cluster.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
     assert (
         f"{SERVER} is not registered in ZooKeeper: it may still use older permissions\n"
-        in late.stderr
+        in timed_out.stderr
     )
-    assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in late.stderr
+    assert "revision 5 is stored, but 1 of 2 daemons do not use it. Hint:" in timed_out.stderr
 
 
 def test_an_assigned_server_without_a_zookeeper_session_is_reported(cluster):
     cluster.publish(4, 4)
     cluster.expire_server()
     cluster.set_assignment({1: {0: 3}})
-    shown = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
-    assert (shown["unregistered"], shown["applied"]) == (["server 1"], [STORAGE])
+    report = cluster.json("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert (report["unregistered"], report["applied"]) == (["server 1"], [STORAGE])
     assert cluster.json("list")["unregistered"] == ["server 1"]
     cluster.set_assignment({})  # the other servers have taken its partitions
     assert cluster.json("grant", "etl", "read", "--timeout-s", "0")["unregistered"] == []
@@ -542,18 +544,20 @@ def test_a_change_that_no_daemon_confirms_fails_where_access_control_was_used(cl
     cluster.publish(3, 3)
     for each in cluster.daemons:
         each._znodes.expire()
-    late = cluster.run(
+    timed_out = cluster.run(
         "revoke", "servers", "replicate", "--group", "--force", "--timeout-s", "0", code=1
     )
-    assert "access control is off at all:" not in late.stderr
-    assert f"{STORAGE} publishes no revision: access control is off there, or it" in late.stderr
+    assert "access control is off at all:" not in timed_out.stderr
+    assert (
+        f"{STORAGE} publishes no revision: access control is off there, or it" in timed_out.stderr
+    )
 
 
 def test_a_daemon_with_a_later_revision_than_zookeeper_is_reported(cluster):
     cluster.publish(17, 4)
-    late = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
-    assert f"{SERVER}: it uses revision 17, and ignores older revisions" in late.stderr
-    assert "Restart each daemon that ignores older revisions." in late.stderr
+    timed_out = cluster.run("grant", "etl", "read", "--timeout-s", "0", code=1)
+    assert f"{SERVER}: it uses revision 17, and ignores older revisions" in timed_out.stderr
+    assert "Restart each daemon that ignores older revisions." in timed_out.stderr
 
 
 def test_a_command_waits_until_the_daemons_use_its_revision(cluster, monkeypatch):
@@ -582,10 +586,10 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(cluster, tmp_pa
     for arguments in ((), ("--json",)):
         file = tmp_path / f"token{len(arguments)}"
         failed = cluster.run("token", "create", "etl", "--file", file, *arguments, code=1)
-        *_, known = cluster.permissions.tokens.values()
-        assert f"token {known.token_id} of etl in {file}" in failed.stderr
+        *_, token = cluster.permissions.tokens.values()
+        assert f"token {token.token_id} of etl in {file}" in failed.stderr
         assert "not check which daemons use it: zk:1 does not answer. Hint:" in failed.stderr
-        assert (f"token {known.token_id}" in failed.stdout) is (not arguments)
+        assert (f"token {token.token_id}" in failed.stdout) is (not arguments)
 
 
 @pytest.mark.parametrize("fault", WriteFault)

@@ -35,11 +35,11 @@ def archive(tmp_path, monkeypatch):
 
 def find(archive, *, start=-1, last=29, starts=None, chains=None, url=None):
     """Return the mark that is found for a log, and the manifests that were skipped."""
-    known, skipped = archive.chains if chains is None else chains, []
+    known_chains, skipped = archive.chains if chains is None else chains, []
 
     async def chain_at(at):
         assert start <= at <= last, "a storage rejects other IDs"
-        return known.get(at)
+        return known_chains.get(at)
 
     log = RecoveredLog(PARTITION, start, last, chain_at, {A: start, **(starts or {})})
     recovery = ArchiveRecovery(archive.store.url if url is None else url, KEY, skipped.append)

@@ -72,10 +72,10 @@ def test_a_missing_object_of_the_recorded_manifest_is_reported(archive, capsys):
         archive.log.manifest.newest_objects[0].name
     ]
     assert found["objects"] == 3
-    shown = capsys.readouterr()
-    assert "it does not exist. Hint: add --repair" in shown.out
-    assert shown.out.endswith(": 1 wrong file\n")
-    assert shown.err == ""
+    captured = capsys.readouterr()
+    assert "it does not exist. Hint: add --repair" in captured.out
+    assert captured.out.endswith(": 1 wrong file\n")
+    assert captured.err == ""
 
 
 def test_a_partition_without_an_archive_has_no_problems(archive, capsys):
@@ -85,21 +85,21 @@ def test_a_partition_without_an_archive_has_no_problems(archive, capsys):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shown", "objects"),
+    ("wanted", "expected_ids", "objects"),
     [
         ((0, None), "0..{0}", 3),
         ((0, 0), "0..0", None),
         ((1, 10**6), "1..{0}", 3),
     ],
 )
-def test_ids_that_have_expired_are_named(archive, capsys, wanted, shown, objects):
+def test_ids_that_have_expired_are_named(archive, capsys, wanted, expected_ids, objects):
     archive.marks = [expire_first_object(archive)]
     first, last = wanted
     archive.check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)
     found = archive.verify()
     expired = archive.log.manifest.newest_objects[0].last
     text = (
-        f"transactions {shown.format(expired)} have expired; the first available one is "
+        f"transactions {expected_ids.format(expired)} have expired; the first available one is "
         f"{expired + 1}\n"
     )
     assert f"partition {PARTITION_ID}: {text}" in capsys.readouterr().out
@@ -168,15 +168,15 @@ def test_after_an_error_of_the_store_the_check_prints_where_to_continue(
 
 def hang_until_reported(monkeypatch):
     """Return a function that returns when the command has printed that the store hangs."""
-    printed, lines = Event(), []
+    is_printed, lines = Event(), []
 
     def print_error(text):
         lines.append(text)
-        printed.set()
+        is_printed.set()
 
     monkeypatch.setattr(store_calls, "print_error", print_error)
     monkeypatch.setattr(store_calls, "REPORT_INTERVAL_S", 0.01)
-    return lambda: lines if printed.wait(TEST_TIMEOUT_S) else pytest.fail("nothing was printed")
+    return lambda: lines if is_printed.wait(TEST_TIMEOUT_S) else pytest.fail("nothing was printed")
 
 
 def test_a_check_states_which_call_of_the_store_hangs(archive, monkeypatch):

@@ -52,6 +52,6 @@ def test_rows_go_to_the_named_partitions_only(waltz, option):
     ],
 )
 def test_invalid_partitions_are_rejected_before_any_append(waltz, arguments, error):
-    done = append(*arguments, "a")
-    assert (done.returncode, rows(waltz)) == (1, [[], [], [], []])
-    assert error in done.stderr
+    result = append(*arguments, "a")
+    assert (result.returncode, rows(waltz)) == (1, [[], [], [], []])
+    assert error in result.stderr

@@ -143,12 +143,12 @@ def test_columns_are_those_of_the_log_or_have_a_type():
     ],
 )
 def test_a_wrong_column_is_named(column: str, message: str):
-    done = run_command(
+    result = run_command(
         "client", "export", "--connect", "h:1/w", "--format", "csv", "--column", column
     )
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert not done.stdout
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert not result.stdout
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_a_wrong_column_is_named(column: str, message: str):
 )
 def test_a_format_with_schemas_needs_a_registry(options: list[str], message: str):
     columns = ["--column", "id:int64"]
-    done = run_command(
+    result = run_command(
         "client", "export", "--connect", "h:1/w", "--format", "csv", *columns, *options
     )
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "secret" not in done.stderr
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "secret" not in result.stderr

@@ -150,7 +150,7 @@ def test_a_silent_zookeeper_port_is_reported():
 
 
 def test_progress_names_the_processes_still_waited_for():
-    shown, release = [], asyncio.Event()
+    progress_lines, release = [], asyncio.Event()
 
     async def slow():
         await release.wait()
@@ -160,7 +160,7 @@ def test_progress_names_the_processes_still_waited_for():
         return "quick"
 
     async def run_probes():
-        probe_counter = _ProbeCounter(lambda *each: shown.append(each))
+        probe_counter = _ProbeCounter(lambda *each: progress_lines.append(each))
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(probe_counter.track("server a:1", slow()))
             await tasks.create_task(probe_counter.track("storage b:1", quick()))
@@ -168,7 +168,7 @@ def test_progress_names_the_processes_still_waited_for():
         return first.result()
 
     assert asyncio.run(run_probes()) == "slow"
-    assert shown == [
+    assert progress_lines == [
         (1, 2, "waiting for server a:1"),
         (2, 2, "all have answered"),
     ]

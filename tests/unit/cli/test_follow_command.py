@@ -43,9 +43,9 @@ ARGUMENTS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
 )
 def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
     table = tmp_path / "table"
-    done = run_command("follow", str(table), *ARGUMENTS, *more)
-    assert done.returncode == 1
-    assert message in done.stderr
+    result = run_command("follow", str(table), *ARGUMENTS, *more)
+    assert result.returncode == 1
+    assert message in result.stderr
     assert not table.exists()
 
 
@@ -70,16 +70,16 @@ def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
 def test_an_error_in_a_file_of_tables_is_named(tmp_path: Path, text: str, message: str):
     file = tmp_path / "tables.toml"
     file.write_text(text)
-    done = run_command("follow", "--tables", str(file), "--connect", "h:1/w")
-    assert done.returncode == 1
-    assert message in done.stderr
+    result = run_command("follow", "--tables", str(file), "--connect", "h:1/w")
+    assert result.returncode == 1
+    assert message in result.stderr
 
 
 def test_a_table_and_its_key_or_several_tables_are_needed():
     for arguments in ([], ["table"], ["--key", "id"]):
-        done = run_command("follow", "--connect", "h:1/w", *arguments)
-        assert done.returncode == 1
-        assert "follow: expected TABLE and --key, or --tables FILE" in done.stderr
+        result = run_command("follow", "--connect", "h:1/w", *arguments)
+        assert result.returncode == 1
+        assert "follow: expected TABLE and --key, or --tables FILE" in result.stderr
 
 
 @pytest.mark.parametrize("more", [["--until", "tomorrow"], ["--data-format", "xml"]])
@@ -90,6 +90,6 @@ def test_an_unknown_choice_is_wrong_usage(more: list[str]):
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "deltalake", None)
     monkeypatch.delitem(sys.modules, "waltz_core.tables.delta_table", raising=False)
-    done = run_command("follow", "table", *ARGUMENTS)
-    assert done.returncode == 1
-    assert "Hint: pip install 'waltz-spark[tables]'." in done.stderr
+    result = run_command("follow", "table", *ARGUMENTS)
+    assert result.returncode == 1
+    assert "Hint: pip install 'waltz-spark[tables]'." in result.stderr

@@ -64,8 +64,8 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
     local_cluster = LocalCluster(tmp_path, tls=tmp_path / "tls.toml")
     local_cluster._load_or_create()
     local_cluster._release_ports()
-    again = LocalCluster(tmp_path)
-    for cluster in (local_cluster, again):
+    second_start = LocalCluster(tmp_path)
+    for cluster in (local_cluster, second_start):
         assert cluster.connect.endswith(f"/waltz/local?tls={tmp_path}/tls.toml")
         assert all(
             cluster._settings_of(each)["connect"] == cluster.connect for each in cluster.members
@@ -115,15 +115,15 @@ def test_a_running_cluster_gets_no_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(
         type(cluster.members[0]), "process", lambda each: each.name == "server-1" or None
     )
-    again = LocalCluster(tmp_path, archive_url=f"file://{tmp_path}/archive")
-    again._load_or_create()
+    second_start = LocalCluster(tmp_path, archive_url=f"file://{tmp_path}/archive")
+    second_start._load_or_create()
     with pytest.raises(
         BadConfig,
         match=r"storage and no server runs, but server-1 run\. "
         r"Hint:",
     ):
-        again._store_archive_url()
-    assert "archive_url" not in again._settings_of(again.member("storage-1"))
+        second_start._store_archive_url()
+    assert "archive_url" not in second_start._settings_of(second_start.member("storage-1"))
 
 
 def test_an_impossible_count_is_reported(capsys):

@@ -103,8 +103,10 @@ def test_help_imports_no_verb_and_plain_output_does_not_import_rich():
 
 def run_python(code):
     """Run code in a new Python process; return the last line of its output."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[-1]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return result.stdout.splitlines()[-1]
 
 
 def test_a_daemons_options_show_their_defaults(capsys):

@@ -40,10 +40,10 @@ def test_a_table_for_a_program_is_plain_text(capsys):
 def test_a_table_on_a_terminal_has_states_in_color(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     print_table(*TABLE)
-    shown = terminal.getvalue()
-    assert "\x1b[32mok" in shown
-    assert "\x1b[31mFAILED" in shown
-    assert "[red]?" in shown
+    screen = terminal.getvalue()
+    assert "\x1b[32mok" in screen
+    assert "\x1b[31mFAILED" in screen
+    assert "[red]?" in screen
 
 
 def test_no_color_is_used_where_it_is_disabled(terminal, monkeypatch):
@@ -69,9 +69,9 @@ def test_progress_appears_on_a_terminal_after_a_while_and_is_removed(
         return line.awaited
 
     assert asyncio.run(work()) == "a storage"
-    shown = terminal.getvalue()
-    assert ("1 of 4 waiting for a storage" in shown) == (not first_shown_s)
-    assert not shown or shown.endswith("\x1b[2K")
+    screen = terminal.getvalue()
+    assert ("1 of 4 waiting for a storage" in screen) == (not first_shown_s)
+    assert not screen or screen.endswith("\x1b[2K")
 
 
 @pytest.mark.parametrize("first_shown_s", [0.0, 60.0])
@@ -81,9 +81,9 @@ def test_a_verb_without_a_loop_draws_progress_when_it_reports(terminal, monkeypa
     with ProgressLine() as line:
         line.show(1, 4, "transactions applied")
         line.show(2, 4, "transactions applied")
-    shown = terminal.getvalue()
-    assert ("2 of 4 transactions applied" in shown) == (not first_shown_s)
-    assert not shown or shown.endswith("\x1b[2K")
+    screen = terminal.getvalue()
+    assert ("2 of 4 transactions applied" in screen) == (not first_shown_s)
+    assert not screen or screen.endswith("\x1b[2K")
 
 
 def test_no_progress_is_written_to_a_file(capsys):
@@ -96,7 +96,7 @@ def test_no_progress_is_written_to_a_file(capsys):
 
 
 @pytest.mark.parametrize(
-    ("data", "shown"),
+    ("data", "expected"),
     [
         ("Zoë ✓ a\\b".encode(), "Zoë ✓ a\\b"),
         (b"\x1b[2J\x07\x7f", r"\x1b[2J\x07\x7f"),
@@ -105,7 +105,7 @@ def test_no_progress_is_written_to_a_file(capsys):
         (b"\xff\x00", r"\xff\x00"),
     ],
 )
-def test_data_is_printed_in_one_line_without_control_characters(data, shown, capsys):
-    assert to_one_line(data) == shown
+def test_data_is_printed_in_one_line_without_control_characters(data, expected, capsys):
+    assert to_one_line(data) == expected
     _print_transaction(7, 1, data, as_json=False)
-    assert capsys.readouterr().out == f"7\t1\t{shown}\n"
+    assert capsys.readouterr().out == f"7\t1\t{expected}\n"

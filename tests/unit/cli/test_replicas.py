@@ -62,8 +62,8 @@ def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
     found = run_request(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
     assert found == {2: prepared_answer(2), 3: prepared_answer(3)}
     assert [(type(each), each.partition_id) for each in link.sent] == [(Prepare, 2), (Prepare, 3)]
-    done = ReplicaEnd(7, 1_000_000, 2, 20, b"c" * 16)
-    link = Link([DAMAGE, done])
+    unexpected = ReplicaEnd(7, 1_000_000, 2, 20, b"c" * 16)
+    link = Link([DAMAGE, unexpected])
     assert (
         run_request(link, lambda replica: replica.set_low_water_mark(2, SESSION, prepared_answer()))
         is None

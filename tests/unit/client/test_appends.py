@@ -229,10 +229,10 @@ async def test_a_waiting_batch_is_lost_if_an_earlier_append_of_its_order_is_lost
     )
     assert (await first).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 1  # the writer has received only the first outcome
-    again = author.append_batch(order)
+    last_batch = author.append_batch(order)
     await wait_until(lambda: len(author.sent) == 3)
     assert [each.row_count for each in author.sent] == [2, 1, 1]
-    for each in (later, again):
+    for each in (later, last_batch):
         assert (await each).reasons.tolist() == [RowOutcomeCode.LOST] * 2
     order.processed_count += 2
     author.append_batch(order)

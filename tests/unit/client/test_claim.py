@@ -55,14 +55,14 @@ def test_other_clients_are_those_of_earlier_runs(monkeypatch):
         first = [await enter_task(task, "one") for task in range(3)]
         assert [await each.other_clients() for each in first] == [set()] * 3
         # Another run of the same job with one more task.
-        again, new = await enter_task(1, "two"), await enter_task(3, "two")
+        second_claim, new = await enter_task(1, "two"), await enter_task(3, "two")
         ids = [int(each.state.client_id) for each in first]
-        assert int(again.state.client_id) == ids[1]
-        assert await again.other_clients() == {ids[0], ids[2]}
+        assert int(second_claim.state.client_id) == ids[1]
+        assert await second_claim.other_clients() == {ids[0], ids[2]}
         assert await new.other_clients() == set(ids)
-        assert (again.state.attempt, new.state.attempt) == (2, 1)
-        assert again.connection_sequence == 2 * SEQUENCES_PER_ATTEMPT
-        assert (again.is_done, again.marks) == (False, dict(MARKS))
+        assert (second_claim.state.attempt, new.state.attempt) == (2, 1)
+        assert second_claim.connection_sequence == 2 * SEQUENCES_PER_ATTEMPT
+        assert (second_claim.is_done, second_claim.marks) == (False, dict(MARKS))
 
     run(scenario, monkeypatch)
 
@@ -87,8 +87,8 @@ def test_a_task_does_not_begin_a_write_that_was_removed(monkeypatch):
         # The marks of the first attempt apply.
         assert (await enter_task(1, "one", series=({}, 5))).marks == dict(MARKS)
         await coordinator.writes.finish("w", {"rows": 1}, 9)
-        done = await enter_task(2, "one")
-        assert done.is_done
+        finished_claim = await enter_task(2, "one")
+        assert finished_claim.is_done
         await coordinator.writes.forget("w")
         with pytest.raises(errors.ConnectionSuperseded, match="the state of the write was removed"):
             await enter_task(0, "one")

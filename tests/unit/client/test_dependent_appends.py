@@ -66,9 +66,9 @@ def test_an_append_with_other_locks_claims_the_mark_of_the_state():
     assert mark == 5
     assert (claimed.session_id, claimed.mount, claimed.predecessors) == (SESSION, MOUNT, ())
     # After a rejection by a lock the client receives all predecessors again.
-    again = claimed.with_predecessors(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
-    assert (again.base, again.mark, ids(again.predecessors)) == (5, 10, [6, 7])
-    assert again.claim(5, (*LOCKS, 33)) == (10, again)
+    replaced = claimed.with_predecessors(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
+    assert (replaced.base, replaced.mark, ids(replaced.predecessors)) == (5, 10, [6, 7])
+    assert replaced.claim(5, (*LOCKS, 33)) == (10, replaced)
 
 
 def test_predecessors_are_those_of_the_last_requested_locks():

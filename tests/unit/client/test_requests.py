@@ -83,8 +83,8 @@ def mark(number):
             case m.HighWaterMarkRequest():
                 return m.HighWaterMarkResponse(request.req_id, number)
             case m.ReplicasRequest(linearizable=is_proved):
-                shown = number + (100 if is_proved else 0)
-                return replicas_response(request, shown)
+                reported_mark = number + (100 if is_proved else 0)
+                return replicas_response(request, reported_mark)
             case m.RangeRequest(first=first, form=form):
                 return m.RangeData(
                     request.req_id, first, 0, first, form, b"", b"", NO_SESSION, number, ()

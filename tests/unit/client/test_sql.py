@@ -476,9 +476,9 @@ def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     callbacks.begin(ONE)
     callbacks.client_high_water_mark(0)
     apply_all(callbacks, range(3))
-    again = TotalView(engine)
-    again.begin(ONE)
-    assert again.client_high_water_mark(0) == 2
+    reopened_view = TotalView(engine)
+    reopened_view.begin(ONE)
+    assert reopened_view.client_high_water_mark(0) == 2
     other = TotalView(engine)
     other.begin(OTHER)
     with pytest.raises(
@@ -506,9 +506,9 @@ def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engi
     ):
         apply_all(old, [3])
     apply_all(restored, [3, 4])
-    again = TotalView(engine)
-    again.begin(OTHER)
-    assert again.client_high_water_mark(0) == 4
+    reopened_view = TotalView(engine)
+    reopened_view.begin(OTHER)
+    assert reopened_view.client_high_water_mark(0) == 4
 
 
 def test_a_view_ahead_of_a_restored_log_is_rejected(engine: sa.Engine) -> None:

@@ -235,10 +235,10 @@ def test_another_log_is_not_applied_to_a_view(
         client.subscribe(view)
         view.wait_for_mark(4)
     monkeypatch.setattr(memory_waltz, "KEY", b"another cluster.")
-    again = View(engine)
+    reopened_view = View(engine)
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         fill(client, [2] * 20)
         with pytest.raises(errors.ClusterKeyMismatch, match="build new tables under another name"):
-            client.subscribe(again)
+            client.subscribe(reopened_view)
         assert client.partitions == ()
-    assert (again.ids, again.mark) == ([0, 1, 2, 3, 4], 4)
+    assert (reopened_view.ids, reopened_view.mark) == ([0, 1, 2, 3, 4], 4)

@@ -720,8 +720,10 @@ def test_late_batches_of_an_ended_feed_are_ignored():
     scenario = Scenario()
     request = scenario.mount_with_feed(4)
     scenario.step(stream_events.Unsubscribe())
-    late = feed_batch(request.req_id, 5, req(1, 0, 99))
-    assert not [e for e in scenario.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
+    late_batch = feed_batch(request.req_id, 5, req(1, 0, 99))
+    assert not [
+        e for e in scenario.receive(late_batch) if isinstance(e, stream_events.FeedAdvanced)
+    ]
     assert not scenario.stream.has_feed
     assert scenario.stream.phase is not Phase.READY
 
@@ -731,8 +733,10 @@ def test_a_restarted_feed_ignores_messages_of_the_earlier_one():
     request = scenario.mount_with_feed(4)
     scenario.step(stream_events.Unsubscribe())
     scenario.step(stream_events.Subscribe(2))
-    late = feed_batch(request.req_id, 3, req(1, 0, 99))
-    assert not [e for e in scenario.receive(late) if isinstance(e, stream_events.FeedAdvanced)]
+    late_batch = feed_batch(request.req_id, 3, req(1, 0, 99))
+    assert not [
+        e for e in scenario.receive(late_batch) if isinstance(e, stream_events.FeedAdvanced)
+    ]
     first = scenario.open_link()
     assert not first.wants_feed
     scenario.answer_mount(first, 4)
@@ -747,9 +751,9 @@ def test_messages_of_an_earlier_mount_are_ignored_on_the_same_link():
     scenario.step(stream_events.Subscribe(2))
     scenario.answer_mount(scenario.open_link(), 4)
     (again,) = scenario.sent_messages(m.MountWriter)
-    late = feed_batch(request.req_id, 3, req(1, 0, 99))
-    assert scenario.receive(late) == []
-    assert [e.first for e in scenario.receive(replace(late, req_id=again.req_id))] == [3]
+    late_batch = feed_batch(request.req_id, 3, req(1, 0, 99))
+    assert scenario.receive(late_batch) == []
+    assert [e.first for e in scenario.receive(replace(late_batch, req_id=again.req_id))] == [3]
 
 
 def test_ending_a_feed_that_never_started_has_no_effect():

@@ -397,8 +397,10 @@ async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applie
         await (await one.append(b"1", partition=0, write_locks=account))
         await wait_until(lambda: callbacks.seen[0] == [0])
         await two.set_partitions([])
-        late = await one.append(b"2", partition=0, write_locks=account, client_high_water_mark=0)
-        await late
+        later_append = await one.append(
+            b"2", partition=0, write_locks=account, client_high_water_mark=0
+        )
+        await later_append
         await (await two.append(b"3", partition=0))  # now the client knows the end of the log
         with pytest.raises(errors.LockFailed):
             await (await two.append(b"4", partition=0, write_locks=account))

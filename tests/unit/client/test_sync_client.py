@@ -64,21 +64,21 @@ class CopyContext(TransactionContext):
 def test_callbacks_that_wait_for_contexts_do_not_deadlock():
     """There is one callback more than there are threads for contexts."""
     count = WORKERS_MAX + 1
-    barrier, done = threading.Barrier(count), []
+    barrier, completed = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
 
         def apply(transaction):
             barrier.wait(TEST_TIMEOUT_S)
             client.submit(CopyContext(count + transaction.partition_id)).result(TEST_TIMEOUT_S)
-            done.append(transaction.partition_id)
+            completed.append(transaction.partition_id)
 
         client.subscribe(FunctionCallbacks(apply), range(count))
         for partition in range(count):
             writer.append(b"x", partition=partition).result(TEST_TIMEOUT_S)
         for partition in range(count):
             wait_until(lambda partition=partition: log.transactions(count + partition))
-        wait_until(lambda: len(done) == count)
-        assert sorted(done) == list(range(count))
+        wait_until(lambda: len(completed) == count)
+        assert sorted(completed) == list(range(count))
 
 
 async def wait_forever(*_, **__):
@@ -91,14 +91,14 @@ def wait_until(condition) -> None:
 
 
 def test_the_timeout_of_an_outcome_names_the_cause_of_the_delay():
-    late = ThreadOutcome(lambda: "partition 0: the client is not connected yet")
+    outcome = ThreadOutcome(lambda: "partition 0: the client is not connected yet")
     with pytest.raises(
         TimeoutError, match="no outcome within 0 s: partition 0: the client is not connected yet"
     ):
-        late.result(0)
-    late.set_exception(TimeoutError("of the application"))
+        outcome.result(0)
+    outcome.set_exception(TimeoutError("of the application"))
     with pytest.raises(TimeoutError, match="of the application"):
-        late.result(0)
+        outcome.result(0)
     with MemoryWaltz() as waltz, waltz.client() as client:
         appended = client.append(b"x", partition=0)
         assert isinstance(appended, ThreadOutcome)
@@ -114,20 +114,20 @@ def test_a_closed_client_cannot_be_entered():
 
 def test_tasks_started_during_the_shutdown_are_cancelled():
     """A callback's thread may request data after the client's loop has stopped."""
-    client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
+    client, has_started, late_tasks = WaltzClient.at(LAYOUT), threading.Event(), []
 
     async def replaced():
-        made.set()
+        has_started.set()
         try:
             await wait_forever()
         finally:
-            late.append(asyncio.get_running_loop().create_task(wait_forever()))
+            late_tasks.append(asyncio.get_running_loop().create_task(wait_forever()))
 
     request = asyncio.run_coroutine_threadsafe(replaced(), client._loop)
-    assert made.wait(TEST_TIMEOUT_S)
+    assert has_started.wait(TEST_TIMEOUT_S)
     client.close()
     assert request.cancelled()  # keeps a reference to the task; the loop has only a weak one
-    assert [task.cancelled() for task in late] == [True]
+    assert [task.cancelled() for task in late_tasks] == [True]
 
 
 def test_applied_transactions_are_reported_before_a_slow_run_ends():
@@ -164,26 +164,26 @@ def test_applied_transactions_are_reported_before_a_slow_run_ends():
 
 def test_a_callback_may_close_a_client_that_another_thread_closes():
     """The callback and the other thread do not wait for each other."""
-    begun, closing, done = threading.Event(), threading.Event(), threading.Event()
+    callback_began, closing, has_closed = threading.Event(), threading.Event(), threading.Event()
     with MemoryWaltz(1) as log, log.client() as writer:
         client = log.client()
 
         def apply(_transaction):
-            begun.set()
+            callback_began.set()
             assert closing.wait(TEST_TIMEOUT_S)
             client.close()
-            done.set()
+            has_closed.set()
 
         client.subscribe(FunctionCallbacks(apply))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
-        assert begun.wait(TEST_TIMEOUT_S)
+        assert callback_began.wait(TEST_TIMEOUT_S)
         closer = threading.Thread(target=client.close)
         closer.start()
         wait_until(client._loop.is_closed)
         closing.set()
         closer.join(20)  # less than the time for which `close` waits for callbacks
         assert not closer.is_alive()
-        assert done.is_set()
+        assert has_closed.is_set()
 
 
 def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
@@ -335,10 +335,10 @@ def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
 
 def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch):
     client = WaltzClient.at(LAYOUT)
-    begun, finished = threading.Event(), []
+    call_began, finished = threading.Event(), []
 
     async def wait_forever(*_, **__):
-        begun.set()
+        call_began.set()
         await asyncio.Event().wait()
 
     def call_client():
@@ -349,7 +349,7 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
     monkeypatch.setattr(client._client, "high_water_mark", wait_forever)
     caller_thread = threading.Thread(target=call_client)
     caller_thread.start()
-    assert begun.wait(TEST_TIMEOUT_S)
+    assert call_began.wait(TEST_TIMEOUT_S)
     client.close()
     caller_thread.join(TEST_TIMEOUT_S)
     assert finished
@@ -469,20 +469,20 @@ def test_each_close_waits_for_callbacks(is_closed_by):
 
     A new client in the same process must not apply while a callback of this one still applies.
     """
-    begun, may_end, ended = threading.Event(), threading.Event(), []
+    callback_began, may_end, ended = threading.Event(), threading.Event(), []
     with MemoryWaltz(1) as log, log.client() as writer:
         client = log.client()
 
         def apply(_transaction):
             if is_closed_by == "callback":
                 client.close()
-            begun.set()
+            callback_began.set()
             may_end.wait(TEST_TIMEOUT_S)
             ended.append(True)
 
         client.subscribe(FunctionCallbacks(apply))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
-        assert begun.wait(TEST_TIMEOUT_S)
+        assert callback_began.wait(TEST_TIMEOUT_S)
         closing_threads = [threading.Thread(target=client.close) for _ in range(2)]
         closing_threads[0].start()
         wait_until(client._loop.is_closed)
@@ -497,12 +497,12 @@ def test_each_close_waits_for_callbacks(is_closed_by):
 
 
 def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
-    begun, may_end, closing, ended = (threading.Event() for _ in range(4))
+    callback_began, may_end, closing, ended = (threading.Event() for _ in range(4))
     with MemoryWaltz(1) as log, log.client() as writer, log.client() as one:
         other = log.client()
 
         def apply_slowly(_transaction):
-            begun.set()
+            callback_began.set()
             may_end.wait(TEST_TIMEOUT_S)
 
         def close_other(_transaction):
@@ -513,7 +513,7 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
 
         other.subscribe(FunctionCallbacks(apply_slowly))
         writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
-        assert begun.wait(TEST_TIMEOUT_S)
+        assert callback_began.wait(TEST_TIMEOUT_S)
         one.subscribe(FunctionCallbacks(close_other))
         assert closing.wait(TEST_TIMEOUT_S)
         wait_until(other._loop.is_closed)
@@ -524,20 +524,20 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
 
 def test_hooks_that_wait_for_contexts_do_not_deadlock():
     count = WORKERS_MAX + 1
-    barrier, done = threading.Barrier(count), []
+    barrier, completed = threading.Barrier(count), []
     with MemoryWaltz(2 * count) as log, log.client() as client:
 
         class FailingContext(CopyContext):
             def on_completion(self, result):
                 barrier.wait(TEST_TIMEOUT_S)
-                done.append(
+                completed.append(
                     client.submit(CopyContext(count + self.partition)).result(TEST_TIMEOUT_S)
                 )
 
         futures = [client.submit(FailingContext(partition)) for partition in range(count)]
         assert [future.result(TEST_TIMEOUT_S) for future in futures] == [0] * count
-        wait_until(lambda: len(done) == count or barrier.broken)
-        assert done == [0] * count
+        wait_until(lambda: len(completed) == count or barrier.broken)
+        assert completed == [0] * count
 
 
 NOT_CLOSED = """

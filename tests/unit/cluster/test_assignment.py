@@ -118,8 +118,8 @@ def test_preferred_partitions_do_not_move_and_free_ones_go_to_the_least_loaded()
     old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
     new = assign(old, live_servers(1, 2), partition_count=6, cversion=2, keeps_owners=True)
     assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}
-    again = assign(new, live_servers(1, 2), partition_count=6, cversion=3, keeps_owners=True)
-    assert again.servers == new.servers
+    reassigned = assign(new, live_servers(1, 2), partition_count=6, cversion=3, keeps_owners=True)
+    assert reassigned.servers == new.servers
     wanted = assign(
         old, live_servers(1, 2, 3, preferred={1: [5]}), partition_count=6, keeps_owners=True
     )

@@ -167,13 +167,13 @@ def test_the_first_unconfirmed_load_report_moves_no_partition():
     balancer.on_partitions_moved([2], 15_000)
     owners[2] = 1
     assert balancer.plan_moves(owners, (), loads, (1, 2), 30_000) == {}
-    late = {0: 148, 1: 140, 2: 300, 3: 67}
-    assert balancer.plan_moves(owners, (), late, (1, 2), 50_000) == {}
-    assert balancer.plan_moves(owners, (), late | {3: 1_500}, (1, 2), 55_000) == {}
+    loads_with_old_report = {0: 148, 1: 140, 2: 300, 3: 67}
+    assert balancer.plan_moves(owners, (), loads_with_old_report, (1, 2), 50_000) == {}
+    assert balancer.plan_moves(owners, (), loads_with_old_report | {3: 1_500}, (1, 2), 55_000) == {}
     # A lasting imbalance is confirmed; the interrupted rebalancing ends first.
-    assert balancer.plan_moves(owners, (), late, (1, 2), 60_000) == {}
-    assert balancer.plan_moves(owners, (), late, (1, 2), 74_000) == {}
-    assert balancer.plan_moves(owners, (), late, (1, 2), 75_000) == {0: 2, 1: 2}
+    assert balancer.plan_moves(owners, (), loads_with_old_report, (1, 2), 60_000) == {}
+    assert balancer.plan_moves(owners, (), loads_with_old_report, (1, 2), 74_000) == {}
+    assert balancer.plan_moves(owners, (), loads_with_old_report, (1, 2), 75_000) == {0: 2, 1: 2}
 
 
 # --- hours

@@ -106,9 +106,9 @@ def test_the_documented_files_are_those_of_the_two_users():
     page = Path(__file__).resolve().parents[3] / "docs" / "zookeeper.md"
     blocks = re.findall(r"^```(\w*)\n(.+?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (command,) = [text for language, text in blocks if language == "bash" and "sha1" in text]
-    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
+    result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
     files = [text for _, text in blocks if text.startswith("digest:") and text.count("\n") == 2]
-    texts = [text.replace("HASH", done.stdout.strip()) for text in files]
+    texts = [text.replace("HASH", result.stdout.strip()) for text in files]
     administrator, member = (parse_credentials(text, "f") for text in texts)
     row = ROWS["R/store/partition"]
     assert not administrator.is_member

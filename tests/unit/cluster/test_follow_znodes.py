@@ -82,8 +82,10 @@ def test_unreadable_permissions_do_not_stop_a_daemon(monkeypatch, caplog) -> Non
     monkeypatch.setattr(follow_znodes, "UNREADABLE_PAUSE_S", 0.0)
     caplog.set_level(logging.ERROR)
     denied = errors.BadConfig("R/x/access: not permitted")
-    known = Permissions(4, "ops", 0, bytes(32))
-    coordinator = _Coordinator(denied, errors.BadFormat("format 2"), known, denied, known)
+    permissions = Permissions(4, "ops", 0, bytes(32))
+    coordinator = _Coordinator(
+        denied, errors.BadFormat("format 2"), permissions, denied, permissions
+    )
     port = ListenContext(ssl.PROTOCOL_TLS_SERVER)
     port.access = PortAccess("CN=(.+)", is_enforced=True)
     with pytest.raises(errors.Unavailable, match="enough"):

@@ -335,8 +335,8 @@ async def test_a_restarted_server_does_not_wait_for_its_predecessor_to_time_out(
     other, _ = cluster.member()
     await dead.register(model.ServerDescriptor(3, "host-a", 8000))
     await other.register(model.ServerDescriptor(4, "host-b", 8000))
-    again, _ = cluster.member()
-    await again.register(model.ServerDescriptor(5, "host-a", 8000))
+    new_member, _ = cluster.member()
+    await new_member.register(model.ServerDescriptor(5, "host-a", 8000))
     assert sorted(cluster.registered()) == [4, 5]
     # A process that notices late does not remove the node of a newer process.
     await dead.register(model.ServerDescriptor(3, "host-a", 8000))
@@ -422,9 +422,9 @@ async def test_the_leader_waits_a_limited_time_for_an_absent_server(cluster, end
             # The other servers report the leader, although its node is already deleted.
             await two.remove_dead_server(server_descriptor(1))
         else:
-            again, _ = cluster.member()
+            new_member, _ = cluster.member()
             host, port = server_descriptor(1).host, server_descriptor(1).port
-            await again.register(model.ServerDescriptor(7, host, port))
+            await new_member.register(model.ServerDescriptor(7, host, port))
             remaining_servers = [2, 7]
         await views_of_two.wait_for(lambda view: list(view.servers) == remaining_servers)
         assert len(owners_and_generations(views_of_two.values[-1])) == PARTITION_COUNT

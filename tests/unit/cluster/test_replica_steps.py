@@ -150,8 +150,8 @@ class Owner:
         """Add a late replica to the session, or lose the session and open the next one."""
         if self.session == self.opened:
             if self.engaged <= alive and self.states == set(self.assigned):
-                late = sorted((self.states & alive) - self.engaged)
-                self.engaged |= set(late[:1])
+                late_replicas = sorted((self.states & alive) - self.engaged)
+                self.engaged |= set(late_replicas[:1])
                 return
             self.session += 1
         new, old = set(self.assigned), self.states

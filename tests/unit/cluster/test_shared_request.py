@@ -32,13 +32,13 @@ async def test_a_caller_during_a_request_causes_another_request():
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(shared_request.wait_for_answer())
         await _turns()
-        late = [tasks.create_task(shared_request.wait_for_answer()) for _ in range(2)]
+        late_callers = [tasks.create_task(shared_request.wait_for_answer()) for _ in range(2)]
         await _turns()
         assert query.query_count == 1
         query.may_answer.release()
         await first
         await _turns()
-        assert not any(each.done() for each in late)
+        assert not any(each.done() for each in late_callers)
         assert query.query_count == 2
         query.may_answer.release()
 

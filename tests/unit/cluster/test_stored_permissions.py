@@ -38,10 +38,10 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
     assert version == replace(FIRST, changed_by="ann", changed_ms=7)
     assert not faults
     faults.append(fault)
-    done = await coordinator.permissions.change(with_limits, AUTHOR)
-    assert (done.before, done.after.revision, len(done.after.limits)) == (version, 2, 1)
+    changed = await coordinator.permissions.change(with_limits, AUTHOR)
+    assert (changed.before, changed.after.revision, len(changed.after.limits)) == (version, 2, 1)
     assert not faults
-    assert await coordinator.permissions.read_existing() == done.after
+    assert await coordinator.permissions.read_existing() == changed.after
 
 
 @run_on_virtual_loop
@@ -58,7 +58,7 @@ async def test_a_change_is_computed_again_after_a_concurrent_one():
             znodes.apply_operations([SetNode(path, access_node.encode_permissions(rival), 0)], 0)
         return with_limits(old)
 
-    done = await coordinator.permissions.change(with_rival, AUTHOR)
+    changed = await coordinator.permissions.change(with_rival, AUTHOR)
     assert seen == [1, 2]
-    assert (done.after.revision, sorted(done.after.limits)) == (3, ["p0", "p1"])
-    assert await coordinator.permissions.read_existing() == done.after
+    assert (changed.after.revision, sorted(changed.after.limits)) == (3, ["p0", "p1"])
+    assert await coordinator.permissions.read_existing() == changed.after

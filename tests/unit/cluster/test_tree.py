@@ -82,7 +82,7 @@ async def test_large_clusters_are_deleted_in_steps(scenario, monkeypatch):
     steps = []
     count = await tree.delete_tree(scenario.session, "/w", lambda *each: steps.append(each))
     assert 20 < count < 30
-    assert [done for done, _ in steps] == [0, 10, 20]
+    assert [deleted_count for deleted_count, _ in steps] == [0, 10, 20]
     assert {of for _, of in steps} == {count}
     assert set(scenario.zookeeper.dump()) == {"/"}
 
