@@ -16,7 +16,7 @@ from waltz_core.errors import BadConfig, BadRequest
 READ, APPEND, REPLICATE = AccessVerb.READ, AccessVerb.APPEND, AccessVerb.REPLICATE
 COUNT = 10
 EMPTY = Permissions(1, "ops", 0, bytes(32))
-ANN, SERVERS = Grantee("ann", is_group=False), Grantee("servers", is_group=True)
+GRANTEE_ANN, GROUP_SERVERS = Grantee("ann", is_group=False), Grantee("servers", is_group=True)
 TOKEN = StoredToken("t1", "ann", 5)
 
 
@@ -25,17 +25,17 @@ def revoke(old, grantee, verbs, partitions):
 
 
 def test_several_verbs_are_granted_at_once_and_merged_with_earlier_grants():
-    first = changes.grant(EMPTY, ANN, [READ, APPEND], ((0, 3),))
+    first = changes.grant(EMPTY, GRANTEE_ANN, [READ, APPEND], ((0, 3),))
     assert first.grants == (
         Grant("ann", False, READ, ((0, 3),)),
         Grant("ann", False, APPEND, ((0, 3),)),
     )
-    second = changes.grant(first, ANN, [READ], ((2, 5), (7, 7)))
+    second = changes.grant(first, GRANTEE_ANN, [READ], ((2, 5), (7, 7)))
     assert second.grants == (Grant("ann", False, READ, ((0, 5), (7, 7))), first.grants[1])
-    assert changes.grant(second, ANN, [READ], ((6, 6),)).grants[0].partitions == ((0, 7),)
-    every = changes.grant(second, ANN, [READ], None)
+    assert changes.grant(second, GRANTEE_ANN, [READ], ((6, 6),)).grants[0].partitions == ((0, 7),)
+    every = changes.grant(second, GRANTEE_ANN, [READ], None)
     assert every.grants[0].partitions is None
-    assert changes.grant(every, ANN, [READ], ((0, 1),)) == every
+    assert changes.grant(every, GRANTEE_ANN, [READ], ((0, 1),)) == every
 
 
 def test_two_grants_of_one_holder_and_verb_become_one():
@@ -47,7 +47,7 @@ def test_two_grants_of_one_holder_and_verb_become_one():
             Grant("ann", False, READ, ((5, 5),)),
         ),
     )
-    assert changes.grant(written, ANN, [READ], ((1, 1),)).grants == (
+    assert changes.grant(written, GRANTEE_ANN, [READ], ((1, 1),)).grants == (
         Grant("ann", False, READ, ((0, 1), (5, 5))),
         Grant("bob", False, READ, None),
     )
@@ -56,7 +56,7 @@ def test_two_grants_of_one_holder_and_verb_become_one():
 def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
     old = changes.add_to_group(EMPTY, "ann", ["bob"])
     permissions = changes.grant(
-        changes.grant(old, ANN, [READ], None), Grantee("ann", is_group=True), [APPEND], None
+        changes.grant(old, GRANTEE_ANN, [READ], None), Grantee("ann", is_group=True), [APPEND], None
     )
     assert changes.granted_partitions(permissions, "ann", READ, COUNT) == set(range(COUNT))
     assert changes.granted_partitions(permissions, "ann", APPEND, COUNT) == set()
@@ -64,25 +64,25 @@ def test_a_group_and_a_principal_with_the_same_name_have_separate_grants():
 
 
 def test_a_revocation_leaves_the_other_partitions():
-    every = changes.grant(EMPTY, ANN, [READ, APPEND], None)
-    some = revoke(every, ANN, [READ], ((2, 3), (9, 9)))
+    every = changes.grant(EMPTY, GRANTEE_ANN, [READ, APPEND], None)
+    some = revoke(every, GRANTEE_ANN, [READ], ((2, 3), (9, 9)))
     assert some.grants[0].partitions == ((0, 1), (4, 8))
     assert some.grants[1] == every.grants[1]
-    assert revoke(some, ANN, [READ], None).grants == (every.grants[1],)
-    assert revoke(some, ANN, [READ], ((0, 9),)).grants == (every.grants[1],)
+    assert revoke(some, GRANTEE_ANN, [READ], None).grants == (every.grants[1],)
+    assert revoke(some, GRANTEE_ANN, [READ], ((0, 9),)).grants == (every.grants[1],)
 
 
 def test_a_revocation_of_a_permission_that_is_not_granted_is_an_error():
-    old = changes.grant(EMPTY, ANN, [READ], ((0, 3),))
+    old = changes.grant(EMPTY, GRANTEE_ANN, [READ], ((0, 3),))
     for grantee, verbs, partitions in (
-        (ANN, [APPEND], None),
-        (ANN, [READ], ((4, 5),)),
+        (GRANTEE_ANN, [APPEND], None),
+        (GRANTEE_ANN, [READ], ((4, 5),)),
         (Grantee("bob", is_group=False), [READ], None),
     ):
         with pytest.raises(BadRequest, match=r"has no grant of \w+ for partitions"):
             revoke(old, grantee, verbs, partitions)
     # One of several verbs is enough.
-    assert revoke(old, ANN, [READ, APPEND], None).grants == ()
+    assert revoke(old, GRANTEE_ANN, [READ, APPEND], None).grants == ()
 
 
 partition_sets = st.sets(st.integers(0, COUNT - 1), min_size=1)
@@ -94,9 +94,9 @@ def test_grants_and_revocations_are_unions_and_differences(steps):
     for is_grant, numbers in steps:
         ranges = changes.ranges_of(numbers)
         if is_grant:
-            found, expected = changes.grant(found, ANN, [READ], ranges), expected | numbers
+            found, expected = changes.grant(found, GRANTEE_ANN, [READ], ranges), expected | numbers
         elif expected & numbers:
-            found, expected = revoke(found, ANN, [READ], ranges), expected - numbers
+            found, expected = revoke(found, GRANTEE_ANN, [READ], ranges), expected - numbers
         assert changes.granted_partitions(found, "ann", READ, COUNT) == expected
         assert len(found.grants) <= 1
         access_node.encode_permissions(found)  # asserts that it decodes
@@ -138,7 +138,7 @@ def test_verbs_are_parsed_in_order_and_once():
 
 def test_the_last_grant_of_replicate_for_a_partition_is_kept():
     group = changes.add_to_group(EMPTY, "servers", ["s1", "s2"])
-    old = changes.grant(group, SERVERS, [REPLICATE], None)
+    old = changes.grant(group, GROUP_SERVERS, [REPLICATE], None)
 
     def check_change_is_rejected(after):
         with pytest.raises(
@@ -147,8 +147,8 @@ def test_the_last_grant_of_replicate_for_a_partition_is_kept():
         ):
             changes.check_replicate_remains(old, after, COUNT)
 
-    check_change_is_rejected(revoke(old, SERVERS, [REPLICATE], None))
-    check_change_is_rejected(revoke(old, SERVERS, [REPLICATE], ((3, 3),)))
+    check_change_is_rejected(revoke(old, GROUP_SERVERS, [REPLICATE], None))
+    check_change_is_rejected(revoke(old, GROUP_SERVERS, [REPLICATE], ((3, 3),)))
     check_change_is_rejected(changes.delete_group(old, "servers"))
     check_change_is_rejected(changes.remove_from_group(old, "servers", ["s1", "s2"]))
     changes.check_replicate_remains(old, changes.remove_from_group(old, "servers", ["s1"]), COUNT)
@@ -185,8 +185,8 @@ def test_a_deleted_group_loses_its_grants():
 
 def test_a_missing_group_is_named():
     for change in (
-        lambda: changes.grant(EMPTY, SERVERS, [READ], None),
-        lambda: revoke(EMPTY, SERVERS, [READ], None),
+        lambda: changes.grant(EMPTY, GROUP_SERVERS, [READ], None),
+        lambda: revoke(EMPTY, GROUP_SERVERS, [READ], None),
         lambda: changes.delete_group(EMPTY, "servers"),
         lambda: changes.remove_from_group(EMPTY, "servers", ["a"]),
     ):

@@ -11,7 +11,7 @@ def certificate(*subject, names=()):
     return {"subject": tuple((part,) for part in subject), "subjectAltName": tuple(names)}
 
 
-SPARK = certificate(
+SPARK_CERTIFICATE = certificate(
     ("countryName", "DE"),
     ("organizationName", "Data, Inc."),
     ("commonName", "spark-etl"),
@@ -45,7 +45,7 @@ SPARK = certificate(
     ],
 )
 def test_a_pattern_must_match_a_whole_name_and_one_principal(pattern, expected):
-    assert principal_of(SPARK, compile_principal_pattern(pattern)) == expected
+    assert principal_of(SPARK_CERTIFICATE, compile_principal_pattern(pattern)) == expected
 
 
 @pytest.mark.parametrize(

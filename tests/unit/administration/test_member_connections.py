@@ -9,7 +9,7 @@ from tests.certificates import create_certificates
 from waltz_core.administration import member_connections
 from waltz_core.errors import BadConfig
 
-PLACE = "zk1:2181/waltz/payments"
+CONNECT_STRING = "zk1:2181/waltz/payments"
 
 
 @pytest.fixture
@@ -30,26 +30,31 @@ def command_ssl_context(monkeypatch):
 def test_the_scheme_is_read_from_the_connect_string_only(command_ssl_context, monkeypatch):
     assert command_ssl_context() is None
     assert command_ssl_context(connect=None) is None
-    assert command_ssl_context(connect=PLACE) is None
-    assert command_ssl_context(connect=f"{PLACE}?tls=unverified").verify_mode is ssl.CERT_NONE
-    monkeypatch.setenv("WALTZ_CONNECT", f"{PLACE}?tls=on")
+    assert command_ssl_context(connect=CONNECT_STRING) is None
+    assert (
+        command_ssl_context(connect=f"{CONNECT_STRING}?tls=unverified").verify_mode is ssl.CERT_NONE
+    )
+    monkeypatch.setenv("WALTZ_CONNECT", f"{CONNECT_STRING}?tls=on")
     assert command_ssl_context(connect=None).verify_mode is ssl.CERT_REQUIRED
-    assert command_ssl_context(connect=PLACE) is None
+    assert command_ssl_context(connect=CONNECT_STRING) is None
 
 
 def test_the_tls_option_overrides_the_connect_string(command_ssl_context, tmp_path):
     file = create_certificates(tmp_path).authorities
     assert len(command_ssl_context(tls=file, connect=None).get_ca_certs()) == 1
     assert (
-        command_ssl_context(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode
+        command_ssl_context(tls="unverified", connect=f"{CONNECT_STRING}?tls={file}").verify_mode
         is ssl.CERT_NONE
     )
-    assert len(command_ssl_context(tls=None, connect=f"{PLACE}?tls={file}").get_ca_certs()) == 1
+    assert (
+        len(command_ssl_context(tls=None, connect=f"{CONNECT_STRING}?tls={file}").get_ca_certs())
+        == 1
+    )
 
 
 def test_a_wrong_cluster_that_is_detected_later_is_reported(command_ssl_context):
     def detect_cluster():
-        member_connections.use_settings_of(f"{PLACE}?tls=unverified")
+        member_connections.use_settings_of(f"{CONNECT_STRING}?tls=unverified")
         return member_connections.ssl_context()
 
     def command():

@@ -14,8 +14,8 @@ from waltz_core.errors import BadConfig, Unreachable
 from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
 
-OLD = "127.0.0.1:1"
-CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD, 2, 0),), {OLD: (0, 1)})
+OLD_STORAGE = "127.0.0.1:1"
+CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD_STORAGE, 2, 0),), {OLD_STORAGE: (0, 1)})
 
 
 async def run(change, protocol, address_name="address", **options):
@@ -29,7 +29,7 @@ async def run(change, protocol, address_name="address", **options):
             result = await change(ChangeRun(coordinator), admin_port=None, **options)
         finally:
             stored = set((await coordinator.storages.read_layout()).assignment.partitions)
-            assert stored - {options[address_name]} == {OLD}
+            assert stored - {options[address_name]} == {OLD_STORAGE}
     finally:
         await listener.close()
     return result, stored
@@ -39,7 +39,9 @@ async def run(change, protocol, address_name="address", **options):
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_port_without_a_storage_is_not_added(protocol, is_replaced):
     change = replica_changes.replace_storage if is_replaced else replica_changes.add_storage
-    options = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
+    options = (
+        {"address": OLD_STORAGE, "address_name": "successor"} if is_replaced else {"group": None}
+    )
     expected = f"expected the port of a storage, found a '{protocol.listener_text}'"
     with pytest.raises(BadConfig, match=expected):
         asyncio.run(run(change, protocol, **options))
@@ -47,7 +49,7 @@ def test_a_port_without_a_storage_is_not_added(protocol, is_replaced):
 
 def test_a_storage_is_added():
     result, stored = asyncio.run(run(replica_changes.add_storage, WireProtocol.STORAGE, group=None))
-    assert stored == {OLD, result["storage"]}
+    assert stored == {OLD_STORAGE, result["storage"]}
 
 
 def test_a_storage_that_does_not_run_is_rejected_as_a_replacement():
@@ -57,11 +59,11 @@ def test_a_storage_that_does_not_run_is_rejected_as_a_replacement():
         command = ChangeRun(coordinator)
         with pytest.raises(Unreachable, match=r"storage 127.0.0.1:2 does not answer; nothing"):
             await replica_changes.replace_storage(
-                command, address=OLD, successor="127.0.0.1:2", admin_port=None
+                command, address=OLD_STORAGE, successor="127.0.0.1:2", admin_port=None
             )
         return set((await coordinator.storages.read_layout()).assignment.partitions)
 
-    assert asyncio.run(take_over()) == {OLD}
+    assert asyncio.run(take_over()) == {OLD_STORAGE}
 
 
 def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
@@ -70,7 +72,7 @@ def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
         listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, lambda _link: None)
         empty = f"127.0.0.1:{listener.port}"
         storages = (*CLUSTER.storages, NewStorage(empty, 2, 1))
-        replicas = {OLD: (0, 1), empty: ()}
+        replicas = {OLD_STORAGE: (0, 1), empty: ()}
         await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=replicas))
         options = {"address": empty, "successor": empty, "admin_port": None}
         result = await replica_changes.replace_storage(ChangeRun(coordinator), **options)

@@ -33,7 +33,7 @@ from waltz_core.errors import (
 from waltz_core.records.checksum import crc32
 
 LATER_MS = 1 << 50
-OTHER = bytes([1] * 16)
+OTHER_NONCE = bytes([1] * 16)
 
 
 class CollectedStore(FailingStore):
@@ -71,7 +71,7 @@ def listed_files(store, new_manifest):
     return names
 
 
-def collection_job(new_manifest, *, session=10, nonce=OTHER, attempt=1, **changes):
+def collection_job(new_manifest, *, session=10, nonce=OTHER_NONCE, attempt=1, **changes):
     recorded = RecordedManifest(
         3, new_manifest.last, new_manifest.chain, new_manifest.name, new_manifest.file_crc
     )
@@ -187,7 +187,7 @@ def test_pins_are_listed_and_removed(archived):
     pin_objects(store, KEY, restored.bytes)
     assert pins_of(store, KEY) == [str(restored)]
     with pytest.raises(BadRequest, match=f"found {restored}"):
-        unpin_objects(store, KEY, OTHER)
+        unpin_objects(store, KEY, OTHER_NONCE)
     unpin_objects(store, KEY, restored.bytes)
     assert not is_pinned(store, KEY)
 
@@ -236,18 +236,18 @@ def test_a_replaced_manifest_is_kept_for_the_grace_period(archived):
 
 def test_files_of_ended_attempts_of_the_same_session_are_deleted(archived):
     store, new_manifest = archived
-    fail_upload(store, new_manifest, attempt=20, session_id=10, nonce=OTHER)
-    fail_upload(store, new_manifest, attempt=21, session_id=10, nonce=OTHER)
+    fail_upload(store, new_manifest, attempt=20, session_id=10, nonce=OTHER_NONCE)
+    fail_upload(store, new_manifest, attempt=21, session_id=10, nonce=OTHER_NONCE)
     run(store, collection_job(new_manifest, attempt=21))
     (remaining,) = set(all_files(store)) - listed_files(store, new_manifest)
-    assert origin_of(remaining) == FileOrigin(10, OTHER, 21)
+    assert origin_of(remaining) == FileOrigin(10, OTHER_NONCE, 21)
     run(store, collection_job(new_manifest, attempt=22))
     assert set(all_files(store)) == listed_files(store, new_manifest)
 
 
 @pytest.mark.parametrize("suffix", ["", ".tmp"])
 @pytest.mark.parametrize(
-    "origin", [FileOrigin(11, OTHER, 0), FileOrigin(10, NONCE, 0), FileOrigin(11, NONCE, 5)]
+    "origin", [FileOrigin(11, OTHER_NONCE, 0), FileOrigin(10, NONCE, 0), FileOrigin(11, NONCE, 5)]
 )
 def test_a_file_of_a_later_or_another_owner_stops_the_collection(
     archived, tmp_path, origin, suffix
@@ -272,7 +272,9 @@ def roll_back(store, new_manifest, *, head_version):
 
 
 def upload_in_session_10(store, new_manifest, *, attempt):
-    return upload(store, KEY, job_after(new_manifest, attempt=attempt, session_id=10, nonce=OTHER))
+    return upload(
+        store, KEY, job_after(new_manifest, attempt=attempt, session_id=10, nonce=OTHER_NONCE)
+    )
 
 
 def test_nothing_is_deleted_after_a_rollback_of_zookeeper(archived):
@@ -302,8 +304,10 @@ def test_failed_attempts_of_several_sessions_are_not_taken_for_a_rollback(archiv
     """Each owner may have written the version after the recorded one, and nothing above it."""
     store, new_manifest = archived
     for session in (10, 11, 12):
-        upload(store, KEY, job_after(new_manifest, attempt=50, session_id=session, nonce=OTHER))
-    owner_fields = {"session_id": 13, "nonce": OTHER}
+        upload(
+            store, KEY, job_after(new_manifest, attempt=50, session_id=session, nonce=OTHER_NONCE)
+        )
+    owner_fields = {"session_id": 13, "nonce": OTHER_NONCE}
     last = upload(store, KEY, job_after(new_manifest, attempt=0, **owner_fields))
     run(store, collection_job(last, session=13))
     assert set(all_files(store)) == listed_files(store, last)
@@ -313,7 +317,7 @@ FAULTS = {
     "manifest missing": ({"name": "x.json"}, ObjectMissing, "x.json, because it does not exist"),
     "other CRC": ({"file_crc": 1}, ChecksumMismatch, "expected CRC 00000001"),
     "other end": ({"last": 8}, BadFormat, "up to transaction 8 with chain hash"),
-    "other chain": ({"chain": OTHER}, BadFormat, f"with chain hash {OTHER.hex()}"),
+    "other chain": ({"chain": OTHER_NONCE}, BadFormat, f"with chain hash {OTHER_NONCE.hex()}"),
     "other partition": (
         {"partition_id": 4},
         BadFormat,
@@ -404,7 +408,7 @@ def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
     def archive():
         if not later:
             later.append(None)
-            owner_fields = {"session_id": 10, "nonce": OTHER}
+            owner_fields = {"session_id": 10, "nonce": OTHER_NONCE}
             second = upload(
                 ArchiveStore(store.url), KEY, job_after(new_manifest, attempt=1, **owner_fields)
             )
@@ -424,7 +428,7 @@ def test_a_fenced_owner_deletes_no_file_of_the_later_owner(archived, is_seen):
 def test_a_late_collection_keeps_later_attempts_of_its_session(archived):
     """The owner has abandoned the collection, and has uploaded objects since."""
     store, new_manifest = archived
-    owner_fields = {"session_id": 10, "nonce": OTHER}
+    owner_fields = {"session_id": 10, "nonce": OTHER_NONCE}
     second = upload(store, KEY, job_after(new_manifest, attempt=8, **owner_fields))
     run(store, collection_job(new_manifest, attempt=7))
     assert set(all_files(store)) == listed_files(store, new_manifest) | listed_files(store, second)

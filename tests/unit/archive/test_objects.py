@@ -16,7 +16,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.record import GENESIS_CHAIN
 
 SIZES = (3, 1, 40, 7)  # of the batches; more than `raw_records` processes one by one
-FIRST = 1_000
+FIRST_ID = 1_000
 
 
 def open_object(data):
@@ -25,21 +25,23 @@ def open_object(data):
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_records_and_batches_return_byte_for_byte(rows):
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     found = open_object(encode_object(records, lineage, rows=rows))
     pieces = [found.read_row_group(group) for group in range(found.group_count)]
     assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
     assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
     assert list(found.verify()) == lineage
     assert found.metadata == ObjectMetadata(
-        CLUSTER_KEY, 3, FIRST, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
+        CLUSTER_KEY, 3, FIRST_ID, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
     )
 
 
 def test_any_parquet_reader_can_read_the_rows():
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     table = pq.read_table(io.BytesIO(encode_object(records, lineage)))
-    assert table.column("transaction_id").to_pylist() == list(range(FIRST, FIRST + sum(SIZES)))
+    assert table.column("transaction_id").to_pylist() == list(
+        range(FIRST_ID, FIRST_ID + sum(SIZES))
+    )
     assert table.column("data").to_pylist() == [each[36:-4] for each in records]
     times = table.column("commit_time").to_pylist()
     assert times[: SIZES[0]] == [None] * SIZES[0]  # rule 3
@@ -47,17 +49,17 @@ def test_any_parquet_reader_can_read_the_rows():
 
 
 def test_row_groups_can_be_skipped_by_id_time_and_header():
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     metadata = pq.ParquetFile(io.BytesIO(encode_object(records, lineage))).metadata
     names = {name: at for at, name in enumerate(metadata.schema.names)}
     for name in ("transaction_id", "header", "commit_time"):
         assert metadata.row_group(1).column(names[name]).statistics.has_min_max, name
-    assert metadata.row_group(1).column(names["transaction_id"]).statistics.min == FIRST + 10
+    assert metadata.row_group(1).column(names["transaction_id"]).statistics.min == FIRST_ID + 10
 
 
 def test_a_changed_byte_is_detected_or_does_not_change_the_object():
     """A byte of the pages, of the statistics or of the footer."""
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     whole = encode_object(records, lineage)
     rng, found = Random(4), 0
     for at in rng.sample(range(len(whole)), 100):
@@ -75,11 +77,11 @@ def test_a_changed_byte_is_detected_or_does_not_change_the_object():
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     found = open_object(encode_object(records, lineage, rows=rows))
     outlines, entries = found.read_outlines()
     assert entries == lineage
-    assert [each.first for each in outlines] == list(range(FIRST, FIRST + len(records), rows))
+    assert [each.first for each in outlines] == list(range(FIRST_ID, FIRST_ID + len(records), rows))
     pieces = [found.read_row_group(group) for group in range(found.group_count)]
     assert [each.crcs for each in outlines] == [
         raw_records.record_crcs(*each[:2]) for each in pieces
@@ -89,7 +91,7 @@ def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
 @pytest.mark.parametrize("column", SCHEMA.names)
 def test_a_changed_byte_of_each_column_is_found(column):
     """Also of the column of commit times, which no chain and no record CRC covers (rule 4)."""
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     data = bytearray(encode_object(records, lineage))
     chunk = open_object(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))
     data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
@@ -108,7 +110,7 @@ def test_an_error_of_the_store_is_not_reported_as_damage():
                 raise ArchiveUnavailable("no route")
             return super().read(*arguments)
 
-    source = FailingSource(encode_object(*make_batches(FIRST, sizes=SIZES)))
+    source = FailingSource(encode_object(*make_batches(FIRST_ID, sizes=SIZES)))
     found = ArchiveObject(source, "o")
     source.is_failing = True
     for read in (
@@ -131,7 +133,7 @@ def test_a_failed_read_on_a_pyarrow_thread_is_repeated_to_get_the_stores_error(t
                 raise ArchiveUnavailable("no route")
             return super().read(byte_count)
 
-    log = make_batches(FIRST, sizes=SIZES)
+    log = make_batches(FIRST_ID, sizes=SIZES)
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("o", encode_object(*log))
     with FailingFile(store.open("o").native, "o") as source:
@@ -158,7 +160,7 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
             readers.add(threading.get_ident())
             return super().read(byte_count)
 
-    log = make_batches(FIRST, sizes=SIZES)
+    log = make_batches(FIRST_ID, sizes=SIZES)
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("o", encode_object(*log))
     for source in (Source(encode_object(*log)), RecordingFile(store.open("o").native, "o")):
@@ -172,18 +174,18 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
     [
         ({"chain_before": bytes(range(16))}, "with chain hash"),
         ({"chain": bytes(range(16))}, "with chain hash"),
-        ({"last": FIRST + 49}, "expected the last transaction 1049"),
-        ({"first": FIRST - 1}, "expected transaction ID 999, found 1000"),
+        ({"last": FIRST_ID + 49}, "expected the last transaction 1049"),
+        ({"first": FIRST_ID - 1}, "expected transaction ID 999, found 1000"),
     ],
 )
 def test_metadata_that_contradicts_the_rows_is_found(wrong, problem):
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     with pytest.raises((BadFormat, ChecksumMismatch), match=problem):
         list(open_object(encode_object(records, lineage, **wrong)).verify())
 
 
 def test_a_missing_record_and_a_missing_batch_are_found():
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     with pytest.raises(BadFormat, match="expected transaction ID 1010, found 1011"):
         list(open_object(encode_object(records[:10] + records[11:], lineage)).verify())
     last = lineage[-1]
@@ -194,7 +196,7 @@ def test_a_missing_record_and_a_missing_batch_are_found():
 def test_a_file_that_is_not_an_object_is_rejected():
     with pytest.raises(BadFormat, match="object o: "):
         open_object(b"not Parquet")
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     sink = io.BytesIO()
     pq.write_table(pq.read_table(io.BytesIO(encode_object(records, lineage))).select([0, 1]), sink)
     with pytest.raises(BadFormat, match="expected the columns"):
@@ -206,7 +208,7 @@ def test_a_file_that_is_not_an_object_is_rejected():
 
 
 def test_a_footer_with_other_counts_of_rows_is_found():
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     found = open_object(encode_object(records, lineage, rows=10))
     found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
     with pytest.raises(BadFormat, match="object o: "):
@@ -216,7 +218,7 @@ def test_a_footer_with_other_counts_of_rows_is_found():
 @pytest.mark.parametrize("rows", [1, 7, 30])
 def test_pieces_become_one_row_group_with_the_same_bytes(rows):
     """Pieces may end within batches, and one of them may have no commit time."""
-    records, lineage = make_batches(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST_ID, sizes=SIZES)
     whole = encode_object(records, lineage, rows=len(records))
     sink = io.BytesIO()
     writer = ObjectWriter(sink, open_object(whole).metadata)

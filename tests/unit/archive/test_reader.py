@@ -30,8 +30,8 @@ from waltz_core.errors import (
     ObjectMissing,
 )
 
-EVERYTHING = 1 << 30
-OBJECT_1 = f"{PARTITION_ID}/objects/1.parquet"
+UNLIMITED_BYTES = 1 << 30
+OBJECT_NAME = f"{PARTITION_ID}/objects/1.parquet"
 
 
 class CountingStore(ArchiveStore):
@@ -64,7 +64,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def cache():
-    cache = ArchiveCache(EVERYTHING)
+    cache = ArchiveCache(UNLIMITED_BYTES)
     yield cache
     cache.close()
 
@@ -95,7 +95,7 @@ def read_all(reader, log):
     """Read the whole log in pieces."""
     pieces, next_id = [], 0
     while next_id < len(log.records):
-        read = reader.read_range(next_id, len(log.records) - 1, EVERYTHING)
+        read = reader.read_range(next_id, len(log.records) - 1, UNLIMITED_BYTES)
         pieces.append(read.records)
         next_id += int(read.lengths.size)
     assert b"".join(pieces) == b"".join(log.records)
@@ -111,7 +111,7 @@ def test_a_range_returns_the_archived_records(store, cache, rows):
     for _ in range(100):
         first = rng.randrange(len(log.records))
         last = rng.randrange(first, len(log.records))
-        bytes_max = rng.choice((1, 400, 5_000, EVERYTHING))
+        bytes_max = rng.choice((1, 400, 5_000, UNLIMITED_BYTES))
         check(log, reader.read_range(first, last, bytes_max), first, last, bytes_max)
 
 
@@ -157,7 +157,7 @@ def test_ids_outside_of_the_archive_are_rejected(store, cache):
     ) as caught:
         reader.read_range(59, 70, 1)
     assert caught.value.first_available == reader.first_available == 60
-    check(log, reader.read_range(60, 70, EVERYTHING), 60, 70, EVERYTHING)
+    check(log, reader.read_range(60, 70, UNLIMITED_BYTES), 60, 70, UNLIMITED_BYTES)
     for ids in ((last, last + 1), (last + 1, last + 1), (70, 69), (-1, 70)):
         with pytest.raises(BadRequest, match=f"the last archived one is {last}"):
             reader.read_range(*ids, 1)
@@ -167,43 +167,43 @@ def test_ids_outside_of_the_archive_are_rejected(store, cache):
 @pytest.mark.parametrize("column", SCHEMA.names)
 def test_a_changed_byte_of_each_column_is_found_and_named(store, cache, column):
     log = write_archive(store)
-    path = path_of(store, OBJECT_1)
+    path = path_of(store, OBJECT_NAME)
     data = bytearray(path.read_bytes())
     chunk = pq.read_metadata(path).row_group(2).column(SCHEMA.get_field_index(column))
     data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
     path.write_bytes(data)
-    with pytest.raises((BadFormat, ChecksumMismatch), match=f"object {OBJECT_1}: "):
+    with pytest.raises((BadFormat, ChecksumMismatch), match=f"object {OBJECT_NAME}: "):
         read_all(reader_of(store, log, cache), log)
 
 
 def test_a_changed_byte_is_detected_or_does_not_change_the_range(store):
     log = write_archive(store, objects=2, rows=30)
-    path = path_of(store, OBJECT_1)
+    path = path_of(store, OBJECT_NAME)
     whole = path.read_bytes()
     rng, found = Random(5), []
     for at in rng.sample(range(len(whole)), 40):
         data = bytearray(whole)
         data[at] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-        with closing(ArchiveCache(EVERYTHING)) as cache:
+        with closing(ArchiveCache(UNLIMITED_BYTES)) as cache:
             try:
                 read_all(reader_of(store, log, cache), log)
             except (BadFormat, ChecksumMismatch) as error:
                 found.append(str(error))
     assert len(found) > 10
-    assert [each for each in found if not each.startswith(f"archived object {OBJECT_1}: ")] == []
+    assert [each for each in found if not each.startswith(f"archived object {OBJECT_NAME}: ")] == []
 
 
 def test_a_range_ends_before_damaged_records_and_a_read_of_them_fails(store, cache):
     log = write_archive(store)
-    path = path_of(store, OBJECT_1)
+    path = path_of(store, OBJECT_NAME)
     path.write_bytes(path.read_bytes()[:-1])
     reader = reader_of(store, log, cache)
-    check(log, reader.read_range(20, 50, EVERYTHING), 20, 50, EVERYTHING)
-    assert reader.read_range(20, 60, EVERYTHING).lengths.size == 31
-    with pytest.raises(BadFormat, match=f"object {OBJECT_1}: "):
+    check(log, reader.read_range(20, 50, UNLIMITED_BYTES), 20, 50, UNLIMITED_BYTES)
+    assert reader.read_range(20, 60, UNLIMITED_BYTES).lengths.size == 31
+    with pytest.raises(BadFormat, match=f"object {OBJECT_NAME}: "):
         reader.read_range(51, 60, 1)
-    check(log, reader.read_range(102, 110, EVERYTHING), 102, 110, EVERYTHING)
+    check(log, reader.read_range(102, 110, UNLIMITED_BYTES), 102, 110, UNLIMITED_BYTES)
 
 
 def test_records_that_the_chain_does_not_cover_are_rejected(store, cache, tmp_path):
@@ -211,21 +211,24 @@ def test_records_that_the_chain_does_not_cover_are_rejected(store, cache, tmp_pa
     log = write_archive(store)
     other = CountingStore(f"file://{tmp_path}/other")
     write_archive(other, seed=9)
-    with store.open(OBJECT_1) as source:
+    with store.open(OBJECT_NAME) as source:
         index = ObjectIndex(ArchiveObject(source, "o"))
-    with other.open(OBJECT_1) as source, pytest.raises(ChecksumMismatch, match="of row group 0 do"):
+    with (
+        other.open(OBJECT_NAME) as source,
+        pytest.raises(ChecksumMismatch, match="of row group 0 do"),
+    ):
         index.read_row_group(ArchiveObject(source, "o"), 0)
-    path_of(store, OBJECT_1).write_bytes(other.read(OBJECT_1))
-    with pytest.raises(ChecksumMismatch, match=f"archived object {OBJECT_1}: expected chain"):
+    path_of(store, OBJECT_NAME).write_bytes(other.read(OBJECT_NAME))
+    with pytest.raises(ChecksumMismatch, match=f"archived object {OBJECT_NAME}: expected chain"):
         reader_of(store, log, cache).read_range(51, 51, 1)
 
 
 def test_an_object_of_another_partition_or_range_is_rejected(store, cache):
     log = write_archive(store)
-    path_of(store, OBJECT_1).write_bytes(
+    path_of(store, OBJECT_NAME).write_bytes(
         path_of(store, f"{PARTITION_ID}/objects/2.parquet").read_bytes()
     )
-    with pytest.raises(BadFormat, match=rf"object {OBJECT_1}: expected .* 51\), found .* 102\)"):
+    with pytest.raises(BadFormat, match=rf"object {OBJECT_NAME}: expected .* 51\), found .* 102\)"):
         reader_of(store, log, cache).read_range(51, 51, 1)
 
 
@@ -245,16 +248,16 @@ def test_the_recorded_manifest_decides_whether_a_missing_file_has_expired(store,
     stale = reader_of(store, log, cache)
     store.delete(f"{PARTITION_ID}/objects/0.parquet")
     with pytest.raises(ObjectMissing, match=r"/objects/0\.parquet, because it does not exist"):
-        stale.read_range(0, 9, EVERYTHING)
+        stale.read_range(0, 9, UNLIMITED_BYTES)
     assert stale.successor(log.name, log.crc) is None
     expired = log.manifest.with_expiry(51, 0)
     newer = stale.successor("newer", write_manifest(store, expired, "newer"))
     with pytest.raises(BeforeLogStart, match="first available one is 51"):
-        newer.read_range(0, 9, EVERYTHING)
-    check(log, newer.read_range(51, 80, EVERYTHING), 51, 80, EVERYTHING)
+        newer.read_range(0, 9, UNLIMITED_BYTES)
+    check(log, newer.read_range(51, 80, UNLIMITED_BYTES), 51, 80, UNLIMITED_BYTES)
     store.delete("newer")
     with pytest.raises(ObjectMissing, match="/newer, because it does not exist"):
-        stale.successor("newer", 0).read_range(51, 80, EVERYTHING)
+        stale.successor("newer", 0).read_range(51, 80, UNLIMITED_BYTES)
 
 
 def test_an_unreachable_store_is_not_reported_as_damage(store, cache):
@@ -265,7 +268,7 @@ def test_an_unreachable_store_is_not_reported_as_damage(store, cache):
     with pytest.raises(ArchiveUnavailable, match="no route"):
         reader.read_range(40, 50, 1)
     store.is_reachable = True
-    check(log, reader.read_range(40, 50, EVERYTHING), 40, 50, EVERYTHING)
+    check(log, reader.read_range(40, 50, UNLIMITED_BYTES), 40, 50, UNLIMITED_BYTES)
 
 
 def test_threads_may_share_a_reader_and_a_small_cache(store):
@@ -294,18 +297,20 @@ def test_sequential_reads_find_the_next_row_group_in_memory(store, monkeypatch):
     """Also the first row group of the next object, with its index."""
     monkeypatch.setattr(archive_cache, "READ_AHEAD_THREADS", 1)
     log = write_archive(store, rows=10)
-    with closing(ArchiveCache(EVERYTHING)) as cache:
+    with closing(ArchiveCache(UNLIMITED_BYTES)) as cache:
         reader = reader_of(store, log, cache)
-        reader.read_range(0, 4, EVERYTHING)
+        reader.read_range(0, 4, UNLIMITED_BYTES)
         cache._threads.submit(int).result()  # after all read-aheads
         assert store.opened_ahead == []
-        reader.read_range(5, 9, EVERYTHING)
+        reader.read_range(5, 9, UNLIMITED_BYTES)
         count = len(store.opened)
         for first, last in ((10, 19), (20, 29), (30, 39), (40, 49), (50, 50), (51, 60)):
             cache._threads.submit(int).result()
-            check(log, reader.read_range(first, last, EVERYTHING), first, last, EVERYTHING)
+            check(
+                log, reader.read_range(first, last, UNLIMITED_BYTES), first, last, UNLIMITED_BYTES
+            )
             assert len(store.opened) == count
-    assert store.opened_ahead.count(OBJECT_1) >= 2
+    assert store.opened_ahead.count(OBJECT_NAME) >= 2
 
 
 def test_objects_are_found_by_id_and_by_commit_time(store, cache):
@@ -317,8 +322,8 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     assert all(each.file_bytes == path_of(store, each.name).stat().st_size for each in entries)
     assert reader.objects_between(50, 51) == entries[:2]
     assert reader.objects_between(152, 153) == entries[2:4]
-    assert reader.objects_between(300, EVERYTHING) == entries[5:]
-    assert reader.objects_between(last + 1, EVERYTHING) == []
+    assert reader.objects_between(300, UNLIMITED_BYTES) == entries[5:]
+    assert reader.objects_between(last + 1, UNLIMITED_BYTES) == []
     assert reader.objects_between(9, 8) == []
     for time_ms in range(FIRST_COMMIT_MS - 500, FIRST_COMMIT_MS + 7_000, 500):
         older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
@@ -348,15 +353,18 @@ def test_an_archive_in_s3_is_written_and_read_and_its_faults_are_reported(bucket
     reader = reader_of(store, log, cache)
     read_all(reader, log)
     check(log, reader.read_range(30, 130, 9_000), 30, 130, 9_000)
-    whole = store.read(OBJECT_1)
-    store.write(OBJECT_1, whole[:-100])
+    whole = store.read(OBJECT_NAME)
+    store.write(OBJECT_NAME, whole[:-100])
     with (
-        closing(ArchiveCache(EVERYTHING)) as fresh,
-        pytest.raises(BadFormat, match=f"object {OBJECT_1}: "),
+        closing(ArchiveCache(UNLIMITED_BYTES)) as fresh,
+        pytest.raises(BadFormat, match=f"object {OBJECT_NAME}: "),
     ):
         reader_of(store, log, fresh).read_range(51, 60, 1)
-    store.delete(OBJECT_1)
-    with closing(ArchiveCache(EVERYTHING)) as fresh, pytest.raises(ObjectMissing, match=OBJECT_1):
+    store.delete(OBJECT_NAME)
+    with (
+        closing(ArchiveCache(UNLIMITED_BYTES)) as fresh,
+        pytest.raises(ObjectMissing, match=OBJECT_NAME),
+    ):
         reader_of(store, log, fresh).read_range(51, 60, 1)
 
 

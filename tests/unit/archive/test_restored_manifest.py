@@ -31,7 +31,7 @@ from waltz_core.records.checksum import crc32
 FOLDER = f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}"
 NEW_KEY, NONCE = b"k" * 16, b"n" * 16
 SIZES = (3, 1, 40, 7)
-OBJECT = sum(SIZES)
+ROWS_PER_OBJECT = sum(SIZES)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
     assert restored() == name, "no other object is valid"
 
 
-@pytest.mark.parametrize("last", [OBJECT - 1, OBJECT - 8])
+@pytest.mark.parametrize("last", [ROWS_PER_OBJECT - 1, ROWS_PER_OBJECT - 8])
 def test_an_object_replaced_in_a_restored_cluster_is_found_under_the_new_key(store, log, last):
     """The backup lists the source's object, and may end within it."""
     first = RestoredRange(store, read_saved_manifest(store, log))
@@ -133,22 +133,32 @@ def test_an_object_replaced_in_a_restored_cluster_is_found_under_the_new_key(sto
 
 def test_the_end_of_a_restored_range_is_always_the_end_of_a_batch(store, log):
     found = RestoredRange(store, read_saved_manifest(store, log))
-    assert (found.first, found.last) == (0, 4 * OBJECT - 1)
+    assert (found.first, found.last) == (0, 4 * ROWS_PER_OBJECT - 1)
     ends = {each.last: BatchEnd(each.last, each.chain, each.stamp_ms) for each in log.lineage}
     last_end = None
-    for last in range(4 * OBJECT):
+    for last in range(4 * ROWS_PER_OBJECT):
         last_end = ends.get(last, last_end)
         assert found.batch_end_at(last) == last_end
     assert found.batch_end_at(-1) is None
     with pytest.raises(
         BadRequest,
-        match=rf"to restore in 0\.\.{4 * OBJECT - 1}.*found "
-        rf"{4 * OBJECT}",
+        match=rf"to restore in 0\.\.{4 * ROWS_PER_OBJECT - 1}.*found "
+        rf"{4 * ROWS_PER_OBJECT}",
     ):
-        found.batch_end_at(4 * OBJECT)
+        found.batch_end_at(4 * ROWS_PER_OBJECT)
 
 
-@pytest.mark.parametrize("last", [2, 3, OBJECT - 1, OBJECT + 2, 3 * OBJECT - 1, 4 * OBJECT - 1])
+@pytest.mark.parametrize(
+    "last",
+    [
+        2,
+        3,
+        ROWS_PER_OBJECT - 1,
+        ROWS_PER_OBJECT + 2,
+        3 * ROWS_PER_OBJECT - 1,
+        4 * ROWS_PER_OBJECT - 1,
+    ],
+)
 def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(store, log, last):
     end = RestoredRange(store, read_saved_manifest(store, log)).batch_end_at(last)
     restored = restore(store, log, end)
@@ -168,7 +178,9 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
             reader.read_range(0, last + 1, 1)
 
 
-@pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
+@pytest.mark.parametrize(
+    "last", [2, 43, ROWS_PER_OBJECT + 2, ROWS_PER_OBJECT + 3, 4 * ROWS_PER_OBJECT - 1]
+)
 def test_the_check_of_a_restored_archive_has_no_findings(store, log, last):
     restored = restore(
         store, log, RestoredRange(store, read_saved_manifest(store, log)).batch_end_at(last)
@@ -193,11 +205,11 @@ def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
 
 def test_the_end_before_a_time_is_the_end_of_the_last_batch_with_an_earlier_stamp(store, log):
     found = RestoredRange(store, read_saved_manifest(store, log))
-    for number, reach in enumerate(accumulate([OBJECT] * 4)):
+    for number, reach in enumerate(accumulate([ROWS_PER_OBJECT] * 4)):
         # The first batch of each object has no stamp: nothing proves that it is old enough.
         stamp = FIRST_COMMIT_MS + 1_000 * number
         assert found.last_committed_until(stamp) == reach - 1
-        assert found.last_committed_until(stamp - 1) == reach - OBJECT - 1
+        assert found.last_committed_until(stamp - 1) == reach - ROWS_PER_OBJECT - 1
 
 
 def test_another_archive_is_not_mistaken_for_an_expired_one(store, log, tmp_path):
@@ -212,16 +224,16 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
     with pytest.raises(ObjectMissing, match=r"object .*0\.parquet with .* use --without-expired"):
         RestoredRange(store, read_saved_manifest(store, log))
     found = RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
-    assert found.first == OBJECT
+    assert found.first == ROWS_PER_OBJECT
     with pytest.raises(
         BadRequest,
         match=r"expected a last transaction to restore in "
-        rf"{OBJECT}\.\.",
+        rf"{ROWS_PER_OBJECT}\.\.",
     ):
-        found.batch_end_at(OBJECT - 1)
+        found.batch_end_at(ROWS_PER_OBJECT - 1)
     written_manifest = found.write_manifest(NEW_KEY, 9, NONCE, found.batch_end_at(found.last))
     manifest = Manifest.from_bytes(store.read(written_manifest.name), written_manifest.name)
-    assert (manifest.first, manifest.newest_objects[0].first) == (OBJECT, OBJECT)
+    assert (manifest.first, manifest.newest_objects[0].first) == (ROWS_PER_OBJECT, ROWS_PER_OBJECT)
 
 
 @pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (1, 2, 3)])
@@ -241,7 +253,7 @@ def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):
     found = RestoredRange(store, read_saved_manifest(store, log))
     with pytest.raises(ChecksumMismatch, match=r"3\.parquet: expected chain hash"):
         found.batch_end_at(found.last)
-    assert found.batch_end_at(3 * OBJECT - 1) is not None
+    assert found.batch_end_at(3 * ROWS_PER_OBJECT - 1) is not None
 
 
 def test_each_file_of_a_manifest_is_verified(store, log):
@@ -303,10 +315,10 @@ def test_a_fully_expired_archive_is_rejected(store, log):
 
 
 def test_expired_objects_that_still_exist_are_not_restored_as_available(store, log):
-    expired = log.manifest.with_expiry(OBJECT, 0)
+    expired = log.manifest.with_expiry(ROWS_PER_OBJECT, 0)
     store.write("expired.json", expired.to_bytes())
     saved = SavedManifest.read(store, "expired.json", crc32(expired.to_bytes()))
-    assert RestoredRange(store, saved).first == OBJECT
+    assert RestoredRange(store, saved).first == ROWS_PER_OBJECT
 
 
 @pytest.mark.parametrize(("key", "version"), [(CLUSTER_KEY, 10), (NEW_KEY, 5)])
@@ -314,7 +326,7 @@ def test_the_new_manifest_has_a_higher_version_than_all_of_its_cluster(store, lo
     """Otherwise manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
     found = RestoredRange(store, read_saved_manifest(store, log))
-    manifest = found.write_manifest(key, 9, NONCE, found.batch_end_at(OBJECT - 1))
+    manifest = found.write_manifest(key, 9, NONCE, found.batch_end_at(ROWS_PER_OBJECT - 1))
     assert Manifest.from_bytes(store.read(manifest.name), manifest.name).version == version
     assert manifest_version_of(manifest.name) == version
 
@@ -325,7 +337,8 @@ def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
     store.delete(object_name(0))
     later = RestoredRange(store, read_saved_manifest(store, log), may_have_expired=True)
     with pytest.raises(
-        ObjectMissing, match=f"{object_name(0)} with transactions 0..{OBJECT - 1} was deleted"
+        ObjectMissing,
+        match=f"{object_name(0)} with transactions 0..{ROWS_PER_OBJECT - 1} was deleted",
     ):
         found.check_objects_exist()
     later.check_objects_exist()

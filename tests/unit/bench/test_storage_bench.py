@@ -7,13 +7,13 @@ import pytest
 from waltz_core.cli.main import main
 from waltz_core.storage.log.partition_log import PartitionLog
 
-SMALL = ["--mib", "1", "--payload", "100", "--batch", "500"]
+SMALL_OPTIONS = ["--mib", "1", "--payload", "100", "--batch", "500"]
 ROWS = (1 << 20) // 100 // 500 * 500
 
 
 def bench(capsys, directory, *arguments):
     """Run a benchmark; return its exit code and its JSON line."""
-    code = main(["bench", *arguments, *SMALL, "--json", "--directory", str(directory)])
+    code = main(["bench", *arguments, *SMALL_OPTIONS, "--json", "--directory", str(directory)])
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 

@@ -22,7 +22,7 @@ from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
 from waltz_core.errors import CoordinatorOutcomeUnknown, CoordinatorUnavailable
 
 CONNECT = ("--connect", "zk:1/w")
-NODE = "/w/x/access"
+ACCESS_ZNODE = "/w/x/access"
 SERVER, STORAGE = "server 10.0.1.1:5001", f"storage {ADDRESSES[0]}"
 
 
@@ -90,7 +90,7 @@ class AccessCluster:
 
     @property
     def permissions(self):
-        return access_node.decode_permissions(self.zookeeper.dump()[NODE])
+        return access_node.decode_permissions(self.zookeeper.dump()[ACCESS_ZNODE])
 
     @property
     def audit(self):
@@ -375,7 +375,7 @@ def test_a_rejected_token_leaves_no_file(cluster, tmp_path, monkeypatch):
         in cluster.run(*arguments, "anonymous", code=1).stderr
     )
     assert not file.exists()
-    size = len(cluster.zookeeper.dump()[NODE])
+    size = len(cluster.zookeeper.dump()[ACCESS_ZNODE])
     monkeypatch.setattr(access_node, "NODE_BYTES_MAX", size + 10)
     too_large = cluster.run(*arguments, "etl", code=1)
     assert f"for their znode: expected at most {size + 10} bytes" in too_large.stderr
@@ -401,7 +401,7 @@ def test_the_file_of_a_token_remains_if_its_creation_has_an_unknown_outcome(
 def test_expired_tokens_are_removed_together(cluster, tmp_path):
     for name, expires in (("a", "1m"), ("b", "90d")):
         cluster.run("token", "create", name, "--file", tmp_path / name, "--expires", expires)
-    path = NODE
+    path = ACCESS_ZNODE
     found = cluster.permissions
     old = {
         key: replace(each, expires_ms=1) if each.principal == "a" else each
@@ -473,7 +473,7 @@ def test_an_import_sets_the_access_lists_of_nodes_that_other_users_may_have_crea
     monkeypatch.setattr(MemorySession, "reset_access_list", record_reset)
     cluster.run("export", "--file", tmp_path / "access")
     cluster.run("import", "--file", tmp_path / "access", "--yes")
-    assert reset == [(NODE, 3), ("/w/x/audit", 3)]  # before the write
+    assert reset == [(ACCESS_ZNODE, 3), ("/w/x/audit", 3)]  # before the write
     assert cluster.permissions.revision == 4
 
 

@@ -17,7 +17,7 @@ from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.records.record import GENESIS_CHAIN
 
 PARTITION, OTHER = 3, bytes([1] * 16)
-A, B = "10.0.0.1:5280", "10.0.0.2:5280"
+STORAGE_A, STORAGE_B = "10.0.0.1:5280", "10.0.0.2:5280"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def find(archive, *, start=-1, last=29, starts=None, chains=None, url=None):
         assert start <= at <= last, "a storage rejects other IDs"
         return known_chains.get(at)
 
-    log = RecoveredLog(PARTITION, start, last, chain_at, {A: start, **(starts or {})})
+    log = RecoveredLog(PARTITION, start, last, chain_at, {STORAGE_A: start, **(starts or {})})
     recovery = ArchiveRecovery(archive.store.url if url is None else url, KEY, skipped.append)
     return asyncio.run(recovery.find_archived_mark(log)), skipped
 
@@ -96,10 +96,10 @@ def test_without_manifests_and_with_logs_from_0_the_archive_counts_as_empty(arch
 )
 def test_a_partition_whose_archive_is_not_found_is_rejected(archive, url, location):
     with pytest.raises(BadRequest) as caught:
-        find(archive, url=url, starts={B: 9})
+        find(archive, url=url, starts={STORAGE_B: 9})
     assert (
-        f"partition 3: the log of {B} begins at transaction 10, so the archive ({location}) "
-        "must have a manifest that ends at a transaction in 9..29; found none. Hint: "
+        f"partition 3: the log of {STORAGE_B} begins at transaction 10, so the archive "
+        f"({location}) must have a manifest that ends at a transaction in 9..29; found none. Hint: "
     ) in str(caught.value)
 
 
@@ -145,7 +145,7 @@ def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(arch
     with pytest.raises(
         BadRequest, match=f"found 3 manifests, of which the newest cannot be used: .*{reason}"
     ):
-        find(archive, start=9, starts={B: 29})
+        find(archive, start=9, starts={STORAGE_B: 29})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_an_older_manifest_is_used_if_the_logs_still_have_the_later_records(arch
         ({"chains": {}}, "the log has no batch that ends there"),
         ({"chains": dict.fromkeys(range(30), OTHER)}, f"the log has {OTHER.hex()}"),
         (
-            {"starts": {B: 30}, "last": 40},
+            {"starts": {STORAGE_B: 30}, "last": 40},
             "expected that it ends at a transaction in 30..40, found 29",
         ),
     ],
@@ -201,7 +201,7 @@ def test_after_an_error_of_a_storage_no_older_manifest_is_used(archive):
     async def chain_at(_):
         raise ChecksumMismatch("the batches cannot be read:")
 
-    log = RecoveredLog(PARTITION, -1, 29, chain_at, {A: -1})
+    log = RecoveredLog(PARTITION, -1, 29, chain_at, {STORAGE_A: -1})
     recovery = ArchiveRecovery(archive.store.url, KEY, lambda _: None)
     with pytest.raises(ChecksumMismatch):
         asyncio.run(recovery.find_archived_mark(log))

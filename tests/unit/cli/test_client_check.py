@@ -13,7 +13,7 @@ from waltz_core.cli.client.client_check import NumberedContext, errors_in_transa
 from waltz_core.cli.main import main
 from waltz_core.memory_waltz import MemoryWaltz
 
-LARGE = st.integers(0, 2**62)
+LARGE_NUMBERS = st.integers(0, 2**62)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_invalid_arguments_are_reported_in_one_sentence(capsys, in_memory, argum
     assert sentence in capsys.readouterr().err
 
 
-@given(LARGE, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
+@given(LARGE_NUMBERS, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
 def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
     found = errors_in_transaction(7, number - 1 - gap, number, expected_data(number + difference))
     assert len(found) == (gap != 0) + (difference != 0)

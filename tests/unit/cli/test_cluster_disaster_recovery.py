@@ -254,7 +254,7 @@ def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
         rebuild_cluster(monkeypatch, storage, now_s=IDS_EPOCH_S + 9, access_file=file)
 
 
-DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas")
+FAILING_CALLS = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,9 @@ DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas
         pytest.param(
             Storage(MaximumIds(70, 5), is_readable=False), (), id="the end cannot be read:"
         ),
-        pytest.param(Storage(MaximumIds(70, 5)), DIED, id="died before it assigned replicas"),
+        pytest.param(
+            Storage(MaximumIds(70, 5)), FAILING_CALLS, id="died before it assigned replicas"
+        ),
     ],
 )
 def test_ids_continue_from_the_clock_if_it_is_later(monkeypatch, storage, dies_at):

@@ -268,7 +268,7 @@ def test_a_rejected_segment_does_not_stop_the_repair_of_others(storage, capsys):
     )
 
 
-HOLDER = """
+LOCK_HOLDER_PROGRAM = """
 import fcntl, sys
 file = open(sys.argv[1], "r+b")
 if sys.argv[1].endswith(".id"):
@@ -282,7 +282,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"], ids=["Waltz", "Waltz 0.13"])
 def test_a_directory_of_a_running_storage_can_be_dumped_and_not_verified(storage, capsys, name):
-    command = [sys.executable, "-c", HOLDER, str(storage / name)]
+    command = [sys.executable, "-c", LOCK_HOLDER_PROGRAM, str(storage / name)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
         assert running.stdout.readline() == b"open\n"
         for arguments, sentence in (

@@ -8,7 +8,7 @@ from waltz_core.administration.member_queries import damaged_record_count
 from waltz_core.cli.storage.storage_views import _replica_row, replica_state_text
 from waltz_core.wire.admin_messages import ReplicaResponse
 
-LONG = 1 << 40  # larger than an int32
+LARGE_ID = 1 << 40  # larger than an int32
 
 
 def replica(**changed):
@@ -20,20 +20,20 @@ def replica(**changed):
         "is_served": True,
         "reason": "",
         "is_suspect": False,
-        "promised": LONG + 2,
-        "last_session": LONG + 1,
-        "low_water_mark": LONG,
-        "synced_max": LONG + 9,
+        "promised": LARGE_ID + 2,
+        "last_session": LARGE_ID + 1,
+        "low_water_mark": LARGE_ID,
+        "synced_max": LARGE_ID + 9,
         "chain": bytes(16),
-        "damaged": struct.pack(">4q", 5, 7, LONG, LONG),
+        "damaged": struct.pack(">4q", 5, 7, LARGE_ID, LARGE_ID),
     }
     return ReplicaResponse(**(fields | changed))
 
 
 def test_marks_of_any_length_are_not_truncated():
     row = _replica_row("a:1", replica())
-    assert (row.low_water_mark, row.last) == (LONG, LONG + 9)
-    assert (row.session, row.promised) == (LONG + 1, LONG + 2)
+    assert (row.low_water_mark, row.last) == (LARGE_ID, LARGE_ID + 9)
+    assert (row.session, row.promised) == (LARGE_ID + 1, LARGE_ID + 2)
     assert row.damaged == damaged_record_count(replica()) == 4
 
 

@@ -12,7 +12,7 @@ from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import RowOutcomeCode
 
-DEFINITE = {
+DEFINITE_FAILURES = {
     errors.LockFailed,
     errors.SessionLost,
     errors.ClientAheadOfLog,
@@ -28,7 +28,7 @@ DEFINITE = {
 @pytest.mark.parametrize("code", sorted(errors.ERROR_CLASSES_BY_CODE))
 def test_only_errors_before_submission_are_definite_failures(code):
     kind = errors.ERROR_CLASSES_BY_CODE[code]
-    assert (append_errors.outcome_code_of(kind("x")) is not None) is (kind in DEFINITE)
+    assert (append_errors.outcome_code_of(kind("x")) is not None) is (kind in DEFINITE_FAILURES)
 
 
 def test_mounts_are_retried_unless_the_error_is_permanent():

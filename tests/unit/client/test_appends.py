@@ -15,7 +15,7 @@ from waltz_core.records.batches import decode_append
 from waltz_core.records.record import SessionId
 from waltz_core.wire.messages import RowOutcomeCode
 
-BATCH = b"two rows"
+BATCH_BYTES = b"two rows"
 NO_SERVER = errors.Unreachable("no server is there")
 
 
@@ -38,8 +38,8 @@ class Author:
         return row.future
 
     def append_batch(self, order=None):
-        assert self.window.try_take(2, len(BATCH))
-        return self.appends.add_batch(BATCH, 2, 0, order)
+        assert self.window.try_take(2, len(BATCH_BYTES))
+        return self.appends.add_batch(BATCH_BYTES, 2, 0, order)
 
     def lose(self, token, reason=RowOutcomeCode.NO_SPACE):
         outcome = BatchOutcome.uniform(1, reason, high_water_mark=0)

@@ -18,7 +18,7 @@ from waltz_core.client import AsyncCallbacks, lock
 from waltz_core.records.batches import encode_append
 from waltz_core.spans import WaltzTracer
 
-TRACED = replace(IN_MEMORY_CONFIG, traces=True)
+TRACED_CONFIG = replace(IN_MEMORY_CONFIG, traces=True)
 EXPORTED = InMemorySpanExporter()
 
 
@@ -43,7 +43,7 @@ def attributes(span: ReadableSpan) -> dict[str, object]:
 
 @run_on_virtual_loop
 async def test_the_span_of_an_append_is_a_child_of_the_callers_span():
-    async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
+    async with memory_cluster() as cluster, cluster.client(TRACED_CONFIG).open_during() as client:
         with trace.get_tracer("application").start_as_current_span("order"):
             first = await client.append(b"one", partition=1)
             second = await client.append(b"two", partition=1)
@@ -65,7 +65,7 @@ async def test_the_span_of_an_append_is_a_child_of_the_callers_span():
 
 @run_on_virtual_loop
 async def test_the_span_of_a_rejected_append_has_an_error_and_that_of_a_batch_its_row_count():
-    async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
+    async with memory_cluster() as cluster, cluster.client(TRACED_CONFIG).open_during() as client:
         locks = [lock("seat", 1)]
         await (
             await client.append(b"one", partition=0, write_locks=locks, client_high_water_mark=-1)
@@ -120,7 +120,7 @@ class FailingOnceCallbacks(AsyncCallbacks):
 
 @run_on_virtual_loop
 async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks():
-    async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
+    async with memory_cluster() as cluster, cluster.client(TRACED_CONFIG).open_during() as client:
         for row in range(4):
             await (await client.append(b"%d" % row, partition=0))
         callbacks = FailingOnceCallbacks()
@@ -170,7 +170,7 @@ async def test_a_processor_that_fails_changes_no_outcome(method, monkeypatch, ca
     provider = TracerProvider()
     provider.add_span_processor(FailingProcessor(method))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    small_window = replace(TRACED, in_flight_count_max=2)
+    small_window = replace(TRACED_CONFIG, in_flight_count_max=2)
     async with memory_cluster() as cluster, cluster.client(small_window).open_during() as client:
         for row in range(4):
             assert await (await client.append(b"%d" % row, partition=0)) == row

@@ -148,7 +148,9 @@ async def move(cluster: MemoryCluster, proxies: list[Proxy], new_owner: MemorySe
     await cluster.wait_until_settled()
 
 
-MOVES = pytest.mark.parametrize("moves", [0, 1, 2], ids=["stays", "moves", "moves and returns"])
+MOVE_COUNTS = pytest.mark.parametrize(
+    "moves", [0, 1, 2], ids=["stays", "moves", "moves and returns"]
+)
 
 
 async def make_moves(cluster: MemoryCluster, proxies: list[Proxy], count: int) -> None:
@@ -157,7 +159,7 @@ async def make_moves(cluster: MemoryCluster, proxies: list[Proxy], count: int) -
         await move(cluster, proxies, other)
 
 
-@MOVES
+@MOVE_COUNTS
 @run_on_virtual_loop
 async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
     async with two_servers() as (cluster, proxies, client):
@@ -187,7 +189,7 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
         assert data == [*(b"%d" % i for i in range(5)), b"last"]
 
 
-@MOVES
+@MOVE_COUNTS
 @run_on_virtual_loop
 async def test_a_late_answer_counts_and_no_row_is_written_twice(
     moves: int,

@@ -25,7 +25,7 @@ from waltz_core.records.record import LineageEntry, PartitionId, SessionId, Tran
 from waltz_core.wire.messages import FILTER_HEADERS_MAX, RangeBytes, RangeData, RangeForm, RangeRaw
 from waltz_core.wire.record_locations import LOCATIONS
 
-P = PartitionId(3)
+PARTITION = PartitionId(3)
 QUERY = RangeQuery(TransactionId(10), TransactionId(14))
 
 
@@ -59,7 +59,7 @@ def corrupt_records(position: int) -> bytes:
 
 
 def test_a_valid_answer_is_returned():
-    chunk = chunk_of_server(P, QUERY, answer())
+    chunk = chunk_of_server(PARTITION, QUERY, answer())
     assert (chunk.first, chunk.count, chunk.next) == (10, 5, 15)
     assert chunk.stamps == [(8, 14, 77)]
     assert chunk.lengths.tolist() == [41] * 5
@@ -81,7 +81,7 @@ def test_a_valid_answer_is_returned():
 )
 def test_every_malformed_answer_raises(changes, error):
     with pytest.raises(error):
-        chunk_of_server(P, QUERY, answer(**changes))
+        chunk_of_server(PARTITION, QUERY, answer(**changes))
 
 
 class Storage:
@@ -97,7 +97,7 @@ class Storage:
         self.answer = RangeBytes(
             SessionId(1),
             1,
-            P,
+            PARTITION,
             10,
             count,
             RangeForm.WHOLE,
@@ -124,7 +124,7 @@ def fetch_from_storage(storage: Storage, form: RangeForm = RangeForm.WHOLE) -> R
     query = replace(QUERY, last=TransactionId(13), form=form)
     link, mark = ReaderConnection(storage), TransactionId(13)
     return run_in_virtual_time(
-        link.fetch(P, query, session_id=SessionId(1), high_water_mark=mark, timeout_s=5)
+        link.fetch(PARTITION, query, session_id=SessionId(1), high_water_mark=mark, timeout_s=5)
     )
 
 
@@ -144,7 +144,9 @@ def test_places_with_another_number_of_lengths_are_a_protocol_error(size: int):
     )
     link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="expected 4 lengths, found"):
-        run_in_virtual_time(link.request_locations(P, query, session_id=SessionId(1), timeout_s=5))
+        run_in_virtual_time(
+            link.request_locations(PARTITION, query, session_id=SessionId(1), timeout_s=5)
+        )
 
 
 def test_records_beyond_the_requested_range_of_a_replica_are_not_trusted():
@@ -175,7 +177,7 @@ def test_records_beyond_the_requested_range_of_a_server_are_not_trusted():
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
     found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
     with pytest.raises(errors.RemoteProtocolError, match="transaction after 13"):
-        chunk_of_server(P, query, found)
+        chunk_of_server(PARTITION, query, found)
 
 
 def heads(*ids: int) -> bytes:
@@ -185,24 +187,24 @@ def heads(*ids: int) -> bytes:
 def test_invalid_headers_are_rejected():
     query = replace(QUERY, form=RangeForm.HEADERS)
     good = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(10, 11, 12, 13, 14))
-    assert chunk_of_server(P, query, good).count == 5
+    assert chunk_of_server(PARTITION, query, good).count == 5
     with pytest.raises(errors.DataLoss, match=r"10\.\.14"):
-        chunk_of_server(P, query, replace(good, records=heads(10, 11, 13, 12, 14)))
+        chunk_of_server(PARTITION, query, replace(good, records=heads(10, 11, 13, 12, 14)))
     with pytest.raises(errors.BadFormat, match="28 bytes"):
-        chunk_of_server(P, query, replace(good, records=good.records[:-1]))
+        chunk_of_server(PARTITION, query, replace(good, records=good.records[:-1]))
 
 
 def test_a_filtered_range_may_have_gaps_but_must_be_in_order():
     query = replace(QUERY, form=RangeForm.HEADERS, header_values=(1,))
     good = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 13), count=2)
-    assert chunk_of_server(P, query, good).next == 15
+    assert chunk_of_server(PARTITION, query, good).next == 15
     for ids in ((13, 11), (11, 11), (9, 11), (11, 15)):
         with pytest.raises(errors.DataLoss, match="are not ascending"):
-            chunk_of_server(P, query, replace(good, records=heads(*ids)))
+            chunk_of_server(PARTITION, query, replace(good, records=heads(*ids)))
 
 
 def test_a_chunk_is_split_into_transactions():
-    chunk = chunk_of_server(P, QUERY, answer())
+    chunk = chunk_of_server(PARTITION, QUERY, answer())
     expected = [(TransactionId(10 + i), 0, b"%d" % i) for i in range(5)]
     assert list(chunk.rows()) == expected
     near = replace(chunk, records=memoryview(chunk.records))
@@ -220,11 +222,11 @@ def test_chunks_are_consecutive_up_to_the_last():
     async def fetch(query: RangeQuery) -> RangeChunk:
         requests.append((query.first, query.last))
         last = min(query.first + 1, 14)
-        whole = chunk_of_server(P, QUERY, answer())
+        whole = chunk_of_server(PARTITION, QUERY, answer())
         return replace(whole, first=query.first, next=TransactionId(last + 1))
 
     async def read() -> list[RangeChunk]:
-        return [chunk async for chunk in read_chunks(P, QUERY, fetch)]
+        return [chunk async for chunk in read_chunks(PARTITION, QUERY, fetch)]
 
     assert [chunk.first for chunk in run_in_virtual_time(read())] == [10, 12, 14]
     assert requests == [(10, 14), (12, 14), (14, 14)]
@@ -232,10 +234,10 @@ def test_chunks_are_consecutive_up_to_the_last():
 
 def test_a_log_that_ends_before_the_range_is_reported_as_data_loss():
     async def fetch(query: RangeQuery) -> RangeChunk:
-        return replace(chunk_of_server(P, QUERY, answer()), next=query.first)
+        return replace(chunk_of_server(PARTITION, QUERY, answer()), next=query.first)
 
     async def read() -> None:
-        async for _ in read_chunks(P, QUERY, fetch):
+        async for _ in read_chunks(PARTITION, QUERY, fetch):
             pass
 
     with pytest.raises(errors.DataLoss, match=r"expected transactions 10\.\.14.*ends at 20"):
@@ -263,7 +265,7 @@ def requested_addresses(
             self.address = address
 
         async def fetch(self, *_: object, **__: object) -> RangeChunk:
-            return chunk_of_server(P, QUERY, answer())
+            return chunk_of_server(PARTITION, QUERY, answer())
 
         def close(self) -> None:
             """Nothing is held."""
@@ -277,11 +279,11 @@ def requested_addresses(
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
-        return chunk_of_server(P, query, answer())
+        return chunk_of_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, order, nearby)
-        reader = ReplicaReader(P, replicas, read_from_server, first=first, timeout_s=5)
+        reader = ReplicaReader(PARTITION, replicas, read_from_server, first=first, timeout_s=5)
         for _ in range(2):
             assert (await reader.fetch(QUERY)).next == 15
 
@@ -349,11 +351,11 @@ def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
         raise AssertionError
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
-        return chunk_of_server(P, query, answer())
+        return chunk_of_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
-        reader = ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=2)
+        reader = ReplicaReader(PARTITION, replicas, read_from_server, first=10, timeout_s=2)
         assert (await reader.fetch(QUERY)).next == 15
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
@@ -387,11 +389,11 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
             return Link(address)
 
         async def read_from_server(query: RangeQuery) -> RangeChunk:
-            return chunk_of_server(P, query, answer())
+            return chunk_of_server(PARTITION, query, answer())
 
         monkeypatch.setattr(ReaderConnection, "open", open_link)
         replicas = ReplicaSet(bytes(16), 4, 1, 20, ("s1:1",))
-        reader = ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=2)
+        reader = ReplicaReader(PARTITION, replicas, read_from_server, first=10, timeout_s=2)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(reader.fetch(QUERY))
             await asyncio.sleep(0)
@@ -421,11 +423,13 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
-        return chunk_of_server(P, query, answer())
+        return chunk_of_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
-        await ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=5).fetch(QUERY)
+        await ReplicaReader(PARTITION, replicas, read_from_server, first=10, timeout_s=5).fetch(
+            QUERY
+        )
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
     run_in_virtual_time(read())
@@ -446,7 +450,7 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
             requests.append(self._address)
             if requests.count(self._address) < 3:
                 raise errors.Overloaded("over a limit", retry_after_ms)
-            return chunk_of_server(P, QUERY, answer())
+            return chunk_of_server(PARTITION, QUERY, answer())
 
         def close(self) -> None:
             """Nothing is held."""
@@ -456,11 +460,13 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
 
     async def read_from_server(query: RangeQuery) -> RangeChunk:
         requests.append("server")
-        return chunk_of_server(P, query, answer())
+        return chunk_of_server(PARTITION, query, answer())
 
     async def read() -> None:
         replicas = ReplicaSet(bytes(16), 4, 1, 20, REPLICAS)
-        await ReplicaReader(P, replicas, read_from_server, first=10, timeout_s=5).fetch(QUERY)
+        await ReplicaReader(PARTITION, replicas, read_from_server, first=10, timeout_s=5).fetch(
+            QUERY
+        )
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
     run_in_virtual_time(read())

@@ -56,7 +56,7 @@ class Link:
         found = self.cluster.answers[self.address](request)
         if isinstance(found, Exception):
             raise found
-        if found is SILENCE:
+        if found is NO_ANSWER:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
             raise errors.Unreachable("it says nothing")
@@ -93,7 +93,7 @@ def mark(number):
     return answer
 
 
-SILENCE = object()
+NO_ANSWER = object()
 
 
 def moved_owner(_request):
@@ -207,7 +207,9 @@ def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
 
         def answer(request):
             is_silent = asyncio.get_running_loop().time() >= silent_at_s
-            return SILENCE if is_silent and len(cluster.sent_requests) > 1 else moved_owner(request)
+            return (
+                NO_ANSWER if is_silent and len(cluster.sent_requests) > 1 else moved_owner(request)
+            )
 
         cluster = Cluster(owner=answer)
         cluster.requests._config = ClientConfig(

@@ -17,7 +17,9 @@ from waltz_core.encryption.envelopes import DecryptedPayload
 from waltz_core.memory_waltz import MemoryWaltz
 from waltz_core.records.batches import READ_SCHEMA
 
-OWNED = pa.schema([("transaction_id", pa.int64()), ("id", pa.int32()), ("owner", pa.string())])
+SCHEMA_WITH_OWNER = pa.schema(
+    [("transaction_id", pa.int64()), ("id", pa.int32()), ("owner", pa.string())]
+)
 
 
 @pytest.fixture
@@ -58,8 +60,8 @@ def test_a_scan_has_each_transaction_of_each_partition_in_order(client: WaltzCli
 def test_payloads_become_the_columns_of_a_schema_in_its_order(client: WaltzClient):
     fill(client, 1, 2)
     client.append(msgpack.packb({"id": 7}), partition=1).result()  # no field "owner"
-    found = client.scan(1, schema=OWNED).read_all()
-    assert found.schema == OWNED
+    found = client.scan(1, schema=SCHEMA_WITH_OWNER).read_all()
+    assert found.schema == SCHEMA_WITH_OWNER
     assert found.to_pydict() == {
         "transaction_id": [0, 1, 2],
         "id": [0, 1, 7],
@@ -84,7 +86,7 @@ def test_a_payload_that_does_not_fit_names_its_transaction_and_column(client: Wa
     fill(client, 2, 3)
     client.append(msgpack.packb({"id": 1.5}), partition=2).result()
     with pytest.raises(errors.BadFormat, match=r"partition 2, transaction 3, column 'id'.*int32"):
-        client.scan([0, 2], schema=OWNED).read_all()
+        client.scan([0, 2], schema=SCHEMA_WITH_OWNER).read_all()
 
 
 def test_a_column_that_is_not_nullable_needs_a_value_in_each_payload(client: WaltzClient):
@@ -124,7 +126,7 @@ def test_a_scan_is_a_snapshot_at_the_time_of_the_call(client: WaltzClient):
 def test_without_payload_columns_only_headers_are_read():
     assert ScanColumns(pa.schema([("transaction_id", pa.int64())])).form.name == "HEADERS"
     assert ScanColumns(None).form.name == "WHOLE"
-    assert ScanColumns(OWNED).form.name == "WHOLE"
+    assert ScanColumns(SCHEMA_WITH_OWNER).form.name == "WHOLE"
 
 
 def test_an_empty_schema_counts_rows(client: WaltzClient):
@@ -153,7 +155,10 @@ def test_nothing_is_read_before_the_consumer_requests_it(client: WaltzClient):
     fill(client, 1, 2)
     chunks = Chunks(client)
     reader = open_scan(
-        chunks, [ScanRange(0, 1, 3), ScanRange(1, 0, 2)], dict.fromkeys((0, 1)), ScanColumns(OWNED)
+        chunks,
+        [ScanRange(0, 1, 3), ScanRange(1, 0, 2)],
+        dict.fromkeys((0, 1)),
+        ScanColumns(SCHEMA_WITH_OWNER),
     )
     assert chunks.log == []
     assert reader.read_next_batch()["id"].to_pylist() == [1]

@@ -468,56 +468,56 @@ def test_a_filter_moves_the_mark_past_filtered_transactions(engine: sa.Engine) -
     assert callbacks.batches == [[3, 8], [91]]
 
 
-ONE, OTHER = bytes([1]) * 16, bytes([2]) * 16
+KEY_1, KEY_2 = bytes([1]) * 16, bytes([2]) * 16
 
 
 def test_a_view_of_another_cluster_is_rejected(engine: sa.Engine) -> None:
     callbacks = TotalView(engine)
-    callbacks.begin(ONE)
+    callbacks.begin(KEY_1)
     callbacks.client_high_water_mark(0)
     apply_all(callbacks, range(3))
     reopened_view = TotalView(engine)
-    reopened_view.begin(ONE)
+    reopened_view.begin(KEY_1)
     assert reopened_view.client_high_water_mark(0) == 2
     other = TotalView(engine)
-    other.begin(OTHER)
+    other.begin(KEY_2)
     with pytest.raises(
         ClusterKeyMismatch,
-        match=f"cluster with key 01.*connected cluster has key {OTHER.hex()}",
+        match=f"cluster with key 01.*connected cluster has key {KEY_2.hex()}",
     ):
         other.client_high_water_mark(0)
     assert other.client_high_water_mark(1) == -1  # the view has no transaction of that partition
     view_of_new_log = TotalView(engine, application="of the new log")
-    view_of_new_log.begin(OTHER)
+    view_of_new_log.begin(KEY_2)
     assert view_of_new_log.client_high_water_mark(0) == -1
 
 
 def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engine) -> None:
     old = TotalView(engine)
-    old.begin(ONE)
+    old.begin(KEY_1)
     old.client_high_water_mark(0)
     apply_all(old, range(3))
     restored = TotalView(engine)
-    restored.begin(OTHER, RestoreSources({ONE.hex(): {0: 2}}))
+    restored.begin(KEY_2, RestoreSources({KEY_1.hex(): {0: 2}}))
     assert restored.client_high_water_mark(0) == 2
     # An instance that still applies the old log can no longer move the mark.
     with pytest.raises(
-        ClusterKeyMismatch, match=f"cluster with key 02.*connected cluster has key {ONE.hex()}"
+        ClusterKeyMismatch, match=f"cluster with key 02.*connected cluster has key {KEY_1.hex()}"
     ):
         apply_all(old, [3])
     apply_all(restored, [3, 4])
     reopened_view = TotalView(engine)
-    reopened_view.begin(OTHER)
+    reopened_view.begin(KEY_2)
     assert reopened_view.client_high_water_mark(0) == 4
 
 
 def test_a_view_ahead_of_a_restored_log_is_rejected(engine: sa.Engine) -> None:
     old = TotalView(engine)
-    old.begin(ONE)
+    old.begin(KEY_1)
     old.client_high_water_mark(0)
     apply_all(old, range(3))
     restored = TotalView(engine)
-    restored.begin(OTHER, RestoreSources({ONE.hex(): {0: 1}}))
+    restored.begin(KEY_2, RestoreSources({KEY_1.hex(): {0: 1}}))
     with pytest.raises(ClusterKeyMismatch, match=r"cluster with key 0101"):
         restored.client_high_water_mark(0)
     apply_all(old, [3])
@@ -536,11 +536,11 @@ def test_a_mark_without_a_cluster_key_gets_the_key_of_the_next_cluster(
         )
         connection.execute(sa.text("INSERT INTO waltz_high_water_marks VALUES ('', 0, 41)"))
     callbacks = TotalView(engine)
-    callbacks.begin(ONE)
+    callbacks.begin(KEY_1)
     assert callbacks.client_high_water_mark(0) == 41
     apply_all(callbacks, [42])
     other = TotalView(engine)
-    other.begin(OTHER)
+    other.begin(KEY_2)
     with pytest.raises(ClusterKeyMismatch, match="connected cluster has key 0202"):
         other.client_high_water_mark(0)
 

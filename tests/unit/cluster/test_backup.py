@@ -141,14 +141,14 @@ def test_a_damaged_manifest_is_found():
 
 # ---- two readings of the registry
 
-OPEN, DONE = WriteState({0: 3}, 10), WriteState({0: 3}, 20, {"rows": 1})
-REMOVING = WriteState({0: 3}, 0, {})
-LATER = TaskState(6, 3, ())
+OPEN_WRITE, DONE_WRITE = WriteState({0: 3}, 10), WriteState({0: 3}, 20, {"rows": 1})
+REMOVED_WRITE = WriteState({0: 3}, 0, {})
+LATER_TASK = TaskState(6, 3, ())
 
 
 def merge(first, second):
     before = {} if first is None else {"w": WriteWithTasks(first, {0: TASK})}
-    after = {} if second is None else {"w": WriteWithTasks(second, {1: LATER})}
+    after = {} if second is None else {"w": WriteWithTasks(second, {1: LATER_TASK})}
     found = merge_writes(before, after)["w"]
     return found.state, sorted(found.tasks)
 
@@ -156,19 +156,19 @@ def merge(first, second):
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        (DONE, DONE, (DONE, [0])),
-        (OPEN, OPEN, (OPEN, [0, 1])),
+        (DONE_WRITE, DONE_WRITE, (DONE_WRITE, [0])),
+        (OPEN_WRITE, OPEN_WRITE, (OPEN_WRITE, [0, 1])),
         # A write that ended between the two readings may have rows above the marks.
-        (OPEN, DONE, (OPEN, [0, 1])),
-        (None, DONE, (replace(DONE, summary=None), [1])),
-        (None, OPEN, (OPEN, [1])),
+        (OPEN_WRITE, DONE_WRITE, (OPEN_WRITE, [0, 1])),
+        (None, DONE_WRITE, (replace(DONE_WRITE, summary=None), [1])),
+        (None, OPEN_WRITE, (OPEN_WRITE, [1])),
         # A write that was removed between the readings keeps its first state and its tasks.
-        (DONE, None, (DONE, [0])),
-        (OPEN, None, (OPEN, [0])),
-        (DONE, REMOVING, (DONE, [0])),
-        (OPEN, REMOVING, (OPEN, [0, 1])),
+        (DONE_WRITE, None, (DONE_WRITE, [0])),
+        (OPEN_WRITE, None, (OPEN_WRITE, [0])),
+        (DONE_WRITE, REMOVED_WRITE, (DONE_WRITE, [0])),
+        (OPEN_WRITE, REMOVED_WRITE, (OPEN_WRITE, [0, 1])),
         # The write was removed and begun again.
-        (DONE, OPEN, (OPEN, [0, 1])),
+        (DONE_WRITE, OPEN_WRITE, (OPEN_WRITE, [0, 1])),
     ],
 )
 def test_a_write_is_done_in_a_backup_only_if_it_ended_before_the_marks_were_read(

@@ -15,7 +15,7 @@ from waltz_core.cluster.znodes.paths import ClusterPaths
 from waltz_core.errors import BadConfig
 
 KEY = UUID(int=1)
-ONE = NewStorage("a:1", 2, 0)
+STORAGE = NewStorage("a:1", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ ONE = NewStorage("a:1", 2, 0)
         ({"name": ""}, "name of the cluster is empty"),
         ({"partition_count": 0}, "of at least 1, found 0"),
         ({"partition_count": 2**31}, "of at least 1"),
-        ({"storages": (ONE, ONE)}, "a:1 is named twice"),
+        ({"storages": (STORAGE, STORAGE)}, "a:1 is named twice"),
         ({"storages": (NewStorage("a", 2, 0),)}, "'a' has no port"),
         ({"storages": (NewStorage("a:1", 0, 0),)}, "admin port in 1..65535, found 0"),
         ({"storages": (NewStorage(".a:1", 2, 0),)}, "'.a', which is not a valid host.* Hint: "),
         ({"assignment": {"b:1": (0,)}}, "b:1, which is not a storage"),
-        ({"storages": (ONE,), "assignment": {"a:1": (4,)}}, "expected partitions in 0..3"),
-        ({"storages": (ONE,), "assignment": {"a:1": (-1,)}}, "expected partitions in 0..3"),
+        ({"storages": (STORAGE,), "assignment": {"a:1": (4,)}}, "expected partitions in 0..3"),
+        ({"storages": (STORAGE,), "assignment": {"a:1": (-1,)}}, "expected partitions in 0..3"),
     ],
 )
 def test_an_invalid_cluster_is_rejected(fields, problem):
@@ -40,7 +40,7 @@ def test_an_invalid_cluster_is_rejected(fields, problem):
 
 
 def test_an_assignment_may_be_given():
-    storages = (ONE, NewStorage("b:1", 2, 1))
+    storages = (STORAGE, NewStorage("b:1", 2, 1))
     new = NewCluster("n", 4, KEY, storages, {"b:1": (1, 3)})
     assert new.replica_assignments.partitions == {"a:1": (), "b:1": (1, 3)}
 

@@ -20,7 +20,7 @@ from waltz_core.cluster.zookeeper.credentials import (
 from waltz_core.cluster.zookeeper.zookeeper_session import connect
 from waltz_core.errors import BadConfig
 
-WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filter(
+WORDS = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filter(
     lambda word: word == word.strip() and len(word.splitlines()) == 1
 )
 
@@ -37,7 +37,7 @@ def test_user_password_and_further_permissions_are_parsed():
     assert "cret" not in repr(found)
 
 
-@given(WORD.filter(lambda user: ":" not in user), WORD)
+@given(WORDS.filter(lambda user: ":" not in user), WORDS)
 def test_every_user_and_password_of_one_line_is_parsed(user, password):
     found = parse_credentials(f"digest:{user}:{password}\n", "f")
     assert found == Credentials(User(user, password))
@@ -48,15 +48,15 @@ def test_every_user_and_password_of_one_line_is_parsed(user, password):
 
 MEMBER = make_digest_acl_credential("waltz", "secret:1")
 ADMINISTRATOR = make_digest_acl_credential("admin", "secret:2")
-NEW = make_digest_acl_credential("admin", "secret:3")
-OF_ADMINISTRATORS = "digest:admin:secret:2\nmembers:digest:waltz:secret:1\n"
-OF_MEMBERS = f"digest:waltz:secret:1\nadministrators:digest:{ADMINISTRATOR}\n"
+NEW_CREDENTIAL = make_digest_acl_credential("admin", "secret:3")
+ADMINISTRATOR_FILE = "digest:admin:secret:2\nmembers:digest:waltz:secret:1\n"
+MEMBER_FILE = f"digest:waltz:secret:1\nadministrators:digest:{ADMINISTRATOR}\n"
 ROWS = {each.path: each for each in (*ZNODES, ABOVE_ROOT_ZNODE, UNKNOWN_ZNODE)}
 
 
 def test_a_file_with_two_users_hides_the_passwords_and_states_the_role():
-    administrator = parse_credentials(OF_ADMINISTRATORS, "f")
-    member = parse_credentials(OF_MEMBERS, "f")
+    administrator = parse_credentials(ADMINISTRATOR_FILE, "f")
+    member = parse_credentials(MEMBER_FILE, "f")
     assert (administrator.is_member, member.is_member) == (False, True)
     users = User("admin", "secret:2"), User("waltz", "secret:1")
     assert administrator.users == users
@@ -76,7 +76,7 @@ def test_a_file_with_two_users_hides_the_passwords_and_states_the_role():
         (UNKNOWN_ZNODE.path, "crwd", False),
     ],
 )
-@pytest.mark.parametrize("text", [OF_ADMINISTRATORS, OF_MEMBERS])
+@pytest.mark.parametrize("text", [ADMINISTRATOR_FILE, MEMBER_FILE])
 def test_both_users_create_nodes_with_the_same_permissions(text, path, members, is_public):
     found = parse_credentials(text, "f").access_list_of(ROWS[path])
     expected = [NodePermission("digest", ADMINISTRATOR, "cdrwa")]
@@ -85,16 +85,16 @@ def test_both_users_create_nodes_with_the_same_permissions(text, path, members, 
     assert list(found) == expected
 
 
-@pytest.mark.parametrize("text", [OF_ADMINISTRATORS, OF_MEMBERS])
+@pytest.mark.parametrize("text", [ADMINISTRATOR_FILE, MEMBER_FILE])
 def test_further_lines_name_administrators_or_grant_at_most_member_permissions(text):
-    lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW}:cdrwa\n"
+    lines = f"world:anyone:cdrwa\nip:10.0.0.1:rw\ndigest:{NEW_CREDENTIAL}:cdrwa\n"
     found = parse_credentials(f"{text}{lines}", "f")
 
     def other_permissions(path: str) -> list[NodePermission]:
         granted = found.access_list_of(ROWS[path])
         return [each for each in granted if each.identity not in {MEMBER, ADMINISTRATOR}]
 
-    world, host, administrator = "anyone", "10.0.0.1", ("digest", NEW, "cdrwa")
+    world, host, administrator = "anyone", "10.0.0.1", ("digest", NEW_CREDENTIAL, "cdrwa")
     parent = [("world", world, "cdrw"), ("ip", host, "rw"), administrator]
     assert other_permissions("R/store/partition") == parent
     assert other_permissions("R/x/access") == [("ip", host, "r"), administrator]
@@ -160,8 +160,8 @@ def test_one_user_has_all_permissions_of_every_node(path):
                 "first line again"
             ),
         ),
-        (f"{OF_MEMBERS}members:digest:c:hunter2", "line 3: expected one line with members or"),
-        (f"{OF_ADMINISTRATORS}members:digest:c:hunter2", "line 3: expected one line with members"),
+        (f"{MEMBER_FILE}members:digest:c:hunter2", "line 3: expected one line with members or"),
+        (f"{ADMINISTRATOR_FILE}members:digest:c:hunter2", "line 3: expected one line with members"),
     ],
 )
 def test_an_invalid_auth_file_is_reported_without_its_content(text, problem):

@@ -28,18 +28,18 @@ from waltz_core.replication.session_recovery import HistoryOrigin, history_origi
 
 NEW_KEY = UUID(int=9)
 CLIENT_KEY = b"k" * 32
-END = ArchivedMark(7, b"c" * 16, 5, 0, 6, "m2")
-ENDS = {0: END, 1: None}
-IDS = 1_000
+ARCHIVED_END = ArchivedMark(7, b"c" * 16, 5, 0, 6, "m2")
+ARCHIVED_ENDS = {0: ARCHIVED_END, 1: None}
+CLOCK_ID = 1_000
 ROOT = "/w"
-NEW = NewCluster("shop", 2, NEW_KEY, (NewStorage("a:1", 2, 0),))
+NEW_CLUSTER = NewCluster("shop", 2, NEW_KEY, (NewStorage("a:1", 2, 0),))
 
 
-async def restore_cluster(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
+async def restore_cluster(backup=BACKUP, ends=None, ids=CLOCK_ID, zookeeper=None):
     zookeeper = zookeeper or MemoryZooKeeper(asyncio.Event)
     coordinator = Coordinator(zookeeper.session(), ROOT)
-    cluster = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids, CLIENT_KEY)
-    await coordinator.create_restored_cluster(NEW, cluster)
+    cluster = restored_cluster(backup, NEW_KEY.bytes, ends or ARCHIVED_ENDS, ids, CLIENT_KEY)
+    await coordinator.create_restored_cluster(NEW_CLUSTER, cluster)
     return coordinator
 
 
@@ -49,18 +49,18 @@ async def test_partitions_begin_after_their_ends_with_later_sessions_and_generat
     coordinator = await restore_cluster(zookeeper=zookeeper)
     cluster = await coordinator.read_cluster()
     assert (cluster.params.name, cluster.store.cluster_key) == ("shop", NEW_KEY)
-    for number, end in ENDS.items():
+    for number, end in ARCHIVED_ENDS.items():
         view = await coordinator.read_partition(number)
         assert view.marker.state is MarkerState.NEW
         assert view.marker.archived == end
-        assert (view.metadata.session_id, view.metadata.generation) == (IDS, IDS)
+        assert (view.metadata.session_id, view.metadata.generation) == (CLOCK_ID, CLOCK_ID)
         assert history_origin_of(view.metadata, view.marker) is HistoryOrigin.NEW
     before = PartitionAssignment.from_bytes(zookeeper.dump()[f"{ROOT}/serverDescriptors"])
     server = ServerDescriptor(1, "h", 1)
     after = assign_partitions(before, {1: server}, cversion=1, partition_count=2)
-    assert after.servers[1] == {0: IDS + 1, 1: IDS + 1}
-    assert await coordinator.next_client_id() == IDS + 1
-    assert await coordinator.issued_ids.allocate_id() == FIRST_ISSUED_ID + IDS
+    assert after.servers[1] == {0: CLOCK_ID + 1, 1: CLOCK_ID + 1}
+    assert await coordinator.next_client_id() == CLOCK_ID + 1
+    assert await coordinator.issued_ids.allocate_id() == FIRST_ISSUED_ID + CLOCK_ID
     assert (await coordinator.read_restore_sources()).includes(KEY.hex, {0: 7, 1: -1})
     assert not (await coordinator.read_restore_sources()).includes(KEY.hex, {0: 8})
 
@@ -96,7 +96,7 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
     removing = WriteWithTasks(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)
-    coordinator = await restore_cluster(backup, {0: END._replace(last=2), 1: None})
+    coordinator = await restore_cluster(backup, {0: ARCHIVED_END._replace(last=2), 1: None})
     found = await coordinator.writes.read_all()
     assert found["monday"].state == WriteState({0: 2}, 1_000)
     assert found["monday"].tasks == BACKUP.writes["monday"].tasks
@@ -104,7 +104,7 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
 
 
 def test_a_cluster_restored_with_its_old_key_is_not_listed_as_a_source():
-    cluster = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS, CLIENT_KEY)
+    cluster = restored_cluster(BACKUP, KEY.bytes, ARCHIVED_ENDS, CLOCK_ID, CLIENT_KEY)
     assert cluster.restore_sources == BACKUP.restore_sources
 
 
@@ -114,8 +114,10 @@ def test_the_data_of_the_root_is_written_last_and_requests_are_limited(task_coun
     writes = {"w": WriteWithTasks(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
     partitions = tuple(PartitionBackup(7, 60, 3, manifest_of(partition=each)) for each in range(2))
     backup = replace(BACKUP, writes=writes, partitions=partitions)
-    cluster = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS, CLIENT_KEY)
-    steps = restoring_steps(ClusterPaths(ROOT), NEW, cluster, root_version=NO_NODE)
+    cluster = restored_cluster(
+        backup, NEW_KEY.bytes, {0: ARCHIVED_END, 1: ARCHIVED_END}, CLOCK_ID, CLIENT_KEY
+    )
+    steps = restoring_steps(ClusterPaths(ROOT), NEW_CLUSTER, cluster, root_version=NO_NODE)
     assert len(steps) == (1 if task_count == 3 else 2)
     for step in steps:
         assert sum(len(each.path) + len(each.data or b"") for each in step) <= STEP_BYTES_MAX

@@ -14,7 +14,7 @@ from waltz_core.cluster.znodes import access_node
 from waltz_core.cluster.znodes.interface import SetNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
-FIRST = Permissions(1, "ops", 0, bytes(32))
+FIRST_REVISION = Permissions(1, "ops", 0, bytes(32))
 AUTHOR = Author("ann", 7)
 
 
@@ -34,8 +34,8 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
     coordinator = await cluster()
     faults = coordinator._znodes.faults
     faults.append(fault)
-    version = await coordinator.permissions.create(FIRST, AUTHOR)
-    assert version == replace(FIRST, changed_by="ann", changed_ms=7)
+    version = await coordinator.permissions.create(FIRST_REVISION, AUTHOR)
+    assert version == replace(FIRST_REVISION, changed_by="ann", changed_ms=7)
     assert not faults
     faults.append(fault)
     changed = await coordinator.permissions.change(with_limits, AUTHOR)
@@ -47,7 +47,7 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
 @run_on_virtual_loop
 async def test_a_change_is_computed_again_after_a_concurrent_one():
     coordinator = await cluster()
-    version = await coordinator.permissions.create(FIRST, AUTHOR)
+    version = await coordinator.permissions.create(FIRST_REVISION, AUTHOR)
     seen = []
 
     def with_rival(old):

@@ -226,14 +226,16 @@ async def test_a_lost_answer_uses_up_one_attempt(fault):
     assert await writes.read("w") is None
 
 
-NUMBERS = st.dictionaries(st.integers(0, 1 << 20), st.integers(-1, (1 << 63) - 1), max_size=8)
+MARKS_BY_PARTITION = st.dictionaries(
+    st.integers(0, 1 << 20), st.integers(-1, (1 << 63) - 1), max_size=8
+)
 SUMMARIES = st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8))
-RUNS = st.lists(st.text(max_size=20), max_size=5).map(tuple)
+RUN_NAMES = st.lists(st.text(max_size=20), max_size=5).map(tuple)
 
 
 @given(
-    st.builds(WriteState, NUMBERS, st.integers(0, 1 << 50), st.none() | SUMMARIES)
-    | st.builds(TaskState, st.integers(1, 1 << 30), st.integers(1, 1 << 40), RUNS)
+    st.builds(WriteState, MARKS_BY_PARTITION, st.integers(0, 1 << 50), st.none() | SUMMARIES)
+    | st.builds(TaskState, st.integers(1, 1 << 30), st.integers(1, 1 << 40), RUN_NAMES)
 )
 def test_a_write_and_a_task_round_trip(state):
     assert type(state).from_bytes(state.to_bytes()) == state
