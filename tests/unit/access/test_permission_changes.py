@@ -38,7 +38,7 @@ def test_several_verbs_are_granted_at_once_and_merged_with_earlier_grants():
     assert changes.grant(every, GRANTEE_ANN, [READ], ((0, 1),)) == every
 
 
-def test_two_grants_of_one_holder_and_verb_become_one():
+def test_two_grants_of_one_verb_to_one_grantee_are_merged():
     written = replace(
         EMPTY,
         grants=(

@@ -45,7 +45,7 @@ def test_the_bytes_of_a_token_are_in_no_repr_and_no_pickle():
             store(token)
 
 
-def test_zookeeper_has_the_sha_256_of_the_bytes():
+def test_zookeeper_stores_the_sha_256_hash_of_a_token():
     assert (
         hash_of(bytes.fromhex(TOKEN_TEXT)) == hashlib.sha256(bytes.fromhex(TOKEN_TEXT)).hexdigest()
     )

@@ -27,7 +27,7 @@ def has_loaded(cache, key, byte_count=10):
     return bool(calls)
 
 
-def test_the_values_used_longest_ago_are_removed_first(cache):
+def test_the_least_recently_used_values_are_removed_first(cache):
     for key in range(10):
         assert has_loaded(cache, key)
     assert cache.byte_count == 100

@@ -169,7 +169,7 @@ def test_the_next_expiry_removes_deleted_objects_from_the_manifest(archived):
     assert read_manifest(store, uploaded).first == 30
 
 
-def test_all_can_expire_and_the_archive_continues(archived):
+def test_uploads_continue_after_all_objects_have_expired(archived):
     store, uploaded = archived
     expired = recorded_after_expiry(uploaded, run_expiry(store, uploaded, before=100))
     later = recorded_after_expiry(

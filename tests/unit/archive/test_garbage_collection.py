@@ -104,7 +104,7 @@ def archived(tmp_path, monkeypatch):
     return store, uploaded
 
 
-def test_a_name_shows_the_attempt_that_has_written_it(archived):
+def test_a_file_name_contains_the_attempt_that_has_written_the_file(archived):
     store, _ = archived
     origins = [origin_of(name) for name in all_files(store)]
     assert {each.attempt for each in origins} == {*range(12), 99}

@@ -169,7 +169,7 @@ def test_a_new_file_that_reads_back_differently_replaces_no_object(archived, wro
         upload(archived.store, KEY, archived.job(0))
 
 
-def test_a_replacement_that_fails_at_any_operation_leaves_the_archive_as_it_was(archived):
+def test_a_replacement_that_fails_at_any_operation_does_not_change_the_archive(archived):
     store = archived.store = FailingStore(archived.store.url)
     attempt, is_done = 20, False
     while not is_done:

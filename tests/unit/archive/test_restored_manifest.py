@@ -212,7 +212,7 @@ def test_the_end_before_a_time_is_the_end_of_the_last_batch_with_an_earlier_stam
         assert found.last_committed_until(stamp - 1) == reach - ROWS_PER_OBJECT - 1
 
 
-def test_another_archive_is_not_mistaken_for_an_expired_one(store, log, tmp_path):
+def test_another_archive_is_an_error_and_does_not_count_as_expired(store, log, tmp_path):
     saved, other = read_saved_manifest(store, log), ArchiveStore(f"file://{tmp_path}/other")
     for may_have_expired in (False, True):
         with pytest.raises(ObjectMissing, match="Hint: check that this is the URL of the archive"):

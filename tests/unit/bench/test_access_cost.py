@@ -77,6 +77,6 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
         (["storage-open", "--tls", "t"], "--tls needs a workload with a temporary"),
     ],
 )
-def test_options_that_do_not_fit_are_rejected(capsys, arguments, expected):
+def test_incompatible_options_are_rejected(capsys, arguments, expected):
     assert main(["bench", *arguments]) == 1
     assert expected in capsys.readouterr().err

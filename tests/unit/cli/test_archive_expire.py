@@ -17,7 +17,7 @@ NOW_MS = 1_000_000
         ("1970-01-01T00:16:40Z", (0, NOW_MS)),
     ],
 )
-def test_an_id_or_a_time_is_a_bound(text: str, bounds: tuple[int, int]) -> None:
+def test_an_id_or_a_time_is_accepted_as_a_limit(text: str, bounds: tuple[int, int]) -> None:
     assert parse_before(text, NOW_MS) == bounds
 
 
@@ -30,6 +30,6 @@ def test_an_id_or_a_time_is_a_bound(text: str, bounds: tuple[int, int]) -> None:
         ("1970-01-01T00:16:41Z", "expected a time in the past"),
     ],
 )
-def test_other_bounds_are_rejected(text: str, reason: str) -> None:
+def test_invalid_limits_are_rejected(text: str, reason: str) -> None:
     with pytest.raises(BadConfig, match=f"--before: {reason}"):
         parse_before(text, NOW_MS)

@@ -83,7 +83,7 @@ def test_a_limit_bounds_the_number_of_shown_findings(storage, capsys):
     assert "2 more findings were omitted; --limit shows more" in out
 
 
-def test_ids_choose_records_and_segments(storage, capsys):
+def test_id_options_select_records_and_segments(storage, capsys):
     found = lines(capsys, "dump-segment", storage, "--first", 9, "--last", 12)
     kinds = [one["kind"] for one in found]
     assert kinds == ["segment", "record", "record", "segment", "record", "record"]

@@ -92,7 +92,7 @@ def test_json_output_is_one_value(facts_to_gather, capsys):
     assert value["not_measured"]
 
 
-def test_tls_files_that_do_not_match_are_one_error(facts_to_gather, tmp_path, capsys):
+def test_mismatched_tls_files_are_reported_as_one_error(facts_to_gather, tmp_path, capsys):
     one, other = create_certificates(tmp_path), create_certificates(tmp_path, name="other")
     settings = tmp_path / "client.toml"
     settings.write_text(

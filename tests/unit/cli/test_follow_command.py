@@ -83,7 +83,7 @@ def test_a_table_and_its_key_or_several_tables_are_needed():
 
 
 @pytest.mark.parametrize("more", [["--until", "tomorrow"], ["--data-format", "xml"]])
-def test_an_unknown_choice_is_wrong_usage(more: list[str]):
+def test_an_unknown_choice_is_a_usage_error(more: list[str]):
     assert run_command("follow", "table", *ARGUMENTS, *more).returncode == 2
 
 

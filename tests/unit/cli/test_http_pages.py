@@ -86,7 +86,7 @@ def test_a_missing_page_is_reported(capsys, address, sentence):
 
 
 @given(st.integers(0, 2**53) | st.floats(allow_nan=False))
-def test_a_number_is_read_as_it_was_written(number):
+def test_a_number_is_parsed_without_loss(number):
     (sample,) = parse_metrics(f'name{{a="b"}} {number}\n', "x:1")
     assert sample == ("name", 'a="b"', number)
     if number == int(number) if abs(number) != float("inf") else False:

@@ -170,7 +170,7 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
 
 
 @run_on_virtual_loop
-async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
+async def test_the_error_of_an_append_over_a_limit_names_the_pause():
     author = Author()
     future = author.append(deadline_s=0.0)
     outcome = BatchOutcome.uniform(

@@ -49,7 +49,7 @@ def run(scenario, monkeypatch):
     asyncio.run(run_scenario())
 
 
-def test_other_clients_are_those_of_earlier_runs(monkeypatch):
+def test_a_claim_lists_the_client_ids_of_earlier_runs(monkeypatch):
     async def scenario(coordinator, enter_task):
         await coordinator.writes.begin("w", MARKS, 5)
         first = [await enter_task(task, "one") for task in range(3)]

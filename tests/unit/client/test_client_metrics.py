@@ -168,7 +168,7 @@ def test_export_metrics_with_a_port_serves_the_registry() -> None:
         export_metrics(port)
 
 
-def test_a_forked_child_counts_from_zero() -> None:
+def test_the_metrics_of_a_forked_child_start_at_zero() -> None:
     with MemoryWaltz(partition_count=1) as waltz, waltz.client() as client:
         client.append(b"data").result(TEST_TIMEOUT_S)
         with client_metrics._lock:  # the child inherits the lock as held by another thread

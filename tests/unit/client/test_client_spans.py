@@ -166,7 +166,7 @@ class CountingCallbacks(AsyncCallbacks):
 
 @pytest.mark.parametrize("method", ["on_start", "on_end"])
 @run_on_virtual_loop
-async def test_a_processor_that_fails_changes_no_outcome(method, monkeypatch, caplog):
+async def test_a_failing_span_processor_does_not_change_outcomes(method, monkeypatch, caplog):
     provider = TracerProvider()
     provider.add_span_processor(FailingProcessor(method))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)

@@ -62,7 +62,7 @@ async def test_all_partitions_share_one_budget_while_they_catch_up():
 
 
 @run_on_virtual_loop
-async def test_applied_data_is_not_kept():
+async def test_the_cache_drops_applied_data():
     async with (
         memory_cluster(partition_count=2) as cluster,
         cluster.client().open_during() as client,

@@ -44,7 +44,7 @@ def test_each_attempt_fills_in_its_own_builder():
         lambda: transactional(print),  # the brackets were forgotten
     ],
 )
-def test_the_partition_is_named_once_where_the_function_is_decorated(decorate):
+def test_the_decorator_sets_the_partition_of_all_calls(decorate):
     with pytest.raises(
         errors.BadRequest, match=r"@transactional: expected exactly one of the arguments"
     ):

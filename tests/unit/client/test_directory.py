@@ -149,7 +149,7 @@ def test_an_owner_in_an_unsettled_view_is_ignored():
     assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
-def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answers():
+def test_the_current_owner_is_read_after_all_writes_from_a_settled_view():
     requests = []
 
     class ZooKeeper:

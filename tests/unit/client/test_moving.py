@@ -191,7 +191,7 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
 
 @MOVE_COUNTS
 @run_on_virtual_loop
-async def test_a_late_answer_counts_and_no_row_is_written_twice(
+async def test_a_late_answer_settles_its_rows_and_no_row_is_written_twice(
     moves: int,
 ) -> None:
     async with two_servers() as (cluster, proxies, client):

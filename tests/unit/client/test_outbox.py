@@ -19,7 +19,7 @@ def test_an_append_over_the_frame_limit_is_rejected_with_both_sizes():
     )
 
 
-def test_dependents_of_another_mount_or_partition_are_not_sent():
+def test_dependent_appends_of_another_mount_or_partition_are_not_sent():
     outbox, limits = Outbox(PARTITION), MountLimits(5, 100, 100)
     lost_rows = replace(NO_PREDECESSORS, session_id=3, partition_id=PARTITION, mount=2, mark=7)
 

@@ -109,7 +109,7 @@ def test_unanswered_appends_are_read_back_up_to_the_last_proven_mark():
     assert tracker.unresolved_range() == (10, 20)
 
 
-def test_a_proof_does_not_cover_later_appends():
+def test_a_proven_mark_does_not_settle_later_appends():
     tracker = new_tracker()
     register_submission(tracker, 1, 1, mark=9)
     tracker.prove(TransactionId(12))

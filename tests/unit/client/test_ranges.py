@@ -137,7 +137,7 @@ def test_a_replica_s_answer_to_another_request_is_an_error_of_the_protocol(chang
 
 
 @pytest.mark.parametrize("size", [3, 4, 15, 17, 20])
-def test_places_with_another_number_of_lengths_are_a_protocol_error(size: int):
+def test_locations_with_a_different_number_of_lengths_are_a_protocol_error(size: int):
     storage = Storage(4)
     storage.answer = replace(
         storage.answer, form=LOCATIONS, lengths=bytes(size), records=b"", records_crc=0

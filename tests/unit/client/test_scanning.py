@@ -129,7 +129,7 @@ def test_without_payload_columns_only_headers_are_read():
     assert ScanColumns(SCHEMA_WITH_OWNER).form.name == "WHOLE"
 
 
-def test_an_empty_schema_counts_rows(client: WaltzClient):
+def test_a_scan_with_an_empty_schema_counts_rows(client: WaltzClient):
     fill(client, 0, 3)
     assert client.scan(0, schema=pa.schema([])).read_all().num_rows == 3
 
@@ -171,7 +171,7 @@ def test_nothing_is_read_before_the_consumer_requests_it(client: WaltzClient):
     assert chunks.log[4:] == ["end"]
 
 
-def test_another_thread_may_read(client: WaltzClient):
+def test_another_thread_can_read_a_scan(client: WaltzClient):
     fill(client, 0, 3)
     reader = client.scan(0)
     with ThreadPoolExecutor() as pool:

@@ -272,7 +272,7 @@ def test_a_context_reads_one_snapshot_of_the_database(engine: sa.Engine) -> None
     writer.dispose()
 
 
-def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
+def test_a_view_waits_for_a_locked_database(tmp_path: Path) -> None:
     engine = sa.create_engine(f"sqlite:///{tmp_path / 'app.db'}", connect_args={"timeout": 0})
     METADATA.create_all(engine)
     with engine.begin() as connection:
@@ -300,7 +300,7 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_an_outage_is_retried_and_an_application_error_stops(engine: sa.Engine) -> None:
+def test_outages_are_retried_and_application_errors_stop_the_view(engine: sa.Engine) -> None:
     callbacks = TotalView(engine)
     connection_lost = sa.exc.OperationalError(
         "SELECT 1", {}, Exception("server closed the connection")
@@ -395,7 +395,7 @@ def test_batches_grow_while_they_are_fast_and_shrink_when_they_are_slow(
     assert callbacks.total == 19_952
 
 
-def test_a_failing_transaction_is_found_and_earlier_ones_stay(engine: sa.Engine) -> None:
+def test_a_failing_transaction_is_found_and_earlier_ones_are_committed(engine: sa.Engine) -> None:
     callbacks = BatchTotalView(engine)
     callbacks.poison = {37}
     with pytest.raises(ZeroDivisionError, match="37"):

@@ -161,7 +161,7 @@ def test_filtered_transactions_share_one_write_of_the_mark(
         assert (view.passes, view.ids) == (0, [100])
 
 
-def test_a_context_passes_a_lock_of_a_transaction_filtered_from_its_view(
+def test_a_context_can_write_a_lock_of_a_transaction_that_its_view_filters_out(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", TEST_TIMEOUT_S)
@@ -225,7 +225,7 @@ def test_a_context_on_a_view_that_catches_up_reports_the_progress(
         assert client.submit(add()).result(TEST_TIMEOUT_S) == last + 1
 
 
-def test_another_log_is_not_applied_to_a_view(
+def test_a_view_rejects_transactions_of_another_log(
     engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log was created again, and is already longer than the view's mark."""

@@ -44,7 +44,7 @@ def test_a_log_without_stamps_is_read_completely():
 
 
 @given(st.lists(st.integers(0, 50), max_size=100), st.integers(1, 51), st.integers(-1, 5))
-def test_the_awaited_search_reads_the_same_transactions(stamps, since_ms, older):
+def test_the_asyncio_search_reads_the_same_transactions(stamps, since_ms, older):
     stamps.sort()
     requests, awaited = [], []
     mark = len(stamps) - 1

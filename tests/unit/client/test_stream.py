@@ -91,7 +91,7 @@ def test_appends_in_flight_stay_within_the_servers_limit():
     assert [each.req_id for each in scenario.sent_messages()] == [req(2)]
 
 
-def test_an_append_over_the_servers_frame_limit_is_rejected_unsent():
+def test_an_append_over_the_servers_frame_limit_is_rejected_before_it_is_sent():
     scenario = Scenario().mount_partition()
     effects = scenario.step(stream_events.SendAppends(submission(1, rows=101)))
     assert isinstance(rejection_errors(effects)[1], errors.TooLarge)
@@ -219,7 +219,7 @@ def test_without_later_records_all_unanswered_appends_are_lost():
     assert scenario.stream.phase is Phase.READY
 
 
-def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
+def test_a_broken_link_does_not_change_the_range_of_the_read_back():
     scenario = in_doubt()
     scenario.answer_mount(scenario.open_link(number=2), 12, link=2)
     scenario.step(stream_events.LinkLost(2, "cut"))
@@ -229,7 +229,7 @@ def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
     assert (request.first, request.last) == (10, 12)
 
 
-def test_an_answer_on_the_old_link_counts():
+def test_an_answer_on_the_old_link_settles_its_rows():
     scenario = in_doubt()
     scenario.open_link(number=2)
     effects = scenario.step(stream_events.MessageReceived(1, committed_result(req(1), 10, 11)))
@@ -383,7 +383,7 @@ def test_after_an_append_over_a_limit_the_next_mount_waits_as_the_server_request
     assert [each.req_id for each in scenario.sent_messages(m.AppendRequest)] == [req(3)]
 
 
-def test_an_append_that_is_not_sent_because_of_a_limit_names_the_pause():
+def test_the_error_of_an_unsent_append_over_a_limit_names_the_pause():
     scenario = Scenario().mount_partition()
     scenario.step(stream_events.SendAppends(submission(1)))
     timeout_ms = scenario.stream._settings.request_timeout_ms
@@ -521,7 +521,7 @@ def test_an_unanswered_mount_times_out():
     assert scenario.wake(SETTINGS.mount_timeout_ms) == [stream_events.OpenLink(2, ())]
 
 
-def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
+def test_at_its_deadline_an_append_has_an_unknown_outcome_or_was_not_sent():
     scenario = Scenario().mount_partition(mark=6)
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))

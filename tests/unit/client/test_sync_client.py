@@ -223,7 +223,7 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
             signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
+def test_ctrl_c_while_a_fetch_is_submitted_ends_the_fetch(monkeypatch):
     """The fetch has begun, and no caller has its future yet."""
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
@@ -291,7 +291,7 @@ def test_a_call_on_a_client_with_a_stopped_loop_returns(monkeypatch):
 
 
 @pytest.mark.parametrize("is_closed_first", [True, False])
-def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatch, is_closed_first):
+def test_a_signal_handler_may_close_the_client_during_a_call(monkeypatch, is_closed_first):
     """The handler runs on the interrupted thread, at any point of its code."""
     client = WaltzClient.at(LAYOUT)
     run_threadsafe, finished = asyncio.run_coroutine_threadsafe, []
@@ -317,7 +317,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
     assert finished
 
 
-def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
+def test_a_signal_handler_may_close_the_client_during_its_close(monkeypatch):
     client = WaltzClient.at(LAYOUT)
     wait = client._wait
 

@@ -118,7 +118,7 @@ def test_the_locks_of_a_transaction_fit_into_a_frame():
         array.set_append_locks(range(LOCKS_MAX + 1))
 
 
-def test_a_partition_is_an_existing_partition_number():
+def test_partition_numbers_must_exist():
     assert [check_partition(each, "pay", 4) for each in (0, 3, np.int32(2))] == [0, 3, 2]
     for wrong in (-1, 4):
         with pytest.raises(errors.UnknownPartition, match=r"cluster 'pay' has partitions 0\.\.3"):

@@ -273,7 +273,7 @@ def test_an_hour_of_noise_moves_few_partitions(seed):
         assert all(b - a >= PASS_PAUSE_MS for a, b in pairwise(times))
 
 
-def test_an_imbalance_that_no_move_improves_is_left_alone():
+def test_an_imbalance_that_no_move_improves_moves_no_partition():
     cluster = Cluster(dict.fromkeys(range(3), 600.0), 2, 1, 0.2)
     cluster.run(120 * MINUTE_MS)
     assert not cluster.moves

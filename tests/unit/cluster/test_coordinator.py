@@ -119,7 +119,7 @@ async def test_ids_above_32_bits_are_not_allocated():
 
 
 @run_on_virtual_loop
-async def test_a_node_of_an_earlier_session_is_not_relied_on():
+async def test_a_node_of_an_earlier_session_is_not_trusted():
     world, earlier, earlier_coordinator = await with_cluster()
     await earlier_coordinator.register_server(server_descriptor(1))
     server = Coordinator(await world.znodes(), ROOT)

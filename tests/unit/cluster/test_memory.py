@@ -40,7 +40,7 @@ def run_now(coroutine):
     return done.value.value
 
 
-def test_no_operation_waits_so_the_simulator_needs_no_event_loop():
+def test_operations_of_the_memory_zookeeper_never_wait():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = zookeeper.coordinator("/w")
     run_now(zookeeper.session().write([CreateNode("/a", b"1")]))
@@ -73,7 +73,7 @@ def test_watches_fire_once_in_order_and_after_the_write():
     assert log == ["first", "second", "third"]
 
 
-def test_a_rejected_write_fires_nothing_and_changes_nothing():
+def test_a_rejected_write_fires_no_watch_and_changes_no_node():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
     run_now(session.write([CreateNode("/a"), CreateNode("/a/b")]))

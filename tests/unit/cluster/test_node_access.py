@@ -22,7 +22,7 @@ def two_views():
 
 
 @run_on_virtual_loop
-async def test_a_missing_node_is_a_missing_cluster():
+async def test_a_missing_root_node_is_reported_as_a_missing_cluster():
     _, nodes, _ = two_views()
     assert nodes.connect_string == "memory:1/w"
     for read in (nodes.get_required(ROOT), nodes.read(ROOT, model.ClusterParams.from_bytes)):
@@ -101,7 +101,7 @@ async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outc
 
 
 @run_on_virtual_loop
-async def test_an_error_that_no_retry_repairs_ends_a_follower_and_its_signal():
+async def test_a_permanent_error_ends_a_follower_and_its_signal():
     _, nodes, _ = two_views()
     reader = NodeReader(nodes)
     reader.raises = [errors.BadFormat("/w: rotten")]

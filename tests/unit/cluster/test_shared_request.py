@@ -26,7 +26,7 @@ async def _turns(count: int = 5) -> None:
 
 
 @run_on_virtual_loop
-async def test_a_caller_during_a_request_causes_another_request():
+async def test_a_request_that_arrives_during_a_query_starts_another_query():
     query = CountingQuery()
     shared_request = SharedRequest(query.run_query)
     async with asyncio.TaskGroup() as tasks:
@@ -44,7 +44,7 @@ async def test_a_caller_during_a_request_causes_another_request():
 
 
 @run_on_virtual_loop
-async def test_a_failure_is_returned_to_exactly_those_that_share_it():
+async def test_a_failure_is_returned_only_to_the_callers_of_its_request():
     answers = [CoordinatorUnavailable("away"), None]
     messages: list[str] = []
 

@@ -172,7 +172,7 @@ async def test_a_cluster_below_another_one_is_not_deleted_with_it(scenario):
     assert set(scenario.zookeeper.dump()) == {"/"}
 
 
-def test_the_names_below_a_root_are_those_of_the_paths():
+def test_the_deletion_knows_all_names_of_znodes_below_a_root():
     paths = ClusterPaths("/r")
     below = [paths.ids, paths.servers, paths.store, paths.extensions]
     assert [path.removeprefix("/r/") for path in below] == list(tree.TOP_NAMES)

@@ -11,7 +11,7 @@ def queries_until_expiry(watchdog: Watchdog, first_ms: int, last_ms: int) -> lis
     return [now_ms for now_ms in times if not watchdog.may_keep_session(now_ms)]
 
 
-def test_a_loop_that_beats_keeps_the_session():
+def test_a_running_loop_keeps_the_session():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     for now_ms in range(0, 20_000, 1_000):
         watchdog.beat(now_ms)
@@ -40,7 +40,7 @@ def test_a_loop_that_still_hangs_after_a_stop_loses_the_session():
     assert queries_until_expiry(watchdog, 60_000, 63_000) == [61_000, 62_000, 63_000]
 
 
-def test_the_granted_timeout_counts():
+def test_the_watchdog_uses_the_timeout_that_zookeeper_granted():
     watchdog = Watchdog(TIMEOUT_MS, 0)
     watchdog.timeout_ms = 10_000
     assert queries_until_expiry(watchdog, 1_000, 10_000) == []

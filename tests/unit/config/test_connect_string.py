@@ -91,7 +91,7 @@ def test_an_invalid_connect_string_is_reported_with_a_valid_example(text, proble
     assert "\n" not in str(caught.value)
 
 
-def test_an_address_is_split():
+def test_an_address_is_split_into_host_and_port():
     assert split_address("storage-1:5280") == ("storage-1", 5280)
     assert split_address("[::1]:80") == ("[::1]", 80)
     with pytest.raises(BadConfig, match="has no host"):
