@@ -2,8 +2,13 @@
 
 import pytest
 
-from tests.unit.archive.test_garbage_collection import CollectedStore, all_files, listed_files, run
-from tests.unit.archive.test_garbage_collection import collection_job
+from tests.unit.archive.test_garbage_collection import (
+    CollectedStore,
+    all_files,
+    collection_job,
+    listed_files,
+    run,
+)
 from tests.unit.archive.test_upload import KEY, NONCE, job_after, read_manifest
 from waltz_core.archive import manifest
 from waltz_core.archive.archive_cache import ArchiveCache

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.archive.test_garbage_collection import all_files, listed_files, run
-from tests.unit.archive.test_garbage_collection import collection_job
+from tests.unit.archive.test_garbage_collection import all_files, collection_job, listed_files, run
 from tests.unit.archive.test_upload import KEY, CorruptingStore, job_after, read_manifest
 from tests.unit.archive.test_upload_faults import FailingStore
 from waltz_core.archive import manifest
