@@ -205,7 +205,7 @@ async def test_a_context_waits_while_its_partition_is_paused():
         await wait_until(lambda: callbacks.is_applying)
         context = RepeatedContext(callbacks.state)
         future = await two.submit(context)
-        await wait_until(lambda: "lock failure" in context.answered)
+        await wait_until(lambda: "lock failure" in context.called_hooks)
         async with asyncio.TaskGroup() as group:
             pausing = group.create_task(two.set_partitions([]))
             await wait_until(lambda: two.partitions == ())
@@ -229,7 +229,7 @@ async def test_a_context_whose_partition_stays_paused_expires():
         context = RepeatedContext(callbacks.state)
         context.timeout_ms = 300
         future = await two.submit(context)
-        await wait_until(lambda: "lock failure" in context.answered)
+        await wait_until(lambda: "lock failure" in context.called_hooks)
         async with asyncio.TaskGroup() as group:
             group.create_task(two.set_partitions([]))
             callbacks.may_continue.set()
@@ -361,8 +361,8 @@ async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits(
         await (await one.append(b"", partition=0, header=1, write_locks=[lock("counter")]))
         await (await two.submit(context))
         assert marks == [-1, 2]
-        await wait_until(lambda: context.answered[-1] == "applied")
-        assert context.answered == ["lock failure", "completed True", "applied"]
+        await wait_until(lambda: context.called_hooks[-1] == "applied")
+        assert context.called_hooks == ["lock failure", "completed True", "applied"]
         assert callbacks.seen[0] == []
 
 
