@@ -171,7 +171,7 @@ async def answer_or_error(waiting):
 
 @run_on_loop
 async def test_requests_and_streams_use_different_sequence_numbers():
-    """The number of an answer tells whether a request or a stream gets it."""
+    """The number of an answer decides whether a request or a stream gets the answer."""
     async with client_and_server() as (links, address, received), asyncio.TaskGroup() as group:
         link = await links.get(address)
         for _ in range(3):
