@@ -123,7 +123,7 @@ def generated() -> dict[Path, str]:
     texts |= {ROOT / "conf" / "grafana" / name: text for name, text in dashboards().items()}
     for kind, config_type in CONFIG_TYPES_BY_KIND.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
-    for place, tables in {
+    for file_name, tables in {
         "docs/reference/commands.md": commands.sections(),
         "docs/reference/errors.md": errors.tables(),
         "docs/reference/events.md": events.tables(),
@@ -138,7 +138,7 @@ def generated() -> dict[Path, str]:
         "docs/design/disk-format.md": disk_tables(),
         "ARCHITECTURE.md": {"layers": layers()},
     }.items():
-        path = ROOT / place
+        path = ROOT / file_name
         texts[path] = path.read_text(encoding="utf-8")
         for name, text in tables.items():
             texts[path] = filled(path, name, text, page=texts[path])
@@ -253,13 +253,13 @@ def fields_of(message: type[Message], prefix: type[Message]) -> str:
     """Return the fields of a message in wire order, with their kinds."""
     prefixed = {each.name for each in dataclasses.fields(prefix)}
     hints = get_type_hints(message, include_extras=True)
-    found = []
+    texts = []
     for each in dataclasses.fields(message):
         if each.name not in prefixed:
             number = each.metadata.get("since", 0)
             since = f" (since {number})" if number > message.since else ""
-            found.append(f"`{each.name}` {hints[each.name].__metadata__[0].name}{since}")
-    return ", ".join(found) or "none"
+            texts.append(f"`{each.name}` {hints[each.name].__metadata__[0].name}{since}")
+    return ", ".join(texts) or "none"
 
 
 def members(enum: type[IntEnum]) -> str:
@@ -302,20 +302,20 @@ TYPES = {"q": "int64", "i": "int32", "I": "uint32"}
 
 def layout_table(*layouts: ByteLayout) -> str:
     """Return the fields of layouts that follow one another."""
-    places = [
-        place
+    offsets = [
+        field
         for number, layout in enumerate(layouts)
-        for place in layout.field_offsets(sum(each.size_bytes for each in layouts[:number]))
+        for field in layout.field_offsets(sum(each.size_bytes for each in layouts[:number]))
     ]
     rows = [
         (
-            place.offset,
-            place.size_bytes,
-            TYPES.get(place.field.code, "bytes"),
-            place.field.name,
-            place.field.note,
+            field.offset,
+            field.size_bytes,
+            TYPES.get(field.field.code, "bytes"),
+            field.field.name,
+            field.field.note,
         )
-        for place in places
+        for field in offsets
     ]
     return table(("offset", "bytes", "type", "field", ""), rows)
 
@@ -332,19 +332,19 @@ def record_table() -> str:
 def dtype_rows(dtype: "np.dtype[Any]", start: int) -> Iterable[tuple[object, ...]]:
     """Yield the fields of a NumPy structure, those of inner structures one by one."""
     assert dtype.fields is not None
-    for name, (inner, offset, *_) in dtype.fields.items():
-        if inner.fields is not None:
-            yield from dtype_rows(inner, start + offset)
+    for name, (field_dtype, offset, *_) in dtype.fields.items():
+        if field_dtype.fields is not None:
+            yield from dtype_rows(field_dtype, start + offset)
         else:
-            yield start + offset, inner.itemsize, inner.name, name
+            yield start + offset, field_dtype.itemsize, field_dtype.name, name
 
 
 def layers() -> str:
     """Return the layers of the import contracts, each package with its first sentence."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
-    drawn = [drawing(each) for each in contracts if each["type"] == "layers"]
-    return "```\n" + "\n\n".join(drawn) + "\n```"
+    diagrams = [drawing(each) for each in contracts if each["type"] == "layers"]
+    return "```\n" + "\n\n".join(diagrams) + "\n```"
 
 
 def drawing(contract: dict[str, list[str]]) -> str:
@@ -355,15 +355,15 @@ def drawing(contract: dict[str, list[str]]) -> str:
     lines = [f"{container}"]
     for number, layer in zip(range(len(names), 0, -1), names, strict=True):
         for name in layer:
-            shown = str(number) if name == layer[0] else ""
-            lines.append(f"{shown:>4}  {name:{width}}  {summary(container, name)}".rstrip())
+            layer_text = str(number) if name == layer[0] else ""
+            lines.append(f"{layer_text:>4}  {name:{width}}  {summary(container, name)}".rstrip())
     return "\n".join(lines)
 
 
 def summary(container: str, name: str) -> str:
     """Return the first line of a package's or module's docstring."""
-    place = ROOT / container.replace(".", "/") / name
-    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    module_path = ROOT / container.replace(".", "/") / name
+    path = module_path / "__init__.py" if module_path.is_dir() else module_path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]
 
@@ -379,12 +379,12 @@ def drifted() -> dict[str, str]:
 
 def main() -> int:
     """Write outdated files, or only name them with `--check`; return the exit code."""
-    stale = drifted()
+    outdated = drifted()
     if "--check" in sys.argv[1:]:
-        for name in stale:
+        for name in outdated:
             print(f"{name}: not up to date, run make docs")
-        return 1 if stale else 0
-    for name, text in stale.items():
+        return 1 if outdated else 0
+    for name, text in outdated.items():
         path = ROOT / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

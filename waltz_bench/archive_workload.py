@@ -65,15 +65,15 @@ def _digits() -> bytes:
 
 def _row(transaction_id: int, payload_bytes: int) -> bytes:
     start = transaction_id * _STRIDE % (_DIGITS_BYTES - payload_bytes)
-    cut = _digits()[start : start + payload_bytes - ID_BYTES]
-    return transaction_id.to_bytes(ID_BYTES, "big") + cut
+    padding = _digits()[start : start + payload_bytes - ID_BYTES]
+    return transaction_id.to_bytes(ID_BYTES, "big") + padding
 
 
 def archive(load: BenchLoad, meter: Meter) -> Measured:
     """Append more data than the storages keep locally, and read it back in three ways."""
     del meter  # it measures an existing cluster, and this workload creates its own
-    where = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
-    url = f"file://{where}/archive"
+    directory = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
+    url = f"file://{directory}/archive"
     local_bytes = min(LOCAL_BYTES, (load.mib or MIB_DEFAULT) * MIB // 8)
     segment_bytes = local_bytes // SEGMENTS
     with_archive: dict[str, dict[str, object]] = {
@@ -88,7 +88,7 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
     without: dict[str, dict[str, object]] = {"storage": {"segment_bytes_max": segment_bytes}}
     clusters = [
         LocalCluster(
-            where / name,
+            directory / name,
             exit_with_parent=True,
             partition_count=1,
             server_count=1,
@@ -97,10 +97,10 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
         for name, settings in (("archived", with_archive), ("plain", without))
     ]
     try:
-        run = _ArchiveRun(load, clusters[0], where)
+        run = _ArchiveRun(load, clusters[0], directory)
         uvloop.run(run.compare_rates(clusters[1]))
         clusters[1].down()
-        shutil.rmtree(where / "plain", ignore_errors=True)
+        shutil.rmtree(directory / "plain", ignore_errors=True)
         uvloop.run(run.fill())
         uvloop.run(run.read_all())
         run.read_with_spark(url)
@@ -109,19 +109,19 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
         for cluster in clusters:
             if cluster.exists():
                 cluster.down()
-        shutil.rmtree(where, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class _ArchiveRun:
     """One run of the workload, and its figures for the report."""
 
-    def __init__(self, load: BenchLoad, cluster: LocalCluster, where: Path) -> None:
+    def __init__(self, load: BenchLoad, cluster: LocalCluster, directory: Path) -> None:
         self._load = load
         self._cluster = cluster
-        self._where = where
+        self._directory = directory
         self._rows_max = (load.mib or MIB_DEFAULT) * MIB // load.payload_bytes
         self._count = 0
-        self._wrong = 0
+        self._wrong_count = 0
         self._took_s = 0.0
         self._local_bytes_max = 0
         self._figures: dict[str, object] = {}
@@ -129,26 +129,28 @@ class _ArchiveRun:
 
     # ---- appends
 
-    async def compare_rates(self, plain: LocalCluster) -> None:
+    async def compare_rates(self, plain_cluster: LocalCluster) -> None:
         """Append to both clusters alternately, and compute the ratio of their rates (rule 2)."""
         self._cluster.up()
-        plain.up()
+        plain_cluster.up()
         rates: list[tuple[float, float]] = []
         plain_count = 0
         async with (
             AsyncWaltzClient.connect(self._cluster.connect) as archived,
-            AsyncWaltzClient.connect(plain.connect) as other,
+            AsyncWaltzClient.connect(plain_cluster.connect) as plain_client,
         ):
             for _ in range(WINDOWS):
                 added, with_s = await self._append(archived, self._count, self._load.seconds)
                 self._count += added
-                await self._until_archived(archived)
-                more, without_s = await self._append(other, plain_count, self._load.seconds)
-                plain_count += more
-                rates.append((added / with_s, more / without_s))
-        shares = [with_archive / without for with_archive, without in rates]
-        self._figures["of_without"] = round(statistics.median(shares), 3)
-        self._figures["of_without_each"] = [round(each, 3) for each in shares]
+                await self._wait_until_archived(archived)
+                plain_added, without_s = await self._append(
+                    plain_client, plain_count, self._load.seconds
+                )
+                plain_count += plain_added
+                rates.append((added / with_s, plain_added / without_s))
+        ratios = [with_archive / without for with_archive, without in rates]
+        self._figures["of_without"] = round(statistics.median(ratios), 3)
+        self._figures["of_without_each"] = [round(each, 3) for each in ratios]
         print_error(f"rate of appends with archiving / without: {self._figures['of_without']}")
 
     async def fill(self) -> None:
@@ -159,13 +161,13 @@ class _ArchiveRun:
             while self._count < self._rows_max:
                 added, _ = await self._append(client, self._count, self._load.seconds)
                 self._count += added
-                await self._until_archived(client)
+                await self._wait_until_archived(client)
                 print_error(f"{self._count:,} of {self._rows_max:,} rows are appended and archived")
             self._took_s = time.perf_counter() - began
         self._watching.set()
         self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
         archive_bytes = sum(
-            each.stat().st_size for each in (self._where / "archive").rglob("*.parquet")
+            each.stat().st_size for each in (self._directory / "archive").rglob("*.parquet")
         )
         self._figures["archive_mib"] = round(archive_bytes / MIB)
 
@@ -193,10 +195,13 @@ class _ArchiveRun:
             await each
         return next_row - first, time.perf_counter() - began
 
-    async def _until_archived(self, client: AsyncWaltzClient) -> None:
+    async def _wait_until_archived(self, client: AsyncWaltzClient) -> None:
         while True:
-            found = (await client.replica_sets([PARTITION]))[PARTITION]
-            if found.archived is not None and found.archived.last == found.high_water_mark:
+            replica_set = (await client.replica_sets([PARTITION]))[PARTITION]
+            if (
+                replica_set.archived is not None
+                and replica_set.archived.last == replica_set.high_water_mark
+            ):
                 return
             await asyncio.sleep(0.2)
 
@@ -217,15 +222,15 @@ class _ArchiveRun:
             began = time.perf_counter()
             rows = 0
             async for chunk in client.read_range(PARTITION, 0, self._count - 1):
-                self._wrong += _wrong_in(chunk, self._load.payload_bytes)
+                self._wrong_count += _count_wrong_in_chunk(chunk, self._load.payload_bytes)
                 rows += chunk.count
-            self._note("read_range", rows, began)
+            self._record_figures("read_range", rows, began)
             began = time.perf_counter()
             feed = _ComparedFeed(self._count, self._load.payload_bytes)
             await client.subscribe(feed, [PARTITION])
             await feed.done.wait()
-            self._wrong += feed.wrong
-            self._note("feed", feed.seen, began)
+            self._wrong_count += feed.wrong
+            self._record_figures("feed", feed.seen_count, began)
 
     def read_with_spark(self, url: str) -> None:
         """Compare all rows in the archive with Spark, and time it against an equal Parquet file."""
@@ -238,13 +243,15 @@ class _ArchiveRun:
             log = reader.load(self._cluster.connect).select("transaction_id", "data")
             began = time.perf_counter()
             check = functools.partial(_wrong_rows, self._load.payload_bytes)
-            found = log.mapInArrow(check, "rows long, wrong long").groupBy().sum().collect()[0]
-            self._wrong += found[1]
-            self._note("spark_check", found[0], began)
-            path = str(self._where / "plain.parquet")
+            sums = log.mapInArrow(check, "rows long, wrong long").groupBy().sum().collect()[0]
+            self._wrong_count += sums[1]
+            self._record_figures("spark_check", sums[0], began)
+            path = str(self._directory / "plain.parquet")
             log.write.option("compression", "zstd").parquet(path)
-            times = [(_timed(log), _timed(spark.read.parquet(path))) for _ in range(ROUNDS)]
-            fastest = [min(each) for each in zip(*times, strict=True)]
+            durations = [
+                (_time_read(log), _time_read(spark.read.parquet(path))) for _ in range(ROUNDS)
+            ]
+            fastest = [min(each) for each in zip(*durations, strict=True)]
             self._figures["spark_archive_s"], self._figures["spark_parquet_s"] = map(
                 functools.partial(round, ndigits=2), fastest
             )
@@ -252,12 +259,12 @@ class _ArchiveRun:
             spark.stop()
             close_clients()
 
-    def _note(self, name: str, rows: int, began: float) -> None:
+    def _record_figures(self, name: str, rows: int, began: float) -> None:
         took = time.perf_counter() - began
-        self._wrong += abs(rows - self._count)
+        self._wrong_count += abs(rows - self._count)
         rate = rows * self._load.payload_bytes / took / MIB
         self._figures[f"{name}_mib_per_s"] = round(rate, 1)
-        print_error(f"{name}: {rows:,} rows in {took:.1f} s, {self._wrong} wrong so far")
+        print_error(f"{name}: {rows:,} rows in {took:.1f} s, {self._wrong_count} wrong so far")
 
     def measured(self) -> Measured:
         """Return the result of the run."""
@@ -266,7 +273,7 @@ class _ArchiveRun:
             seconds=self._took_s,
             bytes=self._count * self._load.payload_bytes,
             acknowledged=self._count,
-            errors=self._wrong,
+            errors=self._wrong_count,
             extra=self._figures,
         )
 
@@ -277,20 +284,20 @@ class _ComparedFeed(AsyncCallbacks):
     def __init__(self, count: int, payload_bytes: int) -> None:
         self._count = count
         self._payload_bytes = payload_bytes
-        self.seen = 0
+        self.seen_count = 0
         self.wrong = 0
         self.done = asyncio.Event()
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        is_next = transaction.transaction_id == self.seen
+        is_next = transaction.transaction_id == self.seen_count
         data = await transaction.data()
-        self.wrong += not is_next or data != _row(self.seen, self._payload_bytes)
-        self.seen += 1
-        if self.seen == self._count:
+        self.wrong += not is_next or data != _row(self.seen_count, self._payload_bytes)
+        self.seen_count += 1
+        if self.seen_count == self._count:
             self.done.set()
 
 
-def _wrong_in(chunk: RangeChunk, payload_bytes: int) -> int:
+def _count_wrong_in_chunk(chunk: RangeChunk, payload_bytes: int) -> int:
     """Return the number of rows in a chunk that differ from the expected rows."""
     size = payload_bytes + RECORD_OVERHEAD_BYTES
     if (chunk.lengths != size).any():
@@ -298,13 +305,13 @@ def _wrong_in(chunk: RangeChunk, payload_bytes: int) -> int:
     records = np.frombuffer(chunk.records, np.uint8).reshape(-1, size)
     ids = np.arange(chunk.first, chunk.first + chunk.count)
     start = RECORD_PREFIX.size
-    return _wrong_among(ids, records[:, start : start + payload_bytes])
+    return _count_wrong(ids, records[:, start : start + payload_bytes])
 
 
-def _wrong_among(ids: np.ndarray, datas: np.ndarray) -> int:
+def _count_wrong(ids: np.ndarray, datas: np.ndarray) -> int:
     expected = b"".join(_row(each, datas.shape[1]) for each in ids.tolist())
-    same = np.frombuffer(expected, np.uint8).reshape(datas.shape) == datas
-    return int((~same.all(axis=1)).sum())
+    is_equal = np.frombuffer(expected, np.uint8).reshape(datas.shape) == datas
+    return int((~is_equal.all(axis=1)).sum())
 
 
 def _wrong_rows(payload_bytes: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -319,18 +326,18 @@ def _wrong_rows(payload_bytes: int, batches: Iterator[pa.RecordBatch]) -> Iterat
     yield pa.RecordBatch.from_pydict({"rows": [rows], "wrong": [wrong]})
 
 
-def _timed(frame: DataFrame) -> float:
+def _time_read(df: DataFrame) -> float:
     """Let Spark read every column of every row and discard the rows; return the time in s."""
     began = time.perf_counter()
-    frame.write.format("noop").mode("overwrite").save()
+    df.write.format("noop").mode("overwrite").save()
     return time.perf_counter() - began
 
 
 def _size_of(directory: Path) -> int:
-    found = 0
+    size_bytes = 0
     for each in directory.rglob("*"):
         try:
-            found += each.stat().st_blocks * 512
+            size_bytes += each.stat().st_blocks * 512
         except FileNotFoundError:
             continue
-    return found
+    return size_bytes

@@ -39,7 +39,7 @@ class _AnswerTimes:
 
     def __init__(self, seconds: float) -> None:
         self.began = time.perf_counter()
-        self.until = self.began + seconds
+        self.deadline_s = self.began + seconds
         self.answered_s: list[float] = []
         self.latencies_s: list[float] = []
         self.changed_s: list[tuple[float, float]] = []  # the session began between these two times
@@ -49,7 +49,7 @@ class _AnswerTimes:
     @property
     def is_over(self) -> bool:
         now = time.perf_counter()
-        return now >= self.until and (bool(self.changed_s) or now >= self.began + WAIT_S_MAX)
+        return now >= self.deadline_s and (bool(self.changed_s) or now >= self.began + WAIT_S_MAX)
 
     def gaps_s(self) -> list[float]:
         """Return for each new session the longest time in s without an answer around it."""
@@ -74,11 +74,11 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
         run = _AnswerTimes(load.seconds)
         meter.start()
         async with asyncio.TaskGroup() as group:
-            group.create_task(_watch(client, run))
-            group.create_task(_append(client, load, run))
+            group.create_task(_watch_sessions(client, run))
+            group.create_task(_append_until_end(client, load, run))
         took = time.perf_counter() - run.began
         meter.stop()
-        lost, duplicated = await _check(client, run, start)
+        lost, duplicated = await _check_log(client, run, start)
     gaps_s = run.gaps_s()
     usual_s = np.diff(run.answered_s).tolist()
     return Measured(
@@ -100,20 +100,20 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
     )
 
 
-async def _watch(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
+async def _watch_sessions(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
     """Poll the partition's session ID, and record between which two polls it changes."""
-    seen = (await client.replicas(PARTITION)).session_id
-    looked_s = time.perf_counter()
+    session_id = (await client.replicas(PARTITION)).session_id
+    previous_s = time.perf_counter()
     while not run.is_over:
         await asyncio.sleep(POLL_INTERVAL_S)
-        found = (await client.replicas(PARTITION)).session_id
+        new_session_id = (await client.replicas(PARTITION)).session_id
         now = time.perf_counter()
-        if found != seen:
-            run.changed_s.append((looked_s, now))
-        seen, looked_s = found, now
+        if new_session_id != session_id:
+            run.changed_s.append((previous_s, now))
+        session_id, previous_s = new_session_id, now
 
 
-async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) -> None:
+async def _append_until_end(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) -> None:
     """Append batches with a few in flight until the run is over (rule 1)."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
@@ -140,13 +140,13 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) 
         now = time.perf_counter()
         run.answered_s.append(now)
         run.latencies_s.append(now - sent_s)
-        is_in = outcome.reasons == RowOutcomeCode.COMMITTED
-        run.ids += outcome.transaction_ids[is_in].tolist()
-        run.rejected += int((~is_in).sum())
+        is_committed = outcome.reasons == RowOutcomeCode.COMMITTED
+        run.ids += outcome.transaction_ids[is_committed].tolist()
+        run.rejected += int((~is_committed).sum())
         mark = outcome.high_water_mark
 
 
-async def _check(client: AsyncWaltzClient, run: _AnswerTimes, start: int) -> tuple[int, int]:
+async def _check_log(client: AsyncWaltzClient, run: _AnswerTimes, start: int) -> tuple[int, int]:
     """Read the rows back; return the number of lost IDs and of duplicated rows."""
     last = await client.high_water_mark(PARTITION)
     ids, requests = [], []

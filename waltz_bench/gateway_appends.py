@@ -29,7 +29,7 @@ _HEAD_END = b"\r\n\r\n"
 _LENGTH = b"content-length: "
 
 
-class _Phase(NamedTuple):
+class _PhaseResult(NamedTuple):
     """What one part of the run has appended."""
 
     ids: list[tuple[int, int]]  # partition, transaction ID
@@ -72,7 +72,7 @@ async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
         starts = await client.high_water_marks()
         count = client.partition_count
         meter.start()
-        plain = await _append_over_http(process, payload, count, load.seconds)
+        without_keys = await _append_over_http(process, payload, count, load.seconds)
         meter.stop()
         key = f"bench-{time.time_ns()}"
         keyed = await _append_over_http(process, payload, count, load.seconds, key=key)
@@ -86,26 +86,33 @@ async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
 
         python = await _measure(with_client, load.seconds, os.getpid())
         acknowledged: dict[int, list[int]] = {}
-        for partition, transaction_id in (*plain.ids, *keyed.ids, *python.ids):
+        for partition, transaction_id in (*without_keys.ids, *keyed.ids, *python.ids):
             acknowledged.setdefault(partition, []).append(transaction_id)
         wrong = await check_ids(client, starts, acknowledged)
     extra: dict[str, object] = {
         "connections": CONNECTIONS,
         "with_keys_per_s": keyed.rate_per_s,
         "python_client_per_s": python.rate_per_s,
-        "of_python_client": round(plain.rate_per_s / python.rate_per_s, 3),
-        "gateway_cpu_us_per_tx": plain.cpu_us_per_tx,
+        "of_python_client": round(without_keys.rate_per_s / python.rate_per_s, 3),
+        "gateway_cpu_us_per_tx": without_keys.cpu_us_per_tx,
         "gateway_with_keys_cpu_us_per_tx": keyed.cpu_us_per_tx,
         "python_client_cpu_us_per_tx": python.cpu_us_per_tx,
-        "cpu_ratio": round(plain.cpu_us_per_tx / python.cpu_us_per_tx, 2),
+        "cpu_ratio": round(without_keys.cpu_us_per_tx / python.cpu_us_per_tx, 2),
     }
-    ids = [transaction_id for _, transaction_id in plain.ids]
-    return measured(load, ids, plain.latencies_s, took=plain.seconds, wrong=wrong, extra=extra)
+    ids = [transaction_id for _, transaction_id in without_keys.ids]
+    return measured(
+        load,
+        ids,
+        without_keys.latencies_s,
+        took=without_keys.seconds,
+        wrong_counts=wrong,
+        extra=extra,
+    )
 
 
 async def _append_over_http(
     process: _Gateway, payload: bytes, partition_count: int, seconds: float, *, key: str = ""
-) -> _Phase:
+) -> _PhaseResult:
     data = base64.b64encode(payload).decode("ascii")
 
     async def connect(write: WriterRun) -> None:
@@ -114,16 +121,16 @@ async def _append_over_http(
         async def append(number: int) -> tuple[int, int]:
             row = {"data": data, "partition": number % partition_count}
             body = json.dumps({"transactions": [row]}).encode()
-            named = f"Idempotency-Key: {key}-{number}\r\n" if key else ""
-            head = f"POST /v1/transactions HTTP/1.1\r\nHost: localhost\r\n{named}"
+            key_header = f"Idempotency-Key: {key}-{number}\r\n" if key else ""
+            head = f"POST /v1/transactions HTTP/1.1\r\nHost: localhost\r\n{key_header}"
             head += "Content-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             answer = await reader.readuntil(_HEAD_END)
             length = int(answer.partition(_LENGTH)[2].partition(b"\r\n")[0])
-            found = json.loads(await reader.readexactly(length))
+            reply = json.loads(await reader.readexactly(length))
             if not answer.startswith(b"HTTP/1.1 200"):
-                raise Unavailable(f"the gateway has rejected an append: {found}")
-            outcome = found["outcomes"][0]
+                raise Unavailable(f"the gateway has rejected an append: {reply}")
+            outcome = reply["outcomes"][0]
             return outcome["partition"], outcome["transaction_id"]
 
         try:
@@ -136,7 +143,7 @@ async def _append_over_http(
 
 async def _measure(
     connect: Callable[[WriterRun], Coroutine[Any, Any, None]], seconds: float, pid: int
-) -> _Phase:
+) -> _PhaseResult:
     """Run `CONNECTIONS` writers for a time; each has one append in flight."""
     ids: list[tuple[int, int]] = []
     latencies_s: list[float] = []
@@ -152,7 +159,7 @@ async def _measure(
         for _ in range(CONNECTIONS):
             group.create_task(connect(write))
     took_s = time.perf_counter() - began_s
-    return _Phase(ids, latencies_s, took_s, cpu_seconds_of(pid) - cpu_s)
+    return _PhaseResult(ids, latencies_s, took_s, cpu_seconds_of(pid) - cpu_s)
 
 
 @asynccontextmanager

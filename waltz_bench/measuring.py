@@ -110,10 +110,10 @@ class Meter:
     """
 
     def __init__(
-        self, cluster: "LocalCluster | None", others: "Iterable[LocalCluster]" = ()
+        self, cluster: "LocalCluster | None", other_clusters: "Iterable[LocalCluster]" = ()
     ) -> None:
         self.cluster = cluster
-        self._others = tuple(others)
+        self._others = tuple(other_clusters)
         self._began: dict[str, float] = {}
         self._spent: dict[str, float] = {}
 
@@ -147,23 +147,28 @@ class Meter:
 
 def cpu_seconds_of(pid: int) -> float:
     """Return the CPU time of one process."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+    cpu_times = psutil.Process(pid).cpu_times()
+    return float(cpu_times.user + cpu_times.system)
 
 
 def _client_cpu_seconds(daemons: set[int]) -> float:
     """Return the CPU seconds of this process and of its descendants that are not daemons."""
-    own = psutil.Process()
-    found = [own]
-    for child in own.children():
+    process = psutil.Process()
+    processes = [process]
+    for child in process.children():
         if child.pid not in daemons:
-            found += [child, *child.children(recursive=True)]
+            processes += [child, *child.children(recursive=True)]
     seconds = 0.0
-    for each in found:
+    for each in processes:
         with suppress(psutil.NoSuchProcess):
-            times = each.cpu_times()
+            cpu_times = each.cpu_times()
             # The last two are the times of child processes that have exited.
-            seconds += times.user + times.system + times.children_user + times.children_system
+            seconds += (
+                cpu_times.user
+                + cpu_times.system
+                + cpu_times.children_user
+                + cpu_times.children_system
+            )
     return seconds
 
 
@@ -176,14 +181,14 @@ def make_report(
     """Compute the report of a run from its result; `cpu` is CPU seconds by role."""
     rows = max(measured.rows, 1)
     by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
-    hot = [by_role[role] for role in ("server", "storage") if role in by_role]
-    left_out = ("connect", "flood_connect")
-    requested = {key: value for key, value in asdict(load).items() if key not in left_out}
+    daemon_us = [by_role[role] for role in ("server", "storage") if role in by_role]
+    omitted_names = ("connect", "flood_connect")
+    load_options = {key: value for key, value in asdict(load).items() if key not in omitted_names}
     return BenchReport(
         workload=name,
         rate_per_s=round(measured.rows / measured.seconds, 1),
         mb_per_s=round(measured.bytes / measured.seconds / MIB, 3),
-        cpu_us_per_tx=round(sum(hot), 3) if hot else None,
+        cpu_us_per_tx=round(sum(daemon_us), 3) if daemon_us else None,
         p50_ms=percentile_ms(measured.latencies_s, 0.50),
         p99_ms=percentile_ms(measured.latencies_s, 0.99),
         max_gap_s=round(measured.gap_s_max, 4),
@@ -196,7 +201,7 @@ def make_report(
         of_ceiling=measured.of_ceiling,
         access_ratio=measured.access_ratio,
         cpu_us_per_tx_by_role=by_role,
-        load=requested,
+        load=load_options,
         environment={
             "version": __version__,
             "python": platform.python_version(),

@@ -45,7 +45,7 @@ def append_one(load: BenchLoad, meter: Meter) -> Measured:
 async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
 
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
-    own: list[float] = []
+    latencies_s: list[float] = []
     peer_times: list[float] = []
     ids: list[int] = []
     async with AsyncExitStack() as stack:
@@ -65,15 +65,15 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
         for _ in range(SLICES):
             began = time.perf_counter()
             until = began + load.seconds / SLICES
-            while (sent := time.perf_counter()) < until:
+            while (sent_s := time.perf_counter()) < until:
                 locks = [lock("bench", len(ids))]
                 ids.append(await (await client.append(payload, partition=0, write_locks=locks)))
-                own.append(time.perf_counter() - sent)
+                latencies_s.append(time.perf_counter() - sent_s)
             took += time.perf_counter() - began
             until = time.perf_counter() + load.seconds / SLICES
-            while peer is not None and (sent := time.perf_counter()) < until:
+            while peer is not None and (sent_s := time.perf_counter()) < until:
                 await peer.publish(payload)
-                peer_times.append(time.perf_counter() - sent)
+                peer_times.append(time.perf_counter() - sent_s)
         meter.stop()
         lost, duplicated = await check_ids(client, starts, {0: ids})
     extra: dict[str, object] = {}
@@ -81,8 +81,8 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
         extra = {
             f"{load.peer}_p{share}_ms": percentile_ms(peer_times, share / 100) for share in (50, 99)
         }
-        extra["p50_ratio"] = round(float(np.median(own) / np.median(peer_times)), 2)
-    return measured(load, ids, own, took=took, wrong=(lost, duplicated), extra=extra)
+        extra["p50_ratio"] = round(float(np.median(latencies_s) / np.median(peer_times)), 2)
+    return measured(load, ids, latencies_s, took=took, wrong_counts=(lost, duplicated), extra=extra)
 
 
 def append_single(load: BenchLoad, meter: Meter) -> Measured:
@@ -101,23 +101,23 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
         meter.start()
         began = time.perf_counter()
         until = began + load.seconds
-        turn = 0
+        append_number = 0
         while waiting or time.perf_counter() < until:
-            while len(waiting) < SINGLES_IN_FLIGHT and (sent := time.perf_counter()) < until:
-                turn += 1
-                partition = turn % client.partition_count
-                locks = [lock("bench", turn)]
+            while len(waiting) < SINGLES_IN_FLIGHT and (sent_s := time.perf_counter()) < until:
+                append_number += 1
+                partition = append_number % client.partition_count
+                locks = [lock("bench", append_number)]
                 future = await client.append(payload, partition=partition, write_locks=locks)
-                waiting.append((sent, partition, future))
+                waiting.append((sent_s, partition, future))
             if waiting:
-                sent, partition, future = waiting.popleft()
+                sent_s, partition, future = waiting.popleft()
                 ids.setdefault(partition, []).append(await future)
-                latencies.append(time.perf_counter() - sent)
+                latencies.append(time.perf_counter() - sent_s)
         took = time.perf_counter() - began
         meter.stop()
         lost, duplicated = await check_ids(client, starts, ids)
     rows = [each for part in ids.values() for each in part]
-    return measured(load, rows, latencies, took=took, wrong=(lost, duplicated), extra={})
+    return measured(load, rows, latencies, took=took, wrong_counts=(lost, duplicated), extra={})
 
 
 def conditional(load: BenchLoad, meter: Meter) -> Measured:
@@ -139,7 +139,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
     async def write(client: AsyncWaltzClient, number: int, until: float) -> None:
         nonlocal rejected
         locks, mark = [lock("writer", number)], await client.high_water_mark(partition)
-        while (sent := time.perf_counter()) < until:
+        while (sent_s := time.perf_counter()) < until:
             try:
                 mark = await (
                     await client.append(
@@ -153,7 +153,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
                 rejected += 1
                 mark = await client.high_water_mark(partition)
                 continue
-            latencies.append(time.perf_counter() - sent)
+            latencies.append(time.perf_counter() - sent_s)
             ids.append(mark)
 
     async with AsyncWaltzClient.connect(load.connect) as client:
@@ -168,21 +168,21 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
         meter.stop()
         lost, duplicated = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "rejected": rejected}
-    return measured(load, ids, latencies, took=took, wrong=(lost, duplicated), extra=extra)
+    return measured(load, ids, latencies, took=took, wrong_counts=(lost, duplicated), extra=extra)
 
 
 class _CountCallbacks(AsyncCallbacks):
     """Counts the transactions of the feed, without reading their data."""
 
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
+    def __init__(self, count: int) -> None:
+        self._expected_count = count
         self.count = 0
         self.is_done = asyncio.Event()
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
         """Count a transaction, and signal the last transaction."""
         self.count += 1
-        if self.count == self._wanted:
+        if self.count == self._expected_count:
             self.is_done.set()
 
 
@@ -222,7 +222,7 @@ def measured(
     latencies: list[float],
     *,
     took: float,
-    wrong: tuple[int, int],
+    wrong_counts: tuple[int, int],
     extra: dict[str, object],
 ) -> Measured:
     """Return the result of a workload with single appends; `took` is the time in seconds."""
@@ -234,8 +234,8 @@ def measured(
         latencies_s=latencies,
         gap_s_max=max(latencies, default=0.0),
         acknowledged=len(ids),
-        lost=wrong[0],
-        duplicated=wrong[1],
+        lost=wrong_counts[0],
+        duplicated=wrong_counts[1],
         extra=extra,
     )
 
@@ -256,8 +256,8 @@ async def check_ids(
             async for chunk in chunks
         ]
         if requests:
-            whole = np.concatenate(requests)
-            duplicated += len(whole) - len(np.unique(whole))
+            request_ids = np.concatenate(requests)
+            duplicated += len(request_ids) - len(np.unique(request_ids))
     return lost, duplicated
 
 
@@ -265,7 +265,7 @@ async def check_ids(
 
 
 @dataclass
-class _Acknowledged:
+class _AcknowledgedAppends:
     ids: dict[int, list[int]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
     rejected: int = 0
@@ -277,7 +277,7 @@ def producers(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _producers(load: BenchLoad, meter: Meter) -> Measured:
-    acknowledged = _Acknowledged()
+    acknowledged = _AcknowledgedAppends()
     async with AsyncWaltzClient.connect(load.connect) as client:
         await client.mount()
         starts = await client.high_water_marks()
@@ -288,10 +288,12 @@ async def _producers(load: BenchLoad, meter: Meter) -> Measured:
                 group.create_task(_write(client, load, number, began + load.seconds, acknowledged))
         took = time.perf_counter() - began
         meter.stop()
-        wrong = await check_ids(client, starts, acknowledged.ids)
-    rows = [each for its in acknowledged.ids.values() for each in its]
+        wrong_counts = await check_ids(client, starts, acknowledged.ids)
+    rows = [each for ids in acknowledged.ids.values() for each in ids]
     extra: dict[str, object] = {"rejected": acknowledged.rejected}
-    return measured(load, rows, acknowledged.latencies_s, took=took, wrong=wrong, extra=extra)
+    return measured(
+        load, rows, acknowledged.latencies_s, took=took, wrong_counts=wrong_counts, extra=extra
+    )
 
 
 async def _write(
@@ -299,15 +301,15 @@ async def _write(
     load: BenchLoad,
     number: int,
     until: float,
-    acknowledged: _Acknowledged,
+    acknowledged: _AcknowledgedAppends,
 ) -> None:
-    chance = Random(number)  # noqa: S311 - test data
-    payload = chance.randbytes(load.payload_bytes)
+    random = Random(number)  # noqa: S311 - test data
+    payload = random.randbytes(load.payload_bytes)
     partition = number % client.partition_count
     mark = await client.high_water_mark(partition)
-    while (sent := time.perf_counter()) < until:
+    while (sent_s := time.perf_counter()) < until:
         pool = range(load.lock_count if load.lock_pool else 0)
-        locks = [lock("bench", chance.randrange(load.lock_pool)) for _ in pool]
+        locks = [lock("bench", random.randrange(load.lock_pool)) for _ in pool]
         try:
             future = await client.append(
                 payload, partition=partition, write_locks=locks, client_high_water_mark=mark
@@ -320,7 +322,7 @@ async def _write(
                 await client.high_water_mark(partition) if later is None else TransactionId(later)
             )
             continue
-        acknowledged.latencies_s.append(time.perf_counter() - sent)
+        acknowledged.latencies_s.append(time.perf_counter() - sent_s)
         acknowledged.ids.setdefault(partition, []).append(mark)
         if load.interval_ms:
             await asyncio.sleep(load.interval_ms / 1000)

@@ -87,18 +87,18 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
     The returned error has the class and the message, but no other attributes.
     """
     if isinstance(failure, errors.WaltzError):
-        plain: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
-        return plain
-    found = _ERROR_TEXT.findall(str(failure))
-    return _create_error(*found[-1]) if found else None
+        original: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
+        return original
+    matches = _ERROR_TEXT.findall(str(failure))
+    return _create_error(*matches[-1]) if matches else None
 
 
 def trailing_error(text: str) -> errors.WaltzError | None:
     """Return the `WaltzError` at the end of a text; None if another error was raised after it."""
-    found = list(_ERROR_TEXT.finditer(text))
-    if not found or _CHAINED_ERROR.search(text, found[-1].end()):
+    matches = list(_ERROR_TEXT.finditer(text))
+    if not matches or _CHAINED_ERROR.search(text, matches[-1].end()):
         return None
-    return _create_error(*found[-1].groups())
+    return _create_error(*matches[-1].groups())
 
 
 def _create_error(name: str, message: str) -> errors.WaltzError | None:

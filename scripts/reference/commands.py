@@ -71,8 +71,8 @@ def _subcommand(name: str, subcommand: Subcommand) -> Iterator[str]:
 
 def _row(names: str, text: str) -> tuple[str, str, str]:
     """Return a row; the default is at the end of the text."""
-    found = ["".join(each) for each in DEFAULT.findall(text)]
-    default = found[0] if found else ""
+    matches = ["".join(each) for each in DEFAULT.findall(text)]
+    default = matches[0] if matches else ""
     if names.startswith("-"):
         return code(names), cell(default), cell(DEFAULT.sub("", text))
     optional = default or ("" if names.startswith("[") else "required")

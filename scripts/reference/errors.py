@@ -18,7 +18,7 @@ COLUMNS = ("error", "code", "retriable", "what has happened", "what to do")
 
 
 def _table(group: type[WaltzError]) -> str:
-    return table(COLUMNS, [_row(each) for each in _family(group)])
+    return table(COLUMNS, [_row(each) for each in _class_and_subclasses(group)])
 
 
 def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:
@@ -35,10 +35,10 @@ def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:
     )
 
 
-def _family(error: type[WaltzError]) -> list[type[WaltzError]]:
+def _class_and_subclasses(error: type[WaltzError]) -> list[type[WaltzError]]:
     """Return a class and all below it, by code."""
     children = sorted(error.__subclasses__(), key=lambda each: each.code)
-    return [error, *(each for child in children for each in _family(child))]
+    return [error, *(each for child in children for each in _class_and_subclasses(child))]
 
 
 def _anchor(group: type[WaltzError]) -> str:

@@ -681,6 +681,6 @@ def test_every_warning_states_an_action():
     wrong = [
         f"{event.name}: {event.level}"
         for event in events.events().values()
-        if event.name in texts and event.wants_action is not bool(texts[event.name].action)
+        if event.name in texts and event.requires_action is not bool(texts[event.name].action)
     ]
     fail_if_any(wrong, "WARNING and ERROR have an action, other levels have none")

@@ -27,27 +27,27 @@ async def lasting_findings(
     *,
     timeout_s: float,
     local: LocalFacts | None = None,
-    shown_connect: str | None = None,
+    displayed_connect: str | None = None,
 ) -> tuple[Facts, list[Finding]]:
     """Check repeatedly; return the facts, and the findings that are not temporary (rule 1).
 
-    Findings and their commands have the connect string `shown_connect`, by default `connect`.
+    Findings and their commands have the connect string `displayed_connect`, by default `connect`.
     """
 
     async def check() -> tuple[Facts, list[Finding]]:
         facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
-        if shown_connect is not None:
-            facts = replace(facts, connect=shown_connect)
+        if displayed_connect is not None:
+            facts = replace(facts, connect=displayed_connect)
         return facts, diagnose(facts)
 
-    facts, found = await check()
+    facts, findings = await check()
     for _ in range(CHECKS_MAX - 1):
-        if not found:
+        if not findings:
             break
-        known = {each.key for each in found}
+        previous_keys = {each.key for each in findings}
         await asyncio.sleep(RECHECK_INTERVAL_S)
-        facts, found = await check()
-        lasting = [each for each in found if each.key in known]
-        if lasting:
-            return facts, lasting
-    return facts, found
+        facts, findings = await check()
+        lasting_ones = [each for each in findings if each.key in previous_keys]
+        if lasting_ones:
+            return facts, lasting_ones
+    return facts, findings

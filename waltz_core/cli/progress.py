@@ -52,10 +52,10 @@ class ProgressLine:
             self._bar.stop()
             self._bar = None
 
-    def show(self, done_count: int, count: int, what: str) -> None:
-        """Report the progress; `what` states the current work, or the reason for a wait."""
-        self.awaited = what.removeprefix("waiting for ")
-        self._progress = (done_count, count, what)
+    def show(self, done_count: int, count: int, description: str) -> None:
+        """Report the progress; `description` states the current work, or the reason for a wait."""
+        self.awaited = description.removeprefix("waiting for ")
+        self._progress = (done_count, count, description)
         if self._show_at_s is not None and time.monotonic() >= self._show_at_s:
             self._show_bar()
         self._draw()
@@ -83,7 +83,7 @@ class ProgressLine:
 
     def _draw(self) -> None:
         if self._bar is not None:
-            done_count, count, what = self._progress
+            done_count, count, description = self._progress
             for task in self._bar.task_ids:
-                self._bar.update(task, description=what, completed=done_count, total=count)
+                self._bar.update(task, description=description, completed=done_count, total=count)
             self._bar.refresh()

@@ -174,21 +174,21 @@ class Callers:
 
     async def _find_or_open(self, token: Token | None) -> Caller:
         key = _NO_TOKEN_HASH if token is None else hash_of(token.secret)  # rule 2
-        if (known := self._callers.get(key)) is not None:
-            return known
+        if (existing := self._callers.get(key)) is not None:
+            return existing
         lock = self._opening_locks.setdefault(key, asyncio.Lock())
         try:
             async with lock:
-                if (known := self._callers.get(key)) is not None:
-                    return known
-                opened = await self._open(key, None if token is None else ForwardedToken(token))
+                if (existing := self._callers.get(key)) is not None:
+                    return existing
+                new_caller = await self._open(key, None if token is None else ForwardedToken(token))
                 try:  # only now: a wrong token must not close the client of another caller
                     await self._evict_idle_caller()
                 except BaseException:
-                    await opened.close()
+                    await new_caller.close()
                     raise
-                self._callers[key] = opened
-                return opened
+                self._callers[key] = new_caller
+                return new_caller
         finally:
             self._opening_locks.pop(key, None)
 
@@ -206,9 +206,9 @@ class Callers:
         except BaseException:
             await client.close()
             raise
-        opened = Caller(key, token, client, WriteRequests(self._connect, client))
-        opened.idle_since_s = self._loop.time()
-        return opened
+        caller = Caller(key, token, client, WriteRequests(self._connect, client))
+        caller.idle_since_s = self._loop.time()
+        return caller
 
     async def _evict_idle_caller(self) -> None:
         if len(self._callers) < CALLERS_MAX:

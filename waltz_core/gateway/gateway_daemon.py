@@ -38,10 +38,10 @@ def run(config: GatewayConfig) -> None:
         net.run(serve(config, on_ready=_print_ready))
     except BaseExceptionGroup as group:
         # A single error is easier to read than a tree of tasks.
-        known, _ = group.split(errors.WaltzError)
-        if known is None:
+        waltz_errors, _ = group.split(errors.WaltzError)
+        if waltz_errors is None:
             raise
-        raise errors.first_error_in(known) from group
+        raise errors.first_error_in(waltz_errors) from group
 
 
 def _print_ready(address: str) -> None:

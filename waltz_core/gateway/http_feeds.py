@@ -142,10 +142,10 @@ class HttpFeed:
         events: list[tuple[int, dict[str, Any]]] = []
         size, caught = 0, None
         try:
-            for number, words in run[:BATCH_TRANSACTIONS_MAX]:
+            for number, row in run[:BATCH_TRANSACTIONS_MAX]:
                 if not is_running() or size > BATCH_BYTES_MAX:
                     break
-                transaction = AsyncTransaction(partition_id, TransactionId(number), words, source)
+                transaction = AsyncTransaction(partition_id, TransactionId(number), row, source)
                 data = await transaction.data()
                 size += len(data)
                 events.append((number, transaction_fields(number, transaction.header, data)))
@@ -165,10 +165,12 @@ class HttpFeed:
         """Report an error that ends the feed (rule 4); other errors are retried."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
-            known = error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
+            waltz_error = (
+                error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
+            )
             before = transaction_id - 1
             await self._event_batches.put(
-                _EventBatch([(before, error_fields(known))], before, is_last=True)
+                _EventBatch([(before, error_fields(waltz_error))], before, is_last=True)
             )
         return policy
 

@@ -18,9 +18,9 @@ _HEADERS: Final = {
 }
 
 
-def url_parameters(request: Request, known: Collection[str]) -> UrlParameters:
+def url_parameters(request: Request, known_names: Collection[str]) -> UrlParameters:
     """Return the query parameters of a request; raises RequestRejected for unknown ones."""
-    return UrlParameters(request.query_params.multi_items(), known)
+    return UrlParameters(request.query_params.multi_items(), known_names)
 
 
 def partition_in_path(request: Request, partition_count: int) -> int:

@@ -212,12 +212,12 @@ class GatewayRoutes:
     async def _read_marks(self, request: Request, caller: Caller) -> Response:
         query = url_parameters(request, ("partition", "linearizable"))
         count = caller.client.partition_count
-        chosen = query.partitions(count)
+        partitions = query.partitions(count)
         marks = await caller.client.high_water_marks(
-            chosen or None, linearizable=query.flag("linearizable")
+            partitions or None, linearizable=query.flag("linearizable")
         )
-        shown = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
-        return json_response({"partition_count": count, "marks": shown})
+        marks_by_text = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
+        return json_response({"partition_count": count, "marks": marks_by_text})
 
     async def _read_range(self, request: Request, caller: Caller) -> Response:
         query = url_parameters(request, ("first", "last", "header"))
@@ -228,16 +228,16 @@ class GatewayRoutes:
         last, headers = query.integer("last"), query.headers()
         mark = await caller.client.high_water_mark(partition)
         end = mark if last is None else min(last, mark)
-        found: dict[str, Any] = {"transactions": [], "next": first, "high_water_mark": int(mark)}
+        fields: dict[str, Any] = {"transactions": [], "next": first, "high_water_mark": int(mark)}
         if first > end:
-            return json_response(found)
+            return json_response(fields)
         range_query = RangeQuery(
             TransactionId(first), TransactionId(end), RangeForm.WHOLE, headers, RANGE_BYTES_MAX
         )
         chunk = await caller.client.requests.fetch_range(PartitionId(partition), range_query)
-        found["transactions"] = [transaction_fields(*row) for row in chunk.rows()]
-        found["next"] = int(chunk.next)
-        return json_response(found)
+        fields["transactions"] = [transaction_fields(*row) for row in chunk.rows()]
+        fields["next"] = int(chunk.next)
+        return json_response(fields)
 
     # --- the feed
 

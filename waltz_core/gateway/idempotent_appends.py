@@ -150,10 +150,12 @@ class IdempotentAppends:
         try:
             async with asyncio.timeout(self._timeout_s):
                 for partition in sorted({row.partition for row in rows}):
-                    own = [at for at, row in enumerate(rows) if row.partition == partition]
-                    task = _PartitionAppend(client, claim, partition, [rows[at] for at in own])
-                    found = await task.append()
-                    outcomes |= {own[at]: each for at, each in found.items()}
+                    positions = [at for at, row in enumerate(rows) if row.partition == partition]
+                    task = _PartitionAppend(
+                        client, claim, partition, [rows[at] for at in positions]
+                    )
+                    partition_outcomes = await task.append()
+                    outcomes |= {positions[at]: each for at, each in partition_outcomes.items()}
         except TimeoutError:
             raise errors.OutcomeUnknown(f"no outcome within {self._timeout_s:g} s") from None
         return outcomes
@@ -202,8 +204,8 @@ class _PartitionAppend:
             self._partition, first, last, form=RangeForm.HEADERS
         ):
             headers = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
-            own = headers[headers["req_id"]["client_id"] == self._claim.state.client_id]
-            for each in own:
+            own_headers = headers[headers["req_id"]["client_id"] == self._claim.state.client_id]
+            for each in own_headers:
                 sequence = int(each["req_id"]["sequence"])
                 self._outcomes[(sequence - 1) % count] = TransactionId(int(each["transaction_id"]))
                 highest = max(highest, sequence)
@@ -241,13 +243,13 @@ class _PartitionAppend:
     def _record_outcomes(self, first: int, outcome: BatchOutcome) -> bool:
         """Store the final outcomes of sent rows; return whether all are final (rule 4)."""
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
-        conflicting, mark = outcome.conflicting.tolist(), int(outcome.high_water_mark)
+        conflicting_ids, mark = outcome.conflicting.tolist(), int(outcome.high_water_mark)
         is_final = True
         for offset, reason in enumerate(reasons):
             if reason == RowOutcomeCode.COMMITTED:
                 self._outcomes[first + offset] = TransactionId(ids[offset])
             elif reason == RowOutcomeCode.LOCK:
-                self._outcomes[first + offset] = _Rejection(conflicting[offset], mark)
+                self._outcomes[first + offset] = _Rejection(conflicting_ids[offset], mark)
             elif reason == RowOutcomeCode.AHEAD:
                 self._outcomes[first + offset] = _Rejection(_MARK_ABOVE_LOG, mark)
             elif reason == RowOutcomeCode.TOO_LARGE:
@@ -273,11 +275,11 @@ def _payload_of(rows: Sequence[NewTransaction]) -> bytes:
 
 def _request_hash(rows: Sequence[NewTransaction]) -> str:
     """Return a hash of the transactions of a request (rule 6)."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for row in rows:
-        made.update(repr((len(row.data), *row[1:])).encode())
-        made.update(row.data)
-    return made.hexdigest()
+        hasher.update(repr((len(row.data), *row[1:])).encode())
+        hasher.update(row.data)
+    return hasher.hexdigest()
 
 
 def _registry_summary(

@@ -52,9 +52,9 @@ def error_fields(error: errors.WaltzError) -> dict[str, Any]:
     """Return the JSON fields of an error."""
     kind = type(error).__name__
     if isinstance(error, errors.RequestRejected) and error.expected:
-        named = {"expected": error.expected, "found": error.found, "hint": error.hint}
-        shown = {name: each for name, each in named.items() if each != ""}
-        return {"type": kind, "error": str(error), **shown}
+        details = {"expected": error.expected, "found": error.found, "hint": error.hint}
+        present_details = {name: each for name, each in details.items() if each != ""}
+        return {"type": kind, "error": str(error), **present_details}
     message, _, hint = str(error).partition(" Hint: ")
     fields: dict[str, Any] = {"type": kind, "error": message}
     if isinstance(error, errors.OutcomeUnknown) and not hint:

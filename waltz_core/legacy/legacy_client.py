@@ -316,6 +316,6 @@ def _may_be_unknown_partition(message: ClientMessage) -> bool:
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:
-    req_id, wanted = message.req_id, message.transaction_id
-    text = f"{_NOT_FOUND_TEXT}partition={req_id.partition_id}transactionId={wanted}"
-    return TransactionDataResponse(req_id, wanted, (None, text))
+    req_id, requested_id = message.req_id, message.transaction_id
+    text = f"{_NOT_FOUND_TEXT}partition={req_id.partition_id}transactionId={requested_id}"
+    return TransactionDataResponse(req_id, requested_id, (None, text))

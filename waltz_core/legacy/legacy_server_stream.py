@@ -532,5 +532,5 @@ def exactly_once_error(address: str) -> errors.UsageError:
     )
 
 
-def _has_reached(wanted: TransactionId | None, mark: TransactionId) -> bool:
-    return wanted is not None and wanted <= mark
+def _has_reached(target: TransactionId | None, mark: TransactionId) -> bool:
+    return target is not None and target <= mark

@@ -60,15 +60,15 @@ def hold_port(port: int, host: str) -> socket.socket | None:
     return held
 
 
-def choose_port(taken: set[int], host: str) -> tuple[int, socket.socket]:
-    """Return a free port that is not in `taken`, and the socket that holds it.
+def choose_port(used_ports: set[int], host: str) -> tuple[int, socket.socket]:
+    """Return a free port that is not in `used_ports`, and the socket that holds it.
 
     Raises Unreachable if there is no free port.
     """
     chooser = random.SystemRandom()
     for _ in range(1000):
         port = chooser.randint(FIRST_PORT, LAST_PORT)
-        held = None if port in taken else hold_port(port, host)
+        held = None if port in used_ports else hold_port(port, host)
         if held is not None:
             return port, held
     raise Unreachable(f"there is no free port between {FIRST_PORT} and {LAST_PORT} on {host}")

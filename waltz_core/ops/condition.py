@@ -75,8 +75,10 @@ class PartitionCondition:
     def engaged_replicas(self) -> list[ReplicaId]:
         """The replicas that are engaged in the newest session and whose storages are known."""
         states = self.replica_states
-        known = [each for each in states if each in self._cluster.storages]
-        return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
+        known_replicas = [each for each in states if each in self._cluster.storages]
+        return [
+            each for each in known_replicas if states[each].closing_high_water_mark == UNRESOLVED
+        ]
 
     @property
     def not_engaged_replicas(self) -> list[ReplicaId]:

@@ -92,8 +92,8 @@ class FollowedDeltaTable:
 
     def columns(self) -> ArrowSchema:
         """Return the columns of the version that `marks` has read, without the position columns."""
-        found = self._schema if self._table is None else _schema_of(self._table)
-        return pa.schema([part for part in found if part.name not in _POSITION_COLUMNS])
+        schema = self._schema if self._table is None else _schema_of(self._table)
+        return pa.schema([part for part in schema if part.name not in _POSITION_COLUMNS])
 
     def create(self, start: TableMarks) -> None:
         """Let the next `apply` that has an effect, or `finish`, create the table (rule 7)."""
@@ -203,11 +203,11 @@ class FollowedDeltaTable:
 
     def _add_fields(self, table: DeltaTable, rows: ArrowTable) -> int:
         """Commit new fields of structs if there are any (rule 8); return the table's version."""
-        version, known = table.version(), _schema_of(table)
-        shared = [name for name in rows.schema.names if name in known.names]
+        version, table_schema = table.version(), _schema_of(table)
+        shared = [name for name in rows.schema.names if name in table_schema.names]
         old, new = (
             field_count(schema.field(name).type for name in shared)
-            for schema in (known, rows.schema)
+            for schema in (table_schema, rows.schema)
         )
         if new > old:
             assert self._state is not None, "marks() was called"
@@ -259,11 +259,12 @@ class FollowedDeltaTable:
                     f"table {self._uri}: column {part.name!r} of the table is not declared. "
                     "Hint: declare all columns of the table."
                 )
-            declared = self._schema.field(part.name).type
-            if _comparable_type(part.type) != _comparable_type(declared):
+            declared_type = self._schema.field(part.name).type
+            if _comparable_type(part.type) != _comparable_type(declared_type):
                 raise BadConfig(
                     f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
-                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"but is declared as {declared_type}. Hint: the type of a column cannot "
+                    "change; "
                     f"declare {part.type}, or use a new table."
                 )
 
@@ -286,10 +287,10 @@ def _with_position_columns(schema: ArrowSchema) -> ArrowSchema:
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
     """Return the schema of the table for changes whose columns were found; raises BadConfig."""
-    own = (*LOG_COLUMNS, DELETED)
-    found = pa.schema([part for part in changes.schema if part.name not in own])
-    check_schema(found)
-    return _with_position_columns(found)
+    reserved = (*LOG_COLUMNS, DELETED)
+    inferred = pa.schema([part for part in changes.schema if part.name not in reserved])
+    check_schema(inferred)
+    return _with_position_columns(inferred)
 
 
 def _commit_rows(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
@@ -360,8 +361,8 @@ def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
     while True:
         commits = list(map(_parse_commit, table.history(limit)))
         is_complete = limit is None or len(commits) < limit
-        if found := find_newest_commit(follower, commits, is_complete=is_complete):
-            metadata, others = found
+        if newest_and_others := find_newest_commit(follower, commits, is_complete=is_complete):
+            metadata, others = newest_and_others
             return TableState(metadata, version, others)
         if is_complete:
             marks = (decode_marks(each.metadata) for each in commits)

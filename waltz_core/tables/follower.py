@@ -337,8 +337,8 @@ class TableProgress(Generic[ChangesT]):
         """
         log = followed.state()
         if not self._given_marks:
-            firsts = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
-            return self._follower._replace(marks=firsts)
+            start_marks = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
+            return self._follower._replace(marks=start_marks)
         if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
                 f"start marks: expected a mark for each partition of {sorted(log.marks)}, found "
@@ -449,8 +449,11 @@ class Follower(Generic[ChangesT]):
             starts = [
                 {part: each.marks.get(part, before_first) for part in end} for each in self._tables
             ]
-            found = self._log.changes(starts, end)
-            done = [each.commit(one, end) for each, one in zip(self._tables, found, strict=True)]
+            changes_by_table = self._log.changes(starts, end)
+            done = [
+                each.commit(changes, end)
+                for each, changes in zip(self._tables, changes_by_table, strict=True)
+            ]
             self._is_pause_due &= all(done)
             return False
         is_end = until is not None
@@ -543,5 +546,5 @@ def _limit_ends(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]
 
 
 def _marks_text(marks: MarkMap) -> str:
-    shown = ",".join(f"{partition}:{mark}" for partition, mark in sorted(marks.items())[:20])
-    return shown if len(marks) <= 20 else f"{shown},..."
+    text = ",".join(f"{partition}:{mark}" for partition, mark in sorted(marks.items())[:20])
+    return text if len(marks) <= 20 else f"{text},..."

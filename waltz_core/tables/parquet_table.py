@@ -104,12 +104,14 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         with self._translate_errors():
-            own = (f"{_WRITING_FOLDER}/", f"{_REMOVED_FOLDER}/")
-            others = [each for each in self._all_file_names() if not each.startswith(own)]
-        if others and not any(map(_COMPLETE_BATCH.fullmatch, others)):
+            own_prefixes = (f"{_WRITING_FOLDER}/", f"{_REMOVED_FOLDER}/")
+            other_files = [
+                each for each in self._all_file_names() if not each.startswith(own_prefixes)
+            ]
+        if other_files and not any(map(_COMPLETE_BATCH.fullmatch, other_files)):
             raise BadConfig(
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
-                f"found {others[0]}. Hint: use another directory."
+                f"found {other_files[0]}. Hint: use another directory."
             )
         self._start = start
 
@@ -182,10 +184,10 @@ class FollowedParquetTable:
     def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
         target, names = f"batch={self._newest_batch + 1}", list(names)
         with self._translate_errors():
-            found = self._store.list_names(target)
-            if f"{target}/{MARKS_FILE}" in found:
+            existing_names = self._store.list_names(target)
+            if f"{target}/{MARKS_FILE}" in existing_names:
                 raise Superseded(f"table {self._uri}: another program has committed {target}")
-            for name in found:
+            for name in existing_names:
                 self._store.delete(name)  # rule 2
             folder = f"{_WRITING_FOLDER}/{_unique_name()}" if self._store.is_directory else target
             for name in names:
@@ -221,32 +223,32 @@ class FollowedParquetTable:
     def _complete_batches(self) -> list[int]:
         """Return the numbers of all complete batches."""
         return [
-            int(found[1])
-            for found in map(_COMPLETE_BATCH.fullmatch, self._all_file_names())
-            if found
+            int(match[1])
+            for match in map(_COMPLETE_BATCH.fullmatch, self._all_file_names())
+            if match
         ]
 
     def _is_newest_batch(self) -> bool:
         """Whether the newest batch that was read still exists, and no later batch does."""
-        this, following = (
+        exists, following = (
             f"batch={number}/{MARKS_FILE}" in self._store.list_names(f"batch={number}")
             for number in (self._newest_batch, self._newest_batch + 1)
         )
-        return this and not following
+        return exists and not following
 
     def _read_state(self, follower: TableMarks) -> TableState:
         """Find the newest batch of the follower, and the later batches (rule 2)."""
-        others: list[OtherCommit] = []
+        other_commits: list[OtherCommit] = []
         rules: StoredRules | None = None
         numbers = [self._newest_batch]
         while numbers:
             number = numbers.pop(0)
             metadata = self._store.read(f"batch={number}/{MARKS_FILE}").decode()
-            found = decode_marks(metadata)
-            if found is not None and found.follower == follower.follower:
-                return TableState(metadata, found.version, others)
-            rules = rules or (found and found.rules)
-            others.append(OtherCommit(number, "APPEND", found.follower if found else None))
+            marks = decode_marks(metadata)
+            if marks is not None and marks.follower == follower.follower:
+                return TableState(metadata, marks.version, other_commits)
+            rules = rules or (marks and marks.rules)
+            other_commits.append(OtherCommit(number, "APPEND", marks.follower if marks else None))
             if number == self._newest_batch:
                 numbers = sorted(self._complete_batches(), reverse=True)[1:]
         return TableState(None, None, rules=rules)
@@ -269,11 +271,12 @@ class FollowedParquetTable:
                     f"table {self._uri}: column {part.name!r} of the table is not declared. "
                     "Hint: declare all columns of the table."
                 )
-            declared = self._schema.field(part.name).type
-            if part.type != declared:
+            declared_type = self._schema.field(part.name).type
+            if part.type != declared_type:
                 raise BadConfig(
                     f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
-                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"but is declared as {declared_type}. Hint: the type of a column cannot "
+                    "change; "
                     f"declare {part.type}, or use a new table."
                 )
 
@@ -355,15 +358,15 @@ def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
 
 def with_position_columns(schema: ArrowSchema) -> ArrowSchema:
     """Add the position columns to the columns of a table; raises BadConfig for reserved names."""
-    seen = {name: name for name in _RESERVED}
+    names_by_lower = {name: name for name in _RESERVED}
     for name in schema.names:
-        if (known := seen.get(name.lower())) is not None:
+        if (other_name := names_by_lower.get(name.lower())) is not None:
             raise BadConfig(
                 f"column {name!r}: expected a name that differs from all others in more than "
-                f"upper and lower case, found {known!r}, too. Reserved names are "
+                f"upper and lower case, found {other_name!r}, too. Reserved names are "
                 f"{', '.join(sorted(_RESERVED))}. Hint: rename the column."
             )
-        seen[name.lower()] = name
+        names_by_lower[name.lower()] = name
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _POSITION_TYPES.items())])
 
 
@@ -378,9 +381,9 @@ def _check_types(schema: Iterable[pa.Field]) -> None:
 
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
-    own = (*LOG_COLUMNS, DELETED)
+    reserved = (*LOG_COLUMNS, DELETED)
     return with_position_columns(
-        pa.schema([part for part in changes.schema if part.name not in own])
+        pa.schema([part for part in changes.schema if part.name not in reserved])
     )
 
 

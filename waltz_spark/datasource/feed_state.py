@@ -75,8 +75,8 @@ class FeedState:
         match database.execute("SELECT mark, previous FROM place").fetchall():
             case [(int(mark), int(previous))]:
                 self.mark, self.previous_mark = mark, previous
-            case found:
-                raise sqlite3.DatabaseError(f"expected one row with two marks, found {found}")
+            case rows:
+                raise sqlite3.DatabaseError(f"expected one row with two marks, found {rows}")
 
     def find_row(self, key: bytes) -> StoredRow | None:
         """Return the last change of a key; None if the key is absent, deleted or expired.
@@ -84,14 +84,14 @@ class FeedState:
         Raises:
             sqlite3.DatabaseError: the state is damaged (rule 4).
         """
-        found = self._database.execute(
+        fields = self._database.execute(
             "SELECT header, id, data, sum FROM latest WHERE key = ?", (key,)
         ).fetchone()
-        if found is None:
+        if fields is None:
             return None
-        row = StoredRow(*found[:3])
+        row = StoredRow(*fields[:3])
         try:
-            is_damaged = _checksum(key, row) != found[3]
+            is_damaged = _checksum(key, row) != fields[3]
         except (struct.error, TypeError):  # SQLite's columns may have values of any type
             is_damaged = True
         if is_damaged:
@@ -247,9 +247,9 @@ def state_file_path(name: str) -> Path | None:
         # gettempdir fails if no directory is writable, or if all disks are full.
         directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if not is_ours or found.st_mode & 0o077:
+        status = directory.lstat()
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if not is_ours or status.st_mode & 0o077:
             raise PermissionError("expected a directory that only its owner can read")
     except OSError as error:
         _log.warning("spark.feed_state_not_cached directory=%s error=%s", directory, error)
@@ -257,12 +257,12 @@ def state_file_path(name: str) -> Path | None:
     return directory / (name + _FILE_SUFFIX)
 
 
-def _delete_unused_files(used_now: Path) -> None:
-    """Delete the states that were last used 8 days or longer before the file `used_now`."""
-    oldest = used_now.stat().st_mtime - UNUSED_S_MAX
-    for file in used_now.parent.glob(f"*{_FILE_SUFFIX}"):
+def _delete_unused_files(current_file: Path) -> None:
+    """Delete the states that were last used 8 days or longer before the file `current_file`."""
+    oldest = current_file.stat().st_mtime - UNUSED_S_MAX
+    for file in current_file.parent.glob(f"*{_FILE_SUFFIX}"):
         _delete_if_older(file, oldest)
-    for journal in used_now.parent.glob(f"*{_FILE_SUFFIX}{_JOURNAL_SUFFIX}"):
+    for journal in current_file.parent.glob(f"*{_FILE_SUFFIX}{_JOURNAL_SUFFIX}"):
         # A file without the journal of its last transaction may be damaged.
         if not Path(str(journal).removesuffix(_JOURNAL_SUFFIX)).exists():
             _delete_if_older(journal, oldest)

@@ -81,41 +81,41 @@ class _Queries:
     def begin(self, query: str, run: str, name: str) -> None:
         """Begin with a run of a query; another one that has failed under its name is replaced."""
         with self._lock:
-            known = self._queries.setdefault(query, _Progress(name, run))
-            known.name, known.run, known.has_failed = name, run, False
-            for other, each in list(self._queries.items()):
+            progress = self._queries.setdefault(query, _Progress(name, run))
+            progress.name, progress.run, progress.has_failed = name, run, False
+            for other_query, each in list(self._queries.items()):
                 if each.name == name and each.has_failed:
-                    del self._queries[other]
+                    del self._queries[other_query]
 
     def note(self, query: str, now: _Progress) -> None:
         """Note the position of a query, and the counts of its rows."""
         with self._lock:
-            known = self._queries.setdefault(query, now)
-            known.ends, known.counts = now.ends, now.counts
+            progress = self._queries.setdefault(query, now)
+            progress.ends, progress.counts = now.ends, now.counts
 
     def end(self, query: str, run: str, *, has_failed: bool) -> bool:
         """Forget a query, unless it has failed (rule 2); False if it runs again."""
         with self._lock:
-            known = self._queries.get(query)
-            if known is not None and known.run != run:
+            progress = self._queries.get(query)
+            if progress is not None and progress.run != run:
                 return False
             if not has_failed:
                 self._queries.pop(query, None)
-            elif known is not None:
-                known.has_failed = True
+            elif progress is not None:
+                progress.has_failed = True
             return True
 
     def counts(self) -> dict[str, WriteCounts]:
         """Return the counts of written rows, by the name of the query."""
-        found: dict[str, WriteCounts] = {}
+        counts_by_name: dict[str, WriteCounts] = {}
         with self._lock:
             for each in self._queries.values():
-                found[each.name] = found.get(each.name, NO_ROWS).plus(each.counts)
-        return found
+                counts_by_name[each.name] = counts_by_name.get(each.name, NO_ROWS).plus(each.counts)
+        return counts_by_name
 
     def positions(self, cluster: str, key: bytes) -> dict[_LagKey, int]:
         """Return the last transactions that queries have read of a cluster."""
-        found: dict[_LagKey, int] = {}
+        marks_by_key: dict[_LagKey, int] = {}
         with self._lock:
             for query in self._queries.values():
                 for source, end in enumerate(query.ends):
@@ -123,8 +123,8 @@ class _Queries:
                         continue
                     for partition, mark in end.marks.items():
                         position = _LagKey(cluster, query.name, source, partition)
-                        found[position] = min(mark, found.get(position, mark))
-        return found
+                        marks_by_key[position] = min(mark, marks_by_key.get(position, mark))
+        return marks_by_key
 
 
 _queries: Final = _Queries()
@@ -144,8 +144,8 @@ class _ProgressListener(StreamingQueryListener):
         query = str(progress.id)
         open_counts(query)  # it may have started before the export
         ends = [offset_of(each["endOffset"]) for each in progress["sources"]]
-        found = [each for each in ends if each is not None]
-        now = _Progress(progress.name or query, str(progress.runId), found, read_counts(query))
+        log_ends = [each for each in ends if each is not None]
+        now = _Progress(progress.name or query, str(progress.runId), log_ends, read_counts(query))
         _queries.note(query, now)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name

@@ -59,12 +59,12 @@ class ColumnFindingRead:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
                 rows = decrypted_rows(rows, [*LOG_COLUMNS, "data"])
-                found = compute_found_changes(
+                changes = compute_found_changes(
                     combine_batches(rows), self.rules, self.known, self.data_format
                 )
-                names = [name for name in found.schema.names if name not in LOG_COLUMNS]
+                names = [name for name in changes.schema.names if name not in LOG_COLUMNS]
                 names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
-                yield from _encode_changes(number, found.select(names))
+                yield from _encode_changes(number, changes.select(names))
 
 
 def decrypted_rows(
@@ -105,8 +105,8 @@ class ArrowChangesDecoder:
     def __call__(self, parts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the changes as Arrow batches."""
         for part in parts:
-            for packed in part.column(0):
-                changes = pa.ipc.open_stream(packed.as_buffer()).read_all()
+            for arrow_bytes in part.column(0):
+                changes = pa.ipc.open_stream(arrow_bytes.as_buffer()).read_all()
                 columns = [
                     changes[each.name].cast(each.type)
                     if each.name in changes.schema.names
@@ -148,8 +148,8 @@ class ChangeFinder:
         position = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
         deleted = pa.field(DELETED, pa.bool_(), nullable=False)
         schema = pa.schema([*columns, *position, deleted])
-        packed = self._parts.where("changes IS NOT NULL").select("changes")
-        return packed.mapInArrow(ArrowChangesDecoder(schema), spark_schema(schema))
+        packed_changes = self._parts.where("changes IS NOT NULL").select("changes")
+        return packed_changes.mapInArrow(ArrowChangesDecoder(schema), spark_schema(schema))
 
     def release(self) -> None:
         """Release the bytes of the last changes from Spark's cache."""
@@ -163,13 +163,15 @@ class ChangeFinder:
         numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
         self._parts = numbers.mapInArrow(read, _PART_COLUMNS).persist()
         with translate_errors("the log", self._session):
-            found = self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
-        known = read.known
-        for _, columns in sorted((row["task"], bytes(row["columns"])) for row in found):
-            known = _merge_schemas(known, pa.ipc.read_schema(pa.py_buffer(columns)))
-        if field_count(part.type for part in known) > COLUMNS_MAX:
+            column_rows = (
+                self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
+            )
+        known_columns = read.known
+        for _, columns in sorted((row["task"], bytes(row["columns"])) for row in column_rows):
+            known_columns = _merge_schemas(known_columns, pa.ipc.read_schema(pa.py_buffer(columns)))
+        if field_count(part.type for part in known_columns) > COLUMNS_MAX:
             raise _SchemaConflict
-        return known
+        return known_columns
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
@@ -177,19 +179,19 @@ def spark_schema(schema: pa.Schema) -> StructType:
     return from_arrow_schema(schema)
 
 
-def _merge_schemas(known: pa.Schema, more: pa.Schema) -> pa.Schema:
-    return pa.schema(list(_common_type(pa.struct(list(known)), pa.struct(list(more)))))
+def _merge_schemas(first: pa.Schema, second: pa.Schema) -> pa.Schema:
+    return pa.schema(list(_common_type(pa.struct(list(first)), pa.struct(list(second)))))
 
 
-def _common_type(known: pa.DataType, more: pa.DataType) -> pa.DataType:
+def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     """Return a type with the fields of both types; the fields of the first type come first."""
-    if known == more:
-        return known
-    if pa.types.is_list(known) and pa.types.is_list(more):
-        return pa.list_(_common_type(known.value_type, more.value_type))
-    if not (pa.types.is_struct(known) and pa.types.is_struct(more)):
+    if first == second:
+        return first
+    if pa.types.is_list(first) and pa.types.is_list(second):
+        return pa.list_(_common_type(first.value_type, second.value_type))
+    if not (pa.types.is_struct(first) and pa.types.is_struct(second)):
         raise _SchemaConflict
-    fields = {part.name: part.type for part in known}
-    for part in more:
+    fields = {part.name: part.type for part in first}
+    for part in second:
         fields[part.name] = _common_type(fields.get(part.name, part.type), part.type)
     return pa.struct(list(fields.items()))

@@ -203,8 +203,10 @@ class MergedIcebergTable:
             return False
         if head is None or head.parent != begin:
             raise Superseded(f"table {self._name}: another program has dropped {self._branch}")
-        catalog, *rest = split_table_name(self._name)
-        table = ".".join(map(quote_identifier, rest)).replace("\\", "\\\\").replace("'", "\\'")
+        catalog, *name_parts = split_table_name(self._name)
+        table = (
+            ".".join(map(quote_identifier, name_parts)).replace("\\", "\\\\").replace("'", "\\'")
+        )
         self._session.sql(
             f"CALL {quote_identifier(catalog)}.system.fast_forward(table => '{table}', "
             f"branch => 'main', to => '{self._branch}')"
@@ -247,21 +249,21 @@ class MergedIcebergTable:
 
     def _branches(self) -> dict[str, int]:
         """Return the ID of the newest snapshot of each branch, by name."""
-        found = self._session.sql(
+        branches = self._session.sql(
             f"SELECT name, snapshot_id FROM {self._name}.refs WHERE type = 'BRANCH'"  # noqa: S608 - the user's SQL
         )
-        return dict(map(tuple, found.collect()))
+        return dict(map(tuple, branches.collect()))
 
     def _branch_heads(self) -> dict[str, _BranchHead]:
         """Return the newest snapshot of each branch and its parent, by name."""
-        found = self._session.sql(
+        heads = self._session.sql(
             "SELECT r.name, r.snapshot_id, s.parent_id "  # noqa: S608 - the user's SQL
             f"FROM {self._name}.refs r JOIN {self._name}.snapshots s "
             "ON r.snapshot_id = s.snapshot_id WHERE r.type = 'BRANCH'"
         )
         return {
             row["name"]: _BranchHead(row["snapshot_id"], row["parent_id"])
-            for row in found.collect()
+            for row in heads.collect()
         }
 
     def _drop_branches(self) -> None:
@@ -289,9 +291,9 @@ class MergedIcebergTable:
 
     def _missing_columns(self) -> list[StructField]:
         """Return the declared columns that the table lacks."""
-        found = self._session.table(self._name).schema
-        check_table_columns(self._name, found, self._schema)
-        return [part for part in self._schema if part.name not in found.names]
+        table_schema = self._session.table(self._name).schema
+        check_table_columns(self._name, table_schema, self._schema)
+        return [part for part in self._schema if part.name not in table_schema.names]
 
     def _add_columns(self) -> None:
         """Add the declared columns that the table lacks (rule 5)."""
@@ -317,22 +319,22 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
         follower: the name and the cluster of the follower.
     """
     by_id = {row["snapshot_id"]: row for row in snapshots}
-    others: list[OtherCommit] = []
+    other_commits: list[OtherCommit] = []
     rules: StoredRules | None = None
     at = newest
     while at in by_id:
         row = by_id[at]
-        found = decode_marks(row["marks"])
-        if found is not None and found.follower == follower.follower:
-            return TableState(row["marks"], found.version, others)
+        marks = decode_marks(row["marks"])
+        if marks is not None and marks.follower == follower.follower:
+            return TableState(row["marks"], marks.version, other_commits)
         if row["operation"] != _MAINTENANCE_OPERATION:
-            name = None if found is None else found.follower
-            rules = rules or (found and found.rules)
-            others.append(OtherCommit(row["snapshot_id"], row["operation"] or "", name))
+            name = None if marks is None else marks.follower
+            rules = rules or (marks and marks.rules)
+            other_commits.append(OtherCommit(row["snapshot_id"], row["operation"] or "", name))
         at = row["parent_id"]
     has_rows = newest in by_id and by_id[newest]["rows"] != "0"
     # An expired snapshot may have had marks.
-    is_used = at is not None or any(each.follower is not None for each in others)
+    is_used = at is not None or any(each.follower is not None for each in other_commits)
     return TableState(None, None, (), has_rows=has_rows or is_used, rules=rules)
 
 

@@ -144,7 +144,7 @@ class MergedDeltaTable:
                 or has another type than the declared one.
         """
         with self.translate_errors():
-            commits, found = self._newest_commits(follower)
+            commits, stored_state = self._newest_commits(follower)
             if not commits:
                 if self._start is None:
                     return None
@@ -154,7 +154,7 @@ class MergedDeltaTable:
             self._start = None
             self._stored_columns = self._read_table().schema
             self._check_columns()
-            state = found or self._state_without_marks(commits, follower)
+            state = stored_state or self._state_without_marks(commits, follower)
             self._next_version = 0 if state.version is None else state.version + 1
             return state
 
@@ -188,9 +188,9 @@ class MergedDeltaTable:
 
     def _columns_of_changes(self, changes: DataFrame | None) -> StructType:
         """Return the table columns of changes; Delta may not support the name of a found column."""
-        own = {*POSITION_COLUMNS._asdict(), DELETED}
+        reserved = {*POSITION_COLUMNS._asdict(), DELETED}
         schema = _nullable_columns(
-            [] if changes is None else [x for x in changes.schema if x.name not in own]
+            [] if changes is None else [x for x in changes.schema if x.name not in reserved]
         )
         if schema and not self._has_declared_schema:
             check_schema(arrow_schema(schema))
@@ -230,8 +230,8 @@ class MergedDeltaTable:
                     map(F.col, ("partition", "transaction_id")),
                 )
                 start = F.format_string(f"{NULL_TEXT_PREFIX}%d, transaction %d", *position)
-                rest = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
-                error = F.raise_error(F.concat(start, *rest)).cast("string")
+                message_parts = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
+                error = F.raise_error(F.concat(start, *message_parts)).cast("string")
                 checked[part.name] = F.when(text.isin(*_NULL_TEXTS), error).otherwise(text)
         return changes.withColumns(checked) if checked else changes
 
@@ -273,21 +273,21 @@ class MergedDeltaTable:
         while True:
             commits = list(map(_commit_of_row, self._read_history(limit)))
             is_complete = len(commits) < limit
-            if found := find_newest_commit(follower, commits, is_complete=is_complete):
-                metadata, others = found
+            if newest := find_newest_commit(follower, commits, is_complete=is_complete):
+                metadata, other_commits = newest
                 marks = decode_marks(metadata)
                 assert marks is not None, "it is of the follower"
                 # The `txn` of the follower has this version or a lower one.
-                return commits, TableState(metadata, marks.version, others)
+                return commits, TableState(metadata, marks.version, other_commits)
             if is_complete:
                 return commits, None
             limit *= 100
 
     def _read_history(self, limit: int) -> list[Row]:
         try:
-            found = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
+            history = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
             mode = F.coalesce(F.col("operationParameters")["mode"], F.lit("")).alias("mode")
-            return found.select("version", "operation", mode, "userMetadata").collect()
+            return history.select("version", "operation", mode, "userMetadata").collect()
         except PySparkException as error:
             if _NO_TABLE_ERRORS.search(str(error)):
                 return []
@@ -301,9 +301,11 @@ class MergedDeltaTable:
     def _state_without_marks(
         self, commits: Sequence[DeltaCommit], follower: TableMarks
     ) -> TableState:
-        found = [marks for each in commits if (marks := decode_marks(each.metadata)) is not None]
-        has_rows = bool(found) or bool(self._read_table().limit(1).collect())
-        rules = found[0].rules if found else None
+        other_marks = [
+            marks for each in commits if (marks := decode_marks(each.metadata)) is not None
+        ]
+        has_rows = bool(other_marks) or bool(self._read_table().limit(1).collect())
+        rules = other_marks[0].rules if other_marks else None
         return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
 
     def _stored_version(self, application: str) -> int | None:
@@ -311,12 +313,12 @@ class MergedDeltaTable:
         location = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]["location"]
         escaped = re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", location)
         reader = self._session.read.schema("txn struct<appId: string, version: bigint>")
-        found = []
+        version_rows = []
         for ending in ("json", "parquet"):
             parts = reader.format(ending).option("pathGlobFilter", f"*.{ending}")
             versions = parts.load(f"{escaped}/_delta_log").where(F.col("txn.appId") == application)
-            found += versions.agg(F.max("txn.version")).collect()
-        return max((row[0] for row in found if row[0] is not None), default=None)
+            version_rows += versions.agg(F.max("txn.version")).collect()
+        return max((row[0] for row in version_rows if row[0] is not None), default=None)
 
     def _check_columns(self) -> None:
         if self._has_checked_columns or not self._has_declared_schema:

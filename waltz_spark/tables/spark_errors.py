@@ -88,10 +88,10 @@ def translate_errors(
     try:
         yield
     except SPARK_ERRORS as failure:
-        found = error_of(failure) or _convert_message(str(failure), subject, session, library)
-        if found is None:
+        waltz_error = error_of(failure) or _convert_message(str(failure), subject, session, library)
+        if waltz_error is None:
             raise
-        raise found from failure
+        raise waltz_error from failure
 
 
 def _convert_message(

@@ -57,16 +57,16 @@ class EarlierRows:
 
     def __init__(
         self,
-        own: Mapping[bytes, Iterable[EarlierRecord]] | None = None,
-        others: frozenset[bytes] = frozenset(),
+        own_records: Mapping[bytes, Iterable[EarlierRecord]] | None = None,
+        other_keys: frozenset[bytes] = frozenset(),
         next_sequences: Mapping[int, int] | None = None,
         keys: RowKeys | None = None,
     ) -> None:
         self._keys = keys or RowKeys()
-        self._own = {key: deque(sorted(found)) for key, found in (own or {}).items()}
-        self._unmatched_records = {found for waiting in self._own.values() for found in waiting}
+        self._own = {key: deque(sorted(record)) for key, record in (own_records or {}).items()}
+        self._unmatched_records = {record for waiting in self._own.values() for record in waiting}
         self._record_count = len(self._unmatched_records)
-        self._others = others
+        self._others = other_keys
         self._locks: dict[bytes, tuple[object, ...]] = {}
         self.next_sequences = dict(next_sequences or {})
 
@@ -97,9 +97,9 @@ class EarlierRows:
             )
             if key in self._own and may_differ:
                 self._check_same_locks(key, converted, row)
-            found = self._take_record(key)
-            if found is not None:
-                found_rows[found.partition].append((row, found.transaction_id))
+            record = self._take_record(key)
+            if record is not None:
+                found_rows[record.partition].append((row, record.transaction_id))
             elif key in self._others:
                 raise _split_differently_error(int(converted.partitions[row]))
             else:
@@ -115,12 +115,12 @@ class EarlierRows:
     def _take_record(self, key: bytes) -> EarlierRecord | None:
         waiting = self._own.get(key)
         while waiting:
-            found = waiting.popleft()
+            record = waiting.popleft()
             if (
-                found in self._unmatched_records
+                record in self._unmatched_records
             ):  # otherwise a row has matched the record by its other key
-                self._unmatched_records.remove(found)
-                return found
+                self._unmatched_records.remove(record)
+                return record
         return None
 
     @property
@@ -140,14 +140,14 @@ class EarlierRows:
         with RowSpool() as spool:
             for converted in batches:
                 rows += converted.append.num_rows
-                rest, answers = self.split(converted)
+                unmatched, answers = self.split(converted)
                 found_rows.extend(answers)
                 if self.may_append:
                     yield from spool.take()
-                    if rest is not None:
-                        yield rest
-                elif rest is not None:
-                    spool.put(rest)
+                    if unmatched is not None:
+                        yield unmatched
+                elif unmatched is not None:
+                    spool.put(unmatched)
             self._check_all_matched(rows)
             yield from spool.take()
 
@@ -238,8 +238,8 @@ def read_earlier_rows(
     client: WaltzClient,
     marks: Mapping[int, int],
     *,
-    own: int,
-    others: set[int],
+    own_client_id: int,
+    other_client_ids: set[int],
     keys: RowKeys | None = None,
     encryption: Encryption | None = None,
 ) -> EarlierRows:
@@ -254,15 +254,15 @@ def read_earlier_rows(
     records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
     elsewhere: set[bytes] = set()
     sequences: dict[int, int] = {}
-    wanted = np.array(sorted({own, *others}), dtype=np.int64)
+    client_ids = np.array(sorted({own_client_id, *other_client_ids}), dtype=np.int64)
     for partition, last in client.mount(marks).items():
         first = marks[partition] + 1
-        for record in _read_records(client, partition, (first, int(last)), wanted):
+        for record in _read_records(client, partition, (first, int(last)), client_ids):
             data: bytes | memoryview = record.data
             if encryption is not None:
                 data = _decrypt(record, encryption)
             both = keys.keys_of_record(partition, record.header, data)
-            if record.client_id == own:
+            if record.client_id == own_client_id:
                 for key in both:
                     records[key].append(record.found)
                 sequences[partition] = max(sequences.get(partition, 0), record.sequence + 1)
@@ -294,20 +294,22 @@ class _Record(NamedTuple):
 
 
 def _read_records(
-    client: WaltzClient, partition: int, span: tuple[int, int], wanted: npt.NDArray[np.int64]
+    client: WaltzClient, partition: int, span: tuple[int, int], client_ids: npt.NDArray[np.int64]
 ) -> Iterator[_Record]:
     """Yield the records of the wanted clients; data is read only for chunks that contain any."""
     for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
         headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
-        positions = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
+        positions = np.flatnonzero(
+            np.isin(headers["req_id"]["client_id"].astype(np.int64), client_ids)
+        )
         if not positions.size:
             continue
         low, high = int(chunk.first) + int(positions[0]), int(chunk.first) + int(positions[-1])
-        yield from _read_whole_records(client, partition, (low, high), set(wanted.tolist()))
+        yield from _read_whole_records(client, partition, (low, high), set(client_ids.tolist()))
 
 
 def _read_whole_records(
-    client: WaltzClient, partition: int, span: tuple[int, int], wanted: set[int]
+    client: WaltzClient, partition: int, span: tuple[int, int], client_ids: set[int]
 ) -> Iterator[_Record]:
     for chunk in client.read_range(partition, *span):
         records, lengths = memoryview(chunk.records), chunk.lengths
@@ -315,7 +317,7 @@ def _read_whole_records(
         headers = raw_records.application_headers_of(records, lengths).tolist()
         starts = raw_records.offsets_of(lengths).tolist()
         for row, client_id in enumerate(req_ids["client_id"].tolist()):
-            if client_id in wanted:
+            if client_id in client_ids:
                 data = records[
                     starts[row] + _BYTES_BEFORE_DATA : starts[row + 1] - _BYTES_AFTER_DATA
                 ]
@@ -348,7 +350,7 @@ def _select_rows(converted: ConvertedRows, rows: list[int]) -> ConvertedRows:
 def _committed_rows(
     converted: ConvertedRows, partition: int, rows: list[tuple[int, int]]
 ) -> FinalRows:
-    ids = np.array([found for _, found in rows], dtype=np.int64)
+    ids = np.array([transaction_id for _, transaction_id in rows], dtype=np.int64)
     index = pa.array([row for row, _ in rows], pa.int64())
     return FinalRows(
         partition=partition,

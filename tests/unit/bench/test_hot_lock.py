@@ -34,8 +34,8 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await (await client.append(b"of another client", partition=0))
             acknowledged = await written(client, counts)
-            assert await hot_lock._check(client, RUN, 0, acknowledged) == wrong
-            assert await hot_lock._check(client, RUN, 0, {**acknowledged, 77: 5}) == (
+            assert await hot_lock._check_log(client, RUN, 0, acknowledged) == wrong
+            assert await hot_lock._check_log(client, RUN, 0, {**acknowledged, 77: 5}) == (
                 1,
                 wrong[1],
             )

@@ -111,23 +111,23 @@ async def _query_cluster(coordinator: Coordinator) -> ClusterFacts:
 
 def archive_url_in(facts: ClusterFacts) -> str:
     """Return the URL that the storages report, or ""; raises BadConfig if their URLs differ."""
-    found = {each.archive.url for each in facts.storages.values() if each.archive is not None}
-    if len(found) > 1:
+    urls = {each.archive.url for each in facts.storages.values() if each.archive is not None}
+    if len(urls) > 1:
         raise BadConfig(
-            f"the storages have different settings archive_url: {', '.join(sorted(found))}. "
+            f"the storages have different settings archive_url: {', '.join(sorted(urls))}. "
             "Hint: choose one with --archive URL."
         )
-    return next(iter(found), "")
+    return next(iter(urls), "")
 
 
 async def query_archive_url(coordinator: Coordinator) -> str:
     """Query the storages for the archive's URL; raises BadConfig if none reports one."""
-    found = archive_url_in(await _query_cluster(coordinator))
-    if not found:
+    url = archive_url_in(await _query_cluster(coordinator))
+    if not url:
         raise BadConfig(
             "no storage that answers has the setting archive_url. Hint: use --archive URL."
         )
-    return found
+    return url
 
 
 async def _partition_rows(
@@ -182,8 +182,8 @@ def _mark_cells(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[st
     }
 
 
-async def _call_store(url: str, what: str, call: Callable[[], ResultT]) -> ResultT:
-    return await call_store(url, call, lambda: (what, 0))
+async def _call_store(url: str, activity_text: str, call: Callable[[], ResultT]) -> ResultT:
+    return await call_store(url, call, lambda: (activity_text, 0))
 
 
 async def _read_objects(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:

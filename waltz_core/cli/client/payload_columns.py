@@ -114,9 +114,9 @@ def declared_schema(columns: Sequence[str]) -> ArrowSchema | None:
 def _parse_type(name: str, kind: str) -> pa.DataType:
     if kind in _COLUMN_TYPES:
         return _COLUMN_TYPES[kind]
-    if found := _DECIMAL_PATTERN.fullmatch(kind):
+    if match := _DECIMAL_PATTERN.fullmatch(kind):
         try:
-            return pa.decimal128(int(found[1]), int(found[2]))
+            return pa.decimal128(int(match[1]), int(match[2]))
         except ValueError as error:
             raise BadConfig(f"--column {name}: {error}") from None
     raise BadConfig(

@@ -73,13 +73,13 @@ class SharedAnswers(Generic[AnswerT]):
         lock = self._locks.setdefault(caller, asyncio.Lock())
         async with lock:
             self._forget_old_answers()
-            known = self._answers.get(caller)
-            if known is None:
-                known = self._answers[caller] = await self._query(query)
-        if known.error is not None:
-            raise known.error.with_traceback(None)
-        assert known.answer is not None
-        return known.answer
+            cached = self._answers.get(caller)
+            if cached is None:
+                cached = self._answers[caller] = await self._query(query)
+        if cached.error is not None:
+            raise cached.error.with_traceback(None)
+        assert cached.answer is not None
+        return cached.answer
 
     async def _query(self, query: Callable[[], Awaitable[AnswerT]]) -> _SharedAnswer[AnswerT]:
         answer, error, begun_s = None, None, time.monotonic()
@@ -92,8 +92,8 @@ class SharedAnswers(Generic[AnswerT]):
 
     def _forget_old_answers(self) -> None:
         now_s = time.monotonic()
-        for caller, known in list(self._answers.items()):
-            if known.until_s < now_s:
+        for caller, cached in list(self._answers.items()):
+            if cached.until_s < now_s:
                 del self._answers[caller]
         for caller, lock in list(self._locks.items()):
             if not lock.locked() and caller not in self._answers:
@@ -151,19 +151,19 @@ class ClusterViewer:
 
         Raises PermissionDenied, AuthenticationFailed, CoordinatorUnavailable as `view`.
         """
-        place = self._place
+        address = self._place
         placeholder = str(
             replace(
-                place,
-                auth_file=_PLACEHOLDER if place.auth_file else "",
-                tls=_PLACEHOLDER if place.tls else "",
+                address,
+                auth_file=_PLACEHOLDER if address.auth_file else "",
+                tls=_PLACEHOLDER if address.tls else "",
             )
         )
-        facts, found = await lasting_findings(
-            self._connect, timeout_s=FINDINGS_TIMEOUT_S, shown_connect=placeholder
+        facts, lasting = await lasting_findings(
+            self._connect, timeout_s=FINDINGS_TIMEOUT_S, displayed_connect=placeholder
         )
         await self._check_permitted(facts.cluster, token_hash)
-        return {"time_ms": now_ms(), "findings": [self._finding_fields(each) for each in found]}
+        return {"time_ms": now_ms(), "findings": [self._finding_fields(each) for each in lasting]}
 
     def _finding_fields(self, finding: Finding) -> Fields:
         return {
@@ -354,7 +354,7 @@ def _unavailable_text(storage: StorageFacts, replica: ReplicaFacts | None) -> st
         return storage.failure or storage.admin_failure
     if not storage.belongs_to_cluster:
         return OTHER_CLUSTER_TEXT
-    why = None if replica is None else unavailable_reason(replica)
-    if replica is None or why is None:
+    reason = None if replica is None else unavailable_reason(replica)
+    if replica is None or reason is None:
         return ""
-    return replica.open_error or why.name.lower()
+    return replica.open_error or reason.name.lower()

@@ -139,10 +139,10 @@ class _Reader:
         return self._read_map(count, depth) if is_map else self._read_array(count, depth)
 
     def _read_array(self, count: int, depth: int) -> list[Any]:
-        found: list[Any] = []
-        while len(found) < count and not self.is_full():
-            found.append(self.read_value(depth + 1))
-        return found
+        values: list[Any] = []
+        while len(values) < count and not self.is_full():
+            values.append(self.read_value(depth + 1))
+        return values
 
     def _read_map(self, count: int, depth: int) -> dict[str, Any]:
         pairs: list[tuple[Any, Any]] = []
@@ -154,9 +154,9 @@ class _Reader:
                 break
             pairs.append((key, self.read_value(depth + 1)))
         if all(isinstance(key, str) for key, _ in pairs):
-            found = dict(pairs)
-            if len(found) == len(pairs):
-                return found
+            value_by_key = dict(pairs)
+            if len(value_by_key) == len(pairs):
+                return value_by_key
         return {"$map": [list(pair) for pair in pairs]}
 
     # --- flat values

@@ -133,10 +133,13 @@ class ConsoleChanges:
         if len(self._running) >= RUNNING_MAX:  # not before the wait, in which others can start
             raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
         command = shlex.join(kind.command_words(arguments))
-        same = [each for each in self._changes if each.ended_ms is None and each.command == command]
-        if same:  # rule 5
+        same_changes = [
+            each for each in self._changes if each.ended_ms is None and each.command == command
+        ]
+        if same_changes:  # rule 5
             raise errors.BadRequest(
-                f"nothing was changed, because the same change runs as number {same[0].number} at "
+                "nothing was changed, because the same change runs as number "
+                f"{same_changes[0].number} at "
                 "this gateway. Hint: wait until it ends."
             )
         self._last_number += 1
@@ -171,8 +174,8 @@ class ConsoleChanges:
         for task in running:
             task.cancel()
         if running:
-            _, late = await asyncio.wait(running, timeout=INTERRUPTION_S_MAX)
-            for task in late:  # again: it waits for ZooKeeper
+            _, pending = await asyncio.wait(running, timeout=INTERRUPTION_S_MAX)
+            for task in pending:  # again: it waits for ZooKeeper
                 task.cancel()
 
     async def fields(self) -> dict[str, Any]:
