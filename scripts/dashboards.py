@@ -38,7 +38,7 @@ class Variable(NamedTuple):
 
 
 class Dashboard(NamedTuple):
-    """A dashboard; the name is that of its file."""
+    """A dashboard; `name` is the name of its file."""
 
     name: str
     title: str
@@ -71,7 +71,7 @@ DAYS: Final = (("red", None), ("orange", 7), ("green", 30))
 
 
 def stat(title: str, description: str, query: str, **overrides: Any) -> Panel:  # noqa: ANN401 - fields
-    """Return a panel with one number, which is bad from 1 on."""
+    """Return a panel with one number; a value of 1 or more is shown as bad."""
     fields: dict[str, Any] = {"unit": "short", "limits": BAD_FROM_1, "width": 4} | overrides
     return Panel(title, description, queries=[("", query)], kind="stat", **fields)
 
@@ -173,7 +173,7 @@ DASHBOARDS: Final = (
             ),
             Panel(
                 "Waiting requests",
-                "Bytes of requests that a server has not answered. If they approach "
+                "Bytes of requests that the server has not answered. If they approach "
                 "memory_bytes_max, the server rejects appends.",
                 "bytes",
                 [("{{instance}}", "waltz_server_queued_bytes{[[]]}")],

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGGING = """\
-# What is logged and where, as Python's logging.config.dictConfig takes it.
+# Log levels and outputs, in the format of Python's logging.config.dictConfig.
 # Used by: waltz-core --logging conf/logging.toml COMMAND
 
 version = 1
@@ -154,7 +154,7 @@ def filled(path: Path, name: str, text: str, *, page: str | None = None) -> str:
     head, mark, rest = page.partition(f"<!-- {name}: ")
     source, close, rest = rest.partition(" -->")
     _, end, tail = rest.partition(f"<!-- /{name} -->")
-    assert end, f"{path.name} has no place for the {name}"
+    assert end, f"{path.name} has no section for the {name}"
     return f"{head}{mark}{source}{close}\n\n{text}\n\n{end}{tail}"
 
 
@@ -321,7 +321,7 @@ def layout_table(*layouts: ByteLayout) -> str:
 
 
 def record_table() -> str:
-    """Return the fields of a record: what is before its data, the data, and the CRC."""
+    """Return the fields of a record: the fields before its data, the data, and the CRC."""
     rows = list(dtype_rows(PREFIX_DTYPE, 0))
     end = PREFIX_DTYPE.itemsize
     rows.append((end, "length", "bytes", "data"))

@@ -42,7 +42,9 @@ class _AnswerTimes:
         self.deadline_s = self.began + seconds
         self.answered_s: list[float] = []
         self.latencies_s: list[float] = []
-        self.changed_s: list[tuple[float, float]] = []  # the session began between these two times
+        self.changed_s: list[
+            tuple[float, float]
+        ] = []  # the new session began between these two times
         self.ids: list[int] = []
         self.rejected = 0
 

@@ -1,7 +1,7 @@
 """The workload `gateway`: appends over HTTP through a gateway, compared with the Python client.
 
 `CONNECTIONS` connections have one append in flight each: first through a gateway without and with
-idempotency keys, then as many writers with the Python client. The gateway is a process of its own;
+idempotency keys, then as many writers with the Python client. The gateway is a separate process;
 the HTTP client is in this process, like the Python client. The CPU time of the gateway, for each
 transaction, is compared with that of this process while it uses the Python client.
 """
@@ -30,7 +30,7 @@ _LENGTH = b"content-length: "
 
 
 class _PhaseResult(NamedTuple):
-    """What one part of the run has appended."""
+    """The appends of one phase of the run."""
 
     ids: list[tuple[int, int]]  # partition, transaction ID
     latencies_s: list[float]

@@ -75,7 +75,9 @@ class Measured:
     extra: dict[str, object] = field(default_factory=dict)
     cpu_seconds: dict[str, float] | None = None  # by role; None if the workload does not measure it
     of_ceiling: float | None = None  # the share of the maximum rate, measured in the same run
-    access_ratio: float | None = None  # CPU time with access control, divided by that without it
+    access_ratio: float | None = (
+        None  # CPU time with access control, divided by CPU time without access control
+    )
 
 
 @dataclass

@@ -42,7 +42,7 @@ ROUNDS = 3
 PARTITION = 0
 WAIT_S_MAX = 60.0
 POLL_INTERVAL_S = 0.02
-# The reasons which show that the locks have decided about a row.
+# The reasons that show that the server has checked the locks of a row.
 _DECIDED = (RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK)
 
 
@@ -90,7 +90,7 @@ class _RejectionRun:
         return rejected / row_count
 
     async def _append(self, mark: int, *, is_writer: bool) -> BatchOutcome:
-        """Append a batch, and repeat it until the locks have decided about all of its rows."""
+        """Append a batch, and repeat it until the server has checked the locks of all rows."""
         count = self._batch_rows
         none: list[list[int]] = [[] for _ in range(count)]
         locks = [[2 * self._random.randrange(1 << 30) + (not is_writer)] for _ in range(count)]

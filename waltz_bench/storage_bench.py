@@ -71,7 +71,7 @@ class _AppendArguments(NamedTuple):
 
 
 class _AppendTimes(NamedTuple):
-    """Seconds: CPU time of all appends, CPU time of all syncs, wall time of each batch."""
+    """Times in seconds: CPU of all appends, CPU of all syncs, and wall time of each batch."""
 
     append_cpu_s: float
     sync_cpu_s: float

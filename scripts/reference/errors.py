@@ -36,7 +36,7 @@ def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:
 
 
 def _class_and_subclasses(error: type[WaltzError]) -> list[type[WaltzError]]:
-    """Return a class and all below it, by code."""
+    """Return a class and its subclasses, by code."""
     children = sorted(error.__subclasses__(), key=lambda each: each.code)
     return [error, *(each for child in children for each in _class_and_subclasses(child))]
 

@@ -73,7 +73,7 @@ class LogEvent:
 
     @property
     def level(self) -> str:
-        """Its name (rule 3)."""
+        """The name of the event's only level (rule 3)."""
         (level,) = self.levels or {self.component.levels.get(self.name, self.component.level)}
         return logging.getLevelName(level)
 
@@ -199,7 +199,7 @@ def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
 
 
 def _called_name(call: ast.Call) -> str:
-    """Return the last part of the name of what is called."""
+    """Return the last part of the name of the called function."""
     match call.func:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -208,7 +208,7 @@ def _called_name(call: ast.Call) -> str:
 
 
 def _literal_text(node: ast.expr) -> str:
-    """Return a literal text; empty for all else."""
+    """Return the value of a string literal; empty for other nodes."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 

@@ -9,7 +9,7 @@ from waltz_core.config.declarations import CONFIG_TYPES_BY_KIND, TlsConfig, ZooK
 from waltz_core.config.settings import Config, toml_literal
 
 SHARED: dict[str, type[Config]] = {"zookeeper": ZooKeeperConfig, "tls": TlsConfig}
-# Part of a name -> unit; the first that fits counts.
+# Part of a name -> unit; the first part that the name contains applies.
 UNITS = {
     "bytes_per_s": "bytes per second",
     "bytes": "bytes",

@@ -116,7 +116,7 @@ ARROW_FILES = (
     "waltz_core/tables/delta_columns.py",
     "waltz_core/tables/delta_table.py",
     "waltz_core/tables/followed_log.py",
-    "waltz_core/tables/found_columns.py",
+    "waltz_core/tables/inferred_columns.py",
     "waltz_core/tables/parquet_table.py",
     "waltz_core/tables/row_changes.py",
 )

@@ -26,7 +26,7 @@ ChangeResult: TypeAlias = Mapping[str, object] | None
 
 
 class ChangeRun:
-    """A running change of a cluster: its completed steps, and what it waits for."""
+    """A running change of a cluster: its completed steps, and the reason for which it waits."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator

@@ -96,7 +96,8 @@ from waltz_core.wire.messages import (
 )
 
 CONCURRENT_PROBES_MAX: Final = 32
-# Concurrent lists of reads in one storage: a read that hangs delays only its own list.
+# The logs of a storage are read in this number of concurrent lists. A read that hangs delays only
+# the other reads of its list.
 CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock takes longer, the result is not accurate to one second.
 CLOCK_READ_MS_MAX: Final = 500.0
@@ -132,7 +133,7 @@ async def _query_concurrently(
 ) -> list[ResultT]:
     """Query all items, a limited number concurrently; return the answers in order.
 
-    Raises the first error itself, as a caller that reads ZooKeeper expects it.
+    Raises the first error unchanged, not inside an `ExceptionGroup`.
     """
     permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 

@@ -1,11 +1,11 @@
 """The findings about a cluster that two successive checks have in common.
 
 Rules:
-    1. If a check finds no problem, there is none. Otherwise the findings are the problems that two
-       successive checks have in common. So temporary problems are omitted (a partition that moves,
-       a replica that catches up). If the problems differ at each of `CHECKS_MAX` checks, the
-       findings are those of the last check: a partition whose owner changes all the time is not
-       healthy.
+    1. If any check finds no problem, the result is empty. Otherwise the findings are the problems
+       that two successive checks have in common. So temporary problems are omitted (a partition
+       that moves, a replica that catches up). If the problems differ at each of `CHECKS_MAX`
+       checks, the findings are those of the last check: a partition whose owner changes all the
+       time is not healthy.
 """
 
 import asyncio

@@ -309,7 +309,8 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
                 "export": "write transactions as Parquet, CSV or JSON",
             },
             "client.client_check": {
-                "validate": "let clients write with one lock, and check that all see one log",
+                "validate": "append with several clients under one lock, and check that all read "
+                "the same log",
                 "produce": "append the transactions of one client of `validate`, without checks",
                 "consume": "read and check the transactions of `client produce`",
             },

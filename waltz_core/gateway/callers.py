@@ -10,7 +10,8 @@ Rules (decision 066):
        rejected at once. If a server rejects the token of a known caller, or an error has ended a
        stream of its client, the caller is forgotten: its next request opens a new client.
     4. There are at most `CALLERS_MAX` callers. A caller is closed after `IDLE_S_MAX` without a
-       request; if there are too many, the one that was idle for the longest time.
+       request; if there are too many, the gateway closes the caller that was idle for the longest
+       time.
 """
 
 import asyncio
@@ -87,7 +88,7 @@ class Callers:
             caller.is_unusable = True
             raise
         except errors.OutcomeUnknown:
-            raise  # whatever the reason is, the caller must repeat the request
+            raise  # for any reason, the caller must repeat the request
         except errors.Unavailable:
             await self.check_token(caller)
             raise

@@ -1,4 +1,4 @@
-"""What all routes have in common: parameters of a request, and responses in JSON."""
+"""Helpers of all routes: they parse parameters of a request, and create responses in JSON."""
 
 from collections.abc import Collection
 from typing import Final

@@ -14,11 +14,11 @@ Rules (1 to 3 and 7: `legacy_server_appends.py`):
        server keeps this sequence as long as the connection lasts. If a mount gets no answer, the
        server has dropped it, and would drop all later mounts of this connection. So the connection
        is closed.
-    6. A row whose mark is above everything seen is sent once the server's mark has reached the
-       row's mark. If the server's mark is below, the row is rejected: 0.13 does not compare the two
-       marks.
-    8. While rows are in flight, the server's feed continues. Otherwise it continues as far as the
-       stream requests.
+    6. If the mark of a row is above all known transactions, the server's mark is requested first.
+       The row is sent if the server's mark has reached the row's mark, and rejected otherwise: a
+       0.13 server does not compare the two marks.
+    8. While rows are in flight, the feed from the server continues. Otherwise the server feeds only
+       the transactions that the stream requests.
 """
 
 from collections.abc import Callable, Iterable

@@ -4,8 +4,7 @@ The doctor reports causes and `cluster verify` reports failed checks. Both use t
 they agree. `diagnosis.py` and `checks.py` draw the conclusions.
 
 Rules:
-    1. Unknown is not wrong: if a storage has reported nothing about a replica, no problem is
-       assumed.
+    1. If a storage has reported nothing about a replica, the replica counts as healthy.
     2. A replica answers if a session could be opened with it now.
 """
 

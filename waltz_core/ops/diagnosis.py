@@ -3,9 +3,9 @@
 The module uses no sockets and no clock, so that each finding can be tested without a cluster.
 
 Rules:
-    1. A cause is reported, but its mere consequences are not. For example, if a storage does not
+    1. The doctor reports a cause, but not its consequences. For example, if a storage does not
        answer, there is no finding that servers cannot reach it.
-    2. Unknown is not wrong: if a process could not be queried, this is the only finding about it.
+    2. If a process could not be queried, the doctor reports no other finding about it.
     3. The loss of a quorum is always reported, whatever the cause, because it stops appends.
     4. Findings are in the order of the table in `findings.py`, then in the order of their objects.
     5. Deleting files is proposed only for a log with an open session in which all of its replicas

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig
-from waltz_core.tables.found_columns import LEVELS_MAX
+from waltz_core.tables.inferred_columns import LEVELS_MAX
 from waltz_core.tables.row_changes import DELETED
 
 _RESERVED_NAMES = {"_partition", "_transaction_id", DELETED}

@@ -9,7 +9,7 @@ Rules:
     2. A table has the declared columns, `_partition` and `_transaction_id`: the position of the
        last change of the row.
     3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
-    4. Columns that are found are committed with the batch that has their first value, even if it
+    4. Inferred columns are committed with the batch that has their first value, even if it
        has no other effect: the columns do not depend on the limits of batches.
     5. A type that Delta lacks is rejected before the library converts it. So are schemas that the
        library commits and cannot read again.
@@ -34,7 +34,7 @@ from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.delta_commits import DeltaCommit, find_newest_commit, full_operation_name
 from waltz_core.tables.delta_errors import TWO_PARTITIONS_PREFIX, library_error
 from waltz_core.tables.follower import TABLE_REMOVED_TEXT, TableState
-from waltz_core.tables.found_columns import LOG_COLUMNS, field_count
+from waltz_core.tables.inferred_columns import LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode_marks, encode_marks
 
@@ -286,7 +286,7 @@ def _with_position_columns(schema: ArrowSchema) -> ArrowSchema:
 
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
-    """Return the schema of the table for changes whose columns were found; raises BadConfig."""
+    """Return the schema of the table for changes with inferred columns; raises BadConfig."""
     reserved = (*LOG_COLUMNS, DELETED)
     inferred = pa.schema([part for part in changes.schema if part.name not in reserved])
     check_schema(inferred)

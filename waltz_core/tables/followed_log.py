@@ -22,7 +22,7 @@ from waltz_core.client.api.scanning import ERROR_FIELD, ArrowSchema, DataFormat,
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.tables.follower import errors_of_table
-from waltz_core.tables.found_columns import LOG_COLUMNS, with_found_columns
+from waltz_core.tables.inferred_columns import LOG_COLUMNS, with_inferred_columns
 from waltz_core.tables.row_changes import (
     DELETED,
     PART_BYTES,
@@ -78,7 +78,7 @@ class ChangeDecoder:
     Args:
         location: the name or the path of the table, for errors.
         schema: the declared columns; those that are not columns of the log are in the payload. To
-            find the columns in payloads, pass a function that returns the columns that the table
+            infer the columns from payloads, pass a function that returns the columns that the table
             has so far.
         rules: how transactions become changes.
         data_format: the format of the payloads.
@@ -87,7 +87,7 @@ class ChangeDecoder:
 
     Raises:
         BadConfig: the rules do not fit the schema, deletes have a header that is not selected, or
-            columns cannot be found in the format.
+            columns cannot be inferred from the format.
         BadRequest: a column of the log has another type, or the format is unknown.
     """
 
@@ -122,7 +122,7 @@ class ChangeDecoder:
                 )
             self._scan_columns = _scan_columns(rows, data_format, has_keys=has_keys)
         self._rows = rows
-        self._found_format = str(data_format)
+        self._inferred_format = str(data_format)
         self._rules = rules
 
     @property
@@ -166,7 +166,9 @@ class ChangeDecoder:
                     batches.append(batch.select(self._rows.names))
             part = pa.Table.from_batches(batches, schema=self._rows)
             if self._known_columns is not None:
-                return add_found_changes(changes, part, self._rules, self._found_format)
+                return add_changes_inferring_columns(
+                    changes, part, self._rules, self._inferred_format
+                )
             return add_changes(changes, part, self._rules)
 
 
@@ -278,10 +280,10 @@ def check_decrypted(batch: pa.RecordBatch) -> None:
     )
 
 
-def compute_found_changes(
+def compute_changes_inferring_columns(
     parts: Iterable[ArrowTable], rules: ChangeRules, known_columns: ArrowSchema, data_format: str
 ) -> ArrowTable:
-    """Return the last changes in parts of a batch; their columns are found in the payloads.
+    """Return the last changes in parts of a batch; infer their columns from the payloads.
 
     Args:
         parts: transactions with the columns `LOG_COLUMNS` and `data`.
@@ -291,18 +293,18 @@ def compute_found_changes(
         data_format: the format of the payloads.
 
     Raises:
-        The errors of `add_found_changes`.
+        The errors of `add_changes_inferring_columns`.
     """
     changes = empty_changes(transactions_schema(known_columns), rules)
     for part in parts:
-        changes = add_found_changes(changes, part, rules, data_format)
+        changes = add_changes_inferring_columns(changes, part, rules, data_format)
     return changes
 
 
-def add_found_changes(
+def add_changes_inferring_columns(
     changes: ArrowTable, part: ArrowTable, rules: ChangeRules, data_format: str
 ) -> ArrowTable:
-    """Find the columns in one more part; return the last changes so far, with all known columns.
+    """Infer the columns of one more part; return the last changes so far, with all known columns.
 
     Raises:
         BadConfig: the rules do not fit the columns.
@@ -313,7 +315,7 @@ def add_found_changes(
         return changes
     reserved = (*LOG_COLUMNS, DELETED)
     known_columns = pa.schema([each for each in changes.schema if each.name not in reserved])
-    rows = with_found_columns(part, known_columns, data_format)
+    rows = with_inferred_columns(part, known_columns, data_format)
     known_columns = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
     if missing := [name for name in rules.key if name not in known_columns.names]:
         position = (part[name][0].as_py() for name in LOG_COLUMNS[:2])

@@ -41,7 +41,7 @@ from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadRequest, ObjectMissing, Superseded, Unavailable
 from waltz_core.tables.delta_errors import CREDENTIALS_HINT, PERMISSION_HINT
 from waltz_core.tables.follower import OtherCommit, TableState
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.inferred_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks, encode_marks
 
@@ -157,7 +157,7 @@ class FollowedParquetTable:
         """Write changes as a batch with the marks after it; return whether there is a new batch.
 
         Raises:
-            BadConfig: a found column has a reserved name.
+            BadConfig: an inferred column has a reserved name.
             BadRequest: a change is a delete.
             Superseded: another follower has written this batch (rule 3).
             Unavailable: the store reports an error.

@@ -79,7 +79,7 @@ class _Queries:
         self._queries: dict[str, _Progress] = {}
 
     def begin(self, query: str, run: str, name: str) -> None:
-        """Begin with a run of a query; another one that has failed under its name is replaced."""
+        """Record the start of a run; it replaces a failed query with the same name."""
         with self._lock:
             progress = self._queries.setdefault(query, _Progress(name, run))
             progress.name, progress.run, progress.has_failed = name, run, False
@@ -88,7 +88,7 @@ class _Queries:
                     del self._queries[other_query]
 
     def note(self, query: str, now: _Progress) -> None:
-        """Note the position of a query, and the counts of its rows."""
+        """Record the position of a query, and the counts of its rows."""
         with self._lock:
             progress = self._queries.setdefault(query, now)
             progress.ends, progress.counts = now.ends, now.counts
@@ -134,12 +134,12 @@ class _ProgressListener(StreamingQueryListener):
     """Passes the events of one session's queries on."""
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
-        """Begin with a query."""
+        """Record the start of a query."""
         open_counts(str(event.id))
         _queries.begin(str(event.id), str(event.runId), event.name or str(event.id))
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
-        """Note the position of a query."""
+        """Record the position of a query."""
         progress = event.progress
         query = str(progress.id)
         open_counts(query)  # it may have started before the export
@@ -152,7 +152,7 @@ class _ProgressListener(StreamingQueryListener):
         """Do nothing: the last position is still valid."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
-        """End with a query."""
+        """Record the end of a query."""
         query, has_failed = str(event.id), event.exception is not None
         if _queries.end(query, str(event.runId), has_failed=has_failed):
             remove_counts(query)
@@ -162,7 +162,7 @@ _connects: Final[dict[str, None]] = {}
 
 
 class _LagRequest:
-    """Requests the lags of all queries at a cluster, in a thread of its own (rule 3)."""
+    """Requests the lags of all queries at a cluster, in a separate thread (rule 3)."""
 
     def __init__(self, connect: str) -> None:
         self._connect = connect

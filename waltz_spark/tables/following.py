@@ -141,8 +141,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         key: the key column or columns; none for Parquet.
         schema: the columns of the table: those of the payload, and those of the log by their names.
             The table has two more columns, `_partition` and `_transaction_id`. Without a schema,
-            columns are found in the payloads, which must be msgpack or JSON; this works for Delta
-            tables only.
+            columns are inferred from the payloads, which must be msgpack or JSON; this works for
+            Delta tables only.
         format: the format of a new table: delta (default), iceberg, or parquet. A Parquet table
             only gains rows, and each call for it needs `format`.
         headers: the headers of transactions that belong to the table; default: all transactions.

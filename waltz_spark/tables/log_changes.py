@@ -42,9 +42,9 @@ from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import (
-    ChangeFinder,
-    ColumnFindingRead,
+from waltz_spark.tables.column_inference import (
+    ColumnInference,
+    ColumnInferringRead,
     decrypted_rows,
     spark_schema,
 )
@@ -65,13 +65,14 @@ class SparkFollowedLog:
     Args:
         session: runs the tasks.
         state_reader: provides the high-water marks of the log.
-        schema: the declared columns of the table. To find the columns in payloads, pass a function
-            that returns the columns that the table has so far.
+        schema: the declared columns of the table. To infer the columns from payloads, pass a
+            function that returns the columns that the table has so far.
         rules: how transactions become changes.
         options: the options of the reads.
 
     Raises:
-        BadConfig: the rules do not fit the schema, or columns cannot be found in this data format.
+        BadConfig: the rules do not fit the schema, or columns cannot be inferred from this
+            data format.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class SparkFollowedLog:
     ) -> None:
         self._session, self._state_reader = session, state_reader
         self._options, self._rules = dict(options), rules
-        self._finder = ChangeFinder(session)
-        self._find_known_columns = schema if callable(schema) else None
+        self._inference = ColumnInference(session)
+        self._read_known_columns = schema if callable(schema) else None
         if callable(schema):
             self._data_format = self._options.pop("dataFormat")
             if self._data_format not in ("msgpack", "json"):
@@ -115,7 +116,7 @@ class SparkFollowedLog:
 
     def release(self) -> None:
         """Release the data of the last changes from Spark's cache."""
-        self._finder.release()
+        self._inference.release()
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
         """Return the last change of each key after `starts[0]` and up to `ends`, as one DataFrame.
@@ -123,7 +124,7 @@ class SparkFollowedLog:
         If columns are declared, the log is read at the next action; otherwise it is read at once.
 
         Raises:
-            BadFormat, BadConfig: columns cannot be found; see `ChangeFinder`.
+            BadFormat, BadConfig: columns cannot be inferred; see `ColumnInference`.
             DataLoss: transactions have expired.
             Unavailable: a partition does not answer.
         """
@@ -134,10 +135,10 @@ class SparkFollowedLog:
         }
         reader = WaltzDataSource(options).reader(self._read_schema)
         tasks = reader.partitions()
-        if self._find_known_columns is not None:
-            known_columns = arrow_schema(self._find_known_columns())
-            task_changes = self._finder.changes(
-                ColumnFindingRead(reader, tasks, self._rules, known_columns, self._data_format)
+        if self._read_known_columns is not None:
+            known_columns = arrow_schema(self._read_known_columns())
+            task_changes = self._inference.changes(
+                ColumnInferringRead(reader, tasks, self._rules, known_columns, self._data_format)
             )
         else:
             numbers = self._session.range(0, len(tasks), 1, len(tasks))

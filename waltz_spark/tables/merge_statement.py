@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.inferred_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS_PREFIX
 

@@ -187,7 +187,7 @@ class MergedDeltaTable:
         return True
 
     def _columns_of_changes(self, changes: DataFrame | None) -> StructType:
-        """Return the table columns of changes; Delta may not support the name of a found column."""
+        """Return the table columns of changes; Delta may not support the name of a column."""
         reserved = {*POSITION_COLUMNS._asdict(), DELETED}
         schema = _nullable_columns(
             [] if changes is None else [x for x in changes.schema if x.name not in reserved]

@@ -34,7 +34,7 @@ from waltz_spark.options import ReadOptions, parse_read
 from waltz_spark.planning import TransactionRange
 from waltz_spark.shared_clients import client_at
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import decrypted_rows
+from waltz_spark.tables.column_inference import decrypted_rows
 from waltz_spark.tables.log_changes import (
     changes_schema,
     combine_task_changes,

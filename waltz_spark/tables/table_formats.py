@@ -31,7 +31,7 @@ def open_table(
         name: the name of the table, or its path or URL, which contains a slash.
         given_format: the format of a new table; None: Delta. For an existing table with a name,
             its own format counts.
-        schema: the declared columns; None: columns are found in the payloads (Delta only).
+        schema: the declared columns; None: columns are inferred from the payloads (Delta only).
         rules: how transactions become changes.
 
     Raises:
@@ -60,7 +60,7 @@ def open_table(
         raise BadConfig(
             f"expected a schema for a table with format {table_format}, found none. Hint: declare "
             "the "
-            "columns; they are found for Delta tables only."
+            "columns; they are inferred for Delta tables only."
         )
     if table_format == "parquet":
         return SparkParquetTable(name, schema, rules)

@@ -1,7 +1,7 @@
 """`waltz-core archive verify`: verify every file of the archive that a manifest lists.
 
 The command needs ZooKeeper and the archive. It needs storages only to find the URL of the archive,
-and no servers. It can be interrupted: it prints from where to continue.
+and no servers. If the command is interrupted, it prints the options with which to continue.
 
 With `--repair`, the owner of the partition lets a storage write each wrong object again from its
 log. The command repeats this request until the repair has ended, so a move of the partition to

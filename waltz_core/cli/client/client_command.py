@@ -41,9 +41,9 @@ from waltz_core.records.record import TransactionId
     "--partitions",
     "partitions",
     metavar="PARTITIONS",
-    help="the partitions to append to, for example 3 or 0-3,7; several are used in turn; with "
-    "--write-lock only one is allowed [default: the partition of the first lock, otherwise "
-    "all in turn]",
+    help="the partitions to append to, for example 3 or 0-3,7; rows go to several partitions "
+    "round-robin; --write-lock permits only one [default: the partition of the first lock, "
+    "otherwise all partitions round-robin]",
 )
 @click.option(
     "--header",

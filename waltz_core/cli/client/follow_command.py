@@ -87,7 +87,7 @@ class FollowOptions(NamedTuple):
     metavar="NAME",
     help="a key column; repeat the option for several",
 )
-@payload_columns.column_option("the columns are found in the payloads")
+@payload_columns.column_option("the columns are inferred from the payloads")
 @payload_columns.payload_format_options
 @click.option(
     "--encryption-keys",

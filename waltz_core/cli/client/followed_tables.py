@@ -54,7 +54,7 @@ class TableOptions(NamedTuple):
         return ChangeRules(self.key, self.delete_headers, condition, function)
 
     def declared_columns(self) -> ArrowSchema | None:
-        """Return the declared columns; None if they are to be found in the payloads."""
+        """Return the declared columns; None if the follower infers them from the payloads."""
         return payload_columns.declared_schema(self.columns)
 
 

@@ -66,7 +66,8 @@ def payload_format(name: str, registry: str | None, auth_file: Path | None) -> D
     """Return the format of payloads that the options describe.
 
     Raises:
-        BadConfig: the format needs a schema registry and there is none, or the other way round.
+        BadConfig: the format needs a schema registry and none is given, or a schema registry
+            is given and the format needs none.
     """
     kind = _SCHEMA_FORMATS.get(name)
     if kind is not None and registry is not None:

@@ -1,23 +1,25 @@
 """Finds the archived marks of partitions in the archive after ZooKeeper's data was lost.
 
-Only the archive and the replicas' logs remain. The newest manifest that continues in the chosen log
-is as good as the recorded one, because a chain hash identifies the whole log up to it.
+Only the archive and the replicas' logs remain. If the chosen log has the chain hash of a manifest,
+the log and the archive are equal up to this point. So the newest such manifest replaces the one
+that ZooKeeper recorded.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
-       version. Later manifests of an owner follow its earlier ones, and AR 7 holds between them.
+       version. Within the manifests of an owner, the first available ID never decreases (AR 7).
     2. A manifest fits if its checksums and pages are valid, all available objects exist with the
        size that it states, and the chosen log has the manifest's chain hash at its end. It does not
        matter if ZooKeeper never recorded the manifest: a storage verified its objects before the
        manifest was written.
     3. The manifest must not end below the start of any replica's log. A replica removes only
-       archived transactions, so a manifest that ends earlier would have lost transactions.
-    4. If manifests exist and none fits, the partition is refused, even if no log lacks
+       archived transactions, so a manifest that ends earlier lacks transactions.
+    4. If manifests exist and none fits, the command rejects the partition, even if no log lacks
        transactions. Otherwise the archiver would begin again at 0, and garbage collection would
        delete objects that backups need.
     5. Only committed batches are archived. So if a newer manifest ends above the chosen log, this
-       log lacks committed transactions, and the partition is refused. With an older manifest, the
-       first garbage collection would delete the only object that has these transactions.
+       log lacks committed transactions, and the command rejects the partition. With an older
+       manifest, the first garbage collection would delete the only object that has these
+       transactions.
 """
 
 import asyncio
@@ -100,7 +102,7 @@ class ArchiveRecovery:
         """Return the archived mark of a partition; None if nothing of it is archived.
 
         Raises:
-            BadRequest: the partition is refused because of one of the rules 3 to 5.
+            BadRequest: the partition is rejected because of one of the rules 3 to 5.
             ArchiveUnavailable: the object store does not answer.
             The error that a storage returns.
         """

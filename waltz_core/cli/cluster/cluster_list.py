@@ -19,7 +19,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
 
-# A session needs a root. If the connect string has none, use a root that is never a cluster's.
+# A session needs a root. If the connect string has none, use this root, which no cluster has.
 ROOT_FOR_CONNECTING = "/zookeeper"
 DETAIL_COLUMNS = ("servers", "storages", "key")
 

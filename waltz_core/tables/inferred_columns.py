@@ -1,4 +1,4 @@
-"""Finds the columns of a table in payloads, if the columns are not declared.
+"""Infers the columns of a table from payloads, if the columns are not declared.
 
 Rules:
     1. The type of a column is that of its first value: boolean, 64-bit integer, double, text,
@@ -50,13 +50,13 @@ _TYPE_NAMES = {
 
 
 class _Mismatch(Exception):
-    """A value that does not fit: the path of its column, the expected and the found value."""
+    """A value that does not fit: the path of its column, the expected and the actual value."""
 
 
-def with_found_columns(
+def with_inferred_columns(
     rows: ArrowTable, known_columns: ArrowSchema, data_format: str
 ) -> ArrowTable:
-    """Return rows with the columns found in their payloads, in place of `data`.
+    """Return rows with the columns inferred from their payloads, in place of `data`.
 
     Args:
         rows: transactions with the columns `LOG_COLUMNS` and `data`.

@@ -1,10 +1,10 @@
-"""The changes in a part of the log, for tables whose columns are found in the payloads.
+"""The changes in a part of the log, for tables whose columns are inferred from the payloads.
 
 Rules:
-    1. Tasks find columns concurrently, each in its own part of the log. If a task fails, or if two
+    1. Tasks infer columns concurrently, each in its own part of the log. If a task fails, or if two
        tasks do not agree, the tasks run one after the other. Then each task receives the columns
-       that were found before it, as in the follower without Spark. So the columns and the errors
-       are the same.
+       that earlier tasks have inferred, as in the follower without Spark. So the columns and the
+       errors are the same.
     2. Spark needs the columns of a DataFrame before it runs a task. So tasks return their changes
        as Arrow bytes, which Spark keeps until all columns are known.
 """
@@ -19,8 +19,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig, BadFormat
-from waltz_core.tables.followed_log import check_decrypted, compute_found_changes
-from waltz_core.tables.found_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
+from waltz_core.tables.followed_log import check_decrypted, compute_changes_inferring_columns
+from waltz_core.tables.inferred_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ChangeRules, combine_batches
 from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
@@ -31,12 +31,12 @@ _PART_BYTES = 8 * 1024 * 1024
 
 
 class _SchemaConflict(Exception):
-    """Tasks have found two types for a column, or too many columns in total."""
+    """Tasks have inferred two types for a column, or too many columns in total."""
 
 
 @dataclass
-class ColumnFindingRead:
-    """Reads the transactions of tasks; yields the last changes, and the columns found in them.
+class ColumnInferringRead:
+    """Reads the transactions of tasks; yields the last changes, and the inferred columns.
 
     Attributes:
         reader: reads the columns of the log, with `data`.
@@ -59,7 +59,7 @@ class ColumnFindingRead:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
                 rows = decrypted_rows(rows, [*LOG_COLUMNS, "data"])
-                changes = compute_found_changes(
+                changes = compute_changes_inferring_columns(
                     combine_batches(rows), self.rules, self.known, self.data_format
                 )
                 names = [name for name in changes.schema.names if name not in LOG_COLUMNS]
@@ -116,8 +116,8 @@ class ArrowChangesDecoder:
                 yield from pa.table(columns, schema=self.schema).to_batches()
 
 
-class ChangeFinder:
-    """Finds the columns of payloads and the changes in them.
+class ColumnInference:
+    """Infers the columns of payloads, and computes the changes.
 
     Spark keeps the last changes in its cache until the next call of `changes`.
 
@@ -129,7 +129,7 @@ class ChangeFinder:
         self._session = session
         self._parts: DataFrame | None = None
 
-    def changes(self, read: ColumnFindingRead) -> DataFrame:
+    def changes(self, read: ColumnInferringRead) -> DataFrame:
         """Return the changes in the transactions of tasks: the last change for each key and task.
 
         Raises:
@@ -157,8 +157,8 @@ class ChangeFinder:
             self._parts.unpersist()
             self._parts = None
 
-    def _run_tasks(self, read: ColumnFindingRead) -> pa.Schema:
-        """Run the tasks, and return the columns that are known or were found."""
+    def _run_tasks(self, read: ColumnInferringRead) -> pa.Schema:
+        """Run the tasks, and return the known and the inferred columns."""
         self.release()
         numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
         self._parts = numbers.mapInArrow(read, _PART_COLUMNS).persist()
@@ -175,7 +175,7 @@ class ChangeFinder:
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """Convert found columns to Spark types."""
+    """Convert inferred columns to Spark types."""
     return from_arrow_schema(schema)
 
 
