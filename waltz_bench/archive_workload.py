@@ -140,14 +140,14 @@ class _ArchiveRun:
             AsyncWaltzClient.connect(plain_cluster.connect) as plain_client,
         ):
             for _ in range(WINDOWS):
-                added, with_s = await self._append(archived, self._count, self._load.seconds)
-                self._count += added
+                added_count, with_s = await self._append(archived, self._count, self._load.seconds)
+                self._count += added_count
                 await self._wait_until_archived(archived)
                 plain_added, without_s = await self._append(
                     plain_client, plain_count, self._load.seconds
                 )
                 plain_count += plain_added
-                rates.append((added / with_s, plain_added / without_s))
+                rates.append((added_count / with_s, plain_added / without_s))
         ratios = [with_archive / without for with_archive, without in rates]
         self._figures["of_without"] = round(statistics.median(ratios), 3)
         self._figures["of_without_each"] = [round(each, 3) for each in ratios]
@@ -157,13 +157,13 @@ class _ArchiveRun:
         """Append the remaining rows, and wait until all rows are archived."""
         threading.Thread(target=self._watch_sizes, daemon=True).start()
         async with AsyncWaltzClient.connect(self._cluster.connect) as client:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             while self._count < self._rows_max:
-                added, _ = await self._append(client, self._count, self._load.seconds)
-                self._count += added
+                added_count, _ = await self._append(client, self._count, self._load.seconds)
+                self._count += added_count
                 await self._wait_until_archived(client)
                 print_error(f"{self._count:,} of {self._rows_max:,} rows are appended and archived")
-            self._took_s = time.perf_counter() - began
+            self._took_s = time.perf_counter() - start_s
         self._watching.set()
         self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
         archive_bytes = sum(
@@ -175,12 +175,12 @@ class _ArchiveRun:
         self, client: AsyncWaltzClient, first: int, seconds: float
     ) -> tuple[int, float]:
         """Append rows from ID `first` on for `seconds`; return their number and the time in s."""
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         waiting: deque[Awaitable[BatchOutcome]] = deque()
         count = self._load.batch_rows
         none: list[list[int]] = [[] for _ in range(count)]
         next_row = first
-        while time.perf_counter() - began < seconds:
+        while time.perf_counter() - start_s < seconds:
             rows = [_row(next_row + each, self._load.payload_bytes) for each in range(count)]
             payload = encode_append(
                 [0] * count, rows, write_locks=none, read_locks=none, append_locks=none
@@ -193,7 +193,7 @@ class _ArchiveRun:
             next_row += count
         for each in waiting:
             await each
-        return next_row - first, time.perf_counter() - began
+        return next_row - first, time.perf_counter() - start_s
 
     async def _wait_until_archived(self, client: AsyncWaltzClient) -> None:
         while True:
@@ -219,18 +219,18 @@ class _ArchiveRun:
     async def read_all(self) -> None:
         """Read all rows by ranges and then by the feed, and compare every row (rule 1)."""
         async with AsyncWaltzClient.connect(self._cluster.connect) as client:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             rows = 0
             async for chunk in client.read_range(PARTITION, 0, self._count - 1):
                 self._wrong_count += _count_wrong_in_chunk(chunk, self._load.payload_bytes)
                 rows += chunk.count
-            self._record_figures("read_range", rows, began)
-            began = time.perf_counter()
+            self._record_figures("read_range", rows, start_s)
+            start_s = time.perf_counter()
             feed = _ComparedFeed(self._count, self._load.payload_bytes)
             await client.subscribe(feed, [PARTITION])
             await feed.done.wait()
             self._wrong_count += feed.wrong
-            self._record_figures("feed", feed.seen_count, began)
+            self._record_figures("feed", feed.seen_count, start_s)
 
     def read_with_spark(self, url: str) -> None:
         """Compare all rows in the archive with Spark, and time it against an equal Parquet file."""
@@ -241,11 +241,11 @@ class _ArchiveRun:
         try:
             reader = spark.read.format("waltz").option("archive", url)
             log = reader.load(self._cluster.connect).select("transaction_id", "data")
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             check = functools.partial(_wrong_rows, self._load.payload_bytes)
             sums = log.mapInArrow(check, "rows long, wrong long").groupBy().sum().collect()[0]
             self._wrong_count += sums[1]
-            self._record_figures("spark_check", sums[0], began)
+            self._record_figures("spark_check", sums[0], start_s)
             path = str(self._directory / "plain.parquet")
             log.write.option("compression", "zstd").parquet(path)
             durations = [
@@ -259,8 +259,8 @@ class _ArchiveRun:
             spark.stop()
             close_clients()
 
-    def _record_figures(self, name: str, rows: int, began: float) -> None:
-        took = time.perf_counter() - began
+    def _record_figures(self, name: str, rows: int, start_s: float) -> None:
+        took = time.perf_counter() - start_s
         self._wrong_count += abs(rows - self._count)
         rate = rows * self._load.payload_bytes / took / MIB
         self._figures[f"{name}_mib_per_s"] = round(rate, 1)
@@ -316,21 +316,21 @@ def _count_wrong(ids: np.ndarray, datas: np.ndarray) -> int:
 
 def _wrong_rows(payload_bytes: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield one row for a Spark task: the number of its rows, and the number of wrong rows."""
-    rows = wrong = 0
+    rows = wrong_count = 0
     for batch in batches:
         ids = batch.column(0).to_numpy(zero_copy_only=False)
         datas = batch.column(1).to_pylist()
         expected = (_row(each, payload_bytes) for each in ids.tolist())
-        wrong += sum(data != row for data, row in zip(datas, expected, strict=True))
+        wrong_count += sum(data != row for data, row in zip(datas, expected, strict=True))
         rows += len(datas)
-    yield pa.RecordBatch.from_pydict({"rows": [rows], "wrong": [wrong]})
+    yield pa.RecordBatch.from_pydict({"rows": [rows], "wrong": [wrong_count]})
 
 
 def _time_read(df: DataFrame) -> float:
     """Let Spark read every column of every row and discard the rows; return the time in s."""
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     df.write.format("noop").mode("overwrite").save()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
 def _size_of(directory: Path) -> int:

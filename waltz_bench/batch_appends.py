@@ -65,8 +65,8 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
         outcomes_so_far = _AppendOutcomes()
         lanes = max(1, load.in_flight)
         meter.start()
-        began = time.perf_counter()
-        until = began + load.seconds
+        start_s = time.perf_counter()
+        until = start_s + load.seconds
         async with asyncio.TaskGroup() as group:
             for partition in partitions:
                 group.create_task(
@@ -74,7 +74,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
                         client, partition, payloads, load, (until, lanes), outcomes_so_far
                     )
                 )
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await _check(client, starts, outcomes_so_far)
     return Measured(
@@ -192,7 +192,7 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
         rows = size = 0
         latencies: list[float] = []
         meter.start()
-        began = last = time.perf_counter()
+        start_s = last = time.perf_counter()
         for partition, mark in marks.items():
             async for chunk in client.read_range(partition, BEFORE_FIRST + 1, mark):
                 rows += len(chunk.lengths)
@@ -200,7 +200,7 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
                 now = time.perf_counter()
                 latencies.append(now - last)
                 last = now
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start_s
         meter.stop()
         expected = sum(marks.values()) + len(marks)
     return Measured(
@@ -260,7 +260,7 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
     rows = 0
     async with AsyncWaltzClient.connect(load.connect) as client:
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         first = await client.high_water_mark(partition)
         while await client.high_water_mark(partition) < first + max(LAGS):
             # Even locks are written, and odd locks are only checked, so no real conflict exists.
@@ -286,7 +286,7 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
                 row_count += count
             rates[str(lag)] = rejected / row_count
             rows += row_count
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start_s
         meter.stop()
     return Measured(
         rows=rows, seconds=took, bytes=0, acknowledged=rows, extra={"rejected_by_lag": rates}

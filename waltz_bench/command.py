@@ -241,7 +241,9 @@ def _report_lines(report: BenchReport) -> list[str]:
         f"  {report.rate_per_s:,.0f} a second, {report.mb_per_s:,.1f} MiB/s of data",
     ]
     if report.cpu_us_per_tx is not None:
-        parts = ", ".join(f"{role} {us}" for role, us in report.cpu_us_per_tx_by_role.items())
+        parts = ", ".join(
+            f"{role} {cpu_us}" for role, cpu_us in report.cpu_us_per_tx_by_role.items()
+        )
         lines.append(f"  {report.cpu_us_per_tx} us of CPU a transaction ({parts})")
     if report.access_ratio is not None:
         lines.append(f"  with access control {report.access_ratio:.3f} times the CPU of TLS alone")

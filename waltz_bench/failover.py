@@ -64,10 +64,10 @@ class _WriterAnswers:
     unknown: set[bytes] = field(default_factory=set)
     resent_count: int = 0
 
-    def gap_s(self, began: float, ended: float) -> float:
+    def gap_s(self, start_s: float, ended: float) -> float:
         """Return the longest gap in s between two answers that overlaps an interval."""
-        gaps = [each for each in pairwise(self.answered_s) if each[1] >= began]
-        return max((b - a for a, b in gaps if a <= ended), default=ended - began)
+        gaps = [each for each in pairwise(self.answered_s) if each[1] >= start_s]
+        return max((b - a for a, b in gaps if a <= ended), default=ended - start_s)
 
 
 class _FailoverRun:
@@ -134,7 +134,7 @@ class _FailoverRun:
     async def step(self, kind: str, run_step: Callable[[], Awaitable[None]]) -> None:
         """Run a step, and record its longest gap, until all partitions have continued (rule 1)."""
         await asyncio.sleep(SETTLE_S)
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         await run_step()
         acted = time.perf_counter()
         await self._wait_for(
@@ -145,7 +145,7 @@ class _FailoverRun:
         )
         await asyncio.sleep(SETTLE_S)
         now = time.perf_counter()
-        gap_s = max(writer.gap_s(began, now) for writer in self.writers)
+        gap_s = max(writer.gap_s(start_s, now) for writer in self.writers)
         self.gaps_s.setdefault(kind, []).append(gap_s)
 
     async def _wait_for(self, subject: str, condition: Callable[[], bool]) -> None:
@@ -281,9 +281,9 @@ async def _stop_zookeeper(run: _FailoverRun) -> None:
         for name in names:
             await asyncio.to_thread(run.cluster.start, name)
         await run.await_zookeeper()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         await run.wait_until_complete()
-        run.extra["whole_after_s"] = round(time.perf_counter() - began, 3)
+        run.extra["whole_after_s"] = round(time.perf_counter() - start_s, 3)
 
     await run.step("loss", lose)
     await run.step("return", find)
@@ -335,13 +335,13 @@ async def _run_scenario(
     ):
         run = _FailoverRun(meter.cluster, client, coordinator)
         await run.wait_until_complete()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for writer in run.writers:
                 group.create_task(run.write(writer))
             await scenario(run)
             run.stop()
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start_s
         lost, duplicated = await run.check()
     gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if step_kind in (kind, None)]
     count = sum(writer.acknowledged.total() for writer in run.writers)

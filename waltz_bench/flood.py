@@ -103,14 +103,14 @@ async def _flood(load: BenchLoad, meter: Meter) -> Measured:
             phases.calm_s.append(await _append_singles(client, load, phase_s, phases.calm_meter))
             tenants[kind].command("go")
             await _append_until_greedy(client, load, tenants[kind])
-            before, began = tenants[kind].received_total, time.perf_counter()
+            before, start_s = tenants[kind].received_total, time.perf_counter()
             meter.start()
             phases.flooded_s.append(
                 await _append_singles(client, load, phase_s, phases.flooded_meter)
             )
             meter.stop()
             received = tenants[kind].received_total - before
-            phases.got_per_s.append(received / (time.perf_counter() - began))
+            phases.got_per_s.append(received / (time.perf_counter() - start_s))
             tenants[kind].command("stop")
     latencies_s = [
         each for phases in phases_by_kind.values() for part in phases.flooded_s for each in part
@@ -136,9 +136,9 @@ async def _append_singles(
     meter.start()
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or not latencies_s:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         await (await client.append(data, partition=len(latencies_s) % client.partition_count))
-        latencies_s.append(time.perf_counter() - began)
+        latencies_s.append(time.perf_counter() - start_s)
         await asyncio.sleep(PAUSE_S)
     meter.stop()
     return latencies_s

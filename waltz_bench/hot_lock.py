@@ -168,11 +168,11 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
             await client.mount([PARTITION])
         start = await clients[0].high_water_mark(PARTITION, linearizable=True)
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for client in clients:
-                group.create_task(write(client, CounterView(0, -1, start), began + load.seconds))
-        took = time.perf_counter() - began
+                group.create_task(write(client, CounterView(0, -1, start), start_s + load.seconds))
+        took = time.perf_counter() - start_s
         meter.stop()
         wrong = await _check_log(clients[0], run, start, outcomes)
         batches = await _count_batches(clients[0], min(outcomes), max(outcomes))

@@ -98,9 +98,9 @@ class _ManyPartitionsRun:
 
     async def create(self) -> None:
         """Start ZooKeeper, and create the cluster in it."""
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         await asyncio.to_thread(self.cluster.prepare, START_S_MAX)
-        self.figures["create_s"] = _round(time.perf_counter() - began)
+        self.figures["create_s"] = _round(time.perf_counter() - start_s)
 
     async def measure_start(self, event: str) -> float:
         """Kill and start all storages and servers, and wait until the start is complete (rule 1).
@@ -111,13 +111,13 @@ class _ManyPartitionsRun:
         for name in names:
             self.cluster.kill(name)
         print_error(f"{event}: {self.cluster.partition_count} partitions")
-        before, began = self._cpu_seconds(), time.perf_counter()
+        before, start_s = self._cpu_seconds(), time.perf_counter()
         for name in names:
             self.cluster.start(name)
         await self._wait_until_owned()
         async with await self._connect_client() as client:
-            firsts_s = await self._append_to_all(client, began)
-        took_s = time.perf_counter() - began
+            firsts_s = await self._append_to_all(client, start_s)
+        took_s = time.perf_counter() - start_s
         self.figures |= {
             f"{event}_s": _round(took_s),
             f"{event}_half_s": _round(sorted(firsts_s)[len(firsts_s) // 2]),
@@ -128,9 +128,9 @@ class _ManyPartitionsRun:
     async def measure_idle(self, seconds: float) -> None:
         """Measure the CPU, memory and threads of the processes for some seconds without load."""
         await asyncio.sleep(SETTLE_S)
-        before, began = self._cpu_seconds(), time.perf_counter()
+        before, start_s = self._cpu_seconds(), time.perf_counter()
         await asyncio.sleep(seconds)
-        took_s = time.perf_counter() - began
+        took_s = time.perf_counter() - start_s
         cpu_shares = {
             name: cpu_s / took_s for name, cpu_s in _difference(self._cpu_seconds(), before).items()
         }
@@ -147,10 +147,10 @@ class _ManyPartitionsRun:
         """Kill a server, and wait until all of its partitions have another owner and append."""
         async with await self._connect_client() as client:
             await self._append_to_all(client, time.perf_counter())
-            before, began = self._cpu_seconds(), time.perf_counter()
+            before, start_s = self._cpu_seconds(), time.perf_counter()
             self.cluster.kill("server-1", signal.SIGKILL)
             print_error("a server was killed")
-            after_s = await self._append_to_all(client, began)
+            after_s = await self._append_to_all(client, start_s)
         self.gap_s = max(after_s)
         self.figures |= {
             "server_killed_s": _round(self.gap_s),
@@ -193,13 +193,13 @@ class _ManyPartitionsRun:
                 await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"not all servers owned partitions within {START_S_MAX:.0f} s")
 
-    async def _append_to_all(self, client: AsyncWaltzClient, began: float) -> list[float]:
-        """Append a row to each partition; return for each answer its time in s after `began`."""
+    async def _append_to_all(self, client: AsyncWaltzClient, start_s: float) -> list[float]:
+        """Append a row to each partition; return for each answer its time in s after `start_s`."""
         after_s: list[float] = []
 
         async def append(partition: int) -> None:
             await self._append(client, partition)
-            after_s.append(time.perf_counter() - began)
+            after_s.append(time.perf_counter() - start_s)
 
         async with asyncio.TaskGroup() as tasks:
             for partition in range(self.cluster.partition_count):

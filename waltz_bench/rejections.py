@@ -167,13 +167,13 @@ async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
     ):
         run = _RejectionRun(meter.cluster, client, coordinator, load.batch_rows)
         await run.wait_until_complete()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         rejected = {
             "before": await run.rates(moves=False),
             "after": await run.rates(moves=True),
             "without_file": await run.rates(moves=True, with_file=False),
         }
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start_s
     return Measured(
         rows=run.rows,
         seconds=took,

@@ -63,13 +63,13 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
         meter.start()
         took = 0.0
         for _ in range(SLICES):
-            began = time.perf_counter()
-            until = began + load.seconds / SLICES
+            start_s = time.perf_counter()
+            until = start_s + load.seconds / SLICES
             while (sent_s := time.perf_counter()) < until:
                 locks = [lock("bench", len(ids))]
                 ids.append(await (await client.append(payload, partition=0, write_locks=locks)))
                 latencies_s.append(time.perf_counter() - sent_s)
-            took += time.perf_counter() - began
+            took += time.perf_counter() - start_s
             until = time.perf_counter() + load.seconds / SLICES
             while peer is not None and (sent_s := time.perf_counter()) < until:
                 await peer.publish(payload)
@@ -99,8 +99,8 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
         starts = await client.high_water_marks()
         waiting: deque[tuple[float, int, asyncio.Future[TransactionId]]] = deque()
         meter.start()
-        began = time.perf_counter()
-        until = began + load.seconds
+        start_s = time.perf_counter()
+        until = start_s + load.seconds
         append_number = 0
         while waiting or time.perf_counter() < until:
             while len(waiting) < SINGLES_IN_FLIGHT and (sent_s := time.perf_counter()) < until:
@@ -113,7 +113,7 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
                 sent_s, partition, future = waiting.popleft()
                 ids.setdefault(partition, []).append(await future)
                 latencies.append(time.perf_counter() - sent_s)
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await check_ids(client, starts, ids)
     rows = [each for part in ids.values() for each in part]
@@ -160,11 +160,11 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
         await client.mount()
         starts = await client.high_water_marks()
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(WRITERS):
-                group.create_task(write(client, number, began + load.seconds))
-        took = time.perf_counter() - began
+                group.create_task(write(client, number, start_s + load.seconds))
+        took = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "rejected": rejected}
@@ -201,10 +201,10 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
         rows = sum(marks.values()) + len(marks)
         callbacks = _CountCallbacks(rows)
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         await client.subscribe(callbacks)
         await callbacks.is_done.wait()
-        took = time.perf_counter() - began
+        took = time.perf_counter() - start_s
         meter.stop()
     return Measured(
         rows=rows,
@@ -282,11 +282,13 @@ async def _producers(load: BenchLoad, meter: Meter) -> Measured:
         await client.mount()
         starts = await client.high_water_marks()
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(load.writers):
-                group.create_task(_write(client, load, number, began + load.seconds, acknowledged))
-        took = time.perf_counter() - began
+                group.create_task(
+                    _write(client, load, number, start_s + load.seconds, acknowledged)
+                )
+        took = time.perf_counter() - start_s
         meter.stop()
         wrong_counts = await check_ids(client, starts, acknowledged.ids)
     rows = [each for ids in acknowledged.ids.values() for each in ids]

@@ -121,9 +121,9 @@ def _result_of_rounds(
 
 
 def _time_call(call: Callable[[], None]) -> float:
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
 def _read_all(df: DataFrame) -> None:

@@ -68,8 +68,8 @@ class _AppliedCount:
 class _InMemoryView(Callbacks):
     """The baseline without a database: sums the amounts in a dictionary."""
 
-    def __init__(self, end: _AppliedCount) -> None:
-        self._applied_count = end
+    def __init__(self, applied_count: _AppliedCount) -> None:
+        self._applied_count = applied_count
         self.balances: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -99,14 +99,14 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
     result: Counter[int] = Counter()
     with _open_database(load) as url:
         for name in ("callbacks", "apply", "apply_batch"):
-            end = _AppliedCount(rows)
-            callbacks, balances = _create_view(name, url, sorted(expected), end)
+            applied_count = _AppliedCount(rows)
+            callbacks, balances = _create_view(name, url, sorted(expected), applied_count)
             with WaltzClient(load.connect) as client:
                 meter.start()
-                began, began_cpu = time.perf_counter(), time.process_time()
+                start_s, began_cpu = time.perf_counter(), time.process_time()
                 client.subscribe(callbacks)
-                end.wait()
-                seconds[name] = time.perf_counter() - began
+                applied_count.wait()
+                seconds[name] = time.perf_counter() - start_s
                 cpu[name] = time.process_time() - began_cpu
                 meter.stop()
             result = balances()
@@ -115,7 +115,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
     extra: dict[str, object] = {
         f"{name}_per_s": round(rows / took) for name, took in seconds.items()
     }
-    extra |= {f"{name}_client_cpu_us": round(spent * 1e6 / rows, 1) for name, spent in cpu.items()}
+    extra |= {f"{name}_client_cpu_us": round(cpu_s * 1e6 / rows, 1) for name, cpu_s in cpu.items()}
     return Measured(
         rows=rows,
         seconds=seconds[name],
@@ -163,7 +163,7 @@ def _open_database(load: BenchLoad) -> Iterator[str]:
 
 
 def _create_view(
-    name: str, url: str, numbers: Sequence[int], end: _AppliedCount
+    name: str, url: str, numbers: Sequence[int], applied_count: _AppliedCount
 ) -> tuple[Callbacks, Callable[[], Counter[int]]]:
     """Create new tables; return the callbacks that fill them, and a function for the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
@@ -171,7 +171,7 @@ def _create_view(
     from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - needs SQLAlchemy as well
 
     if name == "callbacks":
-        in_memory = _InMemoryView(end)
+        in_memory = _InMemoryView(applied_count)
         return in_memory, lambda: in_memory.balances
     metadata = sa.MetaData()
     accounts = sa.Table(
@@ -187,31 +187,38 @@ def _create_view(
         .values(balance=new_balance)
     )
 
-    class OneByOne(SqlCallbacks):
+    class OneStatementPerTransaction(SqlCallbacks):
         def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
             account, amount = _unpack_entry(transaction)
             connection.execute(add, {"account": account, "amount": amount})
 
         def apply_transactions(
-            self, partition: int, given: Sequence[Transaction], last: int
+            self, partition: int, transactions: Sequence[Transaction], last: int
         ) -> int:
-            count = super().apply_transactions(partition, given, last)
-            end.add(count)
+            count = super().apply_transactions(partition, transactions, last)
+            applied_count.add(count)
             return count
 
-    class Together(OneByOne):
-        def apply_batch(self, connection: sa.Connection, given: Sequence[Transaction]) -> None:
-            sums: Counter[int] = Counter()
-            for account, amount in map(_unpack_entry, given):
-                sums[account] += amount
+    class OneStatementPerBatch(OneStatementPerTransaction):
+        def apply_batch(
+            self, connection: sa.Connection, transactions: Sequence[Transaction]
+        ) -> None:
+            amount_by_account: Counter[int] = Counter()
+            for account, amount in map(_unpack_entry, transactions):
+                amount_by_account[account] += amount
             if connection.dialect.name == "postgresql":
-                rows = {"accounts": list(sums), "amounts": list(sums.values())}
+                rows = {
+                    "accounts": list(amount_by_account),
+                    "amounts": list(amount_by_account.values()),
+                }
                 connection.execute(sa.text(ADD_ARRAYS), rows)
                 return
-            connection.execute(add, [{"account": a, "amount": b} for a, b in sums.items()])
+            connection.execute(
+                add, [{"account": a, "amount": b} for a, b in amount_by_account.items()]
+            )
 
     engine = sa.create_engine(url)
-    kind = OneByOne if name == "apply" else Together
+    kind = OneStatementPerTransaction if name == "apply" else OneStatementPerBatch
     callbacks = kind(engine, table="waltz_bench_marks")
     callbacks.marks.drop(engine)
     callbacks.marks.create(engine)

@@ -129,9 +129,9 @@ def storage_open(load: BenchLoad, meter: Meter) -> Measured:
             if not in_memory:
                 _drop_from_memory(directory)
             files_before = len(os.listdir("/proc/self/fd"))
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             engine, log = _open_engine(directory, segment_bytes_max)
-            took_s = time.perf_counter() - began
+            took_s = time.perf_counter() - start_s
             slowest = max(slowest, took_s)
             took[f"{name}_s"] = round(took_s, 3)
             took["open_files"] = len(os.listdir("/proc/self/fd")) - files_before
@@ -179,13 +179,13 @@ def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _AppendTimes:
     append_s = sync_s = 0.0
     wall_s = []
     for batch in _create_batches(log.chain, load, rows):
-        began, cpu = time.perf_counter(), time.process_time()
+        start_s, cpu = time.perf_counter(), time.process_time()
         log.append(SESSION, *batch[:4], [batch.entry])
         appended = time.process_time()
         log.sync()
         sync_s += time.process_time() - appended
         append_s += appended - cpu
-        wall_s.append(time.perf_counter() - began)
+        wall_s.append(time.perf_counter() - start_s)
     return _AppendTimes(append_s, sync_s, wall_s)
 
 
@@ -198,13 +198,13 @@ def _create_batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Appen
     records = np.empty((count, size + RECORD_OVERHEAD_BYTES), dtype=np.uint8)
     records[:, 36:-4] = np.frombuffer(b"".join(data), dtype=np.uint8).reshape(count, size)
     lengths = np.full(count, size + RECORD_OVERHEAD_BYTES, dtype=np.int64)
-    places = np.arange(count, dtype=np.int64)
+    offsets = np.arange(count, dtype=np.int64)
     headers = np.zeros(count, dtype=np.int32)
     for first in map(TransactionId, range(0, rows, count)):
         prefixes = raw_records.encode_prefixes(
-            places + first,
+            offsets + first,
             ReqId(ClientId(1), Generation(1), PARTITION, first),
-            places,
+            offsets,
             headers,
             lengths=lengths - RECORD_OVERHEAD_BYTES,
             data_crcs=data_crcs,
@@ -222,11 +222,11 @@ def _create_batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Appen
 def _read_back(log: PartitionLog, rows: int) -> tuple[int, float]:
     """Read the whole log with all checks; return the number of missing rows and the CPU seconds."""
     first = TransactionId(0)
-    began = time.process_time()
+    start_s = time.process_time()
     while first <= log.max_id:
         read = log.read_range(first, log.max_id, READ_BYTES, whole_batches=False)
         first = TransactionId(first + int(read.lengths.size))
-    return rows - first, time.process_time() - began
+    return rows - first, time.process_time() - start_s
 
 
 def _drop_from_memory(directory: Path) -> None:

@@ -134,7 +134,7 @@ def events() -> dict[str, LogEvent]:
     return events_by_name
 
 
-def wrong_lines() -> list[str]:
+def invalid_event_calls() -> list[str]:
     """Return the log calls and reports that rule 1 does not allow."""
     lines = [(path, call, LINE) for path, tree in _modules() for call in _log_calls(tree)]
     names = [(path, call, EVENT_NAME) for path, tree in _modules() for call, _ in _reports(tree)]

@@ -642,11 +642,11 @@ def test_no_path_of_one_machine_is_named():
 
 
 def test_generated_samples_and_tables_are_current():
-    fail_if_any(generate_docs.drifted(), "not current: run make docs")
+    fail_if_any(generate_docs.outdated_files(), "not current: run make docs")
 
 
 def test_a_log_line_is_the_name_of_an_event_and_its_fields():
-    fail_if_any(events.wrong_lines(), "expected `area.event field=value ...`")
+    fail_if_any(events.invalid_event_calls(), "expected `area.event field=value ...`")
 
 
 def test_a_field_with_spaces_is_the_last_one():

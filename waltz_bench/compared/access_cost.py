@@ -63,16 +63,18 @@ class _ComparedCluster:
 def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Measured:
     """Run `rounds` rounds; return the result with access control, and `access_ratio`."""
     print_error("starting two local clusters")
-    with _run_cluster(tls, "off") as plain, _run_cluster(tls, "on") as checked:
+    with _run_cluster(tls, "off") as without_access, _run_cluster(tls, "on") as with_access:
         for number in range(rounds):
             print_error(f"round {number + 1} of {rounds}")
-            pair = (plain, checked) if number % 2 == 0 else (checked, plain)
-            for each, other in (pair, pair[::-1]):
-                each.run(workload, load, other.cluster)
-    runs, every = checked.runs, [*plain.runs, *checked.runs]
+            pair = (
+                (without_access, with_access) if number % 2 == 0 else (with_access, without_access)
+            )
+            for each, other_side in (pair, pair[::-1]):
+                each.run(workload, load, other_side.cluster)
+    runs, every = with_access.runs, [*without_access.runs, *with_access.runs]
     ratios = [
         checked_us / plain_us
-        for plain_us, checked_us in zip(plain.cpu_us, checked.cpu_us, strict=True)
+        for plain_us, checked_us in zip(without_access.cpu_us, with_access.cpu_us, strict=True)
     ]
     return Measured(
         rows=sum(each.rows for each in runs),
@@ -84,12 +86,12 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Meas
         lost=sum(each.lost for each in every),
         duplicated=sum(each.duplicated for each in every),
         errors=sum(each.errors for each in every),
-        cpu_seconds=checked.cpu_seconds,
+        cpu_seconds=with_access.cpu_seconds,
         access_ratio=round(statistics.median(ratios), 3),
         extra={
             "access_ratios": [round(each, 3) for each in ratios],
-            "cpu_us_per_tx_off": [round(each, 3) for each in plain.cpu_us],
-            "cpu_us_per_tx_on": [round(each, 3) for each in checked.cpu_us],
+            "cpu_us_per_tx_off": [round(each, 3) for each in without_access.cpu_us],
+            "cpu_us_per_tx_on": [round(each, 3) for each in with_access.cpu_us],
         },
     )
 

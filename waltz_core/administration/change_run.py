@@ -31,7 +31,7 @@ class ChangeRun:
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.steps: list[str] = []
-        self.awaited = ""
+        self.wait_reason = ""
 
     def note_step(self, step: str) -> None:
         """Add a completed step."""
@@ -39,7 +39,7 @@ class ChangeRun:
 
     def report_wait(self, reason: str, done_count: int = 0, count: int = 1) -> None:
         """Record the reason for which the change waits, and its progress."""
-        self.awaited = reason
+        self.wait_reason = reason
 
     async def carry_out_plan(self, plan: ReplicaPlan) -> None:
         """Carry out a plan that moves replicas, and report its steps."""
@@ -90,7 +90,8 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 async def time_limit(
     timeout_s: float, awaited_text: Callable[[], str], *, hint: str = CONTINUE_HINT
 ) -> AsyncIterator[None]:
-    """Limit the time of a block; at the timeout, raise Unavailable with `awaited()` (rule 2)."""
+    """Limit the time of a block; at the timeout, raise Unavailable with `wait_reason()` (rule "
+    "2)."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

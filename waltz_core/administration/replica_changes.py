@@ -116,12 +116,16 @@ async def _replace_in_place(
     run: ChangeRun, layout: StorageLayout, now: Placement, address: ReplicaId
 ) -> ChangeResult:
     """Replace a lost storage by an empty one at the same address."""
-    held = {each: replicas for each, replicas in now.items() if address in replicas}
-    if not held:
+    replicas_by_partition = {
+        each: replicas for each, replicas in now.items() if address in replicas
+    }
+    if not replicas_by_partition:
         return await _add_replacement(
             run, placements.placement_with_missing_replicas(now, address), address
         )
-    single_replica_partitions = [each for each, replicas in held.items() if len(replicas) == 1]
+    single_replica_partitions = [
+        each for each, replicas in replicas_by_partition.items() if len(replicas) == 1
+    ]
     if single_replica_partitions:
         raise BadRequest(
             f"nothing was changed, because storage {address} has the only replica of partition "
@@ -134,10 +138,11 @@ async def _replace_in_place(
             "replacement with an empty directory."
         )
     without = {
-        each: tuple(replica for replica in held[each] if replica != address) for each in held
+        each: tuple(replica for replica in replicas_by_partition[each] if replica != address)
+        for each in replicas_by_partition
     }
     await run.carry_out_plan(ReplicaPlan.for_placement(without, layout.assignment))
-    return await _add_replacement(run, held, address)
+    return await _add_replacement(run, replicas_by_partition, address)
 
 
 async def _add_replacement(

@@ -77,7 +77,7 @@ def change_command(
                     command = ChangeCommand(coordinator, line, as_json=as_json)
                     async with (
                         audit_change(coordinator, may_create_cluster=may_be_absent),
-                        time_limit(timeout_s, lambda: command.awaited or "ZooKeeper"),
+                        time_limit(timeout_s, lambda: command.wait_reason or "ZooKeeper"),
                     ):
                         result = await function(command, **arguments) or {}
             if as_json:

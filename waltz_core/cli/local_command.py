@@ -103,9 +103,9 @@ def up(
         try_default_ports=True,
         port_base=local_config.port_base,
     )
-    began = time.monotonic()
+    start_s = time.monotonic()
     connect = cluster.up(local_config.ready_timeout_ms / 1000, print_error)
-    took = time.monotonic() - began
+    took = time.monotonic() - start_s
     print_error(f"ready in {took:.1f} s; data, configuration and logs are in {cluster.directory}")
     print_result(connect)
     return 0

@@ -25,7 +25,7 @@ class ProgressLine:
     """A line with a progress bar, as a context manager that removes it at the end."""
 
     def __init__(self) -> None:
-        self.awaited = ""  # what the command waits for, recorded even without a terminal
+        self.wait_reason = ""  # what the command waits for, recorded even without a terminal
         self._progress: tuple[int, int, str] = (0, 1, "")
         self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -54,7 +54,7 @@ class ProgressLine:
 
     def show(self, done_count: int, count: int, description: str) -> None:
         """Report the progress; `description` states the current work, or the reason for a wait."""
-        self.awaited = description.removeprefix("waiting for ")
+        self.wait_reason = description.removeprefix("waiting for ")
         self._progress = (done_count, count, description)
         if self._show_at_s is not None and time.monotonic() >= self._show_at_s:
             self._show_bar()

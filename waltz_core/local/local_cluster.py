@@ -497,9 +497,9 @@ class LocalCluster:
 
     def _reserve_port(self, port: int) -> int:
         """Reserve and return a port of the port base; raises BadConfig if it is not free."""
-        held = ports.hold_port(port, self._host)
-        if held is not None:
-            self._port_holders.append(held)
+        holder = ports.hold_port(port, self._host)
+        if holder is not None:
+            self._port_holders.append(holder)
         elif not ports.is_free(port, self._host):  # if free, only old connections linger there
             raise BadConfig(
                 f"--port-base {self._port_base}: another program uses port {port}. Hint: "
@@ -510,17 +510,17 @@ class LocalCluster:
     def _reserve_default_port(self, default: int | None) -> int:
         """Reserve and return the default port if it is free, otherwise a random one."""
         if self._try_default_ports and default is not None:
-            held = ports.hold_port(default, self._host)
-            if held is not None:
-                self._port_holders.append(held)
+            holder = ports.hold_port(default, self._host)
+            if holder is not None:
+                self._port_holders.append(holder)
                 return default
         return self._reserve_free_port(set())
 
     def _reserve_free_port(self, used_ports: set[int]) -> int:
         """Reserve and return a free port that no member has."""
         host = self._host if self._state is None else self._state.host
-        port, held = ports.choose_port(used_ports, host)
-        self._port_holders.append(held)
+        port, holder = ports.choose_port(used_ports, host)
+        self._port_holders.append(holder)
         return port
 
     def _release_ports(self) -> None:

@@ -362,8 +362,8 @@ def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
         commits = list(map(_parse_commit, table.history(limit)))
         is_complete = limit is None or len(commits) < limit
         if newest_and_others := find_newest_commit(follower, commits, is_complete=is_complete):
-            metadata, others = newest_and_others
-            return TableState(metadata, version, others)
+            metadata, other_commits = newest_and_others
+            return TableState(metadata, version, other_commits)
         if is_complete:
             marks = (decode_marks(each.metadata) for each in commits)
             rules = next((each.rules for each in marks if each is not None), None)

@@ -192,8 +192,8 @@ class ClientFollowedLog:
     ) -> None:
         self._client, self._state_reader = client, state_reader
         self._tables = list(tables)
-        forms = {each.form for each in tables}
-        self._form = RangeForm.WHOLE if RangeForm.WHOLE in forms else RangeForm.HEADERS
+        range_forms = {each.form for each in tables}
+        self._form = RangeForm.WHOLE if RangeForm.WHOLE in range_forms else RangeForm.HEADERS
         self._headers: tuple[int, ...] = ()
         if all(each.headers for each in tables):
             self._headers = tuple(sorted({header for each in tables for header in each.headers}))

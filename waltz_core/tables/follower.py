@@ -114,8 +114,8 @@ class TableState(NamedTuple):
             commit.
         version: the number of transactions that the table records for the application, if any. It
             is the version in Delta's `txn`, not the version of the table.
-        others: the commits after the follower's newest commit, in any order, and others to check
-            (rule 4); none if the follower has no commit.
+        other_commits: the commits after the follower's newest commit, in any order, and others to
+            check (rule 4); none if the follower has no commit.
         has_rows: whether the table has rows, or commits of another follower. If there is metadata,
             it is False only for a table that is not created yet.
         rules: the rules in the newest commit of any follower, if this follower has no commit.
@@ -123,7 +123,7 @@ class TableState(NamedTuple):
 
     metadata: str | None
     version: int | None
-    others: Sequence[OtherCommit] = ()
+    other_commits: Sequence[OtherCommit] = ()
     has_rows: bool = True
     rules: StoredRules | None = None
 
@@ -289,7 +289,7 @@ class TableProgress(Generic[ChangesT]):
             self._table.create(self._start(log))
             state = self._table.marks(self._follower)
             assert state is not None, "it was created"
-        self._check_others(state.others)
+        self._check_other_commits(state.other_commits)
         newest = state.metadata, state.version
         if (
             newest != self._last_read
@@ -337,7 +337,7 @@ class TableProgress(Generic[ChangesT]):
         """
         log = followed.state()
         if not self._given_marks:
-            start_marks = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
+            start_marks = {each: log.first_available_ids.get(each, 0) - 1 for each in log.marks}
             return self._follower._replace(marks=start_marks)
         if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
@@ -349,10 +349,10 @@ class TableProgress(Generic[ChangesT]):
         )  # raises before a table with this start is created
         return self._follower
 
-    def _check_others(self, others: Sequence[OtherCommit]) -> None:
+    def _check_other_commits(self, other_commits: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
-        check_others(others, self._follower)
-        for each in sorted(others):
+        check_other_commits(other_commits, self._follower)
+        for each in sorted(other_commits):
             if each.version not in self._warned_versions and not each.is_maintenance:
                 _log.warning(
                     "follow.foreign_commit table=%s version=%d operation=%s",
@@ -360,7 +360,7 @@ class TableProgress(Generic[ChangesT]):
                     each.version,
                     each.operation,
                 )
-        self._warned_versions = {each.version for each in others}
+        self._warned_versions = {each.version for each in other_commits}
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
@@ -468,7 +468,9 @@ class Follower(Generic[ChangesT]):
             starts = self._lowest_marks(log)
             ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
             self._report_progress(starts, ends)
-            end = next_batch_marks(starts, LogState(ends, log.firsts), self._batch_transactions)
+            end = next_batch_marks(
+                starts, LogState(ends, log.first_available_ids), self._batch_transactions
+            )
             if end != starts and not self._is_pause_due:
                 self._is_pause_due = until is None and end == ends
                 return end
@@ -513,13 +515,13 @@ def errors_of_table(location: str) -> Iterator[None]:
         raise
 
 
-def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
+def check_other_commits(other_commits: Sequence[OtherCommit], follower: TableMarks) -> None:
     """Check the commits after the last commit of a follower (rule 4).
 
     Raises:
         BadFormat: a commit replaces the rows of the table, or belongs to another follower.
     """
-    for each in others:
+    for each in other_commits:
         version, operation, name = each
         if each.is_replacement:
             raise BadFormat(

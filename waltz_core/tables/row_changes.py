@@ -41,7 +41,7 @@ ArrowTable: TypeAlias = pa.Table
 PART_BYTES: Final = 32 * 1024 * 1024
 DELETED = "_deleted"
 _DELETED_FIELD = pa.field(DELETED, pa.bool_(), nullable=False)
-_PLACE = ("partition", "transaction_id")
+_POSITION = ("partition", "transaction_id")
 
 _KEY_TYPES: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_boolean,
@@ -112,7 +112,7 @@ class ChangesFunction:
             BadRequest: the function has raised an error, or its result is not valid.
         """
         result = _call_function(self.name, rows)
-        expected = {*self.columns.names, *_PLACE, DELETED}
+        expected = {*self.columns.names, *_POSITION, DELETED}
         if set(result.schema.names) != expected:
             raise _bad_result_error(
                 self.name,
@@ -120,7 +120,7 @@ class ChangesFunction:
                 f"the columns {_names_text(expected)}",
                 _names_text(result.schema.names),
             )
-        fields = [*self.columns, *(rows.schema.field(name) for name in _PLACE), _DELETED_FIELD]
+        fields = [*self.columns, *(rows.schema.field(name) for name in _POSITION), _DELETED_FIELD]
         columns = []
         for part in fields:
             column = result[part.name]
@@ -204,7 +204,7 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
         BadConfig: a column is missing, a key column has a type that is not permitted, or the
             literal of `delete_where` does not fit its column's type.
     """
-    used_columns = [*_PLACE, *(["header"] if rules.delete_headers else [])]
+    used_columns = [*_POSITION, *(["header"] if rules.delete_headers else [])]
     used_columns += [] if rules.delete_where is None else [rules.delete_where.column]
     if rules.function is None:
         _check_key_types(rules.key, schema)
@@ -268,7 +268,7 @@ def _literal_scalar(condition: DeleteCondition, kind: pa.DataType) -> pa.Scalar:
 
 def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     """Return the transactions after the marks of a table."""
-    partitions, ids = (rows[name].to_numpy() for name in _PLACE)
+    partitions, ids = (rows[name].to_numpy() for name in _POSITION)
     is_new = np.ones(rows.num_rows, dtype=np.bool_)
     for partition, mark in marks.items():
         is_new &= (partitions != partition) | (ids > mark)
@@ -328,7 +328,7 @@ def _check_key_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
 
 
 def _row_text(changes: ArrowTable, row: int) -> str:
-    partition, transaction = (changes[name][row].as_py() for name in _PLACE)
+    partition, transaction = (changes[name][row].as_py() for name in _POSITION)
     return f"partition {partition}, transaction {transaction}"
 
 
@@ -351,7 +351,7 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
             f"{name!r}"
         )
     result_schema = _call_function(name, schema.empty_table()).schema
-    columns = pa.schema([part for part in result_schema if part.name not in (*_PLACE, DELETED)])
+    columns = pa.schema([part for part in result_schema if part.name not in (*_POSITION, DELETED)])
     if not columns.names:
         raise BadRequest(
             f"changes function {name}: expected columns of the table in its result without "
@@ -387,7 +387,7 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     names = result.schema.names
     if len(set(names)) < len(names):
         raise _bad_result_error(name, rows, "different names of columns", str(names))
-    for each in _PLACE:
+    for each in _POSITION:
         kind = rows.schema.field(each).type
         if each not in names or result[each].type != kind:
             found_text = result[each].type if each in names else f"the columns {_names_text(names)}"
@@ -404,10 +404,10 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
 
 def _check_transactions(name: str, result: ArrowTable, rows: ArrowTable) -> None:
     """Check that all changes belong to transactions that the function has received."""
-    if any(result[each].null_count for each in _PLACE):
-        raise _bad_result_error(name, rows, f"{' and '.join(_PLACE)} in each row", "a null")
-    unknown_rows = result.select(_PLACE).join(
-        rows.select(_PLACE), list(_PLACE), join_type="left anti"
+    if any(result[each].null_count for each in _POSITION):
+        raise _bad_result_error(name, rows, f"{' and '.join(_POSITION)} in each row", "a null")
+    unknown_rows = result.select(_POSITION).join(
+        rows.select(_POSITION), list(_POSITION), join_type="left anti"
     )
     if unknown_rows.num_rows:
         expected = "changes only for transactions that the function was given"
@@ -505,7 +505,7 @@ def combine_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
 def empty_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
     """Return an empty table of changes for transactions with a schema."""
     if rules.function is not None:
-        schema = pa.schema([*rules.function.columns, *map(schema.field, _PLACE)])
+        schema = pa.schema([*rules.function.columns, *map(schema.field, _POSITION)])
     return schema.append(_DELETED_FIELD).empty_table()
 
 
@@ -514,8 +514,8 @@ def add_changes(last: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> Arrow
     changes = last_changes(compute_changes(rows, rules), rules.key)
     if not last.num_rows:
         return changes
-    both = pa.concat_tables([last, changes], promote_options="default")
-    return last_changes(both, rules.key)
+    combined = pa.concat_tables([last, changes], promote_options="default")
+    return last_changes(combined, rules.key)
 
 
 def _two_partitions_error(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:

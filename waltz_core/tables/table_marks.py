@@ -83,7 +83,7 @@ class LogState(NamedTuple):
     """The current state of the log: high-water mark and first available ID of each partition."""
 
     marks: MarkMap
-    firsts: MarkMap
+    first_available_ids: MarkMap
 
 
 def encode_marks(table: TableMarks) -> str:
@@ -239,7 +239,7 @@ def next_batch_marks(marks: MarkMap, log: LogState, count_max: int) -> dict[int,
                 "again. Hint: build the table again."
             )
     for partition, mark in begin.items():
-        first = log.firsts.get(partition, 0)
+        first = log.first_available_ids.get(partition, 0)
         if mark + 1 < first:
             raise DataLoss(
                 f"the table has transactions of partition {partition} up to {mark}, but the "

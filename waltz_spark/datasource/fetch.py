@@ -184,7 +184,7 @@ def read_log_batches(
     Raises:
         The errors of `read_converted_batches`.
     """
-    began = time.monotonic()
+    start_s = time.monotonic()
     rows = size = 0
     for chunk in _read_chunks(source, span, options, headers_only="data" not in columns):
         size += len(chunk.records)
@@ -198,7 +198,7 @@ def read_log_batches(
         span.last,
         rows,
         size,
-        time.monotonic() - began,
+        time.monotonic() - start_s,
     )
 
 

@@ -19,7 +19,7 @@ from waltz_core.tables.follower import (
     CONFLICTS_MAX,
     Follower,
     TableProgress,
-    check_others,
+    check_other_commits,
     errors_of_table,
 )
 from waltz_core.tables.row_changes import (
@@ -89,7 +89,7 @@ def follow(
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
     changes: str | None = None,
-    **more: Any,  # noqa: ANN401 - the other arguments
+    **other_arguments: Any,  # noqa: ANN401 - the other arguments
 ) -> dict[int, int]: ...
 
 
@@ -99,7 +99,7 @@ def follow(
     connect: str,
     *,
     tables: Mapping[str, Table],
-    **more: Any,  # noqa: ANN401 - the other arguments
+    **other_arguments: Any,  # noqa: ANN401 - the other arguments
 ) -> dict[str, dict[int, int]]: ...
 
 
@@ -411,7 +411,7 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
             "the table has rows, or marks of another follower, but no marks of follower "
             f"{name.follower!r}. Hint: use another table."
         )
-    check_others(state.others, name)
+    check_other_commits(state.other_commits, name)
     return marks_to_continue_from(state.metadata, state.version, name)
 
 

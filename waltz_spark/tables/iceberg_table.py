@@ -42,7 +42,7 @@ from waltz_spark.tables.spark_errors import ICEBERG, translate_errors
 
 _MARKS_PROPERTY = "waltz.marks"
 _MARKS_SETTING = f"spark.sql.iceberg.snapshot-property.{_MARKS_PROPERTY}"
-_PLACE_COLUMNS = PositionColumns(partition="_log_partition")  # rule 4
+_POSITION_COLUMN_NAMES = PositionColumns(partition="_log_partition")  # rule 4
 # Iceberg can create a table that has a column with such a name, but cannot read it.
 _METADATA_COLUMNS = (
     "_change_ordinal",
@@ -87,7 +87,7 @@ class MergedIcebergTable:
     def __init__(
         self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
     ) -> None:
-        check_column_names(schema, key, {*_PLACE_COLUMNS, *_METADATA_COLUMNS})
+        check_column_names(schema, key, {*_POSITION_COLUMN_NAMES, *_METADATA_COLUMNS})
         if len(split_table_name(name)) < 3:
             raise BadConfig(
                 "expected the name of an Iceberg table with its catalog and namespace, such as "
@@ -101,7 +101,7 @@ class MergedIcebergTable:
                 )
         self._session, self._name, self._key = session, name, key
         self._columns = [StructField(part.name, part.dataType) for part in schema]
-        self._schema = StructType([*self._columns, *_PLACE_COLUMNS.fields()])
+        self._schema = StructType([*self._columns, *_POSITION_COLUMN_NAMES.fields()])
         self._branch = f"{_BRANCH_PREFIX}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
         self._base_snapshot: int | None = None  # the snapshot of `main` that `marks` has read
@@ -220,7 +220,7 @@ class MergedIcebergTable:
         changes.createOrReplaceGlobalTempView(view)
         try:
             actions = merge_actions(
-                [part.name for part in self._columns], self._key, _PLACE_COLUMNS
+                [part.name for part in self._columns], self._key, _POSITION_COLUMN_NAMES
             )
             self._session.sql(
                 f"MERGE INTO {branch} AS target USING global_temp.{view} AS source ON {actions}"

@@ -436,14 +436,14 @@ class RowConverter:
         # The first lock of a row: the first of its write locks, then read locks, then append locks.
         for column in reversed(locks):
             offsets = np.asarray(column.offsets)
-            has = offsets[1:] > offsets[:-1]
-            if has.any():
+            has_lock = offsets[1:] > offsets[:-1]
+            if has_lock.any():
                 values = np.asarray(column.values)
                 first = values[np.minimum(offsets[:-1], max(len(values) - 1, 0))]
                 partitions = np.where(
-                    has, self._partitions_of_hashes(first.astype(np.uint32)), partitions
+                    has_lock, self._partitions_of_hashes(first.astype(np.uint32)), partitions
                 )
-                is_round_robin &= ~has
+                is_round_robin &= ~has_lock
         return partitions, is_round_robin
 
     def _partitions_of_hashes(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:

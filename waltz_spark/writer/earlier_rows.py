@@ -252,7 +252,7 @@ def read_earlier_rows(
     """
     keys = keys or RowKeys()
     records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
-    elsewhere: set[bytes] = set()
+    foreign_keys: set[bytes] = set()
     sequences: dict[int, int] = {}
     client_ids = np.array(sorted({own_client_id, *other_client_ids}), dtype=np.int64)
     for partition, last in client.mount(marks).items():
@@ -261,18 +261,18 @@ def read_earlier_rows(
             data: bytes | memoryview = record.data
             if encryption is not None:
                 data = _decrypt(record, encryption)
-            both = keys.keys_of_record(partition, record.header, data)
+            keys_of_both_kinds = keys.keys_of_record(partition, record.header, data)
             if record.client_id == own_client_id:
-                for key in both:
-                    records[key].append(record.found)
+                for key in keys_of_both_kinds:
+                    records[key].append(record.position)
                 sequences[partition] = max(sequences.get(partition, 0), record.sequence + 1)
             else:
-                elsewhere.update(both)
-    return EarlierRows(records, frozenset(elsewhere), sequences, keys)
+                foreign_keys.update(keys_of_both_kinds)
+    return EarlierRows(records, frozenset(foreign_keys), sequences, keys)
 
 
 def _decrypt(record: "_Record", encryption: Encryption) -> bytes:
-    partition, transaction_id = record.found
+    partition, transaction_id = record.position
     payload = encryption.decrypt(bytes(record.data), partition=partition, header=record.header)
     if payload.data is None:
         raise BadRequest(
@@ -288,7 +288,7 @@ class _Record(NamedTuple):
 
     client_id: int
     sequence: int
-    found: EarlierRecord
+    position: EarlierRecord
     header: int
     data: memoryview
 

@@ -182,13 +182,15 @@ class Recomputer:
         """Return recomputed rows as append columns, and also with the input's columns (rule 2)."""
         count = batch.num_rows
         columns_by_name = {name: batch.column(name) for name in batch.schema.names}
-        placed = {
+        position_columns = {
             "partition": pa.array(np.full(count, partition, np.int32)),
             MARK_COLUMN: pa.array(np.full(count, mark, np.int64)),
         }
-        converted = self._converter.convert(pa.RecordBatch.from_pydict(columns_by_name | placed))
+        converted = self._converter.convert(
+            pa.RecordBatch.from_pydict(columns_by_name | position_columns)
+        )
         # The rows with the input's columns, which may lack `partition` and the mark.
-        for name, column in placed.items():
+        for name, column in position_columns.items():
             if name in columns_by_name:
                 columns_by_name[name] = column.cast(batch.schema.field(name).type)
         source = pa.RecordBatch.from_arrays(list(columns_by_name.values()), schema=batch.schema)

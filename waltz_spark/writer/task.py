@@ -167,9 +167,9 @@ class WriteJob:
         The marks of other partitions are unknown, so rows in them would not be read back.
         """
         if claim.marks.keys() != self.marks.keys():
-            began, now = (first_items_text(sorted(each)) for each in (claim.marks, self.marks))
+            start_s, now = (first_items_text(sorted(each)) for each in (claim.marks, self.marks))
             raise BadRequest(
-                f"write {claim.write!r} was begun for partitions {began}, but this run is "
+                f"write {claim.write!r} was begun for partitions {start_s}, but this run is "
                 f"for partitions {now}. Hint: run it again with the same option 'partitions' "
                 "as before."
             )
@@ -222,7 +222,7 @@ class WriteJob:
             marks, attempt_numbers[0], wants_identity=results is not None
         )
         converted = self._convert_batches(batches, converter, result)
-        began = time.monotonic()
+        start_s = time.monotonic()
         found_rows: list[FinalRows] = []
         sent_rows = self._create_appender(client, converter).send(
             earlier_rows.missing_rows(converted, found_rows)
@@ -234,7 +234,7 @@ class WriteJob:
             if options.on_lock_failure is OnLockFailure.FAIL and result.rejected:
                 self._raise_lock_failed(result, final_rows, results)
         result.file = None if results is None else results.close()
-        took, rows = time.monotonic() - began, result.committed + result.rejected
+        took, rows = time.monotonic() - start_s, result.committed + result.rejected
         _log.info(
             "spark.task_written task=%d attempt=%d rows=%d took_s=%.2f rejected=%d",
             *attempt_numbers,

@@ -140,7 +140,7 @@ def test_each_batch_is_a_directory_with_its_marks(uri: str):
     assert content(uri) == replayed(LOG)
     state = opened(uri).marks(START)
     assert decode_marks(state.metadata) == START._replace(marks={0: 6})
-    assert (state.version, state.others) == (7, [])
+    assert (state.version, state.other_commits) == (7, [])
     assert opened(uri).columns() == SCHEMA
 
 
@@ -298,7 +298,7 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     assert content(uri) == replayed(LOG[:5])
     state = opened(uri).marks(START)
     assert decode_marks(state.metadata).marks == {0: 2}
-    assert {each.follower for each in state.others} == {"g"}
+    assert {each.follower for each in state.other_commits} == {"g"}
 
 
 def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):

@@ -262,10 +262,10 @@ def _registered_server_texts(view: ServersView) -> dict[str, str]:
 
 async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
     """Return the storages with replicas as texts, by the name of their applied revision."""
-    held = (await coordinator.read_replica_assignment()).partitions
+    partitions_by_storage = (await coordinator.read_replica_assignment()).partitions
     return {
         storage_node_name(each): f"storage {each}"
-        for each, partitions in held.items()
+        for each, partitions in partitions_by_storage.items()
         if partitions
     }
 

@@ -153,21 +153,23 @@ async def check(
     if partition is not None and not 0 <= partition < count:
         raise BadConfig(f"--partition: expected a partition in 0..{count - 1}, found {partition}")
     is_all = _has_verb_for_all(permissions, principal, AccessVerb(verb))
-    held = changes.granted_partitions(permissions, principal, AccessVerb(verb), count)
-    is_permitted = is_all if partition is None else partition in held
+    permitted_partitions = changes.granted_partitions(
+        permissions, principal, AccessVerb(verb), count
+    )
+    is_permitted = is_all if partition is None else partition in permitted_partitions
     if as_json:
         print_json(
             {
                 "permitted": is_permitted,
                 "principal": principal,
                 "verb": verb,
-                "partitions": sorted(held),
+                "partitions": sorted(permitted_partitions),
                 "revision": permissions.revision,
             }
         )
     else:
-        text = "all" if is_all else format_ranges(changes.ranges_of(held))
-        if len(held) == count and not is_permitted:
+        text = "all" if is_all else format_ranges(changes.ranges_of(permitted_partitions))
+        if len(permitted_partitions) == count and not is_permitted:
             text += ", but not for `all`"
         print_result(
             f"{'permitted' if is_permitted else 'denied'}: {principal} has the verb {verb} "

@@ -64,15 +64,17 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
         facts = await _query_cluster(coordinator)
     url = archive or archive_url_in(facts)
     rows, errors = await _partition_rows(facts, url, lists_objects=objects)
-    pins: list[str] = []
+    pinning_clusters: list[str] = []
     if url and not errors:
-        pins = await _call_store(
+        pinning_clusters = await _call_store(
             url,
             "reading the pins of restored clusters",
             lambda: pins_of(ArchiveStore(url), key.bytes),
         )
     if as_json:
-        print_json({"archive": url or None, "partitions": rows, "pins": pins, "errors": errors})
+        print_json(
+            {"archive": url or None, "partitions": rows, "pins": pinning_clusters, "errors": errors}
+        )
     else:
         cells = [
             [row[each.replace(" ", "_").replace("-", "_")] for each in COLUMN_TITLES]
@@ -82,7 +84,7 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
             COLUMN_TITLES, [["-" if cell is None else cell for cell in row] for row in cells]
         )
         print_error(f"archive: {url or 'no storage reports one'}")
-        for each in pins:
+        for each in pinning_clusters:
             print_error(
                 f"no object is deleted from the archive, because the restored cluster {each} may "
                 "use it"

@@ -58,7 +58,7 @@ async def backup(
         async with (
             open_command_session(connect) as coordinator,
             AsyncWaltzClient.connect(connect) as client,
-            time_limit(timeout_s, lambda: line.awaited or "ZooKeeper", hint=TIMEOUT_HINT),
+            time_limit(timeout_s, lambda: line.wait_reason or "ZooKeeper", hint=TIMEOUT_HINT),
         ):
             store = ArchiveStore(archive or await query_archive_url(coordinator))
             backup_content = await take_backup(

@@ -305,7 +305,7 @@ def _marks_before_time(
     log = state_reader.state()
     start_marks = {}
     for partition, mark in log.marks.items():
-        first = log.firsts[partition]
+        first = log.first_available_ids[partition]
         at = first_since(partial(stamp_ms_of, client, partition), mark, since_ms, first - 1)
         # If no available transaction is older than the time, expired transactions may match it,
         # too. The follower reports them as lost.

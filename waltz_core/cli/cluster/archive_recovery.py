@@ -6,7 +6,8 @@ that ZooKeeper recorded.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
-       version. Within the manifests of an owner, the first available ID never decreases (AR 7).
+       version. Later manifests of an owner replace its earlier ones, and AR 7 (the first available
+       ID never decreases) holds between them.
     2. A manifest fits if its checksums and pages are valid, all available objects exist with the
        size that it states, and the chosen log has the manifest's chain hash at its end. It does not
        matter if ZooKeeper never recorded the manifest: a storage verified its objects before the

@@ -118,8 +118,8 @@ async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
             int(key): f"{server.host}:{server.port}" for key, server in servers.servers.items()
         },
         "storages": {
-            str(address): [int(p) for p in held]
-            for address, held in layout.assignment.partitions.items()
+            str(address): [int(p) for p in partition_ids]
+            for address, partition_ids in layout.assignment.partitions.items()
         },
         "groups": dict(layout.groups),
         "admin_ports": dict(layout.admin_ports),

@@ -383,16 +383,21 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
     """Assign the first replicas of partitions with a chosen log (rebuilding.py, rule 2)."""
 
     def with_decisions(old: ReplicaAssignments) -> ReplicaAssignments:
-        held = {each: list(partition_ids) for each, partition_ids in old.partitions.items()}
+        partitions_by_storage = {
+            each: list(partition_ids) for each, partition_ids in old.partitions.items()
+        }
         for decision in decisions:
-            for address, partition_ids in held.items():
+            for address, partition_ids in partitions_by_storage.items():
                 is_member = address in decision.first_members
                 if decision.partition_id in partition_ids and not is_member:
                     partition_ids.remove(decision.partition_id)
                 elif decision.partition_id not in partition_ids and is_member:
                     partition_ids.append(decision.partition_id)
         return ReplicaAssignments(
-            {each: tuple(sorted(partition_ids)) for each, partition_ids in held.items()}
+            {
+                each: tuple(sorted(partition_ids))
+                for each, partition_ids in partitions_by_storage.items()
+            }
         )
 
     await coordinator.storages.change_layout(
@@ -535,7 +540,11 @@ async def _choose_and_write_logs(
     marks: dict[PartitionId, ArchivedMark | None] = {}
     for decision in decisions:
         each, link = decision.partition_id, links[decision.source]
-        answers = {name: its[each] for name, its in prepare_answers.items() if each in its}
+        answers = {
+            name: answers_of_replica[each]
+            for name, answers_of_replica in prepare_answers.items()
+            if each in answers_of_replica
+        }
         try:
             log = _recovered_log(each, sessions[each], link, answers)
             marks[each] = await recovery.find_archived_mark(log)
@@ -554,7 +563,10 @@ async def _choose_and_write_logs(
     await command.coordinator.issued_ids.increase_to(ClientId(issued_id))
     await command.coordinator.increase_ids(
         ClientId(max((each.client_id for each in newest.values()), default=0)),
-        {each: Generation(its.generation + 1) for each, its in newest.items()},
+        {
+            each: Generation(answers_of_replica.generation + 1)
+            for each, answers_of_replica in newest.items()
+        },
     )
     for decision in decisions:
         each, archived = decision.partition_id, marks[decision.partition_id]
@@ -590,7 +602,8 @@ def _recovered_log(
     """Describe the log of the chosen replica, at `link`, for the search in the archive."""
     source = prepare_answers[link.address]
     starts = {
-        each: TransactionId(max(its.start, BEFORE_FIRST)) for each, its in prepare_answers.items()
+        each: TransactionId(max(answer.start, BEFORE_FIRST))
+        for each, answer in prepare_answers.items()
     }
     return RecoveredLog(
         partition_id,
@@ -613,7 +626,9 @@ def _choose_logs(
     failures: list[WaltzError] = []
     for each in partitions_to_decide:
         logs = {
-            name: reported_log(its[each]) for name, its in prepare_answers.items() if each in its
+            name: reported_log(answers_of_replica[each])
+            for name, answers_of_replica in prepare_answers.items()
+            if each in answers_of_replica
         }
         try:
             decision = rebuilding.choose_log(

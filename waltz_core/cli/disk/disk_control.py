@@ -104,8 +104,8 @@ def _read_control_files(
     if path.is_file() and path.name == CONTROL_NAME:
         return read_control(path), None, {}
     if path.is_dir() and is_storage_directory(path):
-        held = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
-        return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), held
+        slot_paths = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
+        return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), slot_paths
     if path.is_dir() and (path / SLOTS_NAME).exists():
         return None, None, {_partition_number(path.absolute()): path / SLOTS_NAME}
     raise BadRequest(f"{path}: expected a directory with {CONTROL_NAME} or {SLOTS_NAME}")

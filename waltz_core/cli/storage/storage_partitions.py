@@ -318,11 +318,11 @@ async def _sync_storage(
     admin: StorageAdmin, target: StorageTarget, assigned: list[int]
 ) -> list[tuple[str, str, object, str]]:
     """Change a storage's partitions to those that are assigned to it; never delete files."""
-    held = [
+    present = [
         partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
     ]
-    steps = [(partition, True) for partition in assigned if partition not in held]
-    steps += [(partition, False) for partition in held if partition not in assigned]
+    steps = [(partition, True) for partition in assigned if partition not in present]
+    steps += [(partition, False) for partition in present if partition not in assigned]
     rows: list[tuple[str, str, object, str]] = []
     for partition, is_assigned in steps:
         outcome = "done"

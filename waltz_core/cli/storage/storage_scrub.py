@@ -48,7 +48,7 @@ async def scrub(choice: StorageChoice, *, partitions: str, status: bool, timeout
     with ProgressLine() as line:
         line.show(0, len(partition_numbers), f"waiting for {target} to answer")
         async with (
-            time_limit(timeout_s, lambda: line.awaited, hint=_CONTINUE_HINT),
+            time_limit(timeout_s, lambda: line.wait_reason, hint=_CONTINUE_HINT),
             admin_connection(target.admin_address, ssl=member_connections.ssl_context()) as admin,
         ):
             if not admin.is_current:

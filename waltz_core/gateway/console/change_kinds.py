@@ -245,13 +245,17 @@ def change_in_command(command: str) -> dict[str, Any] | None:
     A placeholder of the command is an empty argument.
     """
     try:
-        words = shlex.split(command)
+        command_parts = shlex.split(command)
     except ValueError:
         return None
-    kind = CHANGE_KINDS.get(words[2]) if words[:2] == _COMMAND_WORDS and len(words) > 2 else None
+    kind = (
+        CHANGE_KINDS.get(command_parts[2])
+        if command_parts[:2] == _COMMAND_WORDS and len(command_parts) > 2
+        else None
+    )
     if kind is None:
         return None
-    option_values, arguments = _options_and_arguments(words[3:])
+    option_values, arguments = _options_and_arguments(command_parts[3:])
     option_values.pop("--connect", None)
     required = [each for each in kind.parameters if not each.option]
     options = {each.option: each.name for each in kind.parameters if each.option}
@@ -268,10 +272,10 @@ def change_in_command(command: str) -> dict[str, Any] | None:
     }
 
 
-def _options_and_arguments(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def _options_and_arguments(command_parts: list[str]) -> tuple[dict[str, str], list[str]]:
     options: dict[str, str] = {}
     arguments: list[str] = []
-    remaining_words = iter(words)
+    remaining_words = iter(command_parts)
     for word in remaining_words:
         if word.startswith("--"):
             options[word] = next(remaining_words, "")

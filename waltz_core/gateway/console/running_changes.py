@@ -82,7 +82,7 @@ class ConsoleChange:
             "outcome": self.outcome,
             "summary": self.summary,
             "steps": [] if run is None else list(run.steps),
-            "waits_for": run.awaited if run is not None and is_running else "",
+            "waits_for": run.wait_reason if run is not None and is_running else "",
         }
 
 
@@ -217,7 +217,7 @@ class ConsoleChanges:
             run = change.run = ChangeRun(coordinator)
             async with (
                 record_change(coordinator, entry),
-                time_limit(TIMEOUT_S, lambda: run.awaited or "ZooKeeper"),
+                time_limit(TIMEOUT_S, lambda: run.wait_reason or "ZooKeeper"),
             ):
                 result = await change.kind.function(run, **keywords) or {}
         return str(result.get("summary", "done"))
