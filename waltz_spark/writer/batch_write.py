@@ -191,7 +191,7 @@ def finish_write(
     paths = [task.results_path for task in tasks if task.results_path is not None]
     rows = _total_rows(tasks)
     summary = summarize_tasks(tasks, returns_rejected_rows=job.options.returns_rejected_rows)
-    summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
+    summary["seconds"] = round((now_ms() - job.start_ms) / 1_000, 3)
     if named_write is not None:
         summary |= rows.as_fields()
     if paths:

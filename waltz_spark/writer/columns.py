@@ -231,9 +231,9 @@ class RowConverter:
         options: the options of the write.
         partition_count: the number of partitions of the log.
         marks: by partition, the mark for rows that have no mark of their own.
-        wants_identity: whether to keep the input columns for the results.
-        first_turn: the index of the first round-robin partition. It is the number of the task, so
-            that tasks with few rows use different partitions.
+        keeps_input_columns: whether to keep the input columns for the results.
+        first_round_robin_index: the index of the first round-robin partition. It is the number of
+            the task, so that tasks with few rows use different partitions.
     """
 
     def __init__(
@@ -242,8 +242,8 @@ class RowConverter:
         partition_count: int,
         marks: Mapping[int, int],
         *,
-        wants_identity: bool,
-        first_turn: int = 0,
+        keeps_input_columns: bool,
+        first_round_robin_index: int = 0,
     ) -> None:
         self._options = options
         self._partition_count = partition_count
@@ -251,12 +251,12 @@ class RowConverter:
             [marks.get(partition, int(BEFORE_FIRST)) for partition in range(partition_count)],
             np.int64,
         )
-        self._wants_identity = wants_identity
+        self._keeps_input_columns = keeps_input_columns
         chosen_partitions = options.partitions
         self._allowed_partitions = np.array(
             range(partition_count) if chosen_partitions is None else chosen_partitions, np.int64
         )
-        self._next_turn = first_turn % len(self._allowed_partitions)
+        self._next_round_robin_index = first_round_robin_index % len(self._allowed_partitions)
         self._encode = payload_encoder(options)
         self._row_count = (
             0  # the rows of earlier batches; errors name a row by its position in the task
@@ -293,7 +293,7 @@ class RowConverter:
 
     def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         """Return the input columns that the results contain; None without results."""
-        if not self._wants_identity:
+        if not self._keeps_input_columns:
             return None
         names = self._options.result_columns
         if names is None:
@@ -426,9 +426,12 @@ class RowConverter:
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         round_robin_partitions = self._allowed_partitions[
-            (self._next_turn + np.arange(count, dtype=np.int64)) % len(self._allowed_partitions)
+            (self._next_round_robin_index + np.arange(count, dtype=np.int64))
+            % len(self._allowed_partitions)
         ]
-        self._next_turn = (self._next_turn + count) % len(self._allowed_partitions)
+        self._next_round_robin_index = (self._next_round_robin_index + count) % len(
+            self._allowed_partitions
+        )
         if self._options.partition_by is not None:
             hashes = _hash_column(batch.column(self._options.partition_by))
             return self._partitions_of_hashes(hashes), np.zeros(count, dtype=np.bool_)

@@ -98,7 +98,7 @@ class TaskResult(WriterCommitMessage):
 class WriteJob:
     """The common part of all tasks in one run of a write.
 
-    `marks` are the high-water marks of the log at `began_ms`, the start of the run; `options.marks`
+    `marks` are the high-water marks of the log at `start_ms`, the start of the run; `options.marks`
     are those that the user specified. `run` is the name of the run, and `write` the name of the
     write, None without `exactlyOnce`. `keep_ms` is the retention of a write that its first task
     begins.
@@ -108,7 +108,7 @@ class WriteJob:
     options: WriteOptions
     marks: dict[int, int]
     run: str
-    began_ms: int
+    start_ms: int
     write: str | None
     keep_ms: int | None = None
 
@@ -141,7 +141,7 @@ class WriteJob:
             if claim.is_done:
                 path = self.options.results_path
                 result = TaskResult(write=self.write, was_done=True, results_path=path)
-                converter = self._create_converter(claim.marks, task, wants_identity=False)
+                converter = self._create_converter(claim.marks, task, keeps_input_columns=False)
                 for _ in self._convert_batches(batches, converter, result):
                     pass  # the rows are counted (rule 2), and Spark expects a full read
                 return result
@@ -219,7 +219,7 @@ class WriteJob:
                 rejected_status=rejected_status,
             )
         converter = self._create_converter(
-            marks, attempt_numbers[0], wants_identity=results is not None
+            marks, attempt_numbers[0], keeps_input_columns=results is not None
         )
         converted = self._convert_batches(batches, converter, result)
         start_s = time.monotonic()
@@ -245,14 +245,14 @@ class WriteJob:
         return result
 
     def _create_converter(
-        self, marks: Mapping[int, int], task: int, *, wants_identity: bool
+        self, marks: Mapping[int, int], task: int, *, keeps_input_columns: bool
     ) -> RowConverter:
         return RowConverter(
             self.options,
             self.layout.cluster.partition_count,
             {**marks, **self.options.marks},
-            wants_identity=wants_identity,
-            first_turn=task,
+            keeps_input_columns=keeps_input_columns,
+            first_round_robin_index=task,
         )
 
     def _convert_batches(
