@@ -2,13 +2,14 @@
 
 Rules (decision 066):
     1. The gateway has no permissions of its own. A request with a token is sent on connections with
-       this token. A request without one is sent on connections without a token, as `anonymous`; if
-       the gateway has a certificate, it is rejected, because the servers would take it for a
-       request of the principal of the certificate.
+       this token. A request without a token is sent on connections without a token, as `anonymous`.
+       If the gateway has a certificate, it rejects requests without a token: the servers would
+       treat them as requests of the certificate's principal.
     2. The gateway keeps tokens in memory only, and finds a caller by the hash of its token.
-    3. A new token is presented to a server before the first request, so that a wrong one is
-       rejected at once. If a server rejects the token of a known caller, or an error has ended a
-       stream of its client, the caller is forgotten: its next request opens a new client.
+    3. The gateway presents a new token to a server before the first request, so that an invalid
+       token is rejected at once. The gateway forgets a caller if a server rejects its token, or if
+       an error has ended a stream of its client. The next request of this caller opens a new
+       client.
     4. There are at most `CALLERS_MAX` callers. A caller is closed after `IDLE_S_MAX` without a
        request; if there are too many, the gateway closes the caller that was idle for the longest
        time.

@@ -3,10 +3,12 @@
 Rules:
     1. The gateway keeps no state: applications may use several gateways, and restart them at any
        time.
-    2. It needs ZooKeeper to start, and afterwards only to find partitions that have moved.
-    3. It listens on a non-loopback address only with TLS, or with `insecure_network`: requests have
-       tokens.
-    4. A token in the connect string is an error: callers without a token would act with it.
+    2. The gateway needs ZooKeeper to start. Later, it needs ZooKeeper only to find partitions that
+       have moved.
+    3. The gateway listens on a non-loopback address only with TLS, or with `insecure_network`,
+       because requests contain tokens.
+    4. A token in the connect string is an error, because callers without a token would use its
+       permissions.
 """
 
 import asyncio

@@ -1,15 +1,17 @@
 """The feed of a partition as server-sent events or as lines of JSON.
 
 Rules:
-    1. Each feed has a client of its own, because a client has one feed for each partition.
-    2. One batch of events waits for a slow reader, with about `BATCH_BYTES_MAX`. Then the feed
-       pauses: the client requests no more data, and the server's buffer for it is bounded. The HTTP
-       port closes the connection of a reader that reads nothing for a time (http_port.py, rule 5).
+    1. Each feed has a separate client, because a client has only one feed for each partition.
+    2. If a reader is slow, one batch of events waits for it, of about `BATCH_BYTES_MAX`. Then the
+       feed pauses: the client requests no more data, and the server's buffer for it is bounded. The
+       HTTP port closes the connection of a reader that reads nothing for a time (http_port.py, rule
+       5).
     3. After `HEARTBEAT_S` without a transaction the gateway sends a heartbeat with the mark. A
        filter moves the mark past transactions that do not match.
-    4. An error that ends the feed is its last event. Before the response begins, the position and
-       the permissions are checked, so that most errors are the status of the response. With a
-       heartbeat the token is checked: a client would wait until its token is valid again.
+    4. If an error ends the feed, the error is the last event. The gateway checks the position and
+       the permissions before the response begins, so that most errors determine the status of the
+       response. At each heartbeat, the gateway checks the token, because the client would only wait
+       until its token is valid again.
 """
 
 import asyncio

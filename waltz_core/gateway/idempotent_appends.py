@@ -4,23 +4,26 @@ A key is an exactly-once write of the registry (`cluster/write_registry.py`, dec
 with one task. So it holds across restarts of the gateway, and across several gateways.
 
 Rules:
-    1. The write is begun with the marks of its partitions, before anything is appended. Each
-       attempt enters its task: it gets the client ID of the task, and fences the earlier attempts.
-    2. The n transactions of a request in one partition have the sequence numbers k * n + 1 to
-       k * n + n, where k rises with each time that they are sent. So the request ID of a
-       transaction in the log states which one it is, also if two of them are equal.
-    3. A later attempt mounts its partitions first: then all appends of earlier attempts are final.
-       It finds the transactions that are in the log by the client ID, and sends the others.
-    4. A transaction that is known not to be in the log for a temporary reason is sent again, before
-       all later ones.
-    5. The outcomes, also the rejections, are stored when the write is finished. Each later request
-       gets them.
-    6. The name of the run is the hash of the request, so a key cannot be used for two requests.
-    7. Only the latest attempt may finish the write: a later one may append a transaction that a
-       lock had rejected before.
+    1. The registry records the write, with the marks of its partitions, before anything is
+       appended. Each attempt claims the task of the write: the attempt gets the client ID of the
+       task, and the servers reject appends of earlier attempts.
+    2. If a request has n transactions in one partition, they have the sequence numbers k * n + 1 to
+       k * n + n. The number k is higher each time that they are sent. So the request ID of a
+       transaction in the log identifies the transaction, even if two of them are equal.
+    3. A later attempt first mounts its partitions, which makes all appends of earlier attempts
+       final. It finds the transactions that are already in the log by the client ID, and sends the
+       others.
+    4. If a transaction is not in the log for a temporary reason, the attempt sends it again, before
+       all later transactions.
+    5. When the write is finished, the registry stores all outcomes, including rejections. Each
+       later request gets these outcomes.
+    6. The name of the run is the hash of the request, so a key cannot be used for two different
+       requests.
+    7. Only the latest attempt may finish the write, because a later attempt may append a
+       transaction that a lock had rejected before.
     8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
-       `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry: a concurrent change would make
-       others start again.
+       `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because a concurrent
+       change forces others to start again.
 """
 
 import asyncio

@@ -4,13 +4,13 @@ The command `waltz-core local`, the notebooks, the tests and the demo all use th
 module starts the processes, finds them again after a crash, and stops them.
 
 Rules:
-    1. Every part is real: sockets, disks, fdatasync, ZooKeeper from PySpark's own jars.
-    2. Only processes that were started here are stopped: a process counts as one of them only while
-       its pid AND its start time equal the recorded ones.
-    3. Ports are chosen once for a directory and recorded in it. Each port is held until its daemon
-       listens. If another program uses a port at the next start, the cluster chooses another port,
-       except for ports of a port base, and ports that identify a process, such as the address of a
-       storage.
+    1. Every part is real: sockets, disks, fdatasync, and ZooKeeper from PySpark's jars.
+    2. The cluster stops only processes that it has started: a process counts as its own only while
+       the pid AND the start time equal the recorded values.
+    3. Ports are chosen once for a directory and recorded in it. A socket holds each port until the
+       daemon listens. If another program uses a port at the next start, the cluster chooses another
+       port. Exceptions are the ports of a port base, and ports that identify a process, such as the
+       port of a storage.
     4. The directory has everything for another start, so killing all processes loses nothing.
 """
 

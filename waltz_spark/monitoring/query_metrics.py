@@ -1,12 +1,13 @@
 """The metrics of Spark's streaming queries: `export_metrics` (docs/decisions/067).
 
 Rules:
-    1. The lag is computed at each scrape, from the last progress of a query and the marks of its
-       logs: it grows while a micro-batch hangs.
-    2. A query that has failed keeps its position, so its lag grows; also if it starts again and
-       fails in its first micro-batch. A query that was stopped is forgotten. The end of a run may
-       be reported after the next run has begun.
-    3. A scrape waits `REQUEST_S_MAX` at most for the logs, and otherwise shows no lag.
+    1. Each scrape computes the lag from the last progress of a query and the current marks of its
+       logs. So the lag also grows while a micro-batch hangs.
+    2. A failed query keeps its position, so its lag grows, even if the query starts again and fails
+       in its first micro-batch. A stopped query is removed. Spark may report the end of a run after
+       the next run has begun.
+    3. A scrape waits at most `REQUEST_S_MAX` for the marks of the logs; without an answer, it shows
+       no lag.
     4. Several calls, also for the same session or cluster, export each value once.
 """
 

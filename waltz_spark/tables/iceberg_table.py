@@ -5,16 +5,17 @@ from the settings of the session, so the session belongs to the table.
 
 Rules:
     1. A batch is committed to its own branch, which begins at v, the snapshot that `marks` has
-       read. Then the branch `main` is moved to the new snapshot. Iceberg rejects this move if
-       `main` is no longer at v, which raises `Superseded`. So no other commit comes between. If
-       another program drops the branch, Iceberg commits to a new branch on top of `main`. So the
-       new snapshot must have v as its parent.
+       read. Then the branch `main` is moved to the new snapshot. If `main` is no longer at v,
+       Iceberg rejects this move, which raises `Superseded`. So no other commit can come between v
+       and the new snapshot. If another program drops the branch, Iceberg commits to a new branch on
+       top of `main`. So the follower also checks that the parent of the new snapshot is v.
     2. Every snapshot in the history of `main` contains its marks and the rows up to them. So a
        rollback to such a snapshot needs no repair: the follower continues from its marks.
-    3. Snapshots that only replace files (compaction) are not commits of other programs.
+    3. Snapshots that only replace files (compaction) do not count as commits of other programs.
     4. The position columns are `_log_partition` and `_transaction_id`, because `_partition` is one
        of Iceberg's metadata columns.
-    5. Columns that the table lacks are added before the batch that has their first values.
+    5. If a batch has values for columns that the table lacks, the follower adds these columns
+       before it writes the batch.
 """
 
 import contextlib

@@ -3,11 +3,11 @@
 The columns of the files are an interface for users.
 
 Rules:
-    1. Each task attempt writes its own file, with the name of the write in its file name. The file
-       name begins with `_`, so readers ignore the file. The job renames the files of the attempts
-       that Spark accepted, deletes the other files of this write, and writes `_SUCCESS` last. A
-       directory without `_SUCCESS` is unfinished. The file of an attempt that outlives the job
-       stays hidden. Other files in the directory are not touched.
+    1. Each task attempt writes its own file, whose name contains the name of the write. The file
+       name begins with `_`, so readers ignore the file. At the end, the job renames the files of
+       the attempts that Spark accepted, deletes the other files of this write, and writes
+       `_SUCCESS` last. A directory without `_SUCCESS` is unfinished. If an attempt runs longer than
+       the job, its file stays hidden. The job does not touch other files in the directory.
     2. The columns are the chosen input columns, then `RESULT_FIELDS`; all are nullable.
 """
 

@@ -1,17 +1,18 @@
 """The state of the cluster as JSON for the console: members, partitions, replicas and findings.
 
 Rules (decision 069):
-    1. Servers and storages are queried with the token of the caller. A member that denies its
-       requests has the state "unknown". If members deny the caller and no server answers it, the
-       whole request is denied.
+    1. Servers and storages are queried with the token of the caller. A member that denies the
+       requests has the state "unknown". If members deny the caller and no server answers, the
+       gateway denies the whole request.
     2. ZooKeeper is read through the session of the gateway (`snapshot_reader.py`). If it does not
        answer, the view has the members of the last read, with the error.
     3. A query waits `TIMEOUT_S` for each answer, because the page shows a failure within seconds.
        Storages read no records for it.
-    4. Requests of one caller at the same time share one answer or error. It is used for a moment,
-       at least for as long as the query took. So many open pages cause no more queries than one.
+    4. Concurrent requests of one caller share one answer or error. The answer is reused for a short
+       time, at least for as long as the query took. So many open pages cause no more queries than
+       one.
     5. If no member answers, no member has checked the token of the caller. Then the gateway checks
-       that its principal may administer all partitions.
+       that the caller's principal may administer all partitions.
     6. Findings do not show the paths of the gateway's files. Commands have placeholders for them.
 """
 

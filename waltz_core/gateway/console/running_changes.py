@@ -10,10 +10,10 @@ Rules (decision 069):
     4. A change has an audit entry with the caller's principal. It continues when the page is
        closed. When the gateway stops, it is interrupted: the same change then continues after the
        completed steps.
-    5. The gateway does not start a change while it runs the same one: a browser may send a request
-       twice.
-    6. The end of the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log. Without
-       ZooKeeper, an interrupted change keeps the outcome "begun".
+    5. The gateway does not start a change while the same change is running, because a browser may
+       send a request twice.
+    6. At shutdown, the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log.
+       Without ZooKeeper, an interrupted change keeps the outcome "begun".
 """
 
 import asyncio

@@ -1,11 +1,11 @@
 """Reads the state of the cluster in ZooKeeper, for all callers of the console together.
 
 Rules:
-    1. There is at most one read at a time, and a pause after it that is as long as the read, up to
-       `PAUSE_S_MAX`. So many callers load ZooKeeper as one caller does.
-    2. A request waits for a read for a limited time, and then uses the state of the last one. The
-       read continues: the read of many partitions takes longer than a request may wait.
-    3. If a read is not over in time, one small read shows whether ZooKeeper answers.
+    1. At most one read runs at a time. The pause after a read is as long as the read, up to
+       `PAUSE_S_MAX`. So many callers cause no more load on ZooKeeper than one caller.
+    2. A request waits for a read for a limited time, and then uses the result of the previous read.
+       The read continues, because a read of many partitions takes longer than a request may wait.
+    3. If a read does not end in time, one small read shows whether ZooKeeper answers.
 """
 
 import asyncio
