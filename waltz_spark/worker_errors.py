@@ -4,8 +4,9 @@ Spark sends an exception to the driver as text that begins with the worker's sta
 shortens the text in the worker, and recognizes the error in the driver.
 
 Rules:
-    1. A `WaltzError` of the classes in `_SHOWN_WITHOUT_STACK` needs no stack, so its text begins
-       with the message. Any other error, also a `ProtocolError`, may be a bug and keeps its stack.
+    1. The text of a `WaltzError` of a class in `_SHOWN_WITHOUT_STACK` begins with the message,
+       because the user does not need the stack. Any other error, including a `ProtocolError`, may
+       be a bug and keeps its stack.
     2. Only the last output of a worker is changed: Spark ends the worker after an exception.
     3. A `WaltzError` is recognized only at the positions where Spark or Python put an error. It is
        not recognized in a value, in a message of the user, or on another line of that message.

@@ -4,8 +4,9 @@ Rules:
     1. A maintenance commit belongs to no follower. A commit of Spark's auto compaction has the
        metadata of the session, and so the marks of the follower.
     2. Spark's `MERGE` succeeds even if a `RESTORE`, or a commit of a follower with another name,
-       came after the marks were read. So such commits are also searched between the two newest
-       commits of the follower: its process may have been killed before it read the table again.
+       came after the marks were read. So the commits between the two newest commits of the follower
+       are searched as well, because the process of the follower may have been killed before it read
+       the table again.
 """
 
 from collections.abc import Sequence

@@ -4,17 +4,18 @@ Each commit has the marks as `userMetadata` of its `commitInfo`, as delta-spark 
 identifier of the follower as `txn`.
 
 Rules:
-    1. A commit is version v + 1, where v is the version that `marks` has read. The library tries no
-       commit again on a newer version.
+    1. A commit is version v + 1, where v is the version that `marks` has read. The library does not
+       repeat a commit on a newer version.
     2. A table has the declared columns, `_partition` and `_transaction_id`: the position of the
        last change of the row.
-    3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
+    3. If a key has changes in two partitions, the merge fails. `last_changes` detects this only
+       within one batch.
     4. Inferred columns are committed with the batch that has their first value, even if it
        has no other effect: the columns do not depend on the limits of batches.
-    5. A type that Delta lacks is rejected before the library converts it. So are schemas that the
-       library commits and cannot read again.
-    6. The value of a partition column is a text in the log of Delta. Types and values that are
-       different when they are read again are rejected.
+    5. The follower rejects a type that Delta lacks before the library converts it. It also rejects
+       schemas that the library commits, but cannot read again.
+    6. In the log of Delta, the value of a partition column is a text. The follower rejects types
+       and values that would change when they are read again.
     7. A table is created when its first changes are known, so a first batch that fails leaves no
        table.
     8. If a merge adds fields to a struct, the library writes null for this struct in rows that the

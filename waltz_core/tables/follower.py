@@ -5,25 +5,25 @@ The loop depends neither on a table format nor on the representation of changes:
 Spark.
 
 Rules:
-    1. The table is the checkpoint: before each batch, the follower reads the table marks. It skips
-       a part of the log only if it has found no change there since it read the same marks.
+    1. The table is the checkpoint: before each batch, the follower reads the table marks. While the
+       table marks stay the same, the follower skips the part of the log in which it has found no
+       change.
     2. A batch is one commit, on top of the table version that the follower has read. If another
        commit came first, the follower reads the table again. Before the batch, a table may commit
        new fields of structs, with its current marks.
-    3. A batch without changes writes no commit. The follower commits marks alone if they have moved
-       and its last commit is old, or if they have moved and the follower ends. At its end, it also
-       stores the start in a user's table that has no marks yet, because the next run may have no
-       start.
+    3. A batch without changes writes no commit. If the marks have moved, the follower commits them
+       alone when its last commit is old, or when the follower ends. At its end, it also stores the
+       start in a user's table without marks, because the next run may have no start.
     4. It is an error if a commit after the follower's last commit replaces the rows of the table,
        such as a `RESTORE`. A commit of a follower with another name is an error, too: each follower
        would apply old changes over the rows of the other. Other commits, except maintenance, are
        logged as warnings.
-    5. A start is valid only for a table without marks: it is never ignored, and never replaces
-       marks.
+    5. A start is valid only for a table without marks. For a table with marks, a start is an error.
     6. A batch of several tables is read once, from their lowest marks. Each table has its own marks
        and its own commit, and receives only the changes after its marks.
-    7. Without an end, the follower waits after a batch that reaches the end of the log. So the
-       number of versions depends on the interval, even if new transactions always arrive.
+    7. If no end is given, the follower pauses after a batch that reaches the end of the log. So the
+       number of table versions depends on the interval, even if new transactions arrive all the
+       time.
 """
 
 import logging

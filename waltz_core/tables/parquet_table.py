@@ -13,14 +13,15 @@ Rules:
     2. Batches are numbered without gaps. The newest complete batch has the marks. The next run
        removes the files of a later, incomplete batch.
     3. A table has one follower at a time. In a local directory, the second follower that completes
-       a batch raises `Superseded`; object stores do not detect this. A follower that starts
-       removes, in one step, other followers' files that are in no batch. So before a batch gets its
-       name, its follower checks that it still has its files, or the rename fails.
+       a batch raises `Superseded`; object stores do not detect this. When a follower starts, it
+       removes, in one step, all files of other followers that belong to no batch. So before a
+       follower renames its files to a batch, it checks that they still exist; otherwise the rename
+       fails.
     4. A table has the declared columns and the position of the transaction: `_partition` and
        `_transaction_id`. The newest file has all columns; a column keeps its type.
     5. A table is created with its first changes, so a first batch that fails leaves no table.
-    6. Errors that another attempt may avoid are `Unavailable`. Denied access is not, and neither
-       are values and types that Parquet does not support.
+    6. `Unavailable` is raised for errors that another attempt may avoid. It is not raised for
+       denied access, or for values and types that Parquet does not support.
 """
 
 import errno

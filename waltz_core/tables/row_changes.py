@@ -7,12 +7,13 @@ Tables of changes have the columns of the transactions, and `_deleted`:
 Rules:
     1. A key consists of one or more columns with types that have exact equality: no floats. A null
        in a key is an error that names the transaction.
-    2. A transaction is a delete if its header is one of `delete_headers`, or if `delete_where`
-       holds; a condition that is null does not hold. All other transactions are upserts.
-    3. A changes function decides itself which changes are deletes. It receives a part of a batch,
-       of any size, so the changes of a transaction must depend only on this transaction. It returns
-       changes of the transactions that it received. The order of its output is the order of the
-       changes within a transaction. All results have the columns of the result for no transactions.
+    2. A transaction is a delete if its header is one of `delete_headers`, or if the condition
+       `delete_where` is true; null counts as false. All other transactions are upserts.
+    3. A changes function determines which changes are deletes. It receives a part of a batch, of
+       any size, so the changes of a transaction must depend only on this transaction. It returns
+       changes of the received transactions only. The order of its output is the order of the
+       changes within a transaction. Each result must have the same columns as the result for an
+       empty table of transactions.
     4. Transactions of one partition are ordered by ID. Partitions have no common order, so a key
        with changes in two partitions is an error.
     5. `last_changes` is associative: if the last changes of parts are reduced again, the result is

@@ -12,12 +12,13 @@ Rules:
        content depends only on its start and its end.
     3. Marks never decrease. If the log ends before the table marks, or begins after them, it has
        lost transactions of the table.
-    4. The version of a commit is at most the number of transactions up to its marks, and above the
-       number for all earlier marks. So it increases with each batch. Without Spark, the version is
-       that number.
-    5. A table with a version but without marks has lost its marks. It never starts again by itself.
-    6. A follower never changes the rules of a table: the rows would not equal a replay with either
-       rules.
+    4. The version of a commit is at most the number of transactions up to its marks, and higher
+       than the number of transactions up to all earlier marks. So the version increases with each
+       batch. Without Spark, the version equals the number of transactions.
+    5. A table with a version but without marks has lost its marks. A follower does not start it
+       again without the user.
+    6. A follower never changes the rules of a table. Otherwise the rows would equal neither a
+       replay with the old rules nor a replay with the new rules.
 """
 
 import re

@@ -12,7 +12,8 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
        needs only the key. With `mode=FAILFAST`, any other transaction is an error; with
        `DROPMALFORMED`, it is not a change. So the rows depend on the log, not on the start of a
        read.
-    4. A step of the state has about 8 MiB of previous payloads, and at most one batch of new ones.
+    4. Each step computes rows for a part of a batch: about 8 MiB of previous payloads, and at most
+       the new payloads of one batch.
 """
 
 from collections.abc import Iterator, Sequence

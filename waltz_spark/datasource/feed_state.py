@@ -5,16 +5,17 @@ in a directory. The file is a cache between the micro-batches of a query; the lo
 truth.
 
 Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
-    1. A state is at a mark: it contains the changes of all transactions up to this mark. It moves
-       to another mark in one SQLite transaction, so a killed task leaves the state at the previous
+    1. A state has a mark: it contains the changes of all transactions up to this mark. It moves to
+       another mark in one SQLite transaction, so a killed task leaves the state at the previous
        mark.
-    2. A state that has moved from `previous_mark` also stores the rows that the move replaced, and
-       can return to `previous_mark`.
+    2. When a state moves, it also stores the rows that the move replaced. So it can return to
+       `previous_mark`.
     3. One task uses a file at a time: it holds an exclusive lock until it ends.
     4. A file is damaged if SQLite cannot read it, if it is not of this version, or if a row does
        not match its checksum.
-    5. A row from a transaction that the log no longer has is absent, as in a new state.
-    6. The memory of a state is its page cache, whatever the number of its keys.
+    5. If a row is from a transaction that the log no longer has, the row counts as absent, as in a
+       new state.
+    6. The memory of a state is its page cache, independent of the number of keys.
 """
 
 import logging

@@ -7,12 +7,12 @@ Rules:
     1. An offset has the mark of each partition (read up to this ID, inclusive) and the cluster key
        (`offsets.py`). A micro-batch reads the transactions between two offsets, even if it is
        planned several times.
-    2. Offsets never decrease, even if a server that has just lost a partition reports an old mark,
-       except by rule 4.
+    2. Offsets never decrease, except by rule 4. This holds even if a server that has just lost a
+       partition reports an old mark.
     3. A start past the end of the log is data loss, after a quorum of the replicas has confirmed
-       the end. It is also data loss if the cluster is not the one in the offset, however long its
-       log is. The exception is a cluster that was restored from a backup of the cluster in the
-       offset, if the backup contains all that the stream has read.
+       the end. It is also data loss if the offset is from another cluster, even if the log is long
+       enough. The exception is a cluster that was restored from a backup of the cluster in the
+       offset, if the backup contains all transactions that the stream has read.
     4. If the options allow data loss, a partition of another log is read from its start. The offset
        returns to `BEFORE_FIRST`, in a separate micro-batch that reads nothing from this partition.
     5. An offset before the first available ID of its log is data loss, too. If the options allow

@@ -5,20 +5,21 @@ reads both from the settings of the session, so the session belongs to the table
 
 Rules:
     1. The `txn` version of a commit is the number of transactions in the table before it, plus one.
-       So of all commits that were prepared on the same marks, Delta accepts only the first. Delta
-       skips a `MERGE` whose version the table has or had. It rejects a `MERGE` if a commit with the
-       same identifier came between its start and its end. Both raise `Superseded`.
-    2. Delta does not compare commits of other programs. Between the two newest commits of the
-       follower, there may be a `RESTORE`, or a commit of a follower with another name. It is
-       detected when the table is read again (`delta_commits.py`).
+       So of all commits that were prepared on the same marks, Delta accepts only the first. If the
+       table already has the version of a `MERGE`, or a higher one, Delta skips the `MERGE`. If a
+       commit with the same identifier came between the start and the end of a `MERGE`, Delta
+       rejects the `MERGE`. Both raise `Superseded`.
+    2. Delta does not check for commits of other programs. So a `RESTORE`, or a commit of a follower
+       with another name, may be between the two newest commits of the follower. The follower
+       detects it when it reads the table again (`delta_commits.py`).
     3. A table has the declared columns, and the position of the last change of the row:
        `_partition` and `_transaction_id`.
     4. Auto compaction is off. Otherwise Delta would run an `OPTIMIZE` in the session after the
        `MERGE`, and commit it with the metadata of the follower.
-    5. Delta stores values of partition columns as texts, in names of directories. It reads an empty
-       text as null, and also the name that represents null. Both texts are rejected: each change
-       would insert the row with such a key again. The time zone is UTC: in another zone, two
-       timestamps have the same text when daylight saving time ends.
+    5. Delta stores values of partition columns as texts, in names of directories. It reads two
+       texts as null: the empty text, and the name that represents null. The follower rejects both,
+       because each change would insert the row with such a key again. The time zone is UTC, because
+       in other zones two timestamps have the same text when daylight saving time ends.
 """
 
 import contextlib

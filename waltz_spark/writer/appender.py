@@ -7,11 +7,11 @@ Rules:
     2. A lost row (the session broke, the partition moved) is known not to be in the log, so it is
        sent again. All later rows of its partition wait for it, so that rule 1 holds. A row that a
        lock rejected is never sent again, because its payload is stale.
-    3. At most `maxInFlight` batches wait for an answer. While this number of batches wait, the
-       input is not read. Nor is it read while the same amount of rejected rows wait for their
-       recomputation.
-    4. With a `recompute` function, rejected rows wait for a delay, and are sent as the function
-       returns them, after later rows of the input. Other rows do not wait for them.
+    3. At most `maxInFlight` batches wait for an answer. The input is not read while this number of
+       batches wait. It is also not read while as many rejected rows as fit into these batches wait
+       for their recomputation.
+    4. With a `recompute` function, rejected rows wait for a delay. The rows that the function
+       returns are sent after later rows of the input. Other rows do not wait for them.
 """
 
 import time

@@ -5,14 +5,14 @@ contains plain values only, and nothing may depend on shared state, `abort` or `
 
 Rules (docs/spark.md, "Exactly once"):
     1. A write begins on the driver. So its starting marks are those of its first run, and a task
-       that finds no marks detects that the write is over. A write without `writeId` gets a new name
-       each time: only its tasks can run again.
+       that finds no marks detects that the write has ended. A write without `writeId` gets a new
+       name each time, so only its tasks can run again.
     2. `commit` first keeps the results, and then marks the write as done. So if a write is done,
        its results exist. A write without `writeId` is removed instead. The removal may fail: a job
        whose rows are all in the log must not fail because ZooKeeper does not answer. If the write
        was already done, its rows must be the same (`rows_hash.py`). If it was not done, the log
        must have no rows from tasks that only an earlier run had.
-    3. `abort` undoes and removes nothing: tasks may still run, and the write may run again.
+    3. `abort` removes nothing, because tasks may still run, and the write may run again.
 """
 
 import asyncio

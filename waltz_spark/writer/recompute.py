@@ -3,8 +3,8 @@
 After a lock failure, a row is computed again; a stale payload is never sent again.
 
 Rules:
-    1. The function receives rejected rows with the same mark, and all transactions of their
-       partition since that mark, up to a later mark that includes the conflicting transactions.
+    1. The function receives rejected rows that have the same mark, and all transactions of their
+       partition from this mark to a later mark. These transactions include the conflicting ones.
     2. A recomputed row stays in its partition and has that later mark. So a transaction that the
        function has not received can reject the row.
     3. `waltz_row` is the number of the row that a recomputed row replaces. Each recomputed row

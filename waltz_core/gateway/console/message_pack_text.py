@@ -13,10 +13,10 @@ JSON lacks some values of MessagePack. They are shown as objects with one marked
     with a repeated key
 
 Rules:
-    1. Only a complete map or array is MessagePack. Any byte is a valid small integer, so numbers
-       and texts are no evidence.
-    2. A length is compared with the bytes that follow before it is used. An element has at least
-       one byte, so a short payload cannot claim a large count.
+    1. Only a complete map or array is recognized as MessagePack. Numbers and texts are not, because
+       any byte is a valid small integer.
+    2. Before a length is used, it is compared with the number of bytes that follow. An element has
+       at least one byte, so a short payload cannot claim a large count.
     3. The reader stops when the text has reached its limit. It does not check the bytes after
        this position.
     4. The depth is at most `DEPTH_MAX`, and the key of a map is not a map or an array.

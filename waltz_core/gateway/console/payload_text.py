@@ -15,12 +15,12 @@ first of these formats that it fits:
     binary       all other bytes, as a dump (`hex_dump.py`)
 
 Rules:
-    1. Any bytes have a text: nothing here raises an error for a payload.
+    1. Every payload has a text: no payload raises an error.
     2. A text has at most `bytes_max` bytes in UTF-8, and no unpaired surrogate. `is_shortened`
        states that the text does not show the complete payload.
     3. The work is bounded by `bytes_max`, apart from copies of the payload, and from one
        decompression of at most 4 MiB. Neither the schema registry nor encryption keys are used.
-    4. A payload over `bytes_max` is never `json`: a part of a JSON text is not valid JSON.
+    4. A payload over `bytes_max` is never `json`, because a part of a JSON text is not valid JSON.
 """
 
 import codecs

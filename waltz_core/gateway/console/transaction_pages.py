@@ -4,18 +4,18 @@ A page has up to `count` transactions, as the dicts of the console's JSON interf
 filter it has only matching transactions, and the server reads all transactions in between.
 
 Rules:
-    1. A request is bounded: it sends at most `FETCHES_MAX` queries for transactions, each answered
-       from about `PAGE_BYTES_MAX` bytes of the log. It sends no further query when the page has
-       about `PAGE_BYTES_MAX` bytes of records. So a page may have fewer transactions than
-       requested, or none, although the log has more.
+    1. The work of a request is bounded: it sends at most `FETCHES_MAX` queries for transactions,
+       and the server reads about `PAGE_BYTES_MAX` bytes of the log for each. When the page has
+       about `PAGE_BYTES_MAX` bytes of records, the request sends no further query. So a page may
+       have fewer transactions than requested, or none, although the log has more.
     2. Each page makes progress: `next` is above `first`, and `previous` is below `last`, unless the
        log ends there. The caller continues with `next`, or with `previous` until it is -1.
-    3. Consecutive pages have every matching transaction exactly once.
-    4. A page backwards is read in windows of IDs, from the newest to older ones. A window that is
-       not read to its end is dropped, because its newest transactions are missing; a smaller one
-       replaces it. A window of one ID is always read to its end.
-    5. A page backwards ends at the first available transaction, even if transactions expire at the
-       same time. A page forwards from an expired transaction raises BeforeLogStart.
+    3. Together, consecutive pages contain every matching transaction exactly once.
+    4. A backward page is read in windows of IDs, from newer to older IDs. If a window is not read
+       completely, its newest transactions are missing. So it is dropped, and a smaller window
+       replaces it. A window of one ID is always read completely.
+    5. A backward page ends at the first available transaction, even if transactions expire at the
+       same time. A forward page that begins at an expired transaction raises BeforeLogStart.
     6. A payload has at most `TEXT_BYTES_MAX` bytes of text. When the texts of a page have about
        512 KiB, its other payloads have at most `SHORT_TEXT_BYTES_MAX`. A page with one transaction
        always has its longest text.
