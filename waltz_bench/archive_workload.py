@@ -85,7 +85,7 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
         },
         "server": {"archive_interval_ms": 250},
     }
-    without: dict[str, dict[str, object]] = {"storage": {"segment_bytes_max": segment_bytes}}
+    plain_settings: dict[str, dict[str, object]] = {"storage": {"segment_bytes_max": segment_bytes}}
     clusters = [
         LocalCluster(
             directory / name,
@@ -94,7 +94,7 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
             server_count=1,
             settings=settings,
         )
-        for name, settings in (("archived", with_archive), ("plain", without))
+        for name, settings in (("archived", with_archive), ("plain", plain_settings))
     ]
     try:
         run = _ArchiveRun(load, clusters[0], directory)
@@ -148,7 +148,7 @@ class _ArchiveRun:
                 )
                 plain_count += plain_added
                 rates.append((added_count / with_s, plain_added / without_s))
-        ratios = [with_archive / without for with_archive, without in rates]
+        ratios = [archive_rate / plain_rate for archive_rate, plain_rate in rates]
         self._figures["of_without"] = round(statistics.median(ratios), 3)
         self._figures["of_without_each"] = [round(each, 3) for each in ratios]
         print_error(f"rate of appends with archiving / without: {self._figures['of_without']}")
@@ -251,20 +251,20 @@ class _ArchiveRun:
             durations = [
                 (_time_read(log), _time_read(spark.read.parquet(path))) for _ in range(ROUNDS)
             ]
-            fastest = [min(each) for each in zip(*durations, strict=True)]
+            fastest_times = [min(each) for each in zip(*durations, strict=True)]
             self._figures["spark_archive_s"], self._figures["spark_parquet_s"] = map(
-                functools.partial(round, ndigits=2), fastest
+                functools.partial(round, ndigits=2), fastest_times
             )
         finally:
             spark.stop()
             close_clients()
 
     def _record_figures(self, name: str, rows: int, start_s: float) -> None:
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         self._wrong_count += abs(rows - self._count)
-        rate = rows * self._load.payload_bytes / took / MIB
+        rate = rows * self._load.payload_bytes / elapsed_s / MIB
         self._figures[f"{name}_mib_per_s"] = round(rate, 1)
-        print_error(f"{name}: {rows:,} rows in {took:.1f} s, {self._wrong_count} wrong so far")
+        print_error(f"{name}: {rows:,} rows in {elapsed_s:.1f} s, {self._wrong_count} wrong so far")
 
     def measured(self) -> Measured:
         """Return the result of the run."""

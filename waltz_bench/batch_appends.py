@@ -74,12 +74,12 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
                         client, partition, payloads, load, (until, lanes), outcomes_so_far
                     )
                 )
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await _check(client, starts, outcomes_so_far)
     return Measured(
         rows=outcomes_so_far.acknowledged,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=outcomes_so_far.acknowledged * load.payload_bytes,
         latencies_s=outcomes_so_far.latencies_s,
         gap_s_max=outcomes_so_far.gap_s_max(),
@@ -200,12 +200,12 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
                 now = time.perf_counter()
                 latencies.append(now - last)
                 last = now
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         expected = sum(marks.values()) + len(marks)
     return Measured(
         rows=rows,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=size,
         latencies_s=latencies,
         gap_s_max=max(latencies, default=0.0),
@@ -286,8 +286,8 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
                 row_count += count
             rates[str(lag)] = rejected / row_count
             rows += row_count
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
     return Measured(
-        rows=rows, seconds=took, bytes=0, acknowledged=rows, extra={"rejected_by_lag": rates}
+        rows=rows, seconds=elapsed_s, bytes=0, acknowledged=rows, extra={"rejected_by_lag": rates}
     )

@@ -78,14 +78,14 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
         async with asyncio.TaskGroup() as group:
             group.create_task(_watch_sessions(client, run))
             group.create_task(_append_until_end(client, load, run))
-        took = time.perf_counter() - run.began
+        elapsed_s = time.perf_counter() - run.began
         meter.stop()
         lost, duplicated = await _check_log(client, run, start)
     gaps_s = run.gaps_s()
     usual_s = np.diff(run.answered_s).tolist()
     return Measured(
         rows=len(run.ids),
-        seconds=took,
+        seconds=elapsed_s,
         bytes=len(run.ids) * load.payload_bytes,
         latencies_s=run.latencies_s,
         gap_s_max=max(usual_s, default=0.0),

@@ -136,11 +136,11 @@ class _FailoverRun:
         await asyncio.sleep(SETTLE_S)
         start_s = time.perf_counter()
         await run_step()
-        acted = time.perf_counter()
+        step_end_s = time.perf_counter()
         await self._wait_for(
             "acknowledgements in each partition",
             lambda: all(
-                writer.answered_s and writer.answered_s[-1] > acted for writer in self.writers
+                writer.answered_s and writer.answered_s[-1] > step_end_s for writer in self.writers
             ),
         )
         await asyncio.sleep(SETTLE_S)
@@ -272,7 +272,7 @@ async def _stop_zookeeper(run: _FailoverRun) -> None:
     before = await run.owners()
     names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
 
-    async def lose() -> None:
+    async def stop_zookeeper() -> None:
         for name in names:
             await run.signal(name, signal.SIGKILL)
         await asyncio.sleep(OUTAGE_S)
@@ -285,7 +285,7 @@ async def _stop_zookeeper(run: _FailoverRun) -> None:
         await run.wait_until_complete()
         run.extra["whole_after_s"] = round(time.perf_counter() - start_s, 3)
 
-    await run.step("loss", lose)
+    await run.step("loss", stop_zookeeper)
     await run.step("return", find)
     after = await run.owners()
     run.extra["moved"] = sum(before[each] != after.get(each) for each in before)
@@ -341,13 +341,13 @@ async def _run_scenario(
                 group.create_task(run.write(writer))
             await scenario(run)
             run.stop()
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         lost, duplicated = await run.check()
     gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if step_kind in (kind, None)]
     count = sum(writer.acknowledged.total() for writer in run.writers)
     return Measured(
         rows=count,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=0,
         gap_s_max=max(gaps_s),
         acknowledged=count,

@@ -104,7 +104,7 @@ async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
         load,
         ids,
         without_keys.latencies_s,
-        took=without_keys.seconds,
+        elapsed_s=without_keys.seconds,
         wrong_counts=wrong,
         extra=extra,
     )
@@ -147,19 +147,19 @@ async def _measure(
     """Run `CONNECTIONS` writers for a time; each has one append in flight."""
     ids: list[tuple[int, int]] = []
     latencies_s: list[float] = []
-    cpu_s, began_s = cpu_seconds_of(pid), time.perf_counter()
+    cpu_s, start_s = cpu_seconds_of(pid), time.perf_counter()
     numbers = iter(range(1 << 60))
 
     async def write(append: Append) -> None:
-        while (sent_s := time.perf_counter()) < began_s + seconds:
+        while (sent_s := time.perf_counter()) < start_s + seconds:
             ids.append(await append(next(numbers)))
             latencies_s.append(time.perf_counter() - sent_s)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(CONNECTIONS):
             group.create_task(connect(write))
-    took_s = time.perf_counter() - began_s
-    return _PhaseResult(ids, latencies_s, took_s, cpu_seconds_of(pid) - cpu_s)
+    elapsed_s = time.perf_counter() - start_s
+    return _PhaseResult(ids, latencies_s, elapsed_s, cpu_seconds_of(pid) - cpu_s)
 
 
 @asynccontextmanager

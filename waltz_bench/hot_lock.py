@@ -172,7 +172,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(write(client, CounterView(0, -1, start), start_s + load.seconds))
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         wrong = await _check_log(clients[0], run, start, outcomes)
         batches = await _count_batches(clients[0], min(outcomes), max(outcomes))
@@ -183,7 +183,9 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
         "commits_per_batch": round(len(outcomes) / batches, 2),
         "reads": reads,
     }
-    return measured(load, list(outcomes), latencies, took=took, wrong_counts=wrong, extra=extra)
+    return measured(
+        load, list(outcomes), latencies, elapsed_s=elapsed_s, wrong_counts=wrong, extra=extra
+    )
 
 
 async def _count_batches(client: AsyncWaltzClient, first: int, last: int) -> int:

@@ -66,7 +66,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
     logging.getLogger("waltz_core.driver").setLevel(logging.WARNING)
     try:
         await run.create()
-        took_s = await run.measure_start("start")
+        elapsed_s = await run.measure_start("start")
         await run.measure_idle(load.seconds)
         await run.kill_server()
         await run.measure_start("restart")
@@ -78,7 +78,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
     count = sum(run.acknowledged.values())
     return Measured(
         rows=count,
-        seconds=took_s,
+        seconds=elapsed_s,
         bytes=count,
         gap_s_max=run.gap_s,
         acknowledged=count,
@@ -116,23 +116,24 @@ class _ManyPartitionsRun:
             self.cluster.start(name)
         await self._wait_until_owned()
         async with await self._connect_client() as client:
-            firsts_s = await self._append_to_all(client, start_s)
-        took_s = time.perf_counter() - start_s
+            first_answers_s = await self._append_to_all(client, start_s)
+        elapsed_s = time.perf_counter() - start_s
         self.figures |= {
-            f"{event}_s": _round(took_s),
-            f"{event}_half_s": _round(sorted(firsts_s)[len(firsts_s) // 2]),
+            f"{event}_s": _round(elapsed_s),
+            f"{event}_half_s": _round(sorted(first_answers_s)[len(first_answers_s) // 2]),
             f"{event}_cpu_s": _difference(self._cpu_seconds(), before),
         }
-        return took_s
+        return elapsed_s
 
     async def measure_idle(self, seconds: float) -> None:
         """Measure the CPU, memory and threads of the processes for some seconds without load."""
         await asyncio.sleep(SETTLE_S)
         before, start_s = self._cpu_seconds(), time.perf_counter()
         await asyncio.sleep(seconds)
-        took_s = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         cpu_shares = {
-            name: cpu_s / took_s for name, cpu_s in _difference(self._cpu_seconds(), before).items()
+            name: cpu_s / elapsed_s
+            for name, cpu_s in _difference(self._cpu_seconds(), before).items()
         }
         self.figures["idle_cpu_share"] = {name: _round(each) for name, each in cpu_shares.items()}
         processes = self.cluster.processes()

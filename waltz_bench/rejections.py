@@ -173,10 +173,10 @@ async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
             "after": await run.rates(moves=True),
             "without_file": await run.rates(moves=True, with_file=False),
         }
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
     return Measured(
         rows=run.rows,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=0,
         acknowledged=run.rows,
         extra={"rejected_by_lag": rejected},

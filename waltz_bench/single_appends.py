@@ -61,7 +61,7 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
             if peer is not None:
                 await peer.publish(payload)
         meter.start()
-        took = 0.0
+        elapsed_s = 0.0
         for _ in range(SLICES):
             start_s = time.perf_counter()
             until = start_s + load.seconds / SLICES
@@ -69,7 +69,7 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
                 locks = [lock("bench", len(ids))]
                 ids.append(await (await client.append(payload, partition=0, write_locks=locks)))
                 latencies_s.append(time.perf_counter() - sent_s)
-            took += time.perf_counter() - start_s
+            elapsed_s += time.perf_counter() - start_s
             until = time.perf_counter() + load.seconds / SLICES
             while peer is not None and (sent_s := time.perf_counter()) < until:
                 await peer.publish(payload)
@@ -82,7 +82,9 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
             f"{load.peer}_p{share}_ms": percentile_ms(peer_times, share / 100) for share in (50, 99)
         }
         extra["p50_ratio"] = round(float(np.median(latencies_s) / np.median(peer_times)), 2)
-    return measured(load, ids, latencies_s, took=took, wrong_counts=(lost, duplicated), extra=extra)
+    return measured(
+        load, ids, latencies_s, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra=extra
+    )
 
 
 def append_single(load: BenchLoad, meter: Meter) -> Measured:
@@ -113,11 +115,13 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
                 sent_s, partition, future = waiting.popleft()
                 ids.setdefault(partition, []).append(await future)
                 latencies.append(time.perf_counter() - sent_s)
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await check_ids(client, starts, ids)
     rows = [each for part in ids.values() for each in part]
-    return measured(load, rows, latencies, took=took, wrong_counts=(lost, duplicated), extra={})
+    return measured(
+        load, rows, latencies, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra={}
+    )
 
 
 def conditional(load: BenchLoad, meter: Meter) -> Measured:
@@ -164,11 +168,13 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
         async with asyncio.TaskGroup() as group:
             for number in range(WRITERS):
                 group.create_task(write(client, number, start_s + load.seconds))
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "rejected": rejected}
-    return measured(load, ids, latencies, took=took, wrong_counts=(lost, duplicated), extra=extra)
+    return measured(
+        load, ids, latencies, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra=extra
+    )
 
 
 class _CountCallbacks(AsyncCallbacks):
@@ -204,11 +210,11 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
         start_s = time.perf_counter()
         await client.subscribe(callbacks)
         await callbacks.is_done.wait()
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
     return Measured(
         rows=rows,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=rows * 20,
         acknowledged=rows,
         lost=max(0, rows - callbacks.count),
@@ -221,15 +227,15 @@ def measured(
     ids: list[int],
     latencies: list[float],
     *,
-    took: float,
+    elapsed_s: float,
     wrong_counts: tuple[int, int],
     extra: dict[str, object],
 ) -> Measured:
-    """Return the result of a workload with single appends; `took` is the time in seconds."""
+    """Return the result of a workload with single appends; `elapsed_s` is the time in seconds."""
 
     return Measured(
         rows=len(ids),
-        seconds=took,
+        seconds=elapsed_s,
         bytes=len(ids) * load.payload_bytes,
         latencies_s=latencies,
         gap_s_max=max(latencies, default=0.0),
@@ -288,13 +294,18 @@ async def _producers(load: BenchLoad, meter: Meter) -> Measured:
                 group.create_task(
                     _write(client, load, number, start_s + load.seconds, acknowledged)
                 )
-        took = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         wrong_counts = await check_ids(client, starts, acknowledged.ids)
     rows = [each for ids in acknowledged.ids.values() for each in ids]
     extra: dict[str, object] = {"rejected": acknowledged.rejected}
     return measured(
-        load, rows, acknowledged.latencies_s, took=took, wrong_counts=wrong_counts, extra=extra
+        load,
+        rows,
+        acknowledged.latencies_s,
+        elapsed_s=elapsed_s,
+        wrong_counts=wrong_counts,
+        extra=extra,
     )
 
 
@@ -319,9 +330,11 @@ async def _write(
             mark = await future
         except errors.LockFailed as failed:
             acknowledged.rejected += 1
-            later = failed.high_water_mark
+            new_mark = failed.high_water_mark
             mark = (
-                await client.high_water_mark(partition) if later is None else TransactionId(later)
+                await client.high_water_mark(partition)
+                if new_mark is None
+                else TransactionId(new_mark)
             )
             continue
         acknowledged.latencies_s.append(time.perf_counter() - sent_s)

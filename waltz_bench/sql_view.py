@@ -113,7 +113,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
             if result != expected:
                 break
     extra: dict[str, object] = {
-        f"{name}_per_s": round(rows / took) for name, took in seconds.items()
+        f"{name}_per_s": round(rows / elapsed_s) for name, elapsed_s in seconds.items()
     }
     extra |= {f"{name}_client_cpu_us": round(cpu_s * 1e6 / rows, 1) for name, cpu_s in cpu.items()}
     return Measured(

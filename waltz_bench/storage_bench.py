@@ -123,8 +123,8 @@ def storage_open(load: BenchLoad, meter: Meter) -> Measured:
         _append(log, load, rows)
         engine.abandon()
         meter.start()
-        took: dict[str, object] = {}
-        slowest = 0.0
+        elapsed_s: dict[str, object] = {}
+        slowest_open_s = 0.0
         for name, in_memory in (("after_crash", False), ("after_stop", False), ("again", True)):
             if not in_memory:
                 _drop_from_memory(directory)
@@ -132,22 +132,22 @@ def storage_open(load: BenchLoad, meter: Meter) -> Measured:
             start_s = time.perf_counter()
             engine, log = _open_engine(directory, segment_bytes_max)
             took_s = time.perf_counter() - start_s
-            slowest = max(slowest, took_s)
-            took[f"{name}_s"] = round(took_s, 3)
-            took["open_files"] = len(os.listdir("/proc/self/fd")) - files_before
+            slowest_open_s = max(slowest_open_s, took_s)
+            elapsed_s[f"{name}_s"] = round(took_s, 3)
+            elapsed_s["open_files"] = len(os.listdir("/proc/self/fd")) - files_before
             engine.close()
         meter.stop()
         engine, log = _open_engine(directory, segment_bytes_max)
         lost, _ = _read_back(log, rows)
         engine.close()
-        took["segments"] = len(list((directory / str(PARTITION)).glob("*.seg")))
+        elapsed_s["segments"] = len(list((directory / str(PARTITION)).glob("*.seg")))
     return Measured(
         rows=rows,
-        seconds=slowest,
+        seconds=slowest_open_s,
         bytes=rows * load.payload_bytes,
         acknowledged=rows,
         lost=lost,
-        extra=took,
+        extra=elapsed_s,
     )
 
 

@@ -274,9 +274,9 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     parser = _OptionParser(options, Purpose.WRITE)
     names, identity = parser.text("resultColumns"), parser.text("identityColumns")
     recompute = parser.recompute_function()
-    is_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
+    is_exactly_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
     write_name, results_path = parser.write_name(), parser.text("resultsPath")
-    if write_name is not None and not is_once:
+    if write_name is not None and not is_exactly_once:
         raise BadConfig("option 'writeId' needs exactlyOnce=true, found false")
     if names is not None and results_path is None:
         raise BadConfig("option 'resultColumns' needs option resultsPath")
@@ -297,7 +297,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         result_columns=None if names is None else tuple(_split_list(names)),
         batch_rows=parser.integer("batchSize", 1, 10_000),
         in_flight_max=parser.integer("maxInFlight", 1, 64),
-        is_exactly_once=is_once,
+        is_exactly_once=is_exactly_once,
         write_name=write_name,
         retention_days=parser.integer("writeRetention", 1, 365),
         recompute_function=recompute,
@@ -566,9 +566,9 @@ class _OptionParser:
             return ()
         ranges: list[tuple[int, int]] = []
         for part in _split_list(value):
-            first, dash, last = part.partition("-")
+            first, separator, last = part.partition("-")
             try:
-                pair = (int(first), int(last) if dash else int(first))
+                pair = (int(first), int(last) if separator else int(first))
             except ValueError:
                 pair = (0, -1)
             if not 0 <= pair[0] <= pair[1]:

@@ -165,8 +165,10 @@ class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
         """Return the tasks of a micro-batch; a restarted query passes its last offset twice."""
         self._start = end
         begin, ends = decode_offset(start), decode_offset(end)
-        is_other = begin.cluster_key not in (None, ends.cluster_key)
-        if is_other or any(mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()):
+        is_other_cluster = begin.cluster_key not in (None, ends.cluster_key)
+        if is_other_cluster or any(
+            mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()
+        ):
             # Rule 2. The call raises DataLoss, or restarts a partition that belongs to another log.
             latest_marks = decode_offset(self._reader.latestOffset(start, ReadAllAvailable())).marks
             start_marks = {

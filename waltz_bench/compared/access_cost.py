@@ -73,8 +73,10 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Meas
                 each.run(workload, load, other_side.cluster)
     runs, every = with_access.runs, [*without_access.runs, *with_access.runs]
     ratios = [
-        checked_us / plain_us
-        for plain_us, checked_us in zip(without_access.cpu_us, with_access.cpu_us, strict=True)
+        with_access_us / without_access_us
+        for without_access_us, with_access_us in zip(
+            without_access.cpu_us, with_access.cpu_us, strict=True
+        )
     ]
     return Measured(
         rows=sum(each.rows for each in runs),

@@ -144,8 +144,8 @@ async def _query_concurrently(
     return await run_parallel(limited(item) for item in items)
 
 
-def _ms_since(began_s: float) -> float:
-    return round((time.monotonic() - began_s) * 1000, 2)
+def _ms_since(start_s: float) -> float:
+    return round((time.monotonic() - start_s) * 1000, 2)
 
 
 def _now_ms() -> float:
@@ -208,7 +208,7 @@ async def query_zookeeper_servers(
 async def _query_zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFacts:
     """Query one ZooKeeper server with its command `srvr`."""
     host, port = net.split_address(address)
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
@@ -222,7 +222,7 @@ async def _query_zookeeper_server(address: str, timeout_s: float) -> ZooKeeperSe
         return ZooKeeperServerFacts(address, f"no answer within {timeout_s:g} s", is_silent)
     except OSError as error:
         return ZooKeeperServerFacts(address, failure_text(error))
-    return ZooKeeperServerFacts(address, mode=zookeeper_mode(answer), latency_ms=_ms_since(began_s))
+    return ZooKeeperServerFacts(address, mode=zookeeper_mode(answer), latency_ms=_ms_since(start_s))
 
 
 def zookeeper_mode(answer: bytes) -> str:

@@ -137,11 +137,11 @@ async def _replace_in_place(
             f"storage {address} still runs and answers. Hint: stop it, and start its "
             "replacement with an empty directory."
         )
-    without = {
+    remaining_replicas = {
         each: tuple(replica for replica in replicas_by_partition[each] if replica != address)
         for each in replicas_by_partition
     }
-    await run.carry_out_plan(ReplicaPlan.for_placement(without, layout.assignment))
+    await run.carry_out_plan(ReplicaPlan.for_placement(remaining_replicas, layout.assignment))
     return await _add_replacement(run, replicas_by_partition, address)
 
 

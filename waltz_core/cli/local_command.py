@@ -105,8 +105,10 @@ def up(
     )
     start_s = time.monotonic()
     connect = cluster.up(local_config.ready_timeout_ms / 1000, print_error)
-    took = time.monotonic() - start_s
-    print_error(f"ready in {took:.1f} s; data, configuration and logs are in {cluster.directory}")
+    elapsed_s = time.monotonic() - start_s
+    print_error(
+        f"ready in {elapsed_s:.1f} s; data, configuration and logs are in {cluster.directory}"
+    )
     print_result(connect)
     return 0
 

@@ -142,7 +142,7 @@ class HttpFeed:
         """Queue transactions as events; wait while the reader is slow (rule 2)."""
         source = self._client.subscriptions.data_cache(partition_id)
         events: list[tuple[int, dict[str, Any]]] = []
-        size, caught = 0, None
+        size, row_error = 0, None
         try:
             for number, row in run[:BATCH_TRANSACTIONS_MAX]:
                 if not is_running() or size > BATCH_BYTES_MAX:
@@ -152,11 +152,11 @@ class HttpFeed:
                 size += len(data)
                 events.append((number, transaction_fields(number, transaction.header, data)))
         except errors.WaltzError as error:
-            caught = error
+            row_error = error
         if events or not run:
             mark = last if len(events) == len(run) else events[-1][0]
             await self._event_batches.put(_EventBatch(events, mark))
-        return DeliveryProgress(len(events), caught)
+        return DeliveryProgress(len(events), row_error)
 
     async def on_uncaught_exception(
         self,

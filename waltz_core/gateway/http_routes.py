@@ -145,7 +145,7 @@ class GatewayRoutes:
         """Return an endpoint that runs a handler, reports its errors as JSON, and counts it."""
 
         async def endpoint(request: Request) -> Response:
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             try:
                 response = await self._respond(request, handler)
             except errors.WaltzError as error:
@@ -165,7 +165,7 @@ class GatewayRoutes:
             metrics = self._parts.metrics
             metrics.add("waltz_gateway_requests_total", operation=name, status=response.status_code)
             metrics.observe(
-                "waltz_gateway_request_seconds", time.monotonic() - began_s, operation=name
+                "waltz_gateway_request_seconds", time.monotonic() - start_s, operation=name
             )
             return response
 

@@ -202,7 +202,7 @@ class _PartitionAppend:
         first = self._claim.marks[self._partition] + 1
         if last < first:
             return
-        count, highest = len(self._rows), 0
+        count, highest_sequence = len(self._rows), 0
         async for chunk in self._client.read_range(
             self._partition, first, last, form=RangeForm.HEADERS
         ):
@@ -211,8 +211,8 @@ class _PartitionAppend:
             for each in own_headers:
                 sequence = int(each["req_id"]["sequence"])
                 self._outcomes[(sequence - 1) % count] = TransactionId(int(each["transaction_id"]))
-                highest = max(highest, sequence)
-        self._sequence_base = -(-highest // count) * count
+                highest_sequence = max(highest_sequence, sequence)
+        self._sequence_base = -(-highest_sequence // count) * count
 
     async def _send_missing(self) -> bool:
         """Send the transactions without an outcome, in order; return whether all have one now."""

@@ -234,8 +234,8 @@ class LegacyServerPartition:
 
     def wake(self, now_ms: int) -> list[Effect]:
         """Request the mark again, or a flush if a row was in flight for too long."""
-        again_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
-        if again_at_ms is not None and again_at_ms <= now_ms:
+        repeat_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
+        if repeat_at_ms is not None and repeat_at_ms <= now_ms:
             self._request_mark(now_ms)
         if flush_at_ms is not None and flush_at_ms <= now_ms:
             req_id = self._appends.newest_request_id

@@ -130,8 +130,8 @@ class PartitionCondition:
 
     def is_suspect(self, address: ReplicaId) -> bool:
         """Whether the replica on a storage is suspect: its log is not trusted."""
-        held = self.replica_facts(address)
-        return held is not None and held.is_suspect
+        replica = self.replica_facts(address)
+        return replica is not None and replica.is_suspect
 
     @property
     def answering_replicas(self) -> list[ReplicaId]:
@@ -169,5 +169,5 @@ class PartitionCondition:
     @property
     def last_id(self) -> int:
         """The highest ID in any assigned replica; -1 if no replica has reported records."""
-        held = [self.replica_facts(each) for each in self.assigned_replicas]
-        return max((each.last_id for each in held if each is not None), default=-1)
+        replicas = [self.replica_facts(each) for each in self.assigned_replicas]
+        return max((each.last_id for each in replicas if each is not None), default=-1)

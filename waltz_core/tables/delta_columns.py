@@ -87,4 +87,4 @@ def _is_delta_type(kind: pa.DataType) -> bool:
         return kind.unit == "us" and kind.tz in (None, "UTC")
     if pa.types.is_decimal(kind):
         return bool(kind.precision <= 38)
-    return any(is_of(kind) for is_of in _DELTA_TYPES)
+    return any(is_type(kind) for is_type in _DELTA_TYPES)

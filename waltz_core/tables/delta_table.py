@@ -306,7 +306,7 @@ def _check_partition_types(table: DeltaTable) -> None:
     schema = _schema_of(table)
     for name in table.metadata().partition_columns:
         kind = schema.field(name).type
-        if not any(is_of(kind) for is_of in _PARTITION_COLUMN_TYPES):
+        if not any(is_type(kind) for is_type in _PARTITION_COLUMN_TYPES):
             raise BadConfig(
                 f"partition column {name!r} of the table: expected a boolean, an integer, text, "
                 f"a date or a timestamp, found {kind}. Hint: use another partition "

@@ -229,7 +229,7 @@ def _find_field(schema: pa.Schema, name: str) -> pa.Field:
 def _check_key_types(key: Sequence[str], schema: pa.Schema) -> None:
     for name in key:
         kind = _find_field(schema, name).type
-        if not any(is_of(kind) for is_of in _KEY_TYPES):
+        if not any(is_type(kind) for is_type in _KEY_TYPES):
             raise BadConfig(
                 f"key column {name!r}: expected a boolean, an integer, a decimal, text, "
                 f"binary, a date or a timestamp, found {kind}. Hint: use another column as "
@@ -521,12 +521,14 @@ def add_changes(last: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> Arrow
 
 def _two_partitions_error(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
     values = {name: group[f"key{each}"][0] for each, name in enumerate(key)}
-    is_of_key = np.ones(changes.num_rows, dtype=np.bool_)
+    has_key = np.ones(changes.num_rows, dtype=np.bool_)
     for name, value in values.items():
-        is_of_key &= pc.equal(changes[name], value).to_numpy()
-    of_key = changes.filter(pa.array(is_of_key))
+        has_key &= pc.equal(changes[name], value).to_numpy()
+    changes_of_key = changes.filter(pa.array(has_key))
     positions = [
-        _row_text(of_key, of_key["partition"].index(group[f"partition_{side}"][0]).as_py())
+        _row_text(
+            changes_of_key, changes_of_key["partition"].index(group[f"partition_{side}"][0]).as_py()
+        )
         for side in ("min", "max")
     ]
     key_text = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())

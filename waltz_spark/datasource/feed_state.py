@@ -249,8 +249,8 @@ def state_file_path(name: str) -> Path | None:
         directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
-        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if not is_ours or status.st_mode & 0o077:
+        is_own_directory = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if not is_own_directory or status.st_mode & 0o077:
             raise PermissionError("expected a directory that only its owner can read")
     except OSError as error:
         _log.warning("spark.feed_state_not_cached directory=%s error=%s", directory, error)

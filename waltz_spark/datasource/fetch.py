@@ -52,16 +52,16 @@ class BatchConverter:
         self.arrow = arrow_schema(schema)
         log_columns, corrupt = options.log_columns, options.corrupt_column
         requested_columns = [part.name for part in self.arrow if part.name in log_columns]
-        foreign = [
+        payload_fields = [
             part for part in self.arrow if part.name not in log_columns and part.name != corrupt
         ]
         self._unpacker = None
-        self._payload_columns = [part.name for part in foreign]
+        self._payload_columns = [part.name for part in payload_fields]
         columns = [name for name in requested_columns if name != ERROR_COLUMN]
-        if foreign or corrupt in self.arrow.names:
+        if payload_fields or corrupt in self.arrow.names:
             assert options.data_format is not None, "checked when the reader was created"
             self._unpacker = Unpacker(
-                foreign,
+                payload_fields,
                 options.data_format,
                 decode=payload_decoder(options),
                 required=options.required_columns,

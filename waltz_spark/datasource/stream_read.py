@@ -112,8 +112,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         begin, cluster = self._decode_offset(start)
         marks = self._current_marks(begin)
-        is_other = not self._is_same_log(StreamOffset(begin, cluster))
-        recreated = [each for each, mark in begin.items() if is_other or mark > marks[each]]
+        is_other_log = not self._is_same_log(StreamOffset(begin, cluster))
+        recreated = [each for each, mark in begin.items() if is_other_log or mark > marks[each]]
         if recreated:
             restart_marks = self._restart_marks(recreated, StreamOffset(begin, cluster), marks)
             return encode_offset({**begin, **restart_marks}, self._cluster_key)
@@ -145,9 +145,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         client = client_of(self._options.connect)
         partitions = planning.chosen_partitions(self._options, client.partition_count)
         offset_marks, cluster = decode_offset(start)
-        if foreign := sorted(offset_marks.keys() - set(partitions)):
+        if omitted_partitions := sorted(offset_marks.keys() - set(partitions)):
             raise BadConfig(
-                f"the checkpoint belongs to a query that also read partition {foreign[0]}, "
+                "the checkpoint belongs to a query that also read partition "
+                f"{omitted_partitions[0]}, "
                 "but this query omits it. Hint: do not change option 'partitions', or use "
                 "another checkpoint."
             )
@@ -250,8 +251,10 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             _partitions_with_earlier_end(planned_ends, sources),
             client.cluster().key,
         )
-        is_other = not self._is_same_log(StreamOffset(ends, cluster))
-        if recreated := [each for each in planned_ends if each in partitions_past_end or is_other]:
+        is_other_log = not self._is_same_log(StreamOffset(ends, cluster))
+        if recreated := [
+            each for each in planned_ends if each in partitions_past_end or is_other_log
+        ]:
             if options.fails_on_data_loss:
                 problem = self._other_cluster_text(cluster, key)
                 if partitions_past_end:

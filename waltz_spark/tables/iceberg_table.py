@@ -335,8 +335,8 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
         at = row["parent_id"]
     has_rows = newest in by_id and by_id[newest]["rows"] != "0"
     # An expired snapshot may have had marks.
-    is_used = at is not None or any(each.follower is not None for each in other_commits)
-    return TableState(None, None, (), has_rows=has_rows or is_used, rules=rules)
+    has_follower = at is not None or any(each.follower is not None for each in other_commits)
+    return TableState(None, None, (), has_rows=has_rows or has_follower, rules=rules)
 
 
 def _type_in_sql(kind: DataType) -> str:

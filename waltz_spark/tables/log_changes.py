@@ -292,9 +292,11 @@ def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     )
     key_texts = [part for name in keys for part in (F.lit(", "), F.col(name).cast("string"))][1:]
     positions = (F.lit("partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
-    middle = F.lit(") has changes in two partitions, ")
+    message_text = F.lit(") has changes in two partitions, ")
     error = F.raise_error(
-        F.concat(F.lit(f"{TWO_PARTITIONS_PREFIX}("), *key_texts, middle, *positions, F.lit("."))
+        F.concat(
+            F.lit(f"{TWO_PARTITIONS_PREFIX}("), *key_texts, message_text, *positions, F.lit(".")
+        )
     )
 
     def column(name: str) -> Column:

@@ -147,10 +147,10 @@ class SharedSparkFollowedLog:
             Unavailable: a partition does not answer.
         """
         self.release()
-        lowest = {each: min(marks[each] for marks in starts) for each in ends}
+        lowest_starts = {each: min(marks[each] for marks in starts) for each in ends}
         options = {
             **self._options,
-            "startingHighWaterMarks": marks_as_json(lowest),
+            "startingHighWaterMarks": marks_as_json(lowest_starts),
             "endingHighWaterMarks": marks_as_json(ends),
         }
         reader = WaltzDataSource(options).reader(_LOG_SCHEMA)

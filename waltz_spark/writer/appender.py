@@ -391,9 +391,11 @@ class Appender:
                 yield _omitted_rows(waiting, omitted_rows)
 
     def _sleep_until_recompute(self) -> None:
-        due = [each.due for lane in self._rows_by_partition.values() for each in lane.rejected]
-        if due:
-            time.sleep(max(0.0, min(due) - time.monotonic()))
+        due_times = [
+            each.due for lane in self._rows_by_partition.values() for each in lane.rejected
+        ]
+        if due_times:
+            time.sleep(max(0.0, min(due_times) - time.monotonic()))
 
     def _pause_before_resend(self, lane: _PartitionRows) -> None:
         """Sleep, longer after each failure of this lane; raise after `RETRY_SECONDS_MAX`."""

@@ -223,8 +223,8 @@ def _finish_repeated_write(job: WriteJob, tasks: list[TaskResult], named_write: 
             "removed its state after writeRetention; this run has appended nothing. Hint: "
             "use another writeId only if the rows must be appended a second time."
         )
-    is_alone = all(task.was_done for task in tasks)
-    hint = named_write.hint if is_alone else _CONCURRENT_RUN_HINT
+    is_repeated_run = all(task.was_done for task in tasks)
+    hint = named_write.hint if is_repeated_run else _CONCURRENT_RUN_HINT
     _total_rows(tasks).check_equal(named_write.write, summary, hint=hint)
     _log.warning(
         "spark.write_already_committed write=%s rows_compared=%s",

@@ -313,13 +313,13 @@ class RowConverter:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
             packed_columns = [batch.column(name) for name in names]
             data = pack_rows(packed_columns, names, self._options.data_format, self._encode)
-        largest = pc.max(pc.binary_length(data)).as_py() or 0
+        largest_bytes = pc.max(pc.binary_length(data)).as_py() or 0
         encryption_bytes = 0 if self._options.encryption_keys is None else ADDED_BYTES_MAX
-        if largest > TRANSACTION_BYTES_MAX - encryption_bytes:
+        if largest_bytes > TRANSACTION_BYTES_MAX - encryption_bytes:
             limit = f"limit of {TRANSACTION_BYTES_MAX - encryption_bytes:,}"
             limit += " with encryption" * bool(encryption_bytes)
             raise TooLarge(
-                f"a payload of {largest:,} bytes is over the {limit}. Hint: store large "
+                f"a payload of {largest_bytes:,} bytes is over the {limit}. Hint: store large "
                 "objects elsewhere and write their address."
             )
         return data

@@ -91,10 +91,10 @@ class EarlierRows:
         found_rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, key in enumerate(self._keys.keys_of_rows(converted)):
             # A round-robin row has no locks, but rows can differ in their encryption keys.
-            may_differ = (
+            needs_lock_check = (
                 not converted.is_round_robin[row] or KEY_ID_COLUMN in converted.append.schema.names
             )
-            if key in self._own and may_differ:
+            if key in self._own and needs_lock_check:
                 self._check_same_locks(key, converted, row)
             record = self._take_record(key)
             if record is not None:

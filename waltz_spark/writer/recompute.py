@@ -314,8 +314,8 @@ def _check_result(
         )
     rows = answer.column(ROW_NUMBER_COLUMN).to_pylist()
     count = source.num_rows
-    is_fit = all(type(row) is int and 0 <= row < count for row in rows)
-    if not is_fit or len(set(rows)) != len(rows):
+    are_rows_valid = all(type(row) is int and 0 <= row < count for row in rows)
+    if not are_rows_valid or len(set(rows)) != len(rows):
         raise _wrong_result_error(
             f"expected {name} to return distinct row numbers in column {ROW_NUMBER_COLUMN!r}, 0 to "
             f"{count - 1}, found {first_names_text(list(map(str, rows)), 20)}"

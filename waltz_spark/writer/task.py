@@ -76,9 +76,9 @@ class TaskResult(WriterCommitMessage):
         mark = max(self.marks.get(final_rows.partition, -1), final_rows.high_water_mark)
         self.marks[final_rows.partition] = mark
         ids = np.sort(final_rows.transaction_ids[committed])
-        breaks = np.flatnonzero(np.diff(ids) != 1)
-        first_ids = ids[np.concatenate(([0], breaks + 1))] if len(ids) else ids
-        last_ids = ids[np.concatenate((breaks, [len(ids) - 1]))] if len(ids) else ids
+        gap_indexes = np.flatnonzero(np.diff(ids) != 1)
+        first_ids = ids[np.concatenate(([0], gap_indexes + 1))] if len(ids) else ids
+        last_ids = ids[np.concatenate((gap_indexes, [len(ids) - 1]))] if len(ids) else ids
         for first, last in zip(first_ids.tolist(), last_ids.tolist(), strict=True):
             self._add_id_range(final_rows.partition, first, last)
         conflicts_left = CONFLICTS_MAX - len(self.conflicts)
@@ -234,12 +234,12 @@ class WriteJob:
             if options.on_lock_failure is OnLockFailure.FAIL and result.rejected:
                 self._raise_lock_failed(result, final_rows, results)
         result.file = None if results is None else results.close()
-        took, rows = time.monotonic() - start_s, result.committed + result.rejected
+        elapsed_s, rows = time.monotonic() - start_s, result.committed + result.rejected
         _log.info(
             "spark.task_written task=%d attempt=%d rows=%d took_s=%.2f rejected=%d",
             *attempt_numbers,
             rows,
-            took,
+            elapsed_s,
             result.rejected,
         )
         return result

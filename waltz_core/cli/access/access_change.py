@@ -201,12 +201,12 @@ async def wait_until_applied(
 
     `known` has the servers before the change: their texts by name.
     """
-    begun_s = time.monotonic()
+    start_s = time.monotonic()
     while True:
         use = await read_revision_use(coordinator, revision, servers_before)
-        took_s = time.monotonic() - begun_s
-        is_off = use.is_access_control_off and took_s >= ACCESS_OFF_WAIT_S
-        if use.is_used_by_all or is_off or took_s >= timeout_s:
+        elapsed_s = time.monotonic() - start_s
+        is_off = use.is_access_control_off and elapsed_s >= ACCESS_OFF_WAIT_S
+        if use.is_used_by_all or is_off or elapsed_s >= timeout_s:
             return use
         line.show(
             len(use.updated_daemons),

@@ -43,8 +43,8 @@ class RequestedEnds(NamedTuple):
         """Parse options `--mark` and `--until`; raises BadConfig."""
         marks_by_partition: dict[PartitionId, TransactionId] = {}
         for text in marks:
-            partition, equals, last = text.partition("=")
-            is_valid = equals and partition.isdigit() and (last.isdigit() or last == "-1")
+            partition, separator, last = text.partition("=")
+            is_valid = separator and partition.isdigit() and (last.isdigit() or last == "-1")
             if not is_valid or int(partition) >= len(backup.partitions):
                 raise BadConfig(
                     "--mark: expected PARTITION=ID with a partition in "

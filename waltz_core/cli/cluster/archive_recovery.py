@@ -166,10 +166,10 @@ class ArchiveRecovery:
         Raises the error that a storage returns.
         """
         last, chain = candidate.mark.last, candidate.mark.chain
-        lowest = max(log.start_id, *log.replica_start_ids.values())
-        if not lowest <= last <= log.last_id:
+        last_min = max(log.start_id, *log.replica_start_ids.values())
+        if not last_min <= last <= log.last_id:
             return (
-                f"expected that it ends at a transaction in {lowest}..{log.last_id}, found {last}"
+                f"expected that it ends at a transaction in {last_min}..{log.last_id}, found {last}"
             )
         log_chain = await log.request_chain(last)
         if log_chain != chain:

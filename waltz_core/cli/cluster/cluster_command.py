@@ -158,9 +158,9 @@ def _print_cluster(summary: dict[str, Any]) -> None:
                 name,
                 summary["admin_ports"].get(name, "-"),
                 summary["groups"].get(name, "-"),
-                len(held),
+                len(partition_ids),
             )
-            for name, held in storages.items()
+            for name, partition_ids in storages.items()
         ],
     )
     print_table(

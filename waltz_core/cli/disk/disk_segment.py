@@ -196,8 +196,8 @@ def _read_batches(path: Path, options: _DumpOptions) -> Iterator[BatchEntry]:
     if not chain_path.exists():
         return
     with OpenFile(chain_path) as file:
-        for placed in batches_of(file, header_of(file).segment_crc):
-            batch = placed.batch
+        for placed_entry in batches_of(file, header_of(file).segment_crc):
+            batch = placed_entry.batch
             if batch.last < options.first:
                 continue
             if options.last is not None and batch.first > options.last and not batch.errors:

@@ -139,8 +139,8 @@ def parse_partition_numbers(text: str) -> tuple[int, ...]:
     """Parse `--partition` into numbers in the given order, each once; raises BadConfig."""
     numbers: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
+        first, separator, last = part.strip().partition("-")
+        last = last if separator else first
         if not (first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal()):
             raise BadConfig(
                 f"--partition: expected partitions or ranges such as 0-6,7, found {part.strip()!r}"

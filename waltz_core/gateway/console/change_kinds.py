@@ -64,12 +64,12 @@ class ChangeKind(NamedTuple):
 
     def command_words(self, arguments: Mapping[str, str]) -> list[str]:
         """Return the words of the subcommand with these arguments, as users type them."""
-        words = ["cluster", self.name]
+        command_parts = ["cluster", self.name]
         for each in self.parameters:
             value = arguments.get(each.name, "")
             if value:
-                words += [each.option, value] if each.option else [value]
-        return words
+                command_parts += [each.option, value] if each.option else [value]
+        return command_parts
 
     def keyword_arguments(self, arguments: Mapping[str, str]) -> dict[str, Any]:
         """Return the keyword arguments for the function; raises RequestRejected."""

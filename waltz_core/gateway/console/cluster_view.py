@@ -83,13 +83,13 @@ class SharedAnswers(Generic[AnswerT]):
         return cached.answer
 
     async def _query(self, query: Callable[[], Awaitable[AnswerT]]) -> _SharedAnswer[AnswerT]:
-        answer, error, begun_s = None, None, time.monotonic()
+        answer, error, start_s = None, None, time.monotonic()
         try:
             answer = await query()
         except errors.WaltzError as failure:
             error = failure
         now_s = time.monotonic()
-        return _SharedAnswer(now_s + max(self._age_s_max, now_s - begun_s), answer, error)
+        return _SharedAnswer(now_s + max(self._age_s_max, now_s - start_s), answer, error)
 
     def _forget_old_answers(self) -> None:
         now_s = time.monotonic()
@@ -160,11 +160,14 @@ class ClusterViewer:
                 tls=_PLACEHOLDER if address.tls else "",
             )
         )
-        facts, lasting = await lasting_findings(
+        facts, lasting_problems = await lasting_findings(
             self._connect, timeout_s=FINDINGS_TIMEOUT_S, displayed_connect=placeholder
         )
         await self._check_permitted(facts.cluster, token_hash)
-        return {"time_ms": now_ms(), "findings": [self._finding_fields(each) for each in lasting]}
+        return {
+            "time_ms": now_ms(),
+            "findings": [self._finding_fields(each) for each in lasting_problems],
+        }
 
     def _finding_fields(self, finding: Finding) -> Fields:
         return {
