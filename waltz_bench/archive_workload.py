@@ -125,7 +125,7 @@ class _ArchiveRun:
         self._took_s = 0.0
         self._local_bytes_max = 0
         self._figures: dict[str, object] = {}
-        self._watching = threading.Event()
+        self._stop_watching = threading.Event()
 
     # ---- appends
 
@@ -164,7 +164,7 @@ class _ArchiveRun:
                 await self._wait_until_archived(client)
                 print_error(f"{self._count:,} of {self._rows_max:,} rows are appended and archived")
             self._took_s = time.perf_counter() - start_s
-        self._watching.set()
+        self._stop_watching.set()
         self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
         archive_bytes = sum(
             each.stat().st_size for each in (self._directory / "archive").rglob("*.parquet")
@@ -206,7 +206,7 @@ class _ArchiveRun:
             await asyncio.sleep(0.2)
 
     def _watch_sizes(self) -> None:
-        while not self._watching.wait(WATCH_S):
+        while not self._stop_watching.wait(WATCH_S):
             self._local_bytes_max = max(self._local_bytes_max, *self._sizes())
 
     def _sizes(self) -> list[int]:

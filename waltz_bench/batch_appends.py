@@ -61,7 +61,8 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
         starts = await client.high_water_marks()
         payloads = [_payload(load, Random(seed)) for seed in range(8)]  # noqa: S311 - test data
         for partition in partitions:
-            await _one(client, partition, payloads[0], load)  # mount before the clock starts
+            # mount before the clock starts
+            await _append_one_batch(client, partition, payloads[0], load)
         outcomes_so_far = _AppendOutcomes()
         lanes = max(1, load.in_flight)
         meter.start()
@@ -106,7 +107,9 @@ def _payload(load: BenchLoad, random: Random, *, is_checked: bool = True) -> byt
     )
 
 
-async def _one(client: AsyncWaltzClient, partition: int, payload: bytes, load: BenchLoad) -> None:
+async def _append_one_batch(
+    client: AsyncWaltzClient, partition: int, payload: bytes, load: BenchLoad
+) -> None:
     mark = await client.high_water_mark(partition)
     await (
         await client.append_batch(partition, payload, load.batch_rows, client_high_water_mark=mark)
@@ -268,7 +271,7 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
             payload = encode_append(
                 [0] * count, data, write_locks=locks, read_locks=none, append_locks=none
             )
-            await _one(client, partition, payload, load)
+            await _append_one_batch(client, partition, payload, load)
             rows += count
         for lag in LAGS:
             mark = await client.high_water_mark(partition) - lag

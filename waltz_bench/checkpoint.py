@@ -38,8 +38,8 @@ class _AnswerTimes:
     """The times of all answers, and the times at which new sessions were seen, in seconds."""
 
     def __init__(self, seconds: float) -> None:
-        self.began = time.perf_counter()
-        self.deadline_s = self.began + seconds
+        self.start_s = time.perf_counter()
+        self.deadline_s = self.start_s + seconds
         self.answered_s: list[float] = []
         self.latencies_s: list[float] = []
         self.changed_s: list[
@@ -51,7 +51,7 @@ class _AnswerTimes:
     @property
     def is_over(self) -> bool:
         now = time.perf_counter()
-        return now >= self.deadline_s and (bool(self.changed_s) or now >= self.began + WAIT_S_MAX)
+        return now >= self.deadline_s and (bool(self.changed_s) or now >= self.start_s + WAIT_S_MAX)
 
     def gaps_s(self) -> list[float]:
         """Return for each new session the longest time in s without an answer around it."""
@@ -78,7 +78,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
         async with asyncio.TaskGroup() as group:
             group.create_task(_watch_sessions(client, run))
             group.create_task(_append_until_end(client, load, run))
-        elapsed_s = time.perf_counter() - run.began
+        elapsed_s = time.perf_counter() - run.start_s
         meter.stop()
         lost, duplicated = await _check_log(client, run, start)
     gaps_s = run.gaps_s()

@@ -186,7 +186,7 @@ def bench(
         meter = Meter(cluster)
         print_error(f"running {workload}")
         measured = run(bench_load, meter)
-        cpu = measured.cpu_seconds or meter.spent()
+        cpu = measured.cpu_seconds or meter.cpu_seconds_by_role()
         report = make_report(workload, bench_load, measured, cpu)
     return _show_report(report, as_json=as_json)
 

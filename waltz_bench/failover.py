@@ -82,12 +82,12 @@ class _FailoverRun:
         self.gaps_s: dict[str, list[float]] = {}
         self.extra: dict[str, float] = {}
         self._coordinator = coordinator
-        self._is_over = False
+        self._is_finished = False
 
     async def write(self, writer: _WriterAnswers) -> None:
         """Append rows to one partition until the run is over (rules 1 and 2)."""
         count = 0
-        while not self._is_over:
+        while not self._is_finished:
             rows = [b"%d:%d" % (writer.partition, count + number) for number in range(ROWS)]
             count += ROWS
             while rows:
@@ -129,7 +129,7 @@ class _FailoverRun:
 
     def stop(self) -> None:
         """Let all writers finish."""
-        self._is_over = True
+        self._is_finished = True
 
     async def step(self, kind: str, run_step: Callable[[], Awaitable[None]]) -> None:
         """Run a step, and record its longest gap, until all partitions have continued (rule 1)."""

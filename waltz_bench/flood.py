@@ -74,7 +74,7 @@ class _PhaseTimes:
         figures_by_name["got_per_s"] = round(statistics.median(self.got_per_s))
         meters = (("calm", self.calm_meter), ("flooded", self.flooded_meter))
         for name, meter in meters:
-            cpu_s = meter.spent() or {}
+            cpu_s = meter.cpu_seconds_by_role() or {}
             cores = {role: s / phase_s / len(self.calm_s) for role, s in cpu_s.items()}
             figures_by_name[f"{name}_cores"] = {
                 role: round(each, 2) for role, each in cores.items()

@@ -115,33 +115,34 @@ class Meter:
         self, cluster: "LocalCluster | None", other_clusters: "Iterable[LocalCluster]" = ()
     ) -> None:
         self.cluster = cluster
-        self._others = tuple(other_clusters)
-        self._began: dict[str, float] = {}
-        self._spent: dict[str, float] = {}
+        self._other_clusters = tuple(other_clusters)
+        self._seconds_at_start: dict[str, float] = {}
+        self._cpu_seconds_by_role: dict[str, float] = {}
 
     def start(self) -> None:
         """Begin to count CPU time."""
-        self._began = self._seconds()
+        self._seconds_at_start = self._seconds()
 
     def stop(self) -> None:
         """Stop counting CPU time. After another `start`, more time is added."""
         for name, seconds in self._seconds().items():
-            spent = self._spent.get(name, 0.0)
-            self._spent[name] = spent + seconds - self._began.get(name, 0.0)
+            earlier_s = self._cpu_seconds_by_role.get(name, 0.0)
+            start_s = self._seconds_at_start.get(name, 0.0)
+            self._cpu_seconds_by_role[name] = earlier_s + seconds - start_s
 
     def _seconds(self) -> dict[str, float]:
         if self.cluster is None:
             return {}
-        clusters = (self.cluster, *self._others)
+        clusters = (self.cluster, *self._other_clusters)
         daemons = {member.pid for cluster in clusters for member in cluster.members}
         return self.cluster.cpu_seconds() | {"client": _client_cpu_seconds(daemons)}
 
-    def spent(self) -> dict[str, float] | None:
+    def cpu_seconds_by_role(self) -> dict[str, float] | None:
         """Return CPU seconds by role, for example "server" or "client"; None if there are none."""
-        if not self._spent:
+        if not self._cpu_seconds_by_role:
             return None
         roles: dict[str, float] = {}
-        for name, seconds in self._spent.items():
+        for name, seconds in self._cpu_seconds_by_role.items():
             role = name.split("-")[0]
             roles[role] = roles.get(role, 0.0) + seconds
         return roles

@@ -10,7 +10,7 @@ ACTION = "Action: "
 
 def tables() -> dict[str, str]:
     """Return a table for each group, and one for the base class."""
-    groups = {_anchor(group): _table(group) for group in WaltzError.__subclasses__()}
+    groups = {_group_anchor(group): _table(group) for group in WaltzError.__subclasses__()}
     return {"base": table(COLUMNS, [_row(WaltzError)]), **groups}
 
 
@@ -41,5 +41,5 @@ def _class_and_subclasses(error: type[WaltzError]) -> list[type[WaltzError]]:
     return [error, *(each for child in children for each in _class_and_subclasses(child))]
 
 
-def _anchor(group: type[WaltzError]) -> str:
+def _group_anchor(group: type[WaltzError]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", group.__name__).lower()

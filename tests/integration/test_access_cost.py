@@ -27,7 +27,7 @@ def test_only_the_client_with_the_token_may_append(tmp_path: Path, certificates:
         measured = append_batch(load, meter)
         assert measured.rows > 0
         assert (measured.lost, measured.duplicated, measured.errors) == (0, 0, 0)
-        assert meter.spent().keys() == {"zookeeper", "storage", "server", "client"}
+        assert meter.cpu_seconds_by_role().keys() == {"zookeeper", "storage", "server", "client"}
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ class _ComparedCluster:
         """Run the workload once; `other_cluster` is the cluster that this run does not use."""
         meter = Meter(self.cluster, [other_cluster])
         measured = workload(replace(load, connect=self.connect), meter)
-        cpu_s = meter.spent() or {}
+        cpu_s = meter.cpu_seconds_by_role() or {}
         for role, seconds in cpu_s.items():
             self.cpu_seconds[role] = self.cpu_seconds.get(role, 0.0) + seconds
         seconds = sum(cpu_s[role] for role in _ROLES)

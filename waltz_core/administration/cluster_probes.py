@@ -401,7 +401,7 @@ class _ServerProbe:
                 f"{address}: {error}" for address, error in errors_by_server.items()
             ),
         )
-        self._owned = [
+        self._owned_partitions = [
             partition_id
             for partition_id, owner in snapshot.servers.owners.items()
             if owner.server_id == server_id
@@ -443,7 +443,7 @@ class _ServerProbe:
         served = {PartitionId(each): is_open for each, is_open in health.healthy}
         async with asyncio.TaskGroup() as tasks:
             unreachable_task = tasks.create_task(self._query_unreachable_storages(link))
-            open_partitions = [each for each in self._owned if served.get(each)]
+            open_partitions = [each for each in self._owned_partitions if served.get(each)]
             marks = tasks.create_task(
                 _query_concurrently(open_partitions, lambda each: self._query_partition(link, each))
             )

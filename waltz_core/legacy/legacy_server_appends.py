@@ -28,7 +28,9 @@ class LegacyAppends:
     def __init__(self) -> None:
         self.waiting: deque[LegacyRow] = deque()
         self.in_flight: dict[ReqId, LegacyRow] = {}  # in the order of sending
-        self._rejected: list[LegacyRow] = []  # the rows in flight that a lock has rejected (rule 3)
+        self._rejected_rows: list[
+            LegacyRow
+        ] = []  # the rows in flight that a lock has rejected (rule 3)
         self.sent_count = 0
 
     @property
@@ -51,7 +53,7 @@ class LegacyAppends:
         """Forget all rows, because their connection is mounted again."""
         self.waiting.clear()
         self.in_flight.clear()
-        self._rejected.clear()
+        self._rejected_rows.clear()
 
     def send(self, now_ms: int) -> AppendRequest:
         """Mark the next row as in flight; return its request."""
@@ -75,18 +77,18 @@ class LegacyAppends:
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
             row.estimate = estimate
-            self._rejected.append(row)
+            self._rejected_rows.append(row)
 
     def end_rejected_rows(self, mark: TransactionId) -> list[SubmissionRows]:
         """End the rows that locks have rejected, up to the feed's mark (rule 3)."""
         ended = []
-        rejected, self._rejected = self._rejected, []
+        rejected, self._rejected_rows = self._rejected_rows, []
         for row in rejected:
             assert row.estimate is not None
             if row.request.req_id not in self.in_flight:
                 continue  # A later row was committed meanwhile.
             if row.estimate > mark:
-                self._rejected.append(row)
+                self._rejected_rows.append(row)
                 continue
             del self.in_flight[row.request.req_id]
             if row.on_rejected(RowOutcomeCode.LOCK):

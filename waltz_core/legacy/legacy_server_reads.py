@@ -209,8 +209,8 @@ class HeaderFeed:
         self._partition_id = partition_id
         self.client_id = client_id
         self._link: net.Link | None = None
-        self._next = 0
-        self._received: list[messages.ClientMessage] = []
+        self._next_id = 0
+        self._received_messages: list[messages.ClientMessage] = []
 
     async def open(self, links: Links, connection_sequence: int, first: TransactionId) -> None:
         """Start a feed with transaction `first`; raises Unreachable."""
@@ -224,13 +224,13 @@ class HeaderFeed:
             raise errors.Unreachable(
                 f"{address}: expected a Waltz 0.13 server, found a later version"
             )
-        self._link, self._next = link, first
+        self._link, self._next_id = link, first
         req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
         link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
 
     def continues_at(self, owner: OwnerAddress, first: TransactionId) -> bool:
         """Whether the feed continues at a transaction of this owner."""
-        return not self.is_closed and self._owner == owner and self._next == first
+        return not self.is_closed and self._owner == owner and self._next_id == first
 
     @property
     def is_closed(self) -> bool:
@@ -252,17 +252,17 @@ class HeaderFeed:
         """
         link = self._link
         assert link is not None
-        assert self._next == first
+        assert self._next_id == first
         headers: list[RecordHeader] = []
-        while len(headers) < count_max and self._next <= last:
-            if not self._received:
-                self._received = [*reversed(await link.receive())]  # type: ignore[list-item]
-            message = self._received.pop()
+        while len(headers) < count_max and self._next_id <= last:
+            if not self._received_messages:
+                self._received_messages = [*reversed(await link.receive())]  # type: ignore[list-item]
+            message = self._received_messages.pop()
             match message:
-                case messages.FeedData() if message.transaction_id == self._next:
+                case messages.FeedData() if message.transaction_id == self._next_id:
                     transaction_id = TransactionId(message.transaction_id)
                     headers.append(RecordHeader(transaction_id, message.req_id, message.header))
-                    self._next += 1
+                    self._next_id += 1
                 case messages.MountResponse(state=messages.MountState.NOT_READY):
                     raise errors.NotOwned(
                         f"server {self._owner.address} is not ready for partition "
@@ -273,7 +273,7 @@ class HeaderFeed:
                     return headers
                 case _:
                     raise errors.RemoteProtocolError(
-                        f"server {self._owner.address}: expected transaction {self._next} of "
+                        f"server {self._owner.address}: expected transaction {self._next_id} of "
                         f"partition {self._partition_id}, found {message!r:.200}"
                     )
         return headers

@@ -93,13 +93,13 @@ class MessageTypes:
     """The fields of a schema's message types, computed at the first use of each type."""
 
     def __init__(self) -> None:
-        self._known: dict[str, MessageType] = {}
+        self._types_by_name: dict[str, MessageType] = {}
 
     def message_type(self, kind: Descriptor) -> MessageType:
         """Return the fields and defaults of a message type."""
-        result = self._known.get(kind.full_name)
+        result = self._types_by_name.get(kind.full_name)
         if result is None:
-            result = self._known[kind.full_name] = _message_type(kind)
+            result = self._types_by_name[kind.full_name] = _message_type(kind)
         return result
 
 
@@ -176,7 +176,7 @@ class MessageReader:
 
     def __init__(self, types: MessageTypes, size: int) -> None:
         self._types = types
-        self._limit = self._left = VALUES_MIN + VALUES_PER_BYTE * size
+        self._limit = self._remaining_fields = VALUES_MIN + VALUES_PER_BYTE * size
 
     def value(self, message: Message) -> Any:  # noqa: ANN401
         """Convert the message; raises ValueError, OverflowError or AttributeError.
@@ -187,8 +187,8 @@ class MessageReader:
         if special is not None:
             return special(message)
         fields, defaults, lists, maps = self._types.message_type(message.DESCRIPTOR)
-        self._left -= len(fields)
-        if self._left < 0:
+        self._remaining_fields -= len(fields)
+        if self._remaining_fields < 0:
             raise ValueError(
                 f"expected at most {self._limit} fields in the message and its nested messages, "
                 "the limit for a payload of this size; found more (absent fields count, too)"

@@ -62,17 +62,21 @@ class EarlierRows:
         keys: RowKeys | None = None,
     ) -> None:
         self._keys = keys or RowKeys()
-        self._own = {key: deque(sorted(record)) for key, record in (own_records or {}).items()}
-        self._unmatched_records = {record for waiting in self._own.values() for record in waiting}
+        self._own_records = {
+            key: deque(sorted(records)) for key, records in (own_records or {}).items()
+        }
+        self._unmatched_records = {
+            record for waiting in self._own_records.values() for record in waiting
+        }
         self._record_count = len(self._unmatched_records)
-        self._others = other_keys
+        self._other_keys = other_keys
         self._locks: dict[bytes, tuple[object, ...]] = {}
         self.next_sequences = dict(next_sequences or {})
 
     @property
     def is_empty(self) -> bool:
         """Whether the log has no record that a row could match."""
-        return not self._own and not self._others
+        return not self._own_records and not self._other_keys
 
     @property
     def count(self) -> int:
@@ -94,12 +98,12 @@ class EarlierRows:
             needs_lock_check = (
                 not converted.is_round_robin[row] or KEY_ID_COLUMN in converted.append.schema.names
             )
-            if key in self._own and needs_lock_check:
+            if key in self._own_records and needs_lock_check:
                 self._check_same_locks(key, converted, row)
             record = self._take_record(key)
             if record is not None:
                 found_rows[record.partition].append((row, record.transaction_id))
-            elif key in self._others:
+            elif key in self._other_keys:
                 raise _split_differently_error(int(converted.partitions[row]))
             else:
                 missing.append(row)
@@ -112,7 +116,7 @@ class EarlierRows:
         return (_select_rows(converted, missing) if missing else None), answers
 
     def _take_record(self, key: bytes) -> EarlierRecord | None:
-        waiting = self._own.get(key)
+        waiting = self._own_records.get(key)
         while waiting:
             record = waiting.popleft()
             if (
@@ -125,7 +129,7 @@ class EarlierRows:
     @property
     def may_append(self) -> bool:
         """Whether no later row can make the write fail, except because of its locks (rule 5)."""
-        return not self._others and self.count == 0
+        return not self._other_keys and self.count == 0
 
     def missing_rows(
         self, batches: Iterable[ConvertedRows], found_rows: list[FinalRows]

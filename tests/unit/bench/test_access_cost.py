@@ -55,7 +55,7 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
     cluster, client = Cluster([1.0, 10.0, 100.0]), iter([0.0, 0.5, 2.0, 2.25])
     monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: next(client))
     meter = Meter(cluster)
-    assert meter.spent() is None
+    assert meter.cpu_seconds_by_role() is None
     meter.start()
     cluster.runs = 1
     meter.stop()
@@ -63,7 +63,12 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
     meter.start()
     cluster.runs = 3
     meter.stop()
-    assert meter.spent() == {"server": 101.0, "storage": 0.0, "zookeeper": 0.0, "client": 0.75}
+    assert meter.cpu_seconds_by_role() == {
+        "server": 101.0,
+        "storage": 0.0,
+        "zookeeper": 0.0,
+        "client": 0.75,
+    }
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class CheckCallbacks(AsyncCallbacks):
         self.seen_count = 0
         self.errors: list[str] = []
         self.is_stopped = False
-        self._changed = asyncio.Event()
+        self._progress_event = asyncio.Event()
 
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the high-water mark after which the check continues."""
@@ -200,7 +200,7 @@ class CheckCallbacks(AsyncCallbacks):
         self.errors += errors_in_transaction(partition, last, transaction.transaction_id, data)
         self.marks[partition] = transaction.transaction_id
         self.seen_count += 1
-        self._changed.set()
+        self._progress_event.set()
 
     async def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
@@ -210,21 +210,21 @@ class CheckCallbacks(AsyncCallbacks):
         if policy is PoisonPolicy.STOP:
             self.errors.append(f"partition {partition}, transaction {transaction_id}: {error}")
             self.is_stopped = True
-            self._changed.set()
+            self._progress_event.set()
         return policy
 
     async def wait_until_seen(self, count: int, on_progress: Callable[[], None]) -> None:
         """Wait until `count` transactions were checked, or a feed has ended."""
         while self.seen_count < count and not self.is_stopped:
             on_progress()
-            self._changed.clear()
-            await self._changed.wait()
+            self._progress_event.clear()
+            await self._progress_event.wait()
 
     async def wait_until_reached(self, ends: Mapping[int, int]) -> None:
         """Wait until the transactions up to `ends` were checked, or a feed has ended."""
         while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
-            self._changed.clear()
-            await self._changed.wait()
+            self._progress_event.clear()
+            await self._progress_event.wait()
 
 
 def errors_in_transaction(

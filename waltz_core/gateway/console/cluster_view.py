@@ -107,7 +107,7 @@ class ClusterViewer:
     def __init__(
         self, connect: str, coordinator: Callable[[], Coordinator], tasks: asyncio.TaskGroup
     ) -> None:
-        self._connect, self._place = connect, parse_connect_string(connect)
+        self._connect, self._address = connect, parse_connect_string(connect)
         self._reader = SnapshotReader(coordinator, tasks)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class ClusterViewer:
         # NB: not in the task group, which would wrap its error in an ExceptionGroup.
         snapshot, error = await self._reader.read()
         async with asyncio.TaskGroup() as tasks:
-            zookeepers = tasks.create_task(query_zookeeper_servers(self._place, TIMEOUT_S))
+            zookeepers = tasks.create_task(query_zookeeper_servers(self._address, TIMEOUT_S))
             cluster = await snapshot.probe(TIMEOUT_S, reads_logs=False)
         await self._check_permitted(cluster, token_hash)
         return {
@@ -152,7 +152,7 @@ class ClusterViewer:
 
         Raises PermissionDenied, AuthenticationFailed, CoordinatorUnavailable as `view`.
         """
-        address = self._place
+        address = self._address
         placeholder = str(
             replace(
                 address,
@@ -182,7 +182,7 @@ class ClusterViewer:
 
     def _without_paths(self, text: str) -> str:
         """Replace the paths of the gateway's files, which errors may contain (rule 6)."""
-        for path in (self._place.auth_file, self._place.tls):
+        for path in (self._address.auth_file, self._address.tls):
             if "/" in path:
                 text = text.replace(path, _PLACEHOLDER)
         return text
