@@ -31,7 +31,7 @@ def test_both_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monkeypatch):
 
     @contextmanager
     def running(_tls, access):
-        yield access_cost._Side(clusters[access], f"connect of {access}")
+        yield access_cost._ComparedCluster(clusters[access], f"connect of {access}")
 
     def workload(load, meter):
         order.append(load.connect.split()[-1])
@@ -40,7 +40,7 @@ def test_both_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monkeypatch):
         meter.stop()
         return Measured(rows=ROWS, seconds=1.0, bytes=7, lost=1, errors=2)
 
-    monkeypatch.setattr(access_cost, "_running", running)
+    monkeypatch.setattr(access_cost, "_run_cluster", running)
     monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: 0.0)
     found = access_cost.compare(workload, LOAD, None, 3)
     assert order == ["off", "on", "on", "off", "off", "on"]
