@@ -90,8 +90,7 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 async def time_limit(
     timeout_s: float, awaited_text: Callable[[], str], *, hint: str = CONTINUE_HINT
 ) -> AsyncIterator[None]:
-    """Limit the time of a block; at the timeout, raise Unavailable with `wait_reason()` (rule "
-    "2)."""
+    """Limit the time of a block; at the timeout, raise Unavailable with `awaited_text()`."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -1,4 +1,4 @@
-"""The findings about a cluster that two successive checks have in common.
+"""The findings about a cluster that two successive checks report.
 
 Rules:
     1. If any check finds no problem, the result is empty. Otherwise the findings are the problems

@@ -93,7 +93,7 @@ class GatewayParts(NamedTuple):
 
 
 class GatewayRoutes:
-    """The HTTP operations of one gateway: append, marks, range, feed, and those of the console."""
+    """The HTTP operations of one gateway: append, marks, range, feed, and the console."""
 
     def __init__(self, parts: GatewayParts) -> None:
         config = parts.config
@@ -267,7 +267,8 @@ class GatewayRoutes:
         except BaseException:
             await stack.aclose()
             raise
-        # In a task of its own: if the response is cancelled, everything that it awaits is, too.
+        # In a separate task: if the response is cancelled, everything that it awaits is cancelled,
+        # too.
         on_end = partial(self._parts.tasks.create_task, stack.aclose())
         return _FeedResponse(reader.events(headers, encode), media, on_end)
 
@@ -276,7 +277,7 @@ class GatewayRoutes:
 
 
 class _FeedResponse(StreamingResponse):
-    """A streaming response with a feed; calls `on_end` when it ends, for whatever reason."""
+    """A streaming response with a feed; calls `on_end` when it ends, for any reason."""
 
     def __init__(
         self, events: AsyncIterator[bytes], media: str, on_end: Callable[[], object]

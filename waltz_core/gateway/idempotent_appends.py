@@ -1,4 +1,4 @@
-"""Appends with an idempotency key: each enters the log once, however often its request is sent.
+"""Appends with an idempotency key: each enters the log once, even if its request is repeated.
 
 A key is an exactly-once write of the registry (`cluster/write_registry.py`, decisions 032 and 066)
 with one task. So it holds across restarts of the gateway, and across several gateways.

@@ -60,7 +60,10 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "data": _BASE64,
             "header": _INT32 | {"default": 0},
             "partition": _PARTITION
-            | {"description": "Default: that of the first lock, else the gateway chooses one."},
+            | {
+                "description": "Default: the partition of the first lock, otherwise the gateway "
+                "chooses one."
+            },
             "write_locks": _LOCKS,
             "read_locks": _LOCKS,
             "append_locks": _LOCKS,

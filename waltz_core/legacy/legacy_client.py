@@ -1,9 +1,9 @@
 """Adapter for Waltz 0.13 clients: translates partition responses into messages they understand.
 
-Up to L 4 the protocol cannot express the outcome of an append, a rejection, or the end of a mount.
-The adapter, between partitions and links, translates every answer into a message that such a client
-understands, or drops it. It never sends a false statement. docs/decisions/020 lists each state in
-which a client might wait forever, and how this state ends.
+Up to version L 4, the protocol has no messages for the outcome of an append, for a rejection, or
+for the end of a mount. The adapter is between partitions and links. It translates every answer into
+a message that such a client understands, or drops the answer. It never sends a false statement.
+docs/decisions/020 lists each state in which a client might wait forever, and how this state ends.
 
 Rules:
     1. A failed append is reported only when the failure is final: by LOCK_FAILURE, or by the answer

@@ -1,7 +1,7 @@
 """Reads ranges at a 0.13 server, which has no ranges: headers from a feed, data one by one.
 
-This is the slow way to a result that `ranges.py` gets in one answer. The result lacks what 0.13
-does not store: session, commit stamps and hash chain.
+A current server returns such a range in one answer (`ranges.py`), which is faster. A range from a
+0.13 server lacks what 0.13 does not store: session, commit stamps and hash chain.
 
 Rules:
     1. Headers come from a mount: a 0.13 server feeds all transactions after the mark. Each reader

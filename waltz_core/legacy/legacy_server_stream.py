@@ -54,7 +54,7 @@ FLUSH_AFTER_MS: Final = 5_000
 # The interval of requests for the mark: a server that does not own a partition (yet) does not
 # answer.
 RETRY_MS: Final = 500
-# The limits for the stream; 0.13 states none. Few bytes are in flight, so that the other appends
+# The limits for the stream; 0.13 states none. Few bytes are in flight, so that further appends
 # wait in the outbox, where an append can still be withdrawn (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -178,8 +178,8 @@ class LegacyServerPartition:
     def send(self, message: ClientMessage, connection_sequence: int, now_ms: int) -> list[Effect]:
         """Process a message of the stream.
 
-        `connection_sequence` is that of the connection (rule 5). Raises LocalProtocolError for a
-        request that 0.13 does not have.
+        `connection_sequence` is the sequence of the connection (rule 5). Raises LocalProtocolError
+        for a request that 0.13 does not have.
         """
         match message:
             case messages.MountWriter():

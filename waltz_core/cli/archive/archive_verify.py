@@ -190,7 +190,7 @@ async def _verify_partition(
 
 
 def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
-    """Return a text about requested transactions that are not archived, and whether all are not.
+    """Return a text about requested transactions that are not archived, and if none is archived.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.

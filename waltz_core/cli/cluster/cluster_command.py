@@ -30,7 +30,7 @@ from waltz_core.records.record import PartitionId
     multiple=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
     help="a storage; repeat the option for each. Each group of storages gets one replica of each "
-    "partition; a storage without GROUP is a group of its own",
+    "partition; a storage without GROUP gets a separate group",
 )
 @click.option("--if-absent", is_flag=True, help="exit successfully if the cluster already exists")
 @with_cluster_argument

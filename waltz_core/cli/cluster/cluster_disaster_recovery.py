@@ -621,7 +621,7 @@ def _choose_logs(
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
-    """Choose the log of each partition; also return the errors of the others."""
+    """Choose the log of each partition; also return the errors of partitions without a log."""
     decisions: list[RebuildDecision] = []
     failures: list[WaltzError] = []
     for each in partitions_to_decide:

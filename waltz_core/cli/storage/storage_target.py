@@ -64,7 +64,7 @@ class StorageChoice(NamedTuple):
 
     @property
     def cluster_connect(self) -> str | None:
-        """The connect string; without `--connect` and `--admin`, that of $WALTZ_CONNECT."""
+        """The connect string; without `--connect` and `--admin`, the value of $WALTZ_CONNECT."""
         if self.connect is None and self.admin is None:
             return os.environ.get(options.CONNECT_VARIABLE)
         return self.connect

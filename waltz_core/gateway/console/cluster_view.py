@@ -117,7 +117,7 @@ class ClusterViewer:
     async def view(self, token_hash: str) -> Fields:
         """Return the members, partitions and replicas of the cluster (rules 1 to 3).
 
-        `token_hash` is that of the caller; empty: it has no token.
+        `token_hash` is the hash of the caller's token, empty without a token.
 
         Raises:
             PermissionDenied, AuthenticationFailed: the caller has no permission.

@@ -42,7 +42,7 @@ class SnapshotReader:
         self._permissions: Permissions | errors.BadConfig | None = None
 
     async def read(self) -> tuple[ClusterSnapshot, str]:
-        """Return the state in ZooKeeper, and the error if it is that of an earlier read.
+        """Return the state in ZooKeeper; if it is from an earlier read, also return the error.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
