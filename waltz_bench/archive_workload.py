@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow as pa
 import uvloop
 
-from waltz_bench.measuring import MIB, BenchLoad, Measured, Meter
+from waltz_bench.measuring import MIB, BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.output import print_error
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient
 from waltz_core.local import LocalCluster
@@ -69,7 +69,7 @@ def _row(transaction_id: int, payload_bytes: int) -> bytes:
     return transaction_id.to_bytes(ID_BYTES, "big") + padding
 
 
-def archive(load: BenchLoad, meter: Meter) -> Measured:
+def archive(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append more data than the storages keep locally, and read it back in three ways."""
     del meter  # it measures an existing cluster, and this workload creates its own
     directory = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
@@ -266,9 +266,9 @@ class _ArchiveRun:
         self._figures[f"{name}_mib_per_s"] = round(rate, 1)
         print_error(f"{name}: {rows:,} rows in {elapsed_s:.1f} s, {self._wrong_count} wrong so far")
 
-    def measured(self) -> Measured:
+    def measured(self) -> WorkloadResult:
         """Return the result of the run."""
-        return Measured(
+        return WorkloadResult(
             rows=self._count,
             seconds=self._took_s,
             bytes=self._count * self._load.payload_bytes,

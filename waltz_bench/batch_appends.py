@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, RowOutcomeCode
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -49,12 +49,12 @@ class _AppendOutcomes:
         return float(np.diff(np.array(sorted(self.answered_s))).max(initial=0.0))
 
 
-def append_batch(load: BenchLoad, meter: Meter) -> Measured:
+def append_batch(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append batches to every partition for `--seconds`, several in flight; read back all rows."""
     return uvloop.run(_append_batch(load, meter))
 
 
-async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
+async def _append_batch(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         partitions = list(range(client.partition_count))
@@ -78,7 +78,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
         elapsed_s = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await _check(client, starts, outcomes_so_far)
-    return Measured(
+    return WorkloadResult(
         rows=outcomes_so_far.acknowledged,
         seconds=elapsed_s,
         bytes=outcomes_so_far.acknowledged * load.payload_bytes,
@@ -180,12 +180,12 @@ async def _check(
     return lost, duplicated
 
 
-def replay(load: BenchLoad, meter: Meter) -> Measured:
+def replay(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Read the whole log with one reader; append `--rows` rows first if the log has fewer."""
     return uvloop.run(_replay(load, meter))
 
 
-async def _replay(load: BenchLoad, meter: Meter) -> Measured:
+async def _replay(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -206,7 +206,7 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
         elapsed_s = time.perf_counter() - start_s
         meter.stop()
         expected = sum(marks.values()) + len(marks)
-    return Measured(
+    return WorkloadResult(
         rows=rows,
         seconds=elapsed_s,
         bytes=size,
@@ -243,7 +243,7 @@ async def _fill_one(
         await answer
 
 
-def false_rejections(load: BenchLoad, meter: Meter) -> Measured:
+def false_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Measure how often transactions without a real conflict are rejected, for several lags.
 
     The lag is the number of transactions that the high-water mark of an append is behind the log.
@@ -253,7 +253,7 @@ def false_rejections(load: BenchLoad, meter: Meter) -> Measured:
     return uvloop.run(_false_rejections(load, meter))
 
 
-async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
+async def _false_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     random = Random(7)  # noqa: S311 - test data
     partition, count = 0, load.batch_rows
@@ -291,6 +291,6 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
             rows += row_count
         elapsed_s = time.perf_counter() - start_s
         meter.stop()
-    return Measured(
+    return WorkloadResult(
         rows=rows, seconds=elapsed_s, bytes=0, acknowledged=rows, extra={"rejected_by_lag": rates}
     )

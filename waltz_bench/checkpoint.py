@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, percentile_ms
 from waltz_core.client import AsyncWaltzClient, RangeForm, RowOutcomeCode
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -63,12 +63,12 @@ class _AnswerTimes:
         ]
 
 
-def checkpoint(load: BenchLoad, meter: Meter) -> Measured:
+def checkpoint(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append batches to one partition until a new session was seen; report the pauses."""
     return uvloop.run(_checkpoint(load, meter))
 
 
-async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
+async def _checkpoint(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         await (await client.append(b"", partition=PARTITION))
@@ -83,7 +83,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
         lost, duplicated = await _check_log(client, run, start)
     gaps_s = run.gaps_s()
     usual_s = np.diff(run.answered_s).tolist()
-    return Measured(
+    return WorkloadResult(
         rows=len(run.ids),
         seconds=elapsed_s,
         bytes=len(run.ids) * load.payload_bytes,

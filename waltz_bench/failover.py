@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
 from waltz_core.cluster.znodes.interface import SessionState
 from waltz_core.cluster.znodes.model import UNRESOLVED
@@ -291,27 +291,27 @@ async def _stop_zookeeper(run: _FailoverRun) -> None:
     run.extra["moved"] = sum(before[each] != after.get(each) for each in before)
 
 
-def failover_kill(load: BenchLoad, meter: Meter) -> Measured:
+def failover_kill(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Kill a server with SIGKILL, five times; report the gaps after the kills."""
     return uvloop.run(_run_scenario(load, meter, _kill_owner, "kill"))
 
 
-def failover_term(load: BenchLoad, meter: Meter) -> Measured:
+def failover_term(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Stop a server with SIGTERM, five times; report the gaps after the stops."""
     return uvloop.run(_run_scenario(load, meter, _terminate_owner, "term"))
 
 
-def failover_freeze(load: BenchLoad, meter: Meter) -> Measured:
+def failover_freeze(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Freeze a server with SIGSTOP until other servers own its partitions, five times."""
     return uvloop.run(_run_scenario(load, meter, _freeze_owner, "freeze"))
 
 
-def rolling_restart(load: BenchLoad, meter: Meter) -> Measured:
+def rolling_restart(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Restart every server and every storage with SIGTERM, one at a time."""
     return uvloop.run(_run_scenario(load, meter, _restart_all, None))
 
 
-def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
+def zookeeper_loss(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Kill all ZooKeeper processes once, and start them again after `OUTAGE_S`."""
     return uvloop.run(_run_scenario(load, meter, _stop_zookeeper, None))
 
@@ -321,7 +321,7 @@ async def _run_scenario(
     meter: Meter,
     scenario: Callable[[_FailoverRun], Awaitable[None]],
     step_kind: str | None,
-) -> Measured:
+) -> WorkloadResult:
     """Run a scenario under load; report the gaps of the steps of one kind, or of all for None."""
 
     if meter.cluster is None:
@@ -345,7 +345,7 @@ async def _run_scenario(
         lost, duplicated = await run.check()
     gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if step_kind in (kind, None)]
     count = sum(writer.acknowledged.total() for writer in run.writers)
-    return Measured(
+    return WorkloadResult(
         rows=count,
         seconds=elapsed_s,
         bytes=0,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from waltz_bench.batch_appends import fill
-from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, percentile_ms
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import Unavailable
 
@@ -82,12 +82,12 @@ class _PhaseTimes:
         return figures_by_name
 
 
-def flood(load: BenchLoad, meter: Meter) -> Measured:
+def flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append single transactions, alternately without and with a greedy tenant of each kind."""
     return uvloop.run(_flood(load, meter))
 
 
-async def _flood(load: BenchLoad, meter: Meter) -> Measured:
+async def _flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
     phase_s = load.seconds / (2 * ROUNDS * len(KINDS))
     phases_by_kind = {
         kind: _PhaseTimes(calm_meter=Meter(meter.cluster), flooded_meter=Meter(meter.cluster))
@@ -116,7 +116,7 @@ async def _flood(load: BenchLoad, meter: Meter) -> Measured:
         each for phases in phases_by_kind.values() for part in phases.flooded_s for each in part
     ]
     calm_count = sum(len(part) for phases in phases_by_kind.values() for part in phases.calm_s)
-    return Measured(
+    return WorkloadResult(
         rows=len(latencies_s),
         seconds=load.seconds / 2,
         bytes=len(latencies_s) * load.payload_bytes,

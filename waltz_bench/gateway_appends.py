@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter, cpu_seconds_of
-from waltz_bench.single_appends import check_ids, measured
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, cpu_seconds_of
+from waltz_bench.single_appends import check_ids, workload_result
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import Unavailable
 
@@ -57,12 +57,12 @@ Append: TypeAlias = Callable[[int], Coroutine[Any, Any, tuple[int, int]]]
 WriterRun: TypeAlias = Callable[[Append], Coroutine[Any, Any, None]]
 
 
-def gateway(load: BenchLoad, meter: Meter) -> Measured:
+def gateway(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append with 64 connections through a gateway, and with 64 writers of the Python client."""
     return uvloop.run(_gateway(load, meter))
 
 
-async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
+async def _gateway(load: BenchLoad, meter: Meter) -> WorkloadResult:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     async with (
         AsyncWaltzClient.connect(load.connect) as client,
@@ -100,7 +100,7 @@ async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
         "cpu_ratio": round(without_keys.cpu_us_per_tx / python.cpu_us_per_tx, 2),
     }
     ids = [transaction_id for _, transaction_id in without_keys.ids]
-    return measured(
+    return workload_result(
         load,
         ids,
         without_keys.latencies_s,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import uvloop
 
-from waltz_bench.single_appends import measured
+from waltz_bench.single_appends import workload_result
 from waltz_core.client import (
     AsyncWaltzClient,
     RangeForm,
@@ -36,7 +36,7 @@ from waltz_core.records.record import RECORD_PREFIX
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from waltz_bench.measuring import BenchLoad, Measured, Meter
+    from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 
 
 WRITERS: Final = 8
@@ -134,12 +134,12 @@ async def _read_counts(
                 yield chunk.first + position, value, writer
 
 
-def hot_lock(load: BenchLoad, meter: Meter) -> Measured:
+def hot_lock(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Increment a counter with eight clients under one lock; retry each increment until done."""
     return uvloop.run(_hot_lock(load, meter))
 
 
-async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
+async def _hot_lock(load: BenchLoad, meter: Meter) -> WorkloadResult:
     run = time.time_ns()
     padding = Random(3).randbytes(max(0, load.payload_bytes - _COUNT.size))  # noqa: S311 - test data
     latencies: list[float] = []
@@ -183,7 +183,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
         "commits_per_batch": round(len(outcomes) / batches, 2),
         "reads": reads,
     }
-    return measured(
+    return workload_result(
         load, list(outcomes), latencies, elapsed_s=elapsed_s, wrong_counts=wrong, extra=extra
     )
 

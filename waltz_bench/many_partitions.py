@@ -25,7 +25,7 @@ from pathlib import Path
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.output import print_error
 from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
@@ -45,13 +45,13 @@ _PAYLOAD = encode_append(
 )
 
 
-def many_partitions(load: BenchLoad, meter: Meter) -> Measured:
+def many_partitions(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Create a cluster with many partitions; measure its start, idle load, failover and restart."""
     del meter  # it measures an existing cluster, and this workload creates its own
     return uvloop.run(_many_partitions(load))
 
 
-async def _many_partitions(load: BenchLoad) -> Measured:
+async def _many_partitions(load: BenchLoad) -> WorkloadResult:
 
     directory = Path(tempfile.mkdtemp(prefix="waltz-many-", dir=load.directory))
     cluster = LocalCluster(
@@ -76,7 +76,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
             cluster.down()
         shutil.rmtree(directory, ignore_errors=True)
     count = sum(run.acknowledged.values())
-    return Measured(
+    return WorkloadResult(
         rows=count,
         seconds=elapsed_s,
         bytes=count,

@@ -56,7 +56,7 @@ class BenchLoad:
 
 
 @dataclass
-class Measured:
+class WorkloadResult:
     """The result of a workload: counts and times of the load, without the set-up before it.
 
     Each latency is the time of one request in seconds. `gap_s_max` is the longest time in seconds
@@ -175,11 +175,11 @@ def _client_cpu_seconds(daemons: set[int]) -> float:
     return seconds
 
 
-Workload = Callable[[BenchLoad, Meter], Measured]
+Workload = Callable[[BenchLoad, Meter], WorkloadResult]
 
 
 def make_report(
-    name: str, load: BenchLoad, measured: Measured, cpu: dict[str, float] | None
+    name: str, load: BenchLoad, measured: WorkloadResult, cpu: dict[str, float] | None
 ) -> BenchReport:
     """Compute the report of a run from its result; `cpu` is CPU seconds by role."""
     rows = max(measured.rows, 1)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -149,12 +149,12 @@ class _RejectionRun:
             os.truncate(path, 0)
 
 
-def move_rejections(load: BenchLoad, meter: Meter) -> Measured:
+def move_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Measure false rejections by lag: before a move, after a move, and without lock files."""
     return uvloop.run(_move_rejections(load, meter))
 
 
-async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
+async def _move_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     if meter.cluster is None:
         raise BadConfig(
@@ -174,7 +174,7 @@ async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
             "without_file": await run.rates(moves=True, with_file=False),
         }
         elapsed_s = time.perf_counter() - start_s
-    return Measured(
+    return WorkloadResult(
         rows=run.rows,
         seconds=elapsed_s,
         bytes=0,

@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 
 from waltz_bench.batch_appends import fill
-from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, percentile_ms
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, RangeForm, lock
 from waltz_core.records import raw_records
@@ -37,12 +37,12 @@ SLICES = 4
 SINGLES_IN_FLIGHT = 512
 
 
-def append_one(load: BenchLoad, meter: Meter) -> Measured:
+def append_one(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append one transaction at a time; with `--peer nats`, alternately to Waltz and JetStream."""
     return uvloop.run(_append_one(load, meter))
 
 
-async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
+async def _append_one(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     latencies_s: list[float] = []
@@ -82,17 +82,17 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
             f"{load.peer}_p{share}_ms": percentile_ms(peer_times, share / 100) for share in (50, 99)
         }
         extra["p50_ratio"] = round(float(np.median(latencies_s) / np.median(peer_times)), 2)
-    return measured(
+    return workload_result(
         load, ids, latencies_s, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra=extra
     )
 
 
-def append_single(load: BenchLoad, meter: Meter) -> Measured:
+def append_single(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append single transactions to all partitions round-robin, with many in flight."""
     return uvloop.run(_append_single(load, meter))
 
 
-async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
+async def _append_single(load: BenchLoad, meter: Meter) -> WorkloadResult:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     latencies: list[float] = []
     ids: dict[int, list[int]] = {}
@@ -119,12 +119,12 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
         meter.stop()
         lost, duplicated = await check_ids(client, starts, ids)
     rows = [each for part in ids.values() for each in part]
-    return measured(
+    return workload_result(
         load, rows, latencies, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra={}
     )
 
 
-def conditional(load: BenchLoad, meter: Meter) -> Measured:
+def conditional(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append to one partition with 64 writers, each with its own lock and one append in flight.
 
     The workload uses one partition, because the peers that it is compared with have one stream,
@@ -133,7 +133,7 @@ def conditional(load: BenchLoad, meter: Meter) -> Measured:
     return uvloop.run(_conditional(load, meter))
 
 
-async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
+async def _conditional(load: BenchLoad, meter: Meter) -> WorkloadResult:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     latencies: list[float] = []
     partition = 0
@@ -172,7 +172,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
         meter.stop()
         lost, duplicated = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "rejected": rejected}
-    return measured(
+    return workload_result(
         load, ids, latencies, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra=extra
     )
 
@@ -192,12 +192,12 @@ class _CountCallbacks(AsyncCallbacks):
             self.is_done.set()
 
 
-def feed(load: BenchLoad, meter: Meter) -> Measured:
+def feed(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Catch up with a log of `--rows` transactions by the feed, headers only."""
     return uvloop.run(_feed(load, meter))
 
 
-async def _feed(load: BenchLoad, meter: Meter) -> Measured:
+async def _feed(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -212,7 +212,7 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
         await callbacks.is_done.wait()
         elapsed_s = time.perf_counter() - start_s
         meter.stop()
-    return Measured(
+    return WorkloadResult(
         rows=rows,
         seconds=elapsed_s,
         bytes=rows * 20,
@@ -222,7 +222,7 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
     )
 
 
-def measured(
+def workload_result(
     load: BenchLoad,
     ids: list[int],
     latencies: list[float],
@@ -230,10 +230,10 @@ def measured(
     elapsed_s: float,
     wrong_counts: tuple[int, int],
     extra: dict[str, object],
-) -> Measured:
+) -> WorkloadResult:
     """Return the result of a workload with single appends; `elapsed_s` is the time in seconds."""
 
-    return Measured(
+    return WorkloadResult(
         rows=len(ids),
         seconds=elapsed_s,
         bytes=len(ids) * load.payload_bytes,
@@ -277,12 +277,12 @@ class _AcknowledgedAppends:
     rejected: int = 0
 
 
-def producers(load: BenchLoad, meter: Meter) -> Measured:
+def producers(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append with `--writers`, locks from a `--lock-pool`, and pauses of `--interval-ms`."""
     return uvloop.run(_producers(load, meter))
 
 
-async def _producers(load: BenchLoad, meter: Meter) -> Measured:
+async def _producers(load: BenchLoad, meter: Meter) -> WorkloadResult:
     acknowledged = _AcknowledgedAppends()
     async with AsyncWaltzClient.connect(load.connect) as client:
         await client.mount()
@@ -299,7 +299,7 @@ async def _producers(load: BenchLoad, meter: Meter) -> Measured:
         wrong_counts = await check_ids(client, starts, acknowledged.ids)
     rows = [each for ids in acknowledged.ids.values() for each in ids]
     extra: dict[str, object] = {"rejected": acknowledged.rejected}
-    return measured(
+    return workload_result(
         load,
         rows,
         acknowledged.latencies_s,

@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_spark.api import session, snapshot
 from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
@@ -40,7 +40,7 @@ TABLE_TASKS_MIN, TABLE_TASK_ROWS = 4, 125_000  # the rows of one task always fit
 BATCH_ROWS, BATCH_BYTES, BATCH_COUNT = 8_192, 8 * 1024 * 1024, 16
 
 
-def write(load: BenchLoad, meter: Meter) -> Measured:
+def write(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Write `--rows` rows of `--payload` bytes with append locks; then count them in the log."""
     spark = session("waltz bench", master="local[2]")
     try:
@@ -60,7 +60,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
     return _result_of_rounds(load, rounds, log_growth - (ROUNDS - 1) * load.rows)
 
 
-def read(load: BenchLoad, meter: Meter) -> Measured:
+def read(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Read `--rows` rows of one partition into Spark; append rows first if it has fewer."""
     spark = session("waltz bench", master="local[2]")
     try:
@@ -102,10 +102,10 @@ def _run_alternately(
 
 def _result_of_rounds(
     load: BenchLoad, rounds: Sequence[tuple[float, float]], row_count: int
-) -> Measured:
+) -> WorkloadResult:
     """Return the result of all rounds; the log contains `row_count` rows of one round."""
     seconds_by_round, ceilings = zip(*rounds, strict=True)
-    return Measured(
+    return WorkloadResult(
         rows=ROUNDS * load.rows,
         seconds=sum(seconds_by_round),
         bytes=ROUNDS * load.rows * load.payload_bytes,

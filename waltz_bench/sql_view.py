@@ -22,7 +22,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import MSGPACK, Callbacks, WaltzClient
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import encode_append
@@ -86,7 +86,7 @@ def _unpack_entry(transaction: Transaction) -> tuple[int, int]:
     return account, amount
 
 
-def sql_view(load: BenchLoad, meter: Meter) -> Measured:
+def sql_view(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Catch up with a log of `--rows` small transactions: into memory, then an SQL database."""
 
     with WaltzClient(load.connect) as client:
@@ -116,7 +116,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
         f"{name}_per_s": round(rows / elapsed_s) for name, elapsed_s in seconds.items()
     }
     extra |= {f"{name}_client_cpu_us": round(cpu_s * 1e6 / rows, 1) for name, cpu_s in cpu.items()}
-    return Measured(
+    return WorkloadResult(
         rows=rows,
         seconds=seconds[name],
         bytes=0,

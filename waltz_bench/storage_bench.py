@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.output import print_error
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import combine_many, crc32_of_each
@@ -78,7 +78,7 @@ class _AppendTimes(NamedTuple):
     wall_s: list[float]
 
 
-def storage_append(load: BenchLoad, meter: Meter) -> Measured:
+def storage_append(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append batches to one log, and sync each batch before the next; then read back all rows."""
 
     rows = _row_count(load, APPEND_MIB)
@@ -91,7 +91,7 @@ def storage_append(load: BenchLoad, meter: Meter) -> Measured:
         engine, log = _open_engine(directory, SEGMENT_BYTES_MAX)
         lost, read_cpu_s = _read_back(log, rows)
         engine.close()
-    return Measured(
+    return WorkloadResult(
         rows=rows,
         seconds=sum(times.wall_s),
         bytes=rows * load.payload_bytes,
@@ -107,7 +107,7 @@ def storage_append(load: BenchLoad, meter: Meter) -> Measured:
     )
 
 
-def storage_open(load: BenchLoad, meter: Meter) -> Measured:
+def storage_open(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Open a storage directory with many segments three times, and read back all rows.
 
     The first open is as after a crash, the second as after a clean stop. Both have a cold page
@@ -141,7 +141,7 @@ def storage_open(load: BenchLoad, meter: Meter) -> Measured:
         lost, _ = _read_back(log, rows)
         engine.close()
         elapsed_s["segments"] = len(list((directory / str(PARTITION)).glob("*.seg")))
-    return Measured(
+    return WorkloadResult(
         rows=rows,
         seconds=slowest_open_s,
         bytes=rows * load.payload_bytes,

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter, Workload
+from waltz_bench.measuring import BenchLoad, Meter, Workload, WorkloadResult
 from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits, StoredToken
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.requirements import AccessVerb
@@ -44,7 +44,7 @@ class _ComparedCluster:
 
     cluster: LocalCluster
     connect: str
-    runs: list[Measured] = field(default_factory=list)
+    runs: list[WorkloadResult] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class _ComparedCluster:
         self.cpu_us.append(seconds * 1e6 / max(measured.rows, 1))
 
 
-def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Measured:
+def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> WorkloadResult:
     """Run `rounds` rounds; return the result with access control, and `access_ratio`."""
     print_error("starting two local clusters")
     with _run_cluster(tls, "off") as without_access, _run_cluster(tls, "on") as with_access:
@@ -78,7 +78,7 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Meas
             without_access.cpu_us, with_access.cpu_us, strict=True
         )
     ]
-    return Measured(
+    return WorkloadResult(
         rows=sum(each.rows for each in runs),
         seconds=sum(each.seconds for each in runs),
         bytes=sum(each.bytes for each in runs),

@@ -6,7 +6,7 @@ import pytest
 
 from waltz_bench import measuring
 from waltz_bench.compared import access_cost
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.main import main
 
 LOAD = BenchLoad("", 512, 1, batch=None, seconds=1.0, in_flight=2, rows=10)
@@ -38,7 +38,7 @@ def test_both_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monkeypatch):
         meter.start()
         meter.cluster.runs += 1
         meter.stop()
-        return Measured(rows=ROWS, seconds=1.0, bytes=7, lost=1, errors=2)
+        return WorkloadResult(rows=ROWS, seconds=1.0, bytes=7, lost=1, errors=2)
 
     monkeypatch.setattr(access_cost, "_run_cluster", running)
     monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: 0.0)
