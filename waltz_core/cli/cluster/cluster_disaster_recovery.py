@@ -172,13 +172,11 @@ async def _query_replicas(
     links, unanswered = await open_connections(members, expected)
     session_id = SessionId(max(metadata.session_id, newest) + 1)
     session = ClaimedSession(session_id, secrets.token_bytes(NONCE_BYTES))
-    claimed_metadata = replace(metadata, session_id=session_id)
+    claimed = replace(metadata, session_id=session_id)
     marker = replace(marker, session_id=session_id, nonce=session.nonce)
     answers_by_replica: dict[ReplicaId, Prepared] = {}
     try:
-        versions = await coordinator.write_partition(
-            partition_id, claimed_metadata, marker, view.versions
-        )
+        versions = await coordinator.write_partition(partition_id, claimed, marker, view.versions)
         for address, link in links.items():
             answer = (await link.prepare({partition_id: session}))[partition_id]
             if isinstance(answer, Prepared):
@@ -190,7 +188,7 @@ async def _query_replicas(
         for link in links.values():
             link.close()
         raise
-    after = PartitionView(claimed_metadata, versions.metadata, marker, versions.marker)
+    after = PartitionView(claimed, versions.metadata, marker, versions.marker)
     return _ReplicaAnswers(
         session, after, answers_by_replica, links, unanswered, newest > metadata.session_id
     )
@@ -231,8 +229,8 @@ async def _choose_and_declare_log(
         return {
             **result,
             "summary": f"nothing was changed. Hint: add --yes to make the log of {chosen_replica} "
-            "the log "
-            f"of partition {partition_id}. Records that only other replicas have are then lost.",
+            f"the log of partition {partition_id}. Records that only other replicas have are then "
+            "lost.",
         }
     _check_is_needed(partition_id, answers)
     archived = await _find_archived_mark(command, partition_id, answers, (chosen_replica, archive))
@@ -369,10 +367,8 @@ class _CommandOperations:
     async def mark(self) -> None:
         """Set the low-water mark of the chosen replica, which makes its log trusted."""
         source = self.decision.source
-        prepare_answer, link = self.answers.prepared[source], self.answers.connections[source]
-        await link.set_low_water_mark(
-            self.decision.partition_id, self.answers.session, prepare_answer
-        )
+        reply, link = self.answers.prepared[source], self.answers.connections[source]
+        await link.set_low_water_mark(self.decision.partition_id, self.answers.session, reply)
 
     async def assign(self) -> None:
         """Assign the first replicas of the partition to their storages."""
@@ -383,22 +379,15 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
     """Assign the first replicas of partitions with a chosen log (rebuilding.py, rule 2)."""
 
     def with_decisions(old: ReplicaAssignments) -> ReplicaAssignments:
-        partitions_by_storage = {
-            each: list(partition_ids) for each, partition_ids in old.partitions.items()
-        }
+        assigned = {each: list(ids) for each, ids in old.partitions.items()}
         for decision in decisions:
-            for address, partition_ids in partitions_by_storage.items():
+            for address, ids in assigned.items():
                 is_member = address in decision.first_members
-                if decision.partition_id in partition_ids and not is_member:
-                    partition_ids.remove(decision.partition_id)
-                elif decision.partition_id not in partition_ids and is_member:
-                    partition_ids.append(decision.partition_id)
-        return ReplicaAssignments(
-            {
-                each: tuple(sorted(partition_ids))
-                for each, partition_ids in partitions_by_storage.items()
-            }
-        )
+                if decision.partition_id in ids and not is_member:
+                    ids.remove(decision.partition_id)
+                elif decision.partition_id not in ids and is_member:
+                    ids.append(decision.partition_id)
+        return ReplicaAssignments({each: tuple(sorted(ids)) for each, ids in assigned.items()})
 
     await coordinator.storages.change_layout(
         lambda old: replace(old, assignment=with_decisions(old.assignment))
@@ -526,25 +515,19 @@ async def _choose_and_write_logs(
     links: Mapping[ReplicaId, OwnerConnection],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
     """Choose the log of each partition and write its metadata; also return errors."""
-    partitions_to_decide = [
+    pending = [
         partition_id
         for partition_id in map(PartitionId, range(new.partition_count))
         if await _is_undecided(command.coordinator, partition_id)
     ]
-    sessions, prepare_answers = await _prepare_all(partitions_to_decide, links)
+    sessions, replies = await _prepare_all(pending, links)
     replica_count = former.replicas or len(set(new.groups.values()))
-    decisions, failures = _choose_logs(
-        partitions_to_decide, prepare_answers, new.groups, replica_count, missing
-    )
+    decisions, failures = _choose_logs(pending, replies, new.groups, replica_count, missing)
     recovery = await _open_archive(command, former.archive, new.cluster_key)
     marks: dict[PartitionId, ArchivedMark | None] = {}
     for decision in decisions:
         each, link = decision.partition_id, links[decision.source]
-        answers = {
-            name: answers_of_replica[each]
-            for name, answers_of_replica in prepare_answers.items()
-            if each in answers_of_replica
-        }
+        answers = {name: reply[each] for name, reply in replies.items() if each in reply}
         try:
             log = _recovered_log(each, sessions[each], link, answers)
             marks[each] = await recovery.find_archived_mark(log)
@@ -553,7 +536,7 @@ async def _choose_and_write_logs(
     decisions = [each for each in decisions if each.partition_id in marks]
     newest = {
         decision.partition_id: await _highest_ids(
-            command, decision, sessions[decision.partition_id], links, prepare_answers
+            command, decision, sessions[decision.partition_id], links, replies
         )
         for decision in decisions
     }
@@ -563,10 +546,7 @@ async def _choose_and_write_logs(
     await command.coordinator.issued_ids.increase_to(ClientId(issued_id))
     await command.coordinator.increase_ids(
         ClientId(max((each.client_id for each in newest.values()), default=0)),
-        {
-            each: Generation(answers_of_replica.generation + 1)
-            for each, answers_of_replica in newest.items()
-        },
+        {each: Generation(ids.generation + 1) for each, ids in newest.items()},
     )
     for decision in decisions:
         each, archived = decision.partition_id, marks[decision.partition_id]
@@ -597,13 +577,12 @@ def _recovered_log(
     partition_id: PartitionId,
     session: ClaimedSession,
     link: OwnerConnection,
-    prepare_answers: Mapping[ReplicaId, Prepared],
+    replies: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
     """Describe the log of the chosen replica, at `link`, for the search in the archive."""
-    source = prepare_answers[link.address]
+    source = replies[link.address]
     starts = {
-        each: TransactionId(max(answer.start, BEFORE_FIRST))
-        for each, answer in prepare_answers.items()
+        each: TransactionId(max(answer.start, BEFORE_FIRST)) for each, answer in replies.items()
     }
     return RecoveredLog(
         partition_id,
@@ -615,8 +594,8 @@ def _recovered_log(
 
 
 def _choose_logs(
-    partitions_to_decide: Sequence[PartitionId],
-    prepare_answers: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
+    pending: Sequence[PartitionId],
+    replies: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
     groups: Mapping[ReplicaId, int],
     replica_count: int,
     missing: Sequence[ReplicaId],
@@ -624,12 +603,8 @@ def _choose_logs(
     """Choose the log of each partition; also return the errors of partitions without a log."""
     decisions: list[RebuildDecision] = []
     failures: list[WaltzError] = []
-    for each in partitions_to_decide:
-        logs = {
-            name: reported_log(answers_of_replica[each])
-            for name, answers_of_replica in prepare_answers.items()
-            if each in answers_of_replica
-        }
+    for each in pending:
+        logs = {name: reported_log(reply[each]) for name, reply in replies.items() if each in reply}
         try:
             decision = rebuilding.choose_log(
                 each, logs, groups=groups, replica_count=replica_count, unanswered=missing
@@ -747,16 +722,16 @@ async def _prepare_all(
                 newest[each] = max(newest[each], SessionId(answer.promised))
     # Add 2: a storage that has lost the nonce of its promise accepts only the following session.
     sessions = {each: ClaimedSession(SessionId(newest[each] + 2), nonce) for each in partitions}
-    prepare_answers: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
+    replies: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
         answers = await link.prepare(sessions)
-        prepare_answers[address] = {
+        replies[address] = {
             each: answer for each, answer in answers.items() if isinstance(answer, Prepared)
         }
         for each, rejected in answers.items():
             if isinstance(rejected, Nack) and rejected.error_code != UnknownPartition.code:
                 raise Unavailable(f"{address}, partition {each}: {rejected.message}")
-    return sessions, prepare_answers
+    return sessions, replies
 
 
 async def _highest_ids(
@@ -764,10 +739,10 @@ async def _highest_ids(
     decision: RebuildDecision,
     session: ClaimedSession,
     links: Mapping[ReplicaId, OwnerConnection],
-    prepare_answers: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
+    replies: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> MaximumIds:
     """Return the highest IDs in the last records of the chosen log (rebuilding.py, rule 5)."""
-    answer = prepare_answers[decision.source][decision.partition_id]
+    answer = replies[decision.source][decision.partition_id]
     try:
         return await links[decision.source].highest_ids(decision.partition_id, session, answer)
     except Damaged as error:
