@@ -180,12 +180,8 @@ def _create_view(
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("balance", sa.BigInteger, nullable=False),
     )
-    new_balance = accounts.c.balance + sa.bindparam("amount")
-    add = (
-        accounts.update()
-        .where(accounts.c.id == sa.bindparam("account"))
-        .values(balance=new_balance)
-    )
+    total = accounts.c.balance + sa.bindparam("amount")
+    add = accounts.update().where(accounts.c.id == sa.bindparam("account")).values(balance=total)
 
     class OneStatementPerTransaction(SqlCallbacks):
         def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
@@ -193,29 +189,22 @@ def _create_view(
             connection.execute(add, {"account": account, "amount": amount})
 
         def apply_transactions(
-            self, partition: int, transactions: Sequence[Transaction], last: int
+            self, partition: int, batch: Sequence[Transaction], last: int
         ) -> int:
-            count = super().apply_transactions(partition, transactions, last)
+            count = super().apply_transactions(partition, batch, last)
             applied_count.add(count)
             return count
 
     class OneStatementPerBatch(OneStatementPerTransaction):
-        def apply_batch(
-            self, connection: sa.Connection, transactions: Sequence[Transaction]
-        ) -> None:
-            amount_by_account: Counter[int] = Counter()
-            for account, amount in map(_unpack_entry, transactions):
-                amount_by_account[account] += amount
+        def apply_batch(self, connection: sa.Connection, batch: Sequence[Transaction]) -> None:
+            amounts: Counter[int] = Counter()
+            for account, amount in map(_unpack_entry, batch):
+                amounts[account] += amount
             if connection.dialect.name == "postgresql":
-                rows = {
-                    "accounts": list(amount_by_account),
-                    "amounts": list(amount_by_account.values()),
-                }
+                rows = {"accounts": list(amounts), "amounts": list(amounts.values())}
                 connection.execute(sa.text(ADD_ARRAYS), rows)
                 return
-            connection.execute(
-                add, [{"account": a, "amount": b} for a, b in amount_by_account.items()]
-            )
+            connection.execute(add, [{"account": a, "amount": b} for a, b in amounts.items()])
 
     engine = sa.create_engine(url)
     kind = OneStatementPerTransaction if name == "apply" else OneStatementPerBatch
