@@ -38,7 +38,7 @@ class Variable(NamedTuple):
 
 
 class Dashboard(NamedTuple):
-    """A dashboard; the name is that of its file."""
+    """A dashboard; `name` is the name of its file."""
 
     name: str
     title: str
@@ -70,9 +70,9 @@ BAD_FROM_1: Final = (("green", None), ("red", 1))
 DAYS: Final = (("red", None), ("orange", 7), ("green", 30))
 
 
-def stat(title: str, description: str, query: str, **more: Any) -> Panel:  # noqa: ANN401 - fields
-    """Return a panel with one number, which is bad from 1 on."""
-    fields: dict[str, Any] = {"unit": "short", "limits": BAD_FROM_1, "width": 4} | more
+def stat(title: str, description: str, query: str, **overrides: Any) -> Panel:  # noqa: ANN401 - fields
+    """Return a panel with one number; a value of 1 or more is shown as bad."""
+    fields: dict[str, Any] = {"unit": "short", "limits": BAD_FROM_1, "width": 4} | overrides
     return Panel(title, description, queries=[("", query)], kind="stat", **fields)
 
 
@@ -173,7 +173,7 @@ DASHBOARDS: Final = (
             ),
             Panel(
                 "Waiting requests",
-                "Bytes of requests that a server has not answered. If they approach "
+                "Bytes of requests that the server has not answered. If they approach "
                 "memory_bytes_max, the server rejects appends.",
                 "bytes",
                 [("{{instance}}", "waltz_server_queued_bytes{[[]]}")],
@@ -528,11 +528,11 @@ def dashboards() -> dict[str, str]:
     }
 
 
-def _dashboard(board: Dashboard) -> dict[str, object]:
-    names = ", ".join(f'{each.name}=~"${each.name}"' for each in board.variables)
+def _dashboard(dashboard: Dashboard) -> dict[str, object]:
+    names = ", ".join(f'{each.name}=~"${each.name}"' for each in dashboard.variables)
     return {
-        "uid": board.name,
-        "title": board.title,
+        "uid": dashboard.name,
+        "title": dashboard.title,
         "tags": ["waltz"],
         "schemaVersion": SCHEMA_VERSION,
         "editable": True,
@@ -549,8 +549,8 @@ def _dashboard(board: Dashboard) -> dict[str, object]:
                 "keepTime": True,
             }
         ],
-        "templating": {"list": [_source(), *map(_variable, board.variables)]},
-        "panels": list(_placed(board.panels, names)),
+        "templating": {"list": [_source(), *map(_variable, dashboard.variables)]},
+        "panels": list(_place_panels(dashboard.panels, names)),
     }
 
 
@@ -579,7 +579,7 @@ def _variable(variable: Variable) -> dict[str, object]:
     }
 
 
-def _placed(panels: Iterable[Panel], names: str) -> Iterable[dict[str, object]]:
+def _place_panels(panels: Iterable[Panel], names: str) -> Iterable[dict[str, object]]:
     """Yield the panels, from left to right and from top to bottom."""
     x = y = row = 0
     for number, each in enumerate(panels, 1):

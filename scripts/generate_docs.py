@@ -1,7 +1,7 @@
 """Generate the samples in `conf/`, the tables in `docs/` and the layers in ARCHITECTURE.md.
 
-A test compares the files with `generated()`, so that they always match the code. The tables of
-`docs/reference/` are in the package `reference`.
+A test compares the files with `generated_files()`, so that they always match the code. The tables
+of `docs/reference/` are in the package `reference`.
 """
 
 import ast
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGGING = """\
-# What is logged and where, as Python's logging.config.dictConfig takes it.
+# Log levels and outputs, in the format of Python's logging.config.dictConfig.
 # Used by: waltz-core --logging conf/logging.toml COMMAND
 
 version = 1
@@ -113,7 +113,7 @@ def zoo_cfg() -> str:
     return head + zookeeper_config(Path("data/zookeeper"), 2181)
 
 
-def generated() -> dict[Path, str]:
+def generated_files() -> dict[Path, str]:
     """Return every generated file with its expected text."""
     texts = {
         ROOT / "conf" / "zoo.cfg": zoo_cfg(),
@@ -123,7 +123,7 @@ def generated() -> dict[Path, str]:
     texts |= {ROOT / "conf" / "grafana" / name: text for name, text in dashboards().items()}
     for kind, config_type in CONFIG_TYPES_BY_KIND.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
-    for place, tables in {
+    for file_name, tables in {
         "docs/reference/commands.md": commands.sections(),
         "docs/reference/errors.md": errors.tables(),
         "docs/reference/events.md": events.tables(),
@@ -132,33 +132,33 @@ def generated() -> dict[Path, str]:
         "docs/reference/settings.md": settings.tables(),
         "docs/reference/spark-options.md": spark_options.tables(),
         "docs/alerts.md": {"alerts": alerts.table_of_alerts()},
-        "docs/zookeeper.md": {"nodes": nodes(), "values": node_values()},
-        "docs/doctor.md": {"findings": findings()},
+        "docs/zookeeper.md": {"nodes": znode_table(), "values": node_values()},
+        "docs/doctor.md": {"findings": finding_table()},
         "docs/design/wire-format.md": wire_tables(),
         "docs/design/disk-format.md": disk_tables(),
-        "ARCHITECTURE.md": {"layers": layers()},
+        "ARCHITECTURE.md": {"layers": layer_diagrams()},
     }.items():
-        path = ROOT / place
+        path = ROOT / file_name
         texts[path] = path.read_text(encoding="utf-8")
         for name, text in tables.items():
-            texts[path] = filled(path, name, text, page=texts[path])
+            texts[path] = fill_section(path, name, text, page=texts[path])
     return texts
 
 
-def filled(path: Path, name: str, text: str, *, page: str | None = None) -> str:
+def fill_section(path: Path, name: str, text: str, *, page: str | None = None) -> str:
     """Return a page with a text between its marks `<!-- name: ... -->` and `<!-- /name -->`.
 
     `page` is the text so far, if it differs from the file's.
     """
     page = path.read_text(encoding="utf-8") if page is None else page
-    head, mark, rest = page.partition(f"<!-- {name}: ")
-    source, close, rest = rest.partition(" -->")
-    _, end, tail = rest.partition(f"<!-- /{name} -->")
-    assert end, f"{path.name} has no place for the {name}"
-    return f"{head}{mark}{source}{close}\n\n{text}\n\n{end}{tail}"
+    head, mark, remaining = page.partition(f"<!-- {name}: ")
+    source, close, remaining = remaining.partition(" -->")
+    _, end, after = remaining.partition(f"<!-- /{name} -->")
+    assert end, f"{path.name} has no section for the {name}"
+    return f"{head}{mark}{source}{close}\n\n{text}\n\n{end}{after}"
 
 
-def findings() -> str:
+def finding_table() -> str:
     """Return the table of findings."""
     rows = [
         f"| {number} | {each.area.value} | `{each.name}` | {each.sentence} | `{each.command}` |"
@@ -167,7 +167,7 @@ def findings() -> str:
     return "\n".join(["| | about | name | sentence | command |", "|---|---|---|---|---|", *rows])
 
 
-def nodes() -> str:
+def znode_table() -> str:
     """Return the table of ZooKeeper's nodes."""
     rows = [
         f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} | {n.readers.value} | "
@@ -193,19 +193,19 @@ def node_values() -> str:
 def wire_tables() -> dict[str, str]:
     """Return the tables of the wire format."""
     return {
-        "protocols": protocols(),
-        "field-kinds": field_kinds(),
+        "protocols": protocol_table(),
+        "field-kinds": field_kind_table(),
         "client-messages": message_table(WireProtocol.CLIENT, messages.ClientMessage),
         "storage-messages": message_table(WireProtocol.STORAGE, messages.StorageMessage),
         "admin-messages": message_table(WireProtocol.ADMIN, admin_messages.AdminMessage),
-        "reasons": members(messages.RowOutcomeCode),
-        "mount-states": members(messages.MountState),
-        "range-forms": members(messages.RangeForm),
+        "reasons": enum_members(messages.RowOutcomeCode),
+        "mount-states": enum_members(messages.MountState),
+        "range-forms": enum_members(messages.RangeForm),
         "error-codes": error_codes(),
     }
 
 
-def protocols() -> str:
+def protocol_table() -> str:
     """Return the table of protocols."""
     rows = [
         (
@@ -222,7 +222,7 @@ def protocols() -> str:
     return table((*head, "text of the listener's hello", "text of the dialer's hello"), rows)
 
 
-def field_kinds() -> str:
+def field_kind_table() -> str:
     """Return the table of the kinds of fields."""
     return table(("kind", "layout"), [(each.name, each.value) for each in FieldKind])
 
@@ -253,16 +253,16 @@ def fields_of(message: type[Message], prefix: type[Message]) -> str:
     """Return the fields of a message in wire order, with their kinds."""
     prefixed = {each.name for each in dataclasses.fields(prefix)}
     hints = get_type_hints(message, include_extras=True)
-    found = []
+    texts = []
     for each in dataclasses.fields(message):
         if each.name not in prefixed:
             number = each.metadata.get("since", 0)
             since = f" (since {number})" if number > message.since else ""
-            found.append(f"`{each.name}` {hints[each.name].__metadata__[0].name}{since}")
-    return ", ".join(found) or "none"
+            texts.append(f"`{each.name}` {hints[each.name].__metadata__[0].name}{since}")
+    return ", ".join(texts) or "none"
 
 
-def members(enum: type[IntEnum]) -> str:
+def enum_members(enum: type[IntEnum]) -> str:
     """Return the values of an enumeration."""
     return table(("value", "name"), [(each.value, each.name) for each in enum])
 
@@ -302,26 +302,26 @@ TYPES = {"q": "int64", "i": "int32", "I": "uint32"}
 
 def layout_table(*layouts: ByteLayout) -> str:
     """Return the fields of layouts that follow one another."""
-    places = [
-        place
+    offsets = [
+        field
         for number, layout in enumerate(layouts)
-        for place in layout.field_offsets(sum(each.size_bytes for each in layouts[:number]))
+        for field in layout.field_offsets(sum(each.size_bytes for each in layouts[:number]))
     ]
     rows = [
         (
-            place.offset,
-            place.size_bytes,
-            TYPES.get(place.field.code, "bytes"),
-            place.field.name,
-            place.field.note,
+            field.offset,
+            field.size_bytes,
+            TYPES.get(field.field.code, "bytes"),
+            field.field.name,
+            field.field.note,
         )
-        for place in places
+        for field in offsets
     ]
     return table(("offset", "bytes", "type", "field", ""), rows)
 
 
 def record_table() -> str:
-    """Return the fields of a record: what is before its data, the data, and the CRC."""
+    """Return the fields of a record: the fields before its data, the data, and the CRC."""
     rows = list(dtype_rows(PREFIX_DTYPE, 0))
     end = PREFIX_DTYPE.itemsize
     rows.append((end, "length", "bytes", "data"))
@@ -332,22 +332,22 @@ def record_table() -> str:
 def dtype_rows(dtype: "np.dtype[Any]", start: int) -> Iterable[tuple[object, ...]]:
     """Yield the fields of a NumPy structure, those of inner structures one by one."""
     assert dtype.fields is not None
-    for name, (inner, offset, *_) in dtype.fields.items():
-        if inner.fields is not None:
-            yield from dtype_rows(inner, start + offset)
+    for name, (field_dtype, offset, *_) in dtype.fields.items():
+        if field_dtype.fields is not None:
+            yield from dtype_rows(field_dtype, start + offset)
         else:
-            yield start + offset, inner.itemsize, inner.name, name
+            yield start + offset, field_dtype.itemsize, field_dtype.name, name
 
 
-def layers() -> str:
+def layer_diagrams() -> str:
     """Return the layers of the import contracts, each package with its first sentence."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
-    drawn = [drawing(each) for each in contracts if each["type"] == "layers"]
-    return "```\n" + "\n\n".join(drawn) + "\n```"
+    diagrams = [layer_diagram(each) for each in contracts if each["type"] == "layers"]
+    return "```\n" + "\n\n".join(diagrams) + "\n```"
 
 
-def drawing(contract: dict[str, list[str]]) -> str:
+def layer_diagram(contract: dict[str, list[str]]) -> str:
     """Return the lines of one contract; packages of one layer share its number."""
     (container,) = contract["containers"]
     names = [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
@@ -355,36 +355,36 @@ def drawing(contract: dict[str, list[str]]) -> str:
     lines = [f"{container}"]
     for number, layer in zip(range(len(names), 0, -1), names, strict=True):
         for name in layer:
-            shown = str(number) if name == layer[0] else ""
-            lines.append(f"{shown:>4}  {name:{width}}  {summary(container, name)}".rstrip())
+            layer_text = str(number) if name == layer[0] else ""
+            lines.append(f"{layer_text:>4}  {name:{width}}  {summary(container, name)}".rstrip())
     return "\n".join(lines)
 
 
 def summary(container: str, name: str) -> str:
     """Return the first line of a package's or module's docstring."""
-    place = ROOT / container.replace(".", "/") / name
-    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    module_path = ROOT / container.replace(".", "/") / name
+    path = module_path / "__init__.py" if module_path.is_dir() else module_path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]
 
 
-def drifted() -> dict[str, str]:
+def outdated_files() -> dict[str, str]:
     """Return the expected text of each generated file that is not up to date."""
     return {
         str(path.relative_to(ROOT)): text
-        for path, text in sorted(generated().items())
+        for path, text in sorted(generated_files().items())
         if not path.exists() or path.read_text(encoding="utf-8") != text
     }
 
 
 def main() -> int:
     """Write outdated files, or only name them with `--check`; return the exit code."""
-    stale = drifted()
+    outdated = outdated_files()
     if "--check" in sys.argv[1:]:
-        for name in stale:
+        for name in outdated:
             print(f"{name}: not up to date, run make docs")
-        return 1 if stale else 0
-    for name, text in stale.items():
+        return 1 if outdated else 0
+    for name, text in outdated.items():
         path = ROOT / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -23,11 +23,13 @@ def notes(changelog: str, version: str) -> str:
     return re.sub(r"(?<=\S)\n *(?![\n\-#])(?=\S)", " ", section).strip()
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Check the tag, and print the notes."""
     version = runpy.run_path(str(ROOT / "waltz_core" / "__init__.py"))["__version__"]
-    if words != [f"v{version}"]:
-        print(f"expected the tag v{version}, found {' '.join(words) or 'none'}", file=sys.stderr)
+    if arguments != [f"v{version}"]:
+        print(
+            f"expected the tag v{version}, found {' '.join(arguments) or 'none'}", file=sys.stderr
+        )
         return 1
     print(notes((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version))
     return 0

@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow as pa
 import uvloop
 
-from waltz_bench.measuring import MIB, BenchLoad, Measured, Meter
+from waltz_bench.measuring import MIB, BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.output import print_error
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient
 from waltz_core.local import LocalCluster
@@ -65,15 +65,15 @@ def _digits() -> bytes:
 
 def _row(transaction_id: int, payload_bytes: int) -> bytes:
     start = transaction_id * _STRIDE % (_DIGITS_BYTES - payload_bytes)
-    cut = _digits()[start : start + payload_bytes - ID_BYTES]
-    return transaction_id.to_bytes(ID_BYTES, "big") + cut
+    padding = _digits()[start : start + payload_bytes - ID_BYTES]
+    return transaction_id.to_bytes(ID_BYTES, "big") + padding
 
 
-def archive(load: BenchLoad, meter: Meter) -> Measured:
+def archive(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append more data than the storages keep locally, and read it back in three ways."""
     del meter  # it measures an existing cluster, and this workload creates its own
-    where = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
-    url = f"file://{where}/archive"
+    directory = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
+    url = f"file://{directory}/archive"
     local_bytes = min(LOCAL_BYTES, (load.mib or MIB_DEFAULT) * MIB // 8)
     segment_bytes = local_bytes // SEGMENTS
     with_archive: dict[str, dict[str, object]] = {
@@ -85,22 +85,22 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
         },
         "server": {"archive_interval_ms": 250},
     }
-    without: dict[str, dict[str, object]] = {"storage": {"segment_bytes_max": segment_bytes}}
+    plain_settings: dict[str, dict[str, object]] = {"storage": {"segment_bytes_max": segment_bytes}}
     clusters = [
         LocalCluster(
-            where / name,
+            directory / name,
             exit_with_parent=True,
             partition_count=1,
             server_count=1,
             settings=settings,
         )
-        for name, settings in (("archived", with_archive), ("plain", without))
+        for name, settings in (("archived", with_archive), ("plain", plain_settings))
     ]
     try:
-        run = _ArchiveRun(load, clusters[0], where)
+        run = _ArchiveRun(load, clusters[0], directory)
         uvloop.run(run.compare_rates(clusters[1]))
         clusters[1].down()
-        shutil.rmtree(where / "plain", ignore_errors=True)
+        shutil.rmtree(directory / "plain", ignore_errors=True)
         uvloop.run(run.fill())
         uvloop.run(run.read_all())
         run.read_with_spark(url)
@@ -109,63 +109,65 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
         for cluster in clusters:
             if cluster.exists():
                 cluster.down()
-        shutil.rmtree(where, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class _ArchiveRun:
     """One run of the workload, and its figures for the report."""
 
-    def __init__(self, load: BenchLoad, cluster: LocalCluster, where: Path) -> None:
+    def __init__(self, load: BenchLoad, cluster: LocalCluster, directory: Path) -> None:
         self._load = load
         self._cluster = cluster
-        self._where = where
+        self._directory = directory
         self._rows_max = (load.mib or MIB_DEFAULT) * MIB // load.payload_bytes
         self._count = 0
-        self._wrong = 0
+        self._wrong_count = 0
         self._took_s = 0.0
         self._local_bytes_max = 0
         self._figures: dict[str, object] = {}
-        self._watching = threading.Event()
+        self._stop_watching = threading.Event()
 
     # ---- appends
 
-    async def compare_rates(self, plain: LocalCluster) -> None:
+    async def compare_rates(self, plain_cluster: LocalCluster) -> None:
         """Append to both clusters alternately, and compute the ratio of their rates (rule 2)."""
         self._cluster.up()
-        plain.up()
+        plain_cluster.up()
         rates: list[tuple[float, float]] = []
         plain_count = 0
         async with (
             AsyncWaltzClient.connect(self._cluster.connect) as archived,
-            AsyncWaltzClient.connect(plain.connect) as other,
+            AsyncWaltzClient.connect(plain_cluster.connect) as plain_client,
         ):
             for _ in range(WINDOWS):
-                added, with_s = await self._append(archived, self._count, self._load.seconds)
-                self._count += added
-                await self._until_archived(archived)
-                more, without_s = await self._append(other, plain_count, self._load.seconds)
-                plain_count += more
-                rates.append((added / with_s, more / without_s))
-        shares = [with_archive / without for with_archive, without in rates]
-        self._figures["of_without"] = round(statistics.median(shares), 3)
-        self._figures["of_without_each"] = [round(each, 3) for each in shares]
+                added_count, with_s = await self._append(archived, self._count, self._load.seconds)
+                self._count += added_count
+                await self._wait_until_archived(archived)
+                plain_added, without_s = await self._append(
+                    plain_client, plain_count, self._load.seconds
+                )
+                plain_count += plain_added
+                rates.append((added_count / with_s, plain_added / without_s))
+        ratios = [archive_rate / plain_rate for archive_rate, plain_rate in rates]
+        self._figures["of_without"] = round(statistics.median(ratios), 3)
+        self._figures["of_without_each"] = [round(each, 3) for each in ratios]
         print_error(f"rate of appends with archiving / without: {self._figures['of_without']}")
 
     async def fill(self) -> None:
         """Append the remaining rows, and wait until all rows are archived."""
         threading.Thread(target=self._watch_sizes, daemon=True).start()
         async with AsyncWaltzClient.connect(self._cluster.connect) as client:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             while self._count < self._rows_max:
-                added, _ = await self._append(client, self._count, self._load.seconds)
-                self._count += added
-                await self._until_archived(client)
+                added_count, _ = await self._append(client, self._count, self._load.seconds)
+                self._count += added_count
+                await self._wait_until_archived(client)
                 print_error(f"{self._count:,} of {self._rows_max:,} rows are appended and archived")
-            self._took_s = time.perf_counter() - began
-        self._watching.set()
+            self._took_s = time.perf_counter() - start_s
+        self._stop_watching.set()
         self._figures["local_mib_max"] = round(self._local_bytes_max / MIB)
         archive_bytes = sum(
-            each.stat().st_size for each in (self._where / "archive").rglob("*.parquet")
+            each.stat().st_size for each in (self._directory / "archive").rglob("*.parquet")
         )
         self._figures["archive_mib"] = round(archive_bytes / MIB)
 
@@ -173,12 +175,12 @@ class _ArchiveRun:
         self, client: AsyncWaltzClient, first: int, seconds: float
     ) -> tuple[int, float]:
         """Append rows from ID `first` on for `seconds`; return their number and the time in s."""
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         waiting: deque[Awaitable[BatchOutcome]] = deque()
         count = self._load.batch_rows
         none: list[list[int]] = [[] for _ in range(count)]
         next_row = first
-        while time.perf_counter() - began < seconds:
+        while time.perf_counter() - start_s < seconds:
             rows = [_row(next_row + each, self._load.payload_bytes) for each in range(count)]
             payload = encode_append(
                 [0] * count, rows, write_locks=none, read_locks=none, append_locks=none
@@ -191,17 +193,20 @@ class _ArchiveRun:
             next_row += count
         for each in waiting:
             await each
-        return next_row - first, time.perf_counter() - began
+        return next_row - first, time.perf_counter() - start_s
 
-    async def _until_archived(self, client: AsyncWaltzClient) -> None:
+    async def _wait_until_archived(self, client: AsyncWaltzClient) -> None:
         while True:
-            found = (await client.replica_sets([PARTITION]))[PARTITION]
-            if found.archived is not None and found.archived.last == found.high_water_mark:
+            replica_set = (await client.replica_sets([PARTITION]))[PARTITION]
+            if (
+                replica_set.archived is not None
+                and replica_set.archived.last == replica_set.high_water_mark
+            ):
                 return
             await asyncio.sleep(0.2)
 
     def _watch_sizes(self) -> None:
-        while not self._watching.wait(WATCH_S):
+        while not self._stop_watching.wait(WATCH_S):
             self._local_bytes_max = max(self._local_bytes_max, *self._sizes())
 
     def _sizes(self) -> list[int]:
@@ -214,18 +219,18 @@ class _ArchiveRun:
     async def read_all(self) -> None:
         """Read all rows by ranges and then by the feed, and compare every row (rule 1)."""
         async with AsyncWaltzClient.connect(self._cluster.connect) as client:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             rows = 0
             async for chunk in client.read_range(PARTITION, 0, self._count - 1):
-                self._wrong += _wrong_in(chunk, self._load.payload_bytes)
+                self._wrong_count += _count_wrong_in_chunk(chunk, self._load.payload_bytes)
                 rows += chunk.count
-            self._note("read_range", rows, began)
-            began = time.perf_counter()
+            self._record_figures("read_range", rows, start_s)
+            start_s = time.perf_counter()
             feed = _ComparedFeed(self._count, self._load.payload_bytes)
             await client.subscribe(feed, [PARTITION])
             await feed.done.wait()
-            self._wrong += feed.wrong
-            self._note("feed", feed.seen, began)
+            self._wrong_count += feed.wrong
+            self._record_figures("feed", feed.seen_count, start_s)
 
     def read_with_spark(self, url: str) -> None:
         """Compare all rows in the archive with Spark, and time it against an equal Parquet file."""
@@ -236,37 +241,39 @@ class _ArchiveRun:
         try:
             reader = spark.read.format("waltz").option("archive", url)
             log = reader.load(self._cluster.connect).select("transaction_id", "data")
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             check = functools.partial(_wrong_rows, self._load.payload_bytes)
-            found = log.mapInArrow(check, "rows long, wrong long").groupBy().sum().collect()[0]
-            self._wrong += found[1]
-            self._note("spark_check", found[0], began)
-            path = str(self._where / "plain.parquet")
+            sums = log.mapInArrow(check, "rows long, wrong long").groupBy().sum().collect()[0]
+            self._wrong_count += sums[1]
+            self._record_figures("spark_check", sums[0], start_s)
+            path = str(self._directory / "plain.parquet")
             log.write.option("compression", "zstd").parquet(path)
-            times = [(_timed(log), _timed(spark.read.parquet(path))) for _ in range(ROUNDS)]
-            fastest = [min(each) for each in zip(*times, strict=True)]
+            durations = [
+                (_time_read(log), _time_read(spark.read.parquet(path))) for _ in range(ROUNDS)
+            ]
+            fastest_times = [min(each) for each in zip(*durations, strict=True)]
             self._figures["spark_archive_s"], self._figures["spark_parquet_s"] = map(
-                functools.partial(round, ndigits=2), fastest
+                functools.partial(round, ndigits=2), fastest_times
             )
         finally:
             spark.stop()
             close_clients()
 
-    def _note(self, name: str, rows: int, began: float) -> None:
-        took = time.perf_counter() - began
-        self._wrong += abs(rows - self._count)
-        rate = rows * self._load.payload_bytes / took / MIB
+    def _record_figures(self, name: str, rows: int, start_s: float) -> None:
+        elapsed_s = time.perf_counter() - start_s
+        self._wrong_count += abs(rows - self._count)
+        rate = rows * self._load.payload_bytes / elapsed_s / MIB
         self._figures[f"{name}_mib_per_s"] = round(rate, 1)
-        print_error(f"{name}: {rows:,} rows in {took:.1f} s, {self._wrong} wrong so far")
+        print_error(f"{name}: {rows:,} rows in {elapsed_s:.1f} s, {self._wrong_count} wrong so far")
 
-    def measured(self) -> Measured:
+    def measured(self) -> WorkloadResult:
         """Return the result of the run."""
-        return Measured(
+        return WorkloadResult(
             rows=self._count,
             seconds=self._took_s,
             bytes=self._count * self._load.payload_bytes,
             acknowledged=self._count,
-            errors=self._wrong,
+            errors=self._wrong_count,
             extra=self._figures,
         )
 
@@ -277,20 +284,20 @@ class _ComparedFeed(AsyncCallbacks):
     def __init__(self, count: int, payload_bytes: int) -> None:
         self._count = count
         self._payload_bytes = payload_bytes
-        self.seen = 0
+        self.seen_count = 0
         self.wrong = 0
         self.done = asyncio.Event()
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        is_next = transaction.transaction_id == self.seen
+        is_next = transaction.transaction_id == self.seen_count
         data = await transaction.data()
-        self.wrong += not is_next or data != _row(self.seen, self._payload_bytes)
-        self.seen += 1
-        if self.seen == self._count:
+        self.wrong += not is_next or data != _row(self.seen_count, self._payload_bytes)
+        self.seen_count += 1
+        if self.seen_count == self._count:
             self.done.set()
 
 
-def _wrong_in(chunk: RangeChunk, payload_bytes: int) -> int:
+def _count_wrong_in_chunk(chunk: RangeChunk, payload_bytes: int) -> int:
     """Return the number of rows in a chunk that differ from the expected rows."""
     size = payload_bytes + RECORD_OVERHEAD_BYTES
     if (chunk.lengths != size).any():
@@ -298,39 +305,39 @@ def _wrong_in(chunk: RangeChunk, payload_bytes: int) -> int:
     records = np.frombuffer(chunk.records, np.uint8).reshape(-1, size)
     ids = np.arange(chunk.first, chunk.first + chunk.count)
     start = RECORD_PREFIX.size
-    return _wrong_among(ids, records[:, start : start + payload_bytes])
+    return _count_wrong(ids, records[:, start : start + payload_bytes])
 
 
-def _wrong_among(ids: np.ndarray, datas: np.ndarray) -> int:
+def _count_wrong(ids: np.ndarray, datas: np.ndarray) -> int:
     expected = b"".join(_row(each, datas.shape[1]) for each in ids.tolist())
-    same = np.frombuffer(expected, np.uint8).reshape(datas.shape) == datas
-    return int((~same.all(axis=1)).sum())
+    is_equal = np.frombuffer(expected, np.uint8).reshape(datas.shape) == datas
+    return int((~is_equal.all(axis=1)).sum())
 
 
 def _wrong_rows(payload_bytes: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield one row for a Spark task: the number of its rows, and the number of wrong rows."""
-    rows = wrong = 0
+    rows = wrong_count = 0
     for batch in batches:
         ids = batch.column(0).to_numpy(zero_copy_only=False)
         datas = batch.column(1).to_pylist()
         expected = (_row(each, payload_bytes) for each in ids.tolist())
-        wrong += sum(data != row for data, row in zip(datas, expected, strict=True))
+        wrong_count += sum(data != row for data, row in zip(datas, expected, strict=True))
         rows += len(datas)
-    yield pa.RecordBatch.from_pydict({"rows": [rows], "wrong": [wrong]})
+    yield pa.RecordBatch.from_pydict({"rows": [rows], "wrong": [wrong_count]})
 
 
-def _timed(frame: DataFrame) -> float:
+def _time_read(df: DataFrame) -> float:
     """Let Spark read every column of every row and discard the rows; return the time in s."""
-    began = time.perf_counter()
-    frame.write.format("noop").mode("overwrite").save()
-    return time.perf_counter() - began
+    start_s = time.perf_counter()
+    df.write.format("noop").mode("overwrite").save()
+    return time.perf_counter() - start_s
 
 
 def _size_of(directory: Path) -> int:
-    found = 0
+    size_bytes = 0
     for each in directory.rglob("*"):
         try:
-            found += each.stat().st_blocks * 512
+            size_bytes += each.stat().st_blocks * 512
         except FileNotFoundError:
             continue
-    return found
+    return size_bytes

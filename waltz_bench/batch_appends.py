@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, RowOutcomeCode
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -34,7 +34,7 @@ LOCK_SPACE = 1 << 31
 
 
 @dataclass
-class _Ledger:
+class _AppendOutcomes:
     """The outcomes of the appended batches: IDs by partition, times in s, and counts of rows."""
 
     ids: dict[int, list[I64]] = field(default_factory=dict)
@@ -49,49 +49,54 @@ class _Ledger:
         return float(np.diff(np.array(sorted(self.answered_s))).max(initial=0.0))
 
 
-def append_batch(load: BenchLoad, meter: Meter) -> Measured:
+def append_batch(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append batches to every partition for `--seconds`, several in flight; read back all rows."""
     return uvloop.run(_append_batch(load, meter))
 
 
-async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
+async def _append_batch(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         partitions = list(range(client.partition_count))
         starts = await client.high_water_marks()
         payloads = [_payload(load, Random(seed)) for seed in range(8)]  # noqa: S311 - test data
         for partition in partitions:
-            await _one(client, partition, payloads[0], load)  # mount before the clock starts
-        ledger = _Ledger()
+            # mount before the clock starts
+            await _append_one_batch(client, partition, payloads[0], load)
+        outcomes_so_far = _AppendOutcomes()
         lanes = max(1, load.in_flight)
         meter.start()
-        began = time.perf_counter()
-        until = began + load.seconds
+        start_s = time.perf_counter()
+        until = start_s + load.seconds
         async with asyncio.TaskGroup() as group:
             for partition in partitions:
-                group.create_task(_lane(client, partition, payloads, load, (until, lanes), ledger))
-        took = time.perf_counter() - began
+                group.create_task(
+                    _append_until(
+                        client, partition, payloads, load, (until, lanes), outcomes_so_far
+                    )
+                )
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
-        lost, duplicated = await _check(client, starts, ledger)
-    return Measured(
-        rows=ledger.acknowledged,
-        seconds=took,
-        bytes=ledger.acknowledged * load.payload_bytes,
-        latencies_s=ledger.latencies_s,
-        gap_s_max=ledger.gap_s_max(),
-        acknowledged=ledger.acknowledged,
+        lost, duplicated = await _check(client, starts, outcomes_so_far)
+    return WorkloadResult(
+        rows=outcomes_so_far.acknowledged,
+        seconds=elapsed_s,
+        bytes=outcomes_so_far.acknowledged * load.payload_bytes,
+        latencies_s=outcomes_so_far.latencies_s,
+        gap_s_max=outcomes_so_far.gap_s_max(),
+        acknowledged=outcomes_so_far.acknowledged,
         lost=lost,
         duplicated=duplicated,
-        errors=ledger.errors,
-        extra={"rejected": ledger.rejected, "partitions": len(partitions)},
+        errors=outcomes_so_far.errors,
+        extra={"rejected": outcomes_so_far.rejected, "partitions": len(partitions)},
     )
 
 
-def _payload(load: BenchLoad, chance: Random, *, is_checked: bool = True) -> bytes:
+def _payload(load: BenchLoad, random: Random, *, is_checked: bool = True) -> bytes:
     """Encode a batch with write locks, or with append locks, which never cause a rejection."""
     count = load.batch_rows
-    data = [chance.randbytes(load.payload_bytes) for _ in range(count)]
-    locks = [[chance.randrange(LOCK_SPACE) for _ in range(load.lock_count)] for _ in range(count)]
+    data = [random.randbytes(load.payload_bytes) for _ in range(count)]
+    locks = [[random.randrange(LOCK_SPACE) for _ in range(load.lock_count)] for _ in range(count)]
     none: list[list[int]] = [[] for _ in range(count)]
     return encode_append(
         [0] * count,
@@ -102,83 +107,85 @@ def _payload(load: BenchLoad, chance: Random, *, is_checked: bool = True) -> byt
     )
 
 
-async def _one(client: AsyncWaltzClient, partition: int, payload: bytes, load: BenchLoad) -> None:
+async def _append_one_batch(
+    client: AsyncWaltzClient, partition: int, payload: bytes, load: BenchLoad
+) -> None:
     mark = await client.high_water_mark(partition)
     await (
         await client.append_batch(partition, payload, load.batch_rows, client_high_water_mark=mark)
     )
 
 
-async def _lane(
+async def _append_until(
     client: AsyncWaltzClient,
     partition: int,
     payloads: list[bytes],
     load: BenchLoad,
     limits: tuple[float, int],
-    ledger: _Ledger,
+    outcomes_so_far: _AppendOutcomes,
 ) -> None:
     """Keep several batches of one partition in flight until the time is over."""
-    until, in_flight = limits
+    deadline_s, in_flight = limits
     mark = await client.high_water_mark(partition)
     waiting: deque[tuple[float, Awaitable[BatchOutcome]]] = deque()
-    turn = partition
-    while waiting or time.perf_counter() < until:
-        while len(waiting) < in_flight and time.perf_counter() < until:
-            turn += 1
-            sent = time.perf_counter()
+    payload_number = partition
+    while waiting or time.perf_counter() < deadline_s:
+        while len(waiting) < in_flight and time.perf_counter() < deadline_s:
+            payload_number += 1
+            sent_s = time.perf_counter()
             future = await client.append_batch(
                 partition,
-                payloads[turn % len(payloads)],
+                payloads[payload_number % len(payloads)],
                 load.batch_rows,
                 client_high_water_mark=mark,
             )
-            waiting.append((sent, future))
+            waiting.append((sent_s, future))
         if not waiting:
             return
-        sent, answer = waiting.popleft()
+        sent_s, answer = waiting.popleft()
         outcome = await answer
         now = time.perf_counter()
-        ledger.latencies_s.append(now - sent)
-        ledger.answered_s.append(now)
+        outcomes_so_far.latencies_s.append(now - sent_s)
+        outcomes_so_far.answered_s.append(now)
         committed = outcome.reasons == RowOutcomeCode.COMMITTED
         ids = outcome.transaction_ids[committed]
-        ledger.ids.setdefault(partition, []).append(ids)
-        ledger.acknowledged += len(ids)
-        ledger.rejected += int((~committed).sum())
+        outcomes_so_far.ids.setdefault(partition, []).append(ids)
+        outcomes_so_far.acknowledged += len(ids)
+        outcomes_so_far.rejected += int((~committed).sum())
         mark = outcome.high_water_mark
 
 
 async def _check(
-    client: AsyncWaltzClient, starts: Mapping[int, int], ledger: _Ledger
+    client: AsyncWaltzClient, starts: Mapping[int, int], outcomes_so_far: _AppendOutcomes
 ) -> tuple[int, int]:
     """Read the headers of all appended rows; return the counts of lost and duplicated rows."""
     lost = duplicated = 0
-    for partition, chunks in ledger.ids.items():
+    for partition, chunks in outcomes_so_far.ids.items():
         ids = np.sort(np.concatenate(chunks)) if chunks else np.zeros(0, np.int64)
         duplicated += len(ids) - len(np.unique(ids))
         last = await client.high_water_mark(partition)
-        found: list[I64] = []
+        id_arrays: list[I64] = []
         requests: list[npt.NDArray[np.void]] = []
         async for chunk in client.read_range(
             partition, starts[partition] + 1, last, form=RangeForm.HEADERS
         ):
             heads = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
-            found.append(heads["transaction_id"].astype(np.int64))
+            id_arrays.append(heads["transaction_id"].astype(np.int64))
             requests.append(heads["req_id"])
-        there = np.concatenate(found) if found else np.zeros(0, np.int64)
-        lost += int(np.setdiff1d(ids, there).size)
+        read_ids = np.concatenate(id_arrays) if id_arrays else np.zeros(0, np.int64)
+        lost += int(np.setdiff1d(ids, read_ids).size)
         if requests:
-            whole = np.concatenate(requests)
-            duplicated += len(whole) - len(np.unique(whole))
+            request_ids = np.concatenate(requests)
+            duplicated += len(request_ids) - len(np.unique(request_ids))
     return lost, duplicated
 
 
-def replay(load: BenchLoad, meter: Meter) -> Measured:
+def replay(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Read the whole log with one reader; append `--rows` rows first if the log has fewer."""
     return uvloop.run(_replay(load, meter))
 
 
-async def _replay(load: BenchLoad, meter: Meter) -> Measured:
+async def _replay(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -188,7 +195,7 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
         rows = size = 0
         latencies: list[float] = []
         meter.start()
-        began = last = time.perf_counter()
+        start_s = last = time.perf_counter()
         for partition, mark in marks.items():
             async for chunk in client.read_range(partition, BEFORE_FIRST + 1, mark):
                 rows += len(chunk.lengths)
@@ -196,12 +203,12 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
                 now = time.perf_counter()
                 latencies.append(now - last)
                 last = now
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         expected = sum(marks.values()) + len(marks)
-    return Measured(
+    return WorkloadResult(
         rows=rows,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=size,
         latencies_s=latencies,
         gap_s_max=max(latencies, default=0.0),
@@ -236,7 +243,7 @@ async def _fill_one(
         await answer
 
 
-def false_rejections(load: BenchLoad, meter: Meter) -> Measured:
+def false_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Measure how often transactions without a real conflict are rejected, for several lags.
 
     The lag is the number of transactions that the high-water mark of an append is behind the log.
@@ -246,9 +253,9 @@ def false_rejections(load: BenchLoad, meter: Meter) -> Measured:
     return uvloop.run(_false_rejections(load, meter))
 
 
-async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
+async def _false_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
-    chance = Random(7)  # noqa: S311 - test data
+    random = Random(7)  # noqa: S311 - test data
     partition, count = 0, load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
     data = [b""] * count
@@ -256,21 +263,21 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
     rows = 0
     async with AsyncWaltzClient.connect(load.connect) as client:
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         first = await client.high_water_mark(partition)
         while await client.high_water_mark(partition) < first + max(LAGS):
             # Even locks are written, and odd locks are only checked, so no real conflict exists.
-            locks = [[2 * chance.randrange(1 << 30)] for _ in range(count)]
+            locks = [[2 * random.randrange(1 << 30)] for _ in range(count)]
             payload = encode_append(
                 [0] * count, data, write_locks=locks, read_locks=none, append_locks=none
             )
-            await _one(client, partition, payload, load)
+            await _append_one_batch(client, partition, payload, load)
             rows += count
         for lag in LAGS:
             mark = await client.high_water_mark(partition) - lag
-            rejected = requested = 0
+            rejected = row_count = 0
             for _ in range(10):
-                locks = [[2 * chance.randrange(1 << 30) + 1] for _ in range(count)]
+                locks = [[2 * random.randrange(1 << 30) + 1] for _ in range(count)]
                 payload = encode_append(
                     [0] * count, data, write_locks=none, read_locks=locks, append_locks=none
                 )
@@ -279,11 +286,11 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
                 )
                 outcome = await answer
                 rejected += int((outcome.reasons == RowOutcomeCode.LOCK).sum())
-                requested += count
-            rates[str(lag)] = rejected / requested
-            rows += requested
-        took = time.perf_counter() - began
+                row_count += count
+            rates[str(lag)] = rejected / row_count
+            rows += row_count
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
-    return Measured(
-        rows=rows, seconds=took, bytes=0, acknowledged=rows, extra={"rejected_by_lag": rates}
+    return WorkloadResult(
+        rows=rows, seconds=elapsed_s, bytes=0, acknowledged=rows, extra={"rejected_by_lag": rates}
     )

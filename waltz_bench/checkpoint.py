@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, percentile_ms
 from waltz_core.client import AsyncWaltzClient, RangeForm, RowOutcomeCode
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -38,18 +38,20 @@ class _AnswerTimes:
     """The times of all answers, and the times at which new sessions were seen, in seconds."""
 
     def __init__(self, seconds: float) -> None:
-        self.began = time.perf_counter()
-        self.until = self.began + seconds
+        self.start_s = time.perf_counter()
+        self.deadline_s = self.start_s + seconds
         self.answered_s: list[float] = []
         self.latencies_s: list[float] = []
-        self.changed_s: list[tuple[float, float]] = []  # the session began between these two times
+        self.changed_s: list[
+            tuple[float, float]
+        ] = []  # the new session began between these two times
         self.ids: list[int] = []
         self.rejected = 0
 
     @property
     def is_over(self) -> bool:
         now = time.perf_counter()
-        return now >= self.until and (bool(self.changed_s) or now >= self.began + WAIT_S_MAX)
+        return now >= self.deadline_s and (bool(self.changed_s) or now >= self.start_s + WAIT_S_MAX)
 
     def gaps_s(self) -> list[float]:
         """Return for each new session the longest time in s without an answer around it."""
@@ -61,12 +63,12 @@ class _AnswerTimes:
         ]
 
 
-def checkpoint(load: BenchLoad, meter: Meter) -> Measured:
+def checkpoint(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append batches to one partition until a new session was seen; report the pauses."""
     return uvloop.run(_checkpoint(load, meter))
 
 
-async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
+async def _checkpoint(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         await (await client.append(b"", partition=PARTITION))
@@ -74,16 +76,16 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
         run = _AnswerTimes(load.seconds)
         meter.start()
         async with asyncio.TaskGroup() as group:
-            group.create_task(_watch(client, run))
-            group.create_task(_append(client, load, run))
-        took = time.perf_counter() - run.began
+            group.create_task(_watch_sessions(client, run))
+            group.create_task(_append_until_end(client, load, run))
+        elapsed_s = time.perf_counter() - run.start_s
         meter.stop()
-        lost, duplicated = await _check(client, run, start)
+        lost, duplicated = await _check_log(client, run, start)
     gaps_s = run.gaps_s()
     usual_s = np.diff(run.answered_s).tolist()
-    return Measured(
+    return WorkloadResult(
         rows=len(run.ids),
-        seconds=took,
+        seconds=elapsed_s,
         bytes=len(run.ids) * load.payload_bytes,
         latencies_s=run.latencies_s,
         gap_s_max=max(usual_s, default=0.0),
@@ -100,20 +102,20 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
     )
 
 
-async def _watch(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
+async def _watch_sessions(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
     """Poll the partition's session ID, and record between which two polls it changes."""
-    seen = (await client.replicas(PARTITION)).session_id
-    looked_s = time.perf_counter()
+    session_id = (await client.replicas(PARTITION)).session_id
+    previous_s = time.perf_counter()
     while not run.is_over:
         await asyncio.sleep(POLL_INTERVAL_S)
-        found = (await client.replicas(PARTITION)).session_id
+        new_session_id = (await client.replicas(PARTITION)).session_id
         now = time.perf_counter()
-        if found != seen:
-            run.changed_s.append((looked_s, now))
-        seen, looked_s = found, now
+        if new_session_id != session_id:
+            run.changed_s.append((previous_s, now))
+        session_id, previous_s = new_session_id, now
 
 
-async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) -> None:
+async def _append_until_end(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) -> None:
     """Append batches with a few in flight until the run is over (rule 1)."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
@@ -140,13 +142,13 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) 
         now = time.perf_counter()
         run.answered_s.append(now)
         run.latencies_s.append(now - sent_s)
-        is_in = outcome.reasons == RowOutcomeCode.COMMITTED
-        run.ids += outcome.transaction_ids[is_in].tolist()
-        run.rejected += int((~is_in).sum())
+        is_committed = outcome.reasons == RowOutcomeCode.COMMITTED
+        run.ids += outcome.transaction_ids[is_committed].tolist()
+        run.rejected += int((~is_committed).sum())
         mark = outcome.high_water_mark
 
 
-async def _check(client: AsyncWaltzClient, run: _AnswerTimes, start: int) -> tuple[int, int]:
+async def _check_log(client: AsyncWaltzClient, run: _AnswerTimes, start: int) -> tuple[int, int]:
     """Read the rows back; return the number of lost IDs and of duplicated rows."""
     last = await client.high_water_mark(PARTITION)
     ids, requests = [], []

@@ -86,10 +86,12 @@ POSITIVE = (
 NOT_NEGATIVE = ("interval_ms", "lock_pool")
 
 
-def _load(function: SubcommandFunction) -> SubcommandFunction:
+def _load_options(function: SubcommandFunction) -> SubcommandFunction:
     for name, (kind, default, text) in reversed(LOAD.items()):
-        shown = text if default is None else f"{text} [default: {default:g}]"
-        function = click.option(name, type=kind, default=default, metavar="N", help=shown)(function)
+        help_text = text if default is None else f"{text} [default: {default:g}]"
+        function = click.option(name, type=kind, default=default, metavar="N", help=help_text)(
+            function
+        )
     return function
 
 
@@ -125,7 +127,7 @@ def _load(function: SubcommandFunction) -> SubcommandFunction:
     help="run the workload N times with TLS alone and N times with TLS and access control, "
     "alternately, and compare the CPU; needs --tls",
 )
-@_load
+@_load_options
 @click.option(
     "--peer",
     type=options.SuggestingChoice(("nats",)),
@@ -150,11 +152,11 @@ def bench(
     as_json: bool,
     **load: Any,  # noqa: ANN401
 ) -> int:
-    run = _workload(workload)
-    _check(load)
+    run = _import_workload(workload)
+    _check_options(load)
     if tls_file is not None and (connect or directory or workload in WITHOUT_CLUSTER):
         raise BadConfig("--tls needs a workload with a temporary cluster")
-    requested = BenchLoad(
+    bench_load = BenchLoad(
         connect or "",
         load.pop("payload"),
         load.pop("locks"),
@@ -166,9 +168,9 @@ def bench(
             raise BadConfig("--access-rounds also needs --tls")
         from waltz_bench.compared import access_cost  # noqa: PLC0415 - costs start-up time
 
-        measured = access_cost.compare(run, requested, tls_file, access_rounds)
-        return _show(
-            make_report(workload, requested, measured, measured.cpu_seconds), as_json=as_json
+        measured = access_cost.compare(run, bench_load, tls_file, access_rounds)
+        return _show_report(
+            make_report(workload, bench_load, measured, measured.cpu_seconds), as_json=as_json
         )
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
@@ -178,18 +180,18 @@ def bench(
             cluster = LocalCluster(directory)
         elif connect is None:
             print_error("starting a local cluster")
-            cluster = _started(stack, workload, tls_file, requested)
+            cluster = _start_cluster(stack, workload, tls_file, bench_load)
         if cluster is not None:
-            requested.connect = requested.connect or cluster.connect
+            bench_load.connect = bench_load.connect or cluster.connect
         meter = Meter(cluster)
         print_error(f"running {workload}")
-        measured = run(requested, meter)
-        cpu = measured.cpu_seconds or meter.spent()
-        report = make_report(workload, requested, measured, cpu)
-    return _show(report, as_json=as_json)
+        measured = run(bench_load, meter)
+        cpu = measured.cpu_seconds or meter.cpu_seconds_by_role()
+        report = make_report(workload, bench_load, measured, cpu)
+    return _show_report(report, as_json=as_json)
 
 
-def _started(
+def _start_cluster(
     stack: ExitStack, workload: str, tls_file: Path | None, load: BenchLoad
 ) -> LocalCluster:
     """Start a temporary cluster. For `flood` with TLS, its greedy tenants have limits."""
@@ -202,26 +204,26 @@ def _started(
     return cluster
 
 
-def _check(load: dict[str, Any]) -> None:
+def _check_options(values: dict[str, Any]) -> None:
     """Raise BadConfig for an option whose number is too low."""
-    for name, given in load.items():
+    for name, value in values.items():
         flag = name.replace("_", "-")
-        if name in POSITIVE and given is not None and given <= 0:
-            raise BadConfig(f"--{flag}: expected more than 0, found {given}")
-        if name in NOT_NEGATIVE and given < 0:
-            raise BadConfig(f"--{flag}: expected 0 or more, found {given}")
+        if name in POSITIVE and value is not None and value <= 0:
+            raise BadConfig(f"--{flag}: expected more than 0, found {value}")
+        if name in NOT_NEGATIVE and value < 0:
+            raise BadConfig(f"--{flag}: expected 0 or more, found {value}")
 
 
-def _show(report: BenchReport, *, as_json: bool) -> int:
+def _show_report(report: BenchReport, *, as_json: bool) -> int:
     """Print a report; return the exit code of the command: 1 for lost, duplicated or wrong rows."""
     if not as_json:
-        for line in _lines(report):
+        for line in _report_lines(report):
             print_result(line)
     print_json(asdict(report))
     return 1 if report.lost or report.duplicated or report.errors else 0
 
 
-def _workload(name: str) -> Workload:
+def _import_workload(name: str) -> Workload:
     if name not in WORKLOADS:
         raise BadConfig(
             f"unknown workload {name!r}; expected one of {', '.join(sorted(WORKLOADS))}"
@@ -229,17 +231,19 @@ def _workload(name: str) -> Workload:
     module, function = WORKLOADS[name]
     if module in ("archive_workload", "spark_workloads") and find_spec("pyspark") is None:
         raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")
-    found: Workload = getattr(import_module(f"waltz_bench.{module}"), function)
-    return found
+    function_object: Workload = getattr(import_module(f"waltz_bench.{module}"), function)
+    return function_object
 
 
-def _lines(report: BenchReport) -> list[str]:
+def _report_lines(report: BenchReport) -> list[str]:
     lines = [
         f"{report.workload}: {report.rows:,} transactions in {report.seconds:.2f} s",
         f"  {report.rate_per_s:,.0f} a second, {report.mb_per_s:,.1f} MiB/s of data",
     ]
     if report.cpu_us_per_tx is not None:
-        parts = ", ".join(f"{role} {us}" for role, us in report.cpu_us_per_tx_by_role.items())
+        parts = ", ".join(
+            f"{role} {cpu_us}" for role, cpu_us in report.cpu_us_per_tx_by_role.items()
+        )
         lines.append(f"  {report.cpu_us_per_tx} us of CPU a transaction ({parts})")
     if report.access_ratio is not None:
         lines.append(f"  with access control {report.access_ratio:.3f} times the CPU of TLS alone")

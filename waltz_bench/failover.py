@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
 from waltz_core.cluster.znodes.interface import SessionState
 from waltz_core.cluster.znodes.model import UNRESOLVED
@@ -62,12 +62,12 @@ class _WriterAnswers:
     answered_s: list[float] = field(default_factory=list)
     acknowledged: Counter[bytes] = field(default_factory=Counter)
     unknown: set[bytes] = field(default_factory=set)
-    again: int = 0
+    resent_count: int = 0
 
-    def gap_s(self, began: float, ended: float) -> float:
+    def gap_s(self, start_s: float, ended: float) -> float:
         """Return the longest gap in s between two answers that overlaps an interval."""
-        around = [each for each in pairwise(self.answered_s) if each[1] >= began]
-        return max((b - a for a, b in around if a <= ended), default=ended - began)
+        gaps = [each for each in pairwise(self.answered_s) if each[1] >= start_s]
+        return max((b - a for a, b in gaps if a <= ended), default=ended - start_s)
 
 
 class _FailoverRun:
@@ -78,23 +78,23 @@ class _FailoverRun:
     ) -> None:
         self.cluster = cluster
         self.client = client
-        self.lanes = [_WriterAnswers(partition) for partition in range(client.partition_count)]
+        self.writers = [_WriterAnswers(partition) for partition in range(client.partition_count)]
         self.gaps_s: dict[str, list[float]] = {}
         self.extra: dict[str, float] = {}
         self._coordinator = coordinator
-        self._is_over = False
+        self._is_finished = False
 
-    async def write(self, lane: _WriterAnswers) -> None:
+    async def write(self, writer: _WriterAnswers) -> None:
         """Append rows to one partition until the run is over (rules 1 and 2)."""
         count = 0
-        while not self._is_over:
-            rows = [b"%d:%d" % (lane.partition, count + number) for number in range(ROWS)]
+        while not self._is_finished:
+            rows = [b"%d:%d" % (writer.partition, count + number) for number in range(ROWS)]
             count += ROWS
             while rows:
-                rows = await self._append(lane, rows)
+                rows = await self._append(writer, rows)
             await asyncio.sleep(PAUSE_S)
 
-    async def _append(self, lane: _WriterAnswers, rows: list[bytes]) -> list[bytes]:
+    async def _append(self, writer: _WriterAnswers, rows: list[bytes]) -> list[bytes]:
         """Send rows once; return the rows to send again, because the log does not contain them."""
         none: list[list[int]] = [[] for _ in rows]
         payload = encode_append(
@@ -103,46 +103,56 @@ class _FailoverRun:
         try:
             outcome: BatchOutcome = await (
                 await self.client.append_batch(
-                    lane.partition, payload, len(rows), client_high_water_mark=-1
+                    writer.partition, payload, len(rows), client_high_water_mark=-1
                 )
             )
         except WaltzError:
-            lane.unknown.update(rows)
+            writer.unknown.update(rows)
             return []
-        is_in = outcome.reasons == RowOutcomeCode.COMMITTED
-        if is_in.any():
-            lane.answered_s.append(time.perf_counter())
-        lane.acknowledged.update(row for row, is_there in zip(rows, is_in, strict=True) if is_there)
-        left = [row for row, is_there in zip(rows, is_in, strict=True) if not is_there]
-        if left:
-            lane.again += 1
+        is_committed = outcome.reasons == RowOutcomeCode.COMMITTED
+        if is_committed.any():
+            writer.answered_s.append(time.perf_counter())
+        writer.acknowledged.update(
+            row
+            for row, is_row_committed in zip(rows, is_committed, strict=True)
+            if is_row_committed
+        )
+        uncommitted = [
+            row
+            for row, is_row_committed in zip(rows, is_committed, strict=True)
+            if not is_row_committed
+        ]
+        if uncommitted:
+            writer.resent_count += 1
             await asyncio.sleep(PAUSE_S)
-        return left
+        return uncommitted
 
     def stop(self) -> None:
         """Let all writers finish."""
-        self._is_over = True
+        self._is_finished = True
 
-    async def step(self, kind: str, act: Callable[[], Awaitable[None]]) -> None:
+    async def step(self, kind: str, run_step: Callable[[], Awaitable[None]]) -> None:
         """Run a step, and record its longest gap, until all partitions have continued (rule 1)."""
         await asyncio.sleep(SETTLE_S)
-        began = time.perf_counter()
-        await act()
-        acted = time.perf_counter()
-        await self._await(
+        start_s = time.perf_counter()
+        await run_step()
+        step_end_s = time.perf_counter()
+        await self._wait_for(
             "acknowledgements in each partition",
-            lambda: all(lane.answered_s and lane.answered_s[-1] > acted for lane in self.lanes),
+            lambda: all(
+                writer.answered_s and writer.answered_s[-1] > step_end_s for writer in self.writers
+            ),
         )
         await asyncio.sleep(SETTLE_S)
         now = time.perf_counter()
-        found = max(lane.gap_s(began, now) for lane in self.lanes)
-        self.gaps_s.setdefault(kind, []).append(found)
+        gap_s = max(writer.gap_s(start_s, now) for writer in self.writers)
+        self.gaps_s.setdefault(kind, []).append(gap_s)
 
-    async def _await(self, what: str, condition: Callable[[], bool]) -> None:
-        until = time.perf_counter() + WAIT_S_MAX
+    async def _wait_for(self, subject: str, condition: Callable[[], bool]) -> None:
+        deadline_s = time.perf_counter() + WAIT_S_MAX
         while not condition():
-            if time.perf_counter() > until:
-                raise Unavailable(f"{what} took more than {WAIT_S_MAX:.0f} s")
+            if time.perf_counter() > deadline_s:
+                raise Unavailable(f"{subject} took more than {WAIT_S_MAX:.0f} s")
             await asyncio.sleep(POLL_INTERVAL_S)
 
     # ------------------------------------------------------------------------- the cluster
@@ -160,7 +170,7 @@ class _FailoverRun:
     async def start(self, name: str) -> None:
         """Start a member, and wait until the cluster is complete again (rule 3)."""
         await asyncio.to_thread(self.cluster.start, name)
-        await self.await_whole()
+        await self.wait_until_complete()
 
     async def owners(self) -> dict[PartitionId, Ownership]:
         """Return the owner and the generation of each partition, from ZooKeeper."""
@@ -169,29 +179,31 @@ class _FailoverRun:
     async def await_zookeeper(self) -> None:
         """Wait until the session with ZooKeeper is connected again."""
         coordinator = self._coordinator
-        await self._await("ZooKeeper", lambda: coordinator.session_state is SessionState.CONNECTED)
+        await self._wait_for(
+            "ZooKeeper", lambda: coordinator.session_state is SessionState.CONNECTED
+        )
 
-    async def await_whole(self) -> None:
+    async def wait_until_complete(self) -> None:
         """Wait until all servers are registered, own partitions, and all replicas are engaged."""
         until = time.perf_counter() + WAIT_S_MAX
-        while not await self._is_whole():
+        while not await self._is_complete():
             if time.perf_counter() > until:
                 raise Unavailable(
                     f"the cluster was not completely available again within {WAIT_S_MAX:.0f} s"
                 )
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _is_whole(self) -> bool:
+    async def _is_complete(self) -> bool:
         ports = {each.port for each in self.cluster.members if each.kind == "server"}
         view = await self._coordinator.read_servers()
         owners = {owner.server_id for owner in view.owners.values()}
-        wanted = min(len(ports), len(self.lanes))
-        if {each.port for each in view.servers.values()} != ports or len(owners) < wanted:
+        owner_count_min = min(len(ports), len(self.writers))
+        if {each.port for each in view.servers.values()} != ports or len(owners) < owner_count_min:
             return False
         storages = sum(each.kind == "storage" for each in self.cluster.members)
-        for lane in self.lanes:
+        for writer in self.writers:
             metadata = (
-                await self._coordinator.read_partition(PartitionId(lane.partition))
+                await self._coordinator.read_partition(PartitionId(writer.partition))
             ).metadata
             states = metadata.states.values() if metadata else ()
             if sum(each.closing_high_water_mark == UNRESOLVED for each in states) < storages:
@@ -203,21 +215,21 @@ class _FailoverRun:
     async def check(self) -> tuple[int, int]:
         """Read the log; return the number of lost acknowledged rows, and of duplicated rows."""
         lost = duplicated = 0
-        for lane in self.lanes:
-            found: Counter[bytes] = Counter()
-            partition_id = PartitionId(lane.partition)
-            last = await self.client.high_water_mark(lane.partition, linearizable=True)
-            async for chunk in self.client.read_range(lane.partition, 0, last):
+        for writer in self.writers:
+            read_rows: Counter[bytes] = Counter()
+            partition_id = PartitionId(writer.partition)
+            last = await self.client.high_water_mark(writer.partition, linearizable=True)
+            async for chunk in self.client.read_range(writer.partition, 0, last):
                 for batch in batches.range_to_arrow(
                     chunk.records, chunk.lengths, (), ("data",), partition_id=partition_id
                 ):
-                    found.update(batch.column("data").to_pylist())
-            lost += (lane.acknowledged - found).total()
-            duplicated += sum(count - 1 for row, count in found.items() if row)
+                    read_rows.update(batch.column("data").to_pylist())
+            lost += (writer.acknowledged - read_rows).total()
+            duplicated += sum(count - 1 for row, count in read_rows.items() if row)
         return lost, duplicated
 
 
-async def _kill(run: _FailoverRun) -> None:
+async def _kill_owner(run: _FailoverRun) -> None:
     """Kill the owner of partition 0, and start it again; do so `STEPS` times."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
@@ -225,7 +237,7 @@ async def _kill(run: _FailoverRun) -> None:
         await run.step("start", lambda name=name: run.start(name))  # type: ignore[misc]
 
 
-async def _term(run: _FailoverRun) -> None:
+async def _terminate_owner(run: _FailoverRun) -> None:
     """Stop the owner of partition 0 with SIGTERM, and start it again; do so `STEPS` times."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
@@ -233,20 +245,20 @@ async def _term(run: _FailoverRun) -> None:
         await run.step("start", lambda name=name: run.start(name))  # type: ignore[misc]
 
 
-async def _freeze(run: _FailoverRun) -> None:
+async def _freeze_owner(run: _FailoverRun) -> None:
     """Freeze the owner of partition 0, and resume it after a failover; do so `STEPS` times."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
         await run.step("freeze", lambda name=name: run.signal(name, signal.SIGSTOP))  # type: ignore[misc]
-        await run.step("wake", lambda name=name: _wake(run, name))  # type: ignore[misc]
+        await run.step("wake", lambda name=name: _resume(run, name))  # type: ignore[misc]
 
 
-async def _wake(run: _FailoverRun, name: str) -> None:
+async def _resume(run: _FailoverRun, name: str) -> None:
     await run.signal(name, signal.SIGCONT)
-    await run.await_whole()
+    await run.wait_until_complete()
 
 
-async def _rolling(run: _FailoverRun) -> None:
+async def _restart_all(run: _FailoverRun) -> None:
     """Restart all servers and all storages, one at a time."""
     names = [each.name for each in run.cluster.members if each.kind in ("server", "storage")]
     for name in sorted(names):
@@ -255,12 +267,12 @@ async def _rolling(run: _FailoverRun) -> None:
         await run.step(f"{kind}-start", lambda name=name: run.start(name))  # type: ignore[misc]
 
 
-async def _lose_zookeeper(run: _FailoverRun) -> None:
+async def _stop_zookeeper(run: _FailoverRun) -> None:
     """Kill ZooKeeper, and start it again after `OUTAGE_S`; count the partitions that moved."""
     before = await run.owners()
     names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
 
-    async def lose() -> None:
+    async def stop_zookeeper() -> None:
         for name in names:
             await run.signal(name, signal.SIGKILL)
         await asyncio.sleep(OUTAGE_S)
@@ -269,48 +281,48 @@ async def _lose_zookeeper(run: _FailoverRun) -> None:
         for name in names:
             await asyncio.to_thread(run.cluster.start, name)
         await run.await_zookeeper()
-        began = time.perf_counter()
-        await run.await_whole()
-        run.extra["whole_after_s"] = round(time.perf_counter() - began, 3)
+        start_s = time.perf_counter()
+        await run.wait_until_complete()
+        run.extra["whole_after_s"] = round(time.perf_counter() - start_s, 3)
 
-    await run.step("loss", lose)
+    await run.step("loss", stop_zookeeper)
     await run.step("return", find)
     after = await run.owners()
     run.extra["moved"] = sum(before[each] != after.get(each) for each in before)
 
 
-def failover_kill(load: BenchLoad, meter: Meter) -> Measured:
+def failover_kill(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Kill a server with SIGKILL, five times; report the gaps after the kills."""
-    return uvloop.run(_measured(load, meter, _kill, "kill"))
+    return uvloop.run(_run_scenario(load, meter, _kill_owner, "kill"))
 
 
-def failover_term(load: BenchLoad, meter: Meter) -> Measured:
+def failover_term(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Stop a server with SIGTERM, five times; report the gaps after the stops."""
-    return uvloop.run(_measured(load, meter, _term, "term"))
+    return uvloop.run(_run_scenario(load, meter, _terminate_owner, "term"))
 
 
-def failover_freeze(load: BenchLoad, meter: Meter) -> Measured:
+def failover_freeze(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Freeze a server with SIGSTOP until other servers own its partitions, five times."""
-    return uvloop.run(_measured(load, meter, _freeze, "freeze"))
+    return uvloop.run(_run_scenario(load, meter, _freeze_owner, "freeze"))
 
 
-def rolling_restart(load: BenchLoad, meter: Meter) -> Measured:
+def rolling_restart(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Restart every server and every storage with SIGTERM, one at a time."""
-    return uvloop.run(_measured(load, meter, _rolling, None))
+    return uvloop.run(_run_scenario(load, meter, _restart_all, None))
 
 
-def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
+def zookeeper_loss(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Kill all ZooKeeper processes once, and start them again after `OUTAGE_S`."""
-    return uvloop.run(_measured(load, meter, _lose_zookeeper, None))
+    return uvloop.run(_run_scenario(load, meter, _stop_zookeeper, None))
 
 
-async def _measured(
+async def _run_scenario(
     load: BenchLoad,
     meter: Meter,
     scenario: Callable[[_FailoverRun], Awaitable[None]],
-    only: str | None,
-) -> Measured:
-    """Run a scenario under load. Report only the gaps of steps of kind `only`; of all for None."""
+    step_kind: str | None,
+) -> WorkloadResult:
+    """Run a scenario under load; report the gaps of the steps of one kind, or of all for None."""
 
     if meter.cluster is None:
         raise BadConfig(
@@ -322,20 +334,20 @@ async def _measured(
         open_session(load.connect) as coordinator,
     ):
         run = _FailoverRun(meter.cluster, client, coordinator)
-        await run.await_whole()
-        began = time.perf_counter()
+        await run.wait_until_complete()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for lane in run.lanes:
-                group.create_task(run.write(lane))
+            for writer in run.writers:
+                group.create_task(run.write(writer))
             await scenario(run)
             run.stop()
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - start_s
         lost, duplicated = await run.check()
-    gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if only in (kind, None)]
-    count = sum(lane.acknowledged.total() for lane in run.lanes)
-    return Measured(
+    gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if step_kind in (kind, None)]
+    count = sum(writer.acknowledged.total() for writer in run.writers)
+    return WorkloadResult(
         rows=count,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=0,
         gap_s_max=max(gaps_s),
         acknowledged=count,
@@ -344,8 +356,8 @@ async def _measured(
         extra={
             "median_gap_s": round(statistics.median(gaps_s), 3),
             "gaps_s": {kind: [round(gap, 3) for gap in each] for kind, each in run.gaps_s.items()},
-            "unknown": sum(len(lane.unknown) for lane in run.lanes),
-            "sent_again": sum(lane.again for lane in run.lanes),
+            "unknown": sum(len(writer.unknown) for writer in run.writers),
+            "sent_again": sum(writer.resent_count for writer in run.writers),
             **run.extra,
         },
     )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from waltz_bench.batch_appends import fill
-from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, percentile_ms
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import Unavailable
 
@@ -45,7 +45,7 @@ SHARES = (50, 99)
 
 
 @dataclass
-class _Phases:
+class _PhaseTimes:
     """The measurements for one kind of greedy tenant: append times in s, and the tenant's rate."""
 
     calm_s: list[list[float]] = field(default_factory=list)
@@ -56,80 +56,92 @@ class _Phases:
 
     def figures(self, phase_s: float) -> dict[str, object]:
         """Return the figures for the report: medians over the rounds."""
-        found: dict[str, object] = {}
+        figures_by_name: dict[str, object] = {}
         for share in SHARES:
             calm, flooded = (
                 [percentile_ms(each, share / 100) or 0.0 for each in phases]
                 for phases in (self.calm_s, self.flooded_s)
             )
-            ratios = [of / by for of, by in zip(flooded, calm, strict=True) if by]
-            found[f"calm_p{share}_ms"] = round(statistics.median(calm), 3)
-            found[f"flooded_p{share}_ms"] = round(statistics.median(flooded), 3)
-            found[f"p{share}_ratio"] = round(statistics.median(ratios), 2)
-            found[f"p{share}_ratios"] = [round(each, 2) for each in ratios]
-        found["got_per_s"] = round(statistics.median(self.got_per_s))
+            ratios = [
+                flooded_s / calm_latency_s
+                for flooded_s, calm_latency_s in zip(flooded, calm, strict=True)
+                if calm_latency_s
+            ]
+            figures_by_name[f"calm_p{share}_ms"] = round(statistics.median(calm), 3)
+            figures_by_name[f"flooded_p{share}_ms"] = round(statistics.median(flooded), 3)
+            figures_by_name[f"p{share}_ratio"] = round(statistics.median(ratios), 2)
+            figures_by_name[f"p{share}_ratios"] = [round(each, 2) for each in ratios]
+        figures_by_name["got_per_s"] = round(statistics.median(self.got_per_s))
         meters = (("calm", self.calm_meter), ("flooded", self.flooded_meter))
         for name, meter in meters:
-            spent = meter.spent() or {}
-            cores = {role: s / phase_s / len(self.calm_s) for role, s in spent.items()}
-            found[f"{name}_cores"] = {role: round(each, 2) for role, each in cores.items()}
-        return found
+            cpu_s = meter.cpu_seconds_by_role() or {}
+            cores = {role: s / phase_s / len(self.calm_s) for role, s in cpu_s.items()}
+            figures_by_name[f"{name}_cores"] = {
+                role: round(each, 2) for role, each in cores.items()
+            }
+        return figures_by_name
 
 
-def flood(load: BenchLoad, meter: Meter) -> Measured:
+def flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append single transactions, alternately without and with a greedy tenant of each kind."""
     return uvloop.run(_flood(load, meter))
 
 
-async def _flood(load: BenchLoad, meter: Meter) -> Measured:
+async def _flood(load: BenchLoad, meter: Meter) -> WorkloadResult:
     phase_s = load.seconds / (2 * ROUNDS * len(KINDS))
-    found = {
-        kind: _Phases(calm_meter=Meter(meter.cluster), flooded_meter=Meter(meter.cluster))
+    phases_by_kind = {
+        kind: _PhaseTimes(calm_meter=Meter(meter.cluster), flooded_meter=Meter(meter.cluster))
         for kind in KINDS
     }
     async with AsyncWaltzClient.connect(load.connect) as client, AsyncExitStack() as stack:
         await fill(client, load)
-        tenants = {kind: await stack.enter_async_context(_greedy(kind, load)) for kind in KINDS}
-        for kind, phases in [each for _ in range(ROUNDS) for each in found.items()]:
-            await _probe(client, load, START_S, Meter(None))
-            phases.calm_s.append(await _probe(client, load, phase_s, phases.calm_meter))
+        tenants = {
+            kind: await stack.enter_async_context(_run_greedy_tenant(kind, load)) for kind in KINDS
+        }
+        for kind, phases in [each for _ in range(ROUNDS) for each in phases_by_kind.items()]:
+            await _append_singles(client, load, START_S, Meter(None))
+            phases.calm_s.append(await _append_singles(client, load, phase_s, phases.calm_meter))
             tenants[kind].command("go")
-            await _until_greedy(client, load, tenants[kind])
-            before, began = tenants[kind].got, time.perf_counter()
+            await _append_until_greedy(client, load, tenants[kind])
+            before, start_s = tenants[kind].received_total, time.perf_counter()
             meter.start()
-            phases.flooded_s.append(await _probe(client, load, phase_s, phases.flooded_meter))
+            phases.flooded_s.append(
+                await _append_singles(client, load, phase_s, phases.flooded_meter)
+            )
             meter.stop()
-            got = tenants[kind].got - before
-            phases.got_per_s.append(got / (time.perf_counter() - began))
+            received = tenants[kind].received_total - before
+            phases.got_per_s.append(received / (time.perf_counter() - start_s))
             tenants[kind].command("stop")
-    latencies_s = [each for phases in found.values() for part in phases.flooded_s for each in part]
-    calm_count = sum(len(part) for phases in found.values() for part in phases.calm_s)
-    return Measured(
+    latencies_s = [
+        each for phases in phases_by_kind.values() for part in phases.flooded_s for each in part
+    ]
+    calm_count = sum(len(part) for phases in phases_by_kind.values() for part in phases.calm_s)
+    return WorkloadResult(
         rows=len(latencies_s),
         seconds=load.seconds / 2,
         bytes=len(latencies_s) * load.payload_bytes,
         latencies_s=latencies_s,
         gap_s_max=max(latencies_s, default=0.0),
         acknowledged=calm_count + len(latencies_s),
-        extra={kind: phases.figures(phase_s) for kind, phases in found.items()},
+        extra={kind: phases.figures(phase_s) for kind, phases in phases_by_kind.items()},
     )
 
 
-async def _probe(
+async def _append_singles(
     client: AsyncWaltzClient, load: BenchLoad, seconds: float, meter: Meter
 ) -> list[float]:
     """Append one transaction at a time, to all partitions round-robin; return the times in s."""
-    taken_s: list[float] = []
+    latencies_s: list[float] = []
     data = bytes(load.payload_bytes)
     meter.start()
     until = time.perf_counter() + seconds
-    while time.perf_counter() < until or not taken_s:
-        began = time.perf_counter()
-        await (await client.append(data, partition=len(taken_s) % client.partition_count))
-        taken_s.append(time.perf_counter() - began)
+    while time.perf_counter() < until or not latencies_s:
+        start_s = time.perf_counter()
+        await (await client.append(data, partition=len(latencies_s) % client.partition_count))
+        latencies_s.append(time.perf_counter() - start_s)
         await asyncio.sleep(PAUSE_S)
     meter.stop()
-    return taken_s
+    return latencies_s
 
 
 class _TenantProcess:
@@ -137,14 +149,14 @@ class _TenantProcess:
 
     def __init__(self, kind: str, process: Process) -> None:
         self.kind = kind
-        self.got = 0  # in total until now: bytes, or connections
+        self.received_total = 0  # in total until now: bytes, or connections
         self._process = process
 
     async def read(self) -> None:
         """Read the numbers that the process reports every second, until it exits."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            self.got = int(line)
+            self.received_total = int(line)
 
     def command(self, word: str) -> None:
         """Send a line to the process: it starts or stops its load."""
@@ -153,7 +165,7 @@ class _TenantProcess:
 
 
 @asynccontextmanager
-async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
+async def _run_greedy_tenant(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
     """Run the process of a greedy tenant, which makes no load before the first command."""
     connect = load.flood_connect or load.connect
     process = await asyncio.create_subprocess_exec(
@@ -173,13 +185,15 @@ async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
             await process.wait()
 
 
-async def _until_greedy(client: AsyncWaltzClient, load: BenchLoad, tenant: _TenantProcess) -> None:
+async def _append_until_greedy(
+    client: AsyncWaltzClient, load: BenchLoad, tenant: _TenantProcess
+) -> None:
     """Append until the tenant receives something, and for `START_S` after that (rule 2)."""
-    before, until = tenant.got, time.perf_counter() + START_S_MAX
-    while tenant.got == before:
-        await _probe(client, load, PAUSE_S, Meter(None))
+    before, until = tenant.received_total, time.perf_counter() + START_S_MAX
+    while tenant.received_total == before:
+        await _append_singles(client, load, PAUSE_S, Meter(None))
         if time.perf_counter() > until:
             raise Unavailable(
                 f"the {tenant.kind} client received nothing within {START_S_MAX:.0f} s"
             )
-    await _probe(client, load, START_S, Meter(None))
+    await _append_singles(client, load, START_S, Meter(None))

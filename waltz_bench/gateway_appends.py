@@ -1,7 +1,7 @@
 """The workload `gateway`: appends over HTTP through a gateway, compared with the Python client.
 
 `CONNECTIONS` connections have one append in flight each: first through a gateway without and with
-idempotency keys, then as many writers with the Python client. The gateway is a process of its own;
+idempotency keys, then as many writers with the Python client. The gateway is a separate process;
 the HTTP client is in this process, like the Python client. The CPU time of the gateway, for each
 transaction, is compared with that of this process while it uses the Python client.
 """
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter, cpu_seconds_of
-from waltz_bench.single_appends import check_ids, measured
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, cpu_seconds_of
+from waltz_bench.single_appends import check_ids, workload_result
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import Unavailable
 
@@ -29,8 +29,8 @@ _HEAD_END = b"\r\n\r\n"
 _LENGTH = b"content-length: "
 
 
-class _Phase(NamedTuple):
-    """What one part of the run has appended."""
+class _PhaseResult(NamedTuple):
+    """The appends of one phase of the run."""
 
     ids: list[tuple[int, int]]  # partition, transaction ID
     latencies_s: list[float]
@@ -57,12 +57,12 @@ Append: TypeAlias = Callable[[int], Coroutine[Any, Any, tuple[int, int]]]
 WriterRun: TypeAlias = Callable[[Append], Coroutine[Any, Any, None]]
 
 
-def gateway(load: BenchLoad, meter: Meter) -> Measured:
+def gateway(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append with 64 connections through a gateway, and with 64 writers of the Python client."""
     return uvloop.run(_gateway(load, meter))
 
 
-async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
+async def _gateway(load: BenchLoad, meter: Meter) -> WorkloadResult:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     async with (
         AsyncWaltzClient.connect(load.connect) as client,
@@ -72,7 +72,7 @@ async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
         starts = await client.high_water_marks()
         count = client.partition_count
         meter.start()
-        plain = await _append_over_http(process, payload, count, load.seconds)
+        without_keys = await _append_over_http(process, payload, count, load.seconds)
         meter.stop()
         key = f"bench-{time.time_ns()}"
         keyed = await _append_over_http(process, payload, count, load.seconds, key=key)
@@ -86,26 +86,33 @@ async def _gateway(load: BenchLoad, meter: Meter) -> Measured:
 
         python = await _measure(with_client, load.seconds, os.getpid())
         acknowledged: dict[int, list[int]] = {}
-        for partition, transaction_id in (*plain.ids, *keyed.ids, *python.ids):
+        for partition, transaction_id in (*without_keys.ids, *keyed.ids, *python.ids):
             acknowledged.setdefault(partition, []).append(transaction_id)
         wrong = await check_ids(client, starts, acknowledged)
     extra: dict[str, object] = {
         "connections": CONNECTIONS,
         "with_keys_per_s": keyed.rate_per_s,
         "python_client_per_s": python.rate_per_s,
-        "of_python_client": round(plain.rate_per_s / python.rate_per_s, 3),
-        "gateway_cpu_us_per_tx": plain.cpu_us_per_tx,
+        "of_python_client": round(without_keys.rate_per_s / python.rate_per_s, 3),
+        "gateway_cpu_us_per_tx": without_keys.cpu_us_per_tx,
         "gateway_with_keys_cpu_us_per_tx": keyed.cpu_us_per_tx,
         "python_client_cpu_us_per_tx": python.cpu_us_per_tx,
-        "cpu_ratio": round(plain.cpu_us_per_tx / python.cpu_us_per_tx, 2),
+        "cpu_ratio": round(without_keys.cpu_us_per_tx / python.cpu_us_per_tx, 2),
     }
-    ids = [transaction_id for _, transaction_id in plain.ids]
-    return measured(load, ids, plain.latencies_s, took=plain.seconds, wrong=wrong, extra=extra)
+    ids = [transaction_id for _, transaction_id in without_keys.ids]
+    return workload_result(
+        load,
+        ids,
+        without_keys.latencies_s,
+        elapsed_s=without_keys.seconds,
+        wrong_counts=wrong,
+        extra=extra,
+    )
 
 
 async def _append_over_http(
     process: _Gateway, payload: bytes, partition_count: int, seconds: float, *, key: str = ""
-) -> _Phase:
+) -> _PhaseResult:
     data = base64.b64encode(payload).decode("ascii")
 
     async def connect(write: WriterRun) -> None:
@@ -114,16 +121,16 @@ async def _append_over_http(
         async def append(number: int) -> tuple[int, int]:
             row = {"data": data, "partition": number % partition_count}
             body = json.dumps({"transactions": [row]}).encode()
-            named = f"Idempotency-Key: {key}-{number}\r\n" if key else ""
-            head = f"POST /v1/transactions HTTP/1.1\r\nHost: localhost\r\n{named}"
+            key_header = f"Idempotency-Key: {key}-{number}\r\n" if key else ""
+            head = f"POST /v1/transactions HTTP/1.1\r\nHost: localhost\r\n{key_header}"
             head += "Content-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             answer = await reader.readuntil(_HEAD_END)
             length = int(answer.partition(_LENGTH)[2].partition(b"\r\n")[0])
-            found = json.loads(await reader.readexactly(length))
+            reply = json.loads(await reader.readexactly(length))
             if not answer.startswith(b"HTTP/1.1 200"):
-                raise Unavailable(f"the gateway has rejected an append: {found}")
-            outcome = found["outcomes"][0]
+                raise Unavailable(f"the gateway has rejected an append: {reply}")
+            outcome = reply["outcomes"][0]
             return outcome["partition"], outcome["transaction_id"]
 
         try:
@@ -136,23 +143,23 @@ async def _append_over_http(
 
 async def _measure(
     connect: Callable[[WriterRun], Coroutine[Any, Any, None]], seconds: float, pid: int
-) -> _Phase:
+) -> _PhaseResult:
     """Run `CONNECTIONS` writers for a time; each has one append in flight."""
     ids: list[tuple[int, int]] = []
     latencies_s: list[float] = []
-    cpu_s, began_s = cpu_seconds_of(pid), time.perf_counter()
+    cpu_s, start_s = cpu_seconds_of(pid), time.perf_counter()
     numbers = iter(range(1 << 60))
 
     async def write(append: Append) -> None:
-        while (sent_s := time.perf_counter()) < began_s + seconds:
+        while (sent_s := time.perf_counter()) < start_s + seconds:
             ids.append(await append(next(numbers)))
             latencies_s.append(time.perf_counter() - sent_s)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(CONNECTIONS):
             group.create_task(connect(write))
-    took_s = time.perf_counter() - began_s
-    return _Phase(ids, latencies_s, took_s, cpu_seconds_of(pid) - cpu_s)
+    elapsed_s = time.perf_counter() - start_s
+    return _PhaseResult(ids, latencies_s, elapsed_s, cpu_seconds_of(pid) - cpu_s)
 
 
 @asynccontextmanager

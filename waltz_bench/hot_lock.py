@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import uvloop
 
-from waltz_bench.single_appends import measured
+from waltz_bench.single_appends import workload_result
 from waltz_core.client import (
     AsyncWaltzClient,
     RangeForm,
@@ -36,7 +36,7 @@ from waltz_core.records.record import RECORD_PREFIX
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from waltz_bench.measuring import BenchLoad, Measured, Meter
+    from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 
 
 WRITERS: Final = 8
@@ -62,13 +62,13 @@ class _Increment(TransactionContext):
     pipelined = True
 
     def __init__(
-        self, client: AsyncWaltzClient, run: int, seen: CounterView, padding: bytes
+        self, client: AsyncWaltzClient, run: int, view: CounterView, padding: bytes
     ) -> None:
         super().__init__()
         self._client = client
         self._run = run
         self._padding = padding
-        self.seen = seen
+        self.view = view
         self.value = 0
         self.attempts = 0
         self.reads = 0
@@ -87,74 +87,74 @@ class _Increment(TransactionContext):
     async def _execute(self, builder: TransactionBuilder) -> bool:
         self.attempts += 1
         last = builder.client_high_water_mark
-        predecessors = builder.predecessors(self.seen.mark)
+        predecessors = builder.predecessors(self.view.mark)
         self.has_followed = bool(predecessors)
         if self._is_behind and not self.has_followed:
             self.reads += 1
-            self.seen = await _read(self._client, self._run, self.seen, last)
-            predecessors = builder.predecessors(self.seen.mark)
+            self.view = await _read(self._client, self._run, self.view, last)
+            predecessors = builder.predecessors(self.view.mark)
         self._is_behind = True
-        value, writer = self.seen.value, self.seen.writer
+        value, writer = self.view.value, self.view.writer
         for each in predecessors:
-            found = _count_in(each.data, self._run)
-            if found is not None:
-                value, writer = found, each.transaction_id
+            count = _counter_value(each.data, self._run)
+            if count is not None:
+                value, writer = count, each.transaction_id
         self.value = value + 1
         builder.data = _COUNT.pack(self._run, self.value, writer) + self._padding
         builder.set_write_locks([lock("hot", self._run)])
         return True
 
 
-def _count_in(data: bytes, run: int) -> int | None:
+def _counter_value(data: bytes, run: int) -> int | None:
     """Return the counter's value in the data of a transaction; None if it is of another run."""
     if len(data) < _COUNT.size:
         return None
-    found, value, _ = _COUNT.unpack_from(data)
-    return value if found == run else None
+    data_run, value, _ = _COUNT.unpack_from(data)
+    return value if data_run == run else None
 
 
-async def _read(client: AsyncWaltzClient, run: int, seen: CounterView, last: int) -> CounterView:
-    """Return the counter up to transaction `last`; read the log only after `seen`."""
-    value, writer = seen.value, seen.writer
-    async for transaction_id, found, _ in _counts(client, run, seen.mark + 1, last):
-        value, writer = found, transaction_id
-    return CounterView(value, writer, max(seen.mark, last))
+async def _read(client: AsyncWaltzClient, run: int, view: CounterView, last: int) -> CounterView:
+    """Return the counter up to transaction `last`; read the log after the mark of `view`."""
+    value, writer = view.value, view.writer
+    async for transaction_id, new_value, _ in _read_counts(client, run, view.mark + 1, last):
+        value, writer = new_value, transaction_id
+    return CounterView(value, writer, max(view.mark, last))
 
 
-async def _counts(
+async def _read_counts(
     client: AsyncWaltzClient, run: int, first: int, last: int
 ) -> AsyncIterator[tuple[int, int, int]]:
     """Yield (ID, value, predecessor's ID) for each transaction of this run in a range."""
     async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.WHOLE):
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
-        for place, offset in enumerate(offsets[:-1]):
-            data = bytes(chunk.records[offset + RECORD_PREFIX.size : offsets[place + 1] - 4])
+        for position, offset in enumerate(offsets[:-1]):
+            data = bytes(chunk.records[offset + RECORD_PREFIX.size : offsets[position + 1] - 4])
             if len(data) >= _COUNT.size and _COUNT.unpack_from(data)[0] == run:
                 _, value, writer = _COUNT.unpack_from(data)
-                yield chunk.first + place, value, writer
+                yield chunk.first + position, value, writer
 
 
-def hot_lock(load: BenchLoad, meter: Meter) -> Measured:
+def hot_lock(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Increment a counter with eight clients under one lock; retry each increment until done."""
     return uvloop.run(_hot_lock(load, meter))
 
 
-async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
+async def _hot_lock(load: BenchLoad, meter: Meter) -> WorkloadResult:
     run = time.time_ns()
     padding = Random(3).randbytes(max(0, load.payload_bytes - _COUNT.size))  # noqa: S311 - test data
     latencies: list[float] = []
     outcomes: dict[int, int] = {}
     attempts = followed = reads = 0
 
-    async def write(client: AsyncWaltzClient, seen: CounterView, until: float) -> None:
+    async def write(client: AsyncWaltzClient, view: CounterView, until: float) -> None:
         nonlocal attempts, followed, reads
-        while (sent := time.perf_counter()) < until:
-            context = _Increment(client, run, seen, padding)
+        while (sent_s := time.perf_counter()) < until:
+            context = _Increment(client, run, view, padding)
             transaction_id = await (await client.submit(context))
             assert transaction_id is not None, "it never aborts"
-            latencies.append(time.perf_counter() - sent)
+            latencies.append(time.perf_counter() - sent_s)
             outcomes[transaction_id] = context.value
-            seen = CounterView(context.value, transaction_id, transaction_id)
+            view = CounterView(context.value, transaction_id, transaction_id)
             attempts += context.attempts
             followed += context.has_followed
             reads += context.reads
@@ -168,14 +168,14 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
             await client.mount([PARTITION])
         start = await clients[0].high_water_mark(PARTITION, linearizable=True)
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for client in clients:
-                group.create_task(write(client, CounterView(0, -1, start), began + load.seconds))
-        took = time.perf_counter() - began
+                group.create_task(write(client, CounterView(0, -1, start), start_s + load.seconds))
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
-        wrong = await _check(clients[0], run, start, outcomes)
-        batches = await _batches(clients[0], min(outcomes), max(outcomes))
+        wrong = await _check_log(clients[0], run, start, outcomes)
+        batches = await _count_batches(clients[0], min(outcomes), max(outcomes))
     extra: dict[str, object] = {
         "writers": WRITERS,
         "conflicts_per_commit": round((attempts - len(outcomes)) / max(len(outcomes), 1), 2),
@@ -183,10 +183,12 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
         "commits_per_batch": round(len(outcomes) / batches, 2),
         "reads": reads,
     }
-    return measured(load, list(outcomes), latencies, took=took, wrong=wrong, extra=extra)
+    return workload_result(
+        load, list(outcomes), latencies, elapsed_s=elapsed_s, wrong_counts=wrong, extra=extra
+    )
 
 
-async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
+async def _count_batches(client: AsyncWaltzClient, first: int, last: int) -> int:
     """Return the number of storage batches that contain the transactions first..last."""
     ends: set[int] = set()
     async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.HEADERS):
@@ -194,14 +196,14 @@ async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
     return len(ends)
 
 
-async def _check(
+async def _check_log(
     client: AsyncWaltzClient, run: int, start: int, outcomes: dict[int, int]
 ) -> tuple[int, int]:
     """Return the counts of lost and of duplicated or wrongly computed transactions (rule 2)."""
     last = await client.high_water_mark(PARTITION, linearizable=True)
-    before, value, broken, found = -1, 0, 0, 0
-    async for transaction_id, count, writer in _counts(client, run, start + 1, last):
-        found += outcomes.get(transaction_id) == count
-        broken += (count, writer) != (value + 1, before)
+    before, value, wrong_count, found_count = -1, 0, 0, 0
+    async for transaction_id, count, writer in _read_counts(client, run, start + 1, last):
+        found_count += outcomes.get(transaction_id) == count
+        wrong_count += (count, writer) != (value + 1, before)
         before, value = transaction_id, count
-    return len(outcomes) - found, broken
+    return len(outcomes) - found_count, wrong_count

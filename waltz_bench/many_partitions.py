@@ -25,7 +25,7 @@ from pathlib import Path
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.output import print_error
 from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
@@ -45,13 +45,13 @@ _PAYLOAD = encode_append(
 )
 
 
-def many_partitions(load: BenchLoad, meter: Meter) -> Measured:
+def many_partitions(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Create a cluster with many partitions; measure its start, idle load, failover and restart."""
     del meter  # it measures an existing cluster, and this workload creates its own
     return uvloop.run(_many_partitions(load))
 
 
-async def _many_partitions(load: BenchLoad) -> Measured:
+async def _many_partitions(load: BenchLoad) -> WorkloadResult:
 
     directory = Path(tempfile.mkdtemp(prefix="waltz-many-", dir=load.directory))
     cluster = LocalCluster(
@@ -66,19 +66,19 @@ async def _many_partitions(load: BenchLoad) -> Measured:
     logging.getLogger("waltz_core.driver").setLevel(logging.WARNING)
     try:
         await run.create()
-        took_s = await run.starts("start")
+        elapsed_s = await run.measure_start("start")
         await run.measure_idle(load.seconds)
         await run.kill_server()
-        await run.starts("restart")
+        await run.measure_start("restart")
         lost, duplicated = await run.check()
     finally:
         if cluster.exists():
             cluster.down()
         shutil.rmtree(directory, ignore_errors=True)
     count = sum(run.acknowledged.values())
-    return Measured(
+    return WorkloadResult(
         rows=count,
-        seconds=took_s,
+        seconds=elapsed_s,
         bytes=count,
         gap_s_max=run.gap_s,
         acknowledged=count,
@@ -98,11 +98,11 @@ class _ManyPartitionsRun:
 
     async def create(self) -> None:
         """Start ZooKeeper, and create the cluster in it."""
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         await asyncio.to_thread(self.cluster.prepare, START_S_MAX)
-        self.figures["create_s"] = _rounded(time.perf_counter() - began)
+        self.figures["create_s"] = _round(time.perf_counter() - start_s)
 
-    async def starts(self, what: str) -> float:
+    async def measure_start(self, event: str) -> float:
         """Kill and start all storages and servers, and wait until the start is complete (rule 1).
 
         Returns the time in seconds.
@@ -110,29 +110,32 @@ class _ManyPartitionsRun:
         names = [each.name for each in self.cluster.members if each.kind != "zookeeper"]
         for name in names:
             self.cluster.kill(name)
-        print_error(f"{what}: {self.cluster.partition_count} partitions")
-        before, began = self._spent(), time.perf_counter()
+        print_error(f"{event}: {self.cluster.partition_count} partitions")
+        before, start_s = self._cpu_seconds(), time.perf_counter()
         for name in names:
             self.cluster.start(name)
-        await self._all_owned()
-        async with await self._connected() as client:
-            firsts_s = await self._append_to_all(client, began)
-        took_s = time.perf_counter() - began
+        await self._wait_until_owned()
+        async with await self._connect_client() as client:
+            first_answers_s = await self._append_to_all(client, start_s)
+        elapsed_s = time.perf_counter() - start_s
         self.figures |= {
-            f"{what}_s": _rounded(took_s),
-            f"{what}_half_s": _rounded(sorted(firsts_s)[len(firsts_s) // 2]),
-            f"{what}_cpu_s": _difference(self._spent(), before),
+            f"{event}_s": _round(elapsed_s),
+            f"{event}_half_s": _round(sorted(first_answers_s)[len(first_answers_s) // 2]),
+            f"{event}_cpu_s": _difference(self._cpu_seconds(), before),
         }
-        return took_s
+        return elapsed_s
 
     async def measure_idle(self, seconds: float) -> None:
         """Measure the CPU, memory and threads of the processes for some seconds without load."""
         await asyncio.sleep(SETTLE_S)
-        before, began = self._spent(), time.perf_counter()
+        before, start_s = self._cpu_seconds(), time.perf_counter()
         await asyncio.sleep(seconds)
-        took_s = time.perf_counter() - began
-        share = {name: cpu_s / took_s for name, cpu_s in _difference(self._spent(), before).items()}
-        self.figures["idle_cpu_share"] = {name: _rounded(each) for name, each in share.items()}
+        elapsed_s = time.perf_counter() - start_s
+        cpu_shares = {
+            name: cpu_s / elapsed_s
+            for name, cpu_s in _difference(self._cpu_seconds(), before).items()
+        }
+        self.figures["idle_cpu_share"] = {name: _round(each) for name, each in cpu_shares.items()}
         processes = self.cluster.processes()
         self.figures["memory_mib"] = {
             name: process.memory_info().rss // MIB for name, process in processes.items()
@@ -143,33 +146,33 @@ class _ManyPartitionsRun:
 
     async def kill_server(self) -> None:
         """Kill a server, and wait until all of its partitions have another owner and append."""
-        async with await self._connected() as client:
+        async with await self._connect_client() as client:
             await self._append_to_all(client, time.perf_counter())
-            before, began = self._spent(), time.perf_counter()
+            before, start_s = self._cpu_seconds(), time.perf_counter()
             self.cluster.kill("server-1", signal.SIGKILL)
             print_error("a server was killed")
-            after_s = await self._append_to_all(client, began)
+            after_s = await self._append_to_all(client, start_s)
         self.gap_s = max(after_s)
         self.figures |= {
-            "server_killed_s": _rounded(self.gap_s),
-            "server_killed_cpu_s": _difference(self._spent(), before),
+            "server_killed_s": _round(self.gap_s),
+            "server_killed_cpu_s": _difference(self._cpu_seconds(), before),
         }
 
     async def check(self) -> tuple[int, int]:
         """Return the counts of lost and duplicated rows, from the high-water marks (rule 3)."""
-        async with await self._connected() as client:
+        async with await self._connect_client() as client:
             marks = await client.high_water_marks(linearizable=True)
         lost = duplicated = 0
         for partition, mark in marks.items():
-            more = mark + 1 - self.acknowledged.get(partition, 0)
-            lost += max(0, -more)
-            duplicated += max(0, more - self.unknown.get(partition, 0))
+            surplus = mark + 1 - self.acknowledged.get(partition, 0)
+            lost += max(0, -surplus)
+            duplicated += max(0, surplus - self.unknown.get(partition, 0))
         self.figures["unknown"] = sum(self.unknown.values())
         return lost, duplicated
 
     # ------------------------------------------------------------------------- appends
 
-    async def _connected(self) -> AsyncWaltzClient:
+    async def _connect_client(self) -> AsyncWaltzClient:
         until = time.perf_counter() + START_S_MAX
         while True:
             try:
@@ -179,7 +182,7 @@ class _ManyPartitionsRun:
                     raise
                 await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _all_owned(self) -> None:
+    async def _wait_until_owned(self) -> None:
         """Wait until all servers are registered and own all partitions."""
         ports = {each.port for each in self.cluster.members if each.kind == "server"}
         until = time.perf_counter() + START_S_MAX
@@ -191,13 +194,13 @@ class _ManyPartitionsRun:
                 await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"not all servers owned partitions within {START_S_MAX:.0f} s")
 
-    async def _append_to_all(self, client: AsyncWaltzClient, began: float) -> list[float]:
-        """Append a row to each partition; return for each answer its time in s after `began`."""
+    async def _append_to_all(self, client: AsyncWaltzClient, start_s: float) -> list[float]:
+        """Append a row to each partition; return for each answer its time in s after `start_s`."""
         after_s: list[float] = []
 
         async def append(partition: int) -> None:
             await self._append(client, partition)
-            after_s.append(time.perf_counter() - began)
+            after_s.append(time.perf_counter() - start_s)
 
         async with asyncio.TaskGroup() as tasks:
             for partition in range(self.cluster.partition_count):
@@ -221,14 +224,16 @@ class _ManyPartitionsRun:
             await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"partition {partition} accepted no append within {START_S_MAX:.0f} s")
 
-    def _spent(self) -> dict[str, float]:
-        times = {name: process.cpu_times() for name, process in self.cluster.processes().items()}
-        return {name: each.user + each.system for name, each in times.items()}
+    def _cpu_seconds(self) -> dict[str, float]:
+        cpu_times = {
+            name: process.cpu_times() for name, process in self.cluster.processes().items()
+        }
+        return {name: each.user + each.system for name, each in cpu_times.items()}
 
 
 def _difference(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    return {name: _rounded(now[name] - before.get(name, 0.0)) for name in now}
+    return {name: _round(now[name] - before.get(name, 0.0)) for name in now}
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return round(value, 3)

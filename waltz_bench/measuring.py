@@ -56,7 +56,7 @@ class BenchLoad:
 
 
 @dataclass
-class Measured:
+class WorkloadResult:
     """The result of a workload: counts and times of the load, without the set-up before it.
 
     Each latency is the time of one request in seconds. `gap_s_max` is the longest time in seconds
@@ -75,7 +75,9 @@ class Measured:
     extra: dict[str, object] = field(default_factory=dict)
     cpu_seconds: dict[str, float] | None = None  # by role; None if the workload does not measure it
     of_ceiling: float | None = None  # the share of the maximum rate, measured in the same run
-    access_ratio: float | None = None  # CPU time with access control, divided by that without it
+    access_ratio: float | None = (
+        None  # CPU time with access control, divided by CPU time without access control
+    )
 
 
 @dataclass
@@ -110,36 +112,37 @@ class Meter:
     """
 
     def __init__(
-        self, cluster: "LocalCluster | None", others: "Iterable[LocalCluster]" = ()
+        self, cluster: "LocalCluster | None", other_clusters: "Iterable[LocalCluster]" = ()
     ) -> None:
         self.cluster = cluster
-        self._others = tuple(others)
-        self._began: dict[str, float] = {}
-        self._spent: dict[str, float] = {}
+        self._other_clusters = tuple(other_clusters)
+        self._seconds_at_start: dict[str, float] = {}
+        self._cpu_seconds_by_role: dict[str, float] = {}
 
     def start(self) -> None:
         """Begin to count CPU time."""
-        self._began = self._seconds()
+        self._seconds_at_start = self._seconds()
 
     def stop(self) -> None:
         """Stop counting CPU time. After another `start`, more time is added."""
         for name, seconds in self._seconds().items():
-            spent = self._spent.get(name, 0.0)
-            self._spent[name] = spent + seconds - self._began.get(name, 0.0)
+            earlier_s = self._cpu_seconds_by_role.get(name, 0.0)
+            start_s = self._seconds_at_start.get(name, 0.0)
+            self._cpu_seconds_by_role[name] = earlier_s + seconds - start_s
 
     def _seconds(self) -> dict[str, float]:
         if self.cluster is None:
             return {}
-        clusters = (self.cluster, *self._others)
+        clusters = (self.cluster, *self._other_clusters)
         daemons = {member.pid for cluster in clusters for member in cluster.members}
         return self.cluster.cpu_seconds() | {"client": _client_cpu_seconds(daemons)}
 
-    def spent(self) -> dict[str, float] | None:
+    def cpu_seconds_by_role(self) -> dict[str, float] | None:
         """Return CPU seconds by role, for example "server" or "client"; None if there are none."""
-        if not self._spent:
+        if not self._cpu_seconds_by_role:
             return None
         roles: dict[str, float] = {}
-        for name, seconds in self._spent.items():
+        for name, seconds in self._cpu_seconds_by_role.items():
             role = name.split("-")[0]
             roles[role] = roles.get(role, 0.0) + seconds
         return roles
@@ -147,43 +150,48 @@ class Meter:
 
 def cpu_seconds_of(pid: int) -> float:
     """Return the CPU time of one process."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+    cpu_times = psutil.Process(pid).cpu_times()
+    return float(cpu_times.user + cpu_times.system)
 
 
 def _client_cpu_seconds(daemons: set[int]) -> float:
     """Return the CPU seconds of this process and of its descendants that are not daemons."""
-    own = psutil.Process()
-    found = [own]
-    for child in own.children():
+    process = psutil.Process()
+    processes = [process]
+    for child in process.children():
         if child.pid not in daemons:
-            found += [child, *child.children(recursive=True)]
+            processes += [child, *child.children(recursive=True)]
     seconds = 0.0
-    for each in found:
+    for each in processes:
         with suppress(psutil.NoSuchProcess):
-            times = each.cpu_times()
+            cpu_times = each.cpu_times()
             # The last two are the times of child processes that have exited.
-            seconds += times.user + times.system + times.children_user + times.children_system
+            seconds += (
+                cpu_times.user
+                + cpu_times.system
+                + cpu_times.children_user
+                + cpu_times.children_system
+            )
     return seconds
 
 
-Workload = Callable[[BenchLoad, Meter], Measured]
+Workload = Callable[[BenchLoad, Meter], WorkloadResult]
 
 
 def make_report(
-    name: str, load: BenchLoad, measured: Measured, cpu: dict[str, float] | None
+    name: str, load: BenchLoad, measured: WorkloadResult, cpu: dict[str, float] | None
 ) -> BenchReport:
     """Compute the report of a run from its result; `cpu` is CPU seconds by role."""
     rows = max(measured.rows, 1)
     by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
-    hot = [by_role[role] for role in ("server", "storage") if role in by_role]
-    left_out = ("connect", "flood_connect")
-    requested = {key: value for key, value in asdict(load).items() if key not in left_out}
+    daemon_us = [by_role[role] for role in ("server", "storage") if role in by_role]
+    omitted_names = ("connect", "flood_connect")
+    load_options = {key: value for key, value in asdict(load).items() if key not in omitted_names}
     return BenchReport(
         workload=name,
         rate_per_s=round(measured.rows / measured.seconds, 1),
         mb_per_s=round(measured.bytes / measured.seconds / MIB, 3),
-        cpu_us_per_tx=round(sum(hot), 3) if hot else None,
+        cpu_us_per_tx=round(sum(daemon_us), 3) if daemon_us else None,
         p50_ms=percentile_ms(measured.latencies_s, 0.50),
         p99_ms=percentile_ms(measured.latencies_s, 0.99),
         max_gap_s=round(measured.gap_s_max, 4),
@@ -196,7 +204,7 @@ def make_report(
         of_ceiling=measured.of_ceiling,
         access_ratio=measured.access_ratio,
         cpu_us_per_tx_by_role=by_role,
-        load=requested,
+        load=load_options,
         environment={
             "version": __version__,
             "python": platform.python_version(),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import AsyncWaltzClient, RowOutcomeCode
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -42,7 +42,7 @@ ROUNDS = 3
 PARTITION = 0
 WAIT_S_MAX = 60.0
 POLL_INTERVAL_S = 0.02
-# The reasons which show that the locks have decided about a row.
+# The reasons that show that the server has checked the locks of a row.
 _DECIDED = (RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK)
 
 
@@ -61,13 +61,13 @@ class _RejectionRun:
         self._client = client
         self._coordinator = coordinator
         self._batch_rows = batch_rows
-        self._chance = Random(7)  # noqa: S311 - test data
+        self._random = Random(7)  # noqa: S311 - test data
 
     async def rates(self, *, moves: bool, with_file: bool = True) -> dict[str, float]:
         """Write, move the partition if `moves`, and return the rates by lag (rules 2 and 3)."""
         mark = await self._client.high_water_mark(PARTITION)
-        until = mark + max(LAGS)
-        while mark < until:
+        mark_needed = mark + max(LAGS)
+        while mark < mark_needed:
             mark = (await self._append(mark, is_writer=True)).high_water_mark
         if not moves:
             return {str(lag): await self._rate(mark - lag) for lag in LAGS}
@@ -75,25 +75,25 @@ class _RejectionRun:
         await asyncio.to_thread(self._cluster.kill, owner)
         if not with_file:  # Not earlier: a lagging replica would still receive blocks of locks.
             self._empty_lock_files()
-        found = {str(lag): await self._rate(mark - lag) for lag in LAGS}
+        rates_by_lag = {str(lag): await self._rate(mark - lag) for lag in LAGS}
         await asyncio.to_thread(self._cluster.start, owner)
-        await self.await_whole()
-        return found
+        await self.wait_until_complete()
+        return rates_by_lag
 
     async def _rate(self, mark: int) -> float:
         """Return the share of rows that are rejected at a high-water mark (rule 1)."""
-        rejected = requested = 0
+        rejected = row_count = 0
         for _ in range(ROUNDS):
             outcome = await self._append(mark, is_writer=False)
             rejected += int((outcome.reasons == RowOutcomeCode.LOCK).sum())
-            requested += self._batch_rows
-        return rejected / requested
+            row_count += self._batch_rows
+        return rejected / row_count
 
     async def _append(self, mark: int, *, is_writer: bool) -> BatchOutcome:
-        """Append a batch, and repeat it until the locks have decided about all of its rows."""
+        """Append a batch, and repeat it until the server has checked the locks of all rows."""
         count = self._batch_rows
         none: list[list[int]] = [[] for _ in range(count)]
-        locks = [[2 * self._chance.randrange(1 << 30) + (not is_writer)] for _ in range(count)]
+        locks = [[2 * self._random.randrange(1 << 30) + (not is_writer)] for _ in range(count)]
         payload = encode_append(
             [0] * count,
             [b""] * count,
@@ -123,7 +123,7 @@ class _RejectionRun:
         port = view.servers[view.owners[PartitionId(PARTITION)].server_id].port
         return next(each.name for each in self._cluster.members if each.port == port)
 
-    async def await_whole(self) -> None:
+    async def wait_until_complete(self) -> None:
         """Wait until all servers are registered and own their partitions."""
         ports = {each.port for each in self._cluster.members if each.kind == "server"}
         until = time.perf_counter() + WAIT_S_MAX
@@ -138,23 +138,23 @@ class _RejectionRun:
 
     def _empty_lock_files(self) -> None:
         storages = [each.name for each in self._cluster.members if each.kind == "storage"]
-        found: list[Path] = []
+        lock_files: list[Path] = []
         for name in storages:
-            found += (self._cluster.directory / name / str(PARTITION)).glob("waltz-x.lck*")
-        if not found:
+            lock_files += (self._cluster.directory / name / str(PARTITION)).glob("waltz-x.lck*")
+        if not lock_files:
             raise Unavailable(
                 f"there are no lock files of partition {PARTITION} in {self._cluster.directory}"
             )
-        for path in found:
+        for path in lock_files:
             os.truncate(path, 0)
 
 
-def move_rejections(load: BenchLoad, meter: Meter) -> Measured:
+def move_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Measure false rejections by lag: before a move, after a move, and without lock files."""
     return uvloop.run(_move_rejections(load, meter))
 
 
-async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
+async def _move_rejections(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     if meter.cluster is None:
         raise BadConfig(
@@ -166,17 +166,17 @@ async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
         open_session(load.connect) as coordinator,
     ):
         run = _RejectionRun(meter.cluster, client, coordinator, load.batch_rows)
-        await run.await_whole()
-        began = time.perf_counter()
+        await run.wait_until_complete()
+        start_s = time.perf_counter()
         rejected = {
             "before": await run.rates(moves=False),
             "after": await run.rates(moves=True),
             "without_file": await run.rates(moves=True, with_file=False),
         }
-        took = time.perf_counter() - began
-    return Measured(
+        elapsed_s = time.perf_counter() - start_s
+    return WorkloadResult(
         rows=run.rows,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=0,
         acknowledged=run.rows,
         extra={"rejected_by_lag": rejected},

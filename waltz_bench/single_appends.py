@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 
 from waltz_bench.batch_appends import fill
-from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult, percentile_ms
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, RangeForm, lock
 from waltz_core.records import raw_records
@@ -37,15 +37,15 @@ SLICES = 4
 SINGLES_IN_FLIGHT = 512
 
 
-def append_one(load: BenchLoad, meter: Meter) -> Measured:
+def append_one(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append one transaction at a time; with `--peer nats`, alternately to Waltz and JetStream."""
     return uvloop.run(_append_one(load, meter))
 
 
-async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
+async def _append_one(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
-    own: list[float] = []
+    latencies_s: list[float] = []
     peer_times: list[float] = []
     ids: list[int] = []
     async with AsyncExitStack() as stack:
@@ -61,19 +61,19 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
             if peer is not None:
                 await peer.publish(payload)
         meter.start()
-        took = 0.0
+        elapsed_s = 0.0
         for _ in range(SLICES):
-            began = time.perf_counter()
-            until = began + load.seconds / SLICES
-            while (sent := time.perf_counter()) < until:
+            start_s = time.perf_counter()
+            until = start_s + load.seconds / SLICES
+            while (sent_s := time.perf_counter()) < until:
                 locks = [lock("bench", len(ids))]
                 ids.append(await (await client.append(payload, partition=0, write_locks=locks)))
-                own.append(time.perf_counter() - sent)
-            took += time.perf_counter() - began
+                latencies_s.append(time.perf_counter() - sent_s)
+            elapsed_s += time.perf_counter() - start_s
             until = time.perf_counter() + load.seconds / SLICES
-            while peer is not None and (sent := time.perf_counter()) < until:
+            while peer is not None and (sent_s := time.perf_counter()) < until:
                 await peer.publish(payload)
-                peer_times.append(time.perf_counter() - sent)
+                peer_times.append(time.perf_counter() - sent_s)
         meter.stop()
         lost, duplicated = await check_ids(client, starts, {0: ids})
     extra: dict[str, object] = {}
@@ -81,16 +81,18 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
         extra = {
             f"{load.peer}_p{share}_ms": percentile_ms(peer_times, share / 100) for share in (50, 99)
         }
-        extra["p50_ratio"] = round(float(np.median(own) / np.median(peer_times)), 2)
-    return measured(load, ids, own, took=took, wrong=(lost, duplicated), extra=extra)
+        extra["p50_ratio"] = round(float(np.median(latencies_s) / np.median(peer_times)), 2)
+    return workload_result(
+        load, ids, latencies_s, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra=extra
+    )
 
 
-def append_single(load: BenchLoad, meter: Meter) -> Measured:
+def append_single(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append single transactions to all partitions round-robin, with many in flight."""
     return uvloop.run(_append_single(load, meter))
 
 
-async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
+async def _append_single(load: BenchLoad, meter: Meter) -> WorkloadResult:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     latencies: list[float] = []
     ids: dict[int, list[int]] = {}
@@ -99,28 +101,30 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
         starts = await client.high_water_marks()
         waiting: deque[tuple[float, int, asyncio.Future[TransactionId]]] = deque()
         meter.start()
-        began = time.perf_counter()
-        until = began + load.seconds
-        turn = 0
+        start_s = time.perf_counter()
+        until = start_s + load.seconds
+        append_number = 0
         while waiting or time.perf_counter() < until:
-            while len(waiting) < SINGLES_IN_FLIGHT and (sent := time.perf_counter()) < until:
-                turn += 1
-                partition = turn % client.partition_count
-                locks = [lock("bench", turn)]
+            while len(waiting) < SINGLES_IN_FLIGHT and (sent_s := time.perf_counter()) < until:
+                append_number += 1
+                partition = append_number % client.partition_count
+                locks = [lock("bench", append_number)]
                 future = await client.append(payload, partition=partition, write_locks=locks)
-                waiting.append((sent, partition, future))
+                waiting.append((sent_s, partition, future))
             if waiting:
-                sent, partition, future = waiting.popleft()
+                sent_s, partition, future = waiting.popleft()
                 ids.setdefault(partition, []).append(await future)
-                latencies.append(time.perf_counter() - sent)
-        took = time.perf_counter() - began
+                latencies.append(time.perf_counter() - sent_s)
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await check_ids(client, starts, ids)
     rows = [each for part in ids.values() for each in part]
-    return measured(load, rows, latencies, took=took, wrong=(lost, duplicated), extra={})
+    return workload_result(
+        load, rows, latencies, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra={}
+    )
 
 
-def conditional(load: BenchLoad, meter: Meter) -> Measured:
+def conditional(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append to one partition with 64 writers, each with its own lock and one append in flight.
 
     The workload uses one partition, because the peers that it is compared with have one stream,
@@ -129,7 +133,7 @@ def conditional(load: BenchLoad, meter: Meter) -> Measured:
     return uvloop.run(_conditional(load, meter))
 
 
-async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
+async def _conditional(load: BenchLoad, meter: Meter) -> WorkloadResult:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     latencies: list[float] = []
     partition = 0
@@ -139,7 +143,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
     async def write(client: AsyncWaltzClient, number: int, until: float) -> None:
         nonlocal rejected
         locks, mark = [lock("writer", number)], await client.high_water_mark(partition)
-        while (sent := time.perf_counter()) < until:
+        while (sent_s := time.perf_counter()) < until:
             try:
                 mark = await (
                     await client.append(
@@ -153,45 +157,47 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
                 rejected += 1
                 mark = await client.high_water_mark(partition)
                 continue
-            latencies.append(time.perf_counter() - sent)
+            latencies.append(time.perf_counter() - sent_s)
             ids.append(mark)
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         await client.mount()
         starts = await client.high_water_marks()
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(WRITERS):
-                group.create_task(write(client, number, began + load.seconds))
-        took = time.perf_counter() - began
+                group.create_task(write(client, number, start_s + load.seconds))
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
         lost, duplicated = await check_ids(client, starts, {partition: ids})
     extra: dict[str, object] = {"writers": WRITERS, "rejected": rejected}
-    return measured(load, ids, latencies, took=took, wrong=(lost, duplicated), extra=extra)
+    return workload_result(
+        load, ids, latencies, elapsed_s=elapsed_s, wrong_counts=(lost, duplicated), extra=extra
+    )
 
 
 class _CountCallbacks(AsyncCallbacks):
     """Counts the transactions of the feed, without reading their data."""
 
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
+    def __init__(self, count: int) -> None:
+        self._expected_count = count
         self.count = 0
         self.is_done = asyncio.Event()
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
         """Count a transaction, and signal the last transaction."""
         self.count += 1
-        if self.count == self._wanted:
+        if self.count == self._expected_count:
             self.is_done.set()
 
 
-def feed(load: BenchLoad, meter: Meter) -> Measured:
+def feed(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Catch up with a log of `--rows` transactions by the feed, headers only."""
     return uvloop.run(_feed(load, meter))
 
 
-async def _feed(load: BenchLoad, meter: Meter) -> Measured:
+async def _feed(load: BenchLoad, meter: Meter) -> WorkloadResult:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -201,14 +207,14 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
         rows = sum(marks.values()) + len(marks)
         callbacks = _CountCallbacks(rows)
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         await client.subscribe(callbacks)
         await callbacks.is_done.wait()
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
-    return Measured(
+    return WorkloadResult(
         rows=rows,
-        seconds=took,
+        seconds=elapsed_s,
         bytes=rows * 20,
         acknowledged=rows,
         lost=max(0, rows - callbacks.count),
@@ -216,26 +222,26 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
     )
 
 
-def measured(
+def workload_result(
     load: BenchLoad,
     ids: list[int],
     latencies: list[float],
     *,
-    took: float,
-    wrong: tuple[int, int],
+    elapsed_s: float,
+    wrong_counts: tuple[int, int],
     extra: dict[str, object],
-) -> Measured:
-    """Return the result of a workload with single appends; `took` is the time in seconds."""
+) -> WorkloadResult:
+    """Return the result of a workload with single appends; `elapsed_s` is the time in seconds."""
 
-    return Measured(
+    return WorkloadResult(
         rows=len(ids),
-        seconds=took,
+        seconds=elapsed_s,
         bytes=len(ids) * load.payload_bytes,
         latencies_s=latencies,
         gap_s_max=max(latencies, default=0.0),
         acknowledged=len(ids),
-        lost=wrong[0],
-        duplicated=wrong[1],
+        lost=wrong_counts[0],
+        duplicated=wrong_counts[1],
         extra=extra,
     )
 
@@ -256,8 +262,8 @@ async def check_ids(
             async for chunk in chunks
         ]
         if requests:
-            whole = np.concatenate(requests)
-            duplicated += len(whole) - len(np.unique(whole))
+            request_ids = np.concatenate(requests)
+            duplicated += len(request_ids) - len(np.unique(request_ids))
     return lost, duplicated
 
 
@@ -265,33 +271,42 @@ async def check_ids(
 
 
 @dataclass
-class _Acknowledged:
+class _AcknowledgedAppends:
     ids: dict[int, list[int]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
     rejected: int = 0
 
 
-def producers(load: BenchLoad, meter: Meter) -> Measured:
+def producers(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append with `--writers`, locks from a `--lock-pool`, and pauses of `--interval-ms`."""
     return uvloop.run(_producers(load, meter))
 
 
-async def _producers(load: BenchLoad, meter: Meter) -> Measured:
-    acknowledged = _Acknowledged()
+async def _producers(load: BenchLoad, meter: Meter) -> WorkloadResult:
+    acknowledged = _AcknowledgedAppends()
     async with AsyncWaltzClient.connect(load.connect) as client:
         await client.mount()
         starts = await client.high_water_marks()
         meter.start()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(load.writers):
-                group.create_task(_write(client, load, number, began + load.seconds, acknowledged))
-        took = time.perf_counter() - began
+                group.create_task(
+                    _write(client, load, number, start_s + load.seconds, acknowledged)
+                )
+        elapsed_s = time.perf_counter() - start_s
         meter.stop()
-        wrong = await check_ids(client, starts, acknowledged.ids)
-    rows = [each for its in acknowledged.ids.values() for each in its]
+        wrong_counts = await check_ids(client, starts, acknowledged.ids)
+    rows = [each for ids in acknowledged.ids.values() for each in ids]
     extra: dict[str, object] = {"rejected": acknowledged.rejected}
-    return measured(load, rows, acknowledged.latencies_s, took=took, wrong=wrong, extra=extra)
+    return workload_result(
+        load,
+        rows,
+        acknowledged.latencies_s,
+        elapsed_s=elapsed_s,
+        wrong_counts=wrong_counts,
+        extra=extra,
+    )
 
 
 async def _write(
@@ -299,15 +314,15 @@ async def _write(
     load: BenchLoad,
     number: int,
     until: float,
-    acknowledged: _Acknowledged,
+    acknowledged: _AcknowledgedAppends,
 ) -> None:
-    chance = Random(number)  # noqa: S311 - test data
-    payload = chance.randbytes(load.payload_bytes)
+    random = Random(number)  # noqa: S311 - test data
+    payload = random.randbytes(load.payload_bytes)
     partition = number % client.partition_count
     mark = await client.high_water_mark(partition)
-    while (sent := time.perf_counter()) < until:
+    while (sent_s := time.perf_counter()) < until:
         pool = range(load.lock_count if load.lock_pool else 0)
-        locks = [lock("bench", chance.randrange(load.lock_pool)) for _ in pool]
+        locks = [lock("bench", random.randrange(load.lock_pool)) for _ in pool]
         try:
             future = await client.append(
                 payload, partition=partition, write_locks=locks, client_high_water_mark=mark
@@ -315,12 +330,14 @@ async def _write(
             mark = await future
         except errors.LockFailed as failed:
             acknowledged.rejected += 1
-            later = failed.high_water_mark
+            new_mark = failed.high_water_mark
             mark = (
-                await client.high_water_mark(partition) if later is None else TransactionId(later)
+                await client.high_water_mark(partition)
+                if new_mark is None
+                else TransactionId(new_mark)
             )
             continue
-        acknowledged.latencies_s.append(time.perf_counter() - sent)
+        acknowledged.latencies_s.append(time.perf_counter() - sent_s)
         acknowledged.ids.setdefault(partition, []).append(mark)
         if load.interval_ms:
             await asyncio.sleep(load.interval_ms / 1000)

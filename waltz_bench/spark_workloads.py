@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_spark.api import session, snapshot
 from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
@@ -40,32 +40,34 @@ TABLE_TASKS_MIN, TABLE_TASK_ROWS = 4, 125_000  # the rows of one task always fit
 BATCH_ROWS, BATCH_BYTES, BATCH_COUNT = 8_192, 8 * 1024 * 1024, 16
 
 
-def write(load: BenchLoad, meter: Meter) -> Measured:
+def write(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Write `--rows` rows of `--payload` bytes with append locks; then count them in the log."""
     spark = session("waltz bench", master="local[2]")
     try:
         spark.dataSource.register(MemorySource)
-        table = _table(spark, load).cache()
+        table = _create_table(spark, load).cache()
         _write(table, load)  # a warm-up: it computes the rows and starts the worker processes
-        _drain(table)
+        _discard(table)
         before = snapshot(spark, load.connect)
-        rounds = _alternately(lambda: _write(table, load), lambda: _drain(table), meter)
+        rounds = _run_alternately(lambda: _write(table, load), lambda: _discard(table), meter)
         after = snapshot(spark, load.connect)
-        grown = _total(after.high_water_marks) - _total(before.high_water_marks)
+        log_growth = _transaction_count(after.high_water_marks) - _transaction_count(
+            before.high_water_marks
+        )
     finally:
         spark.stop()
         close_clients()
-    return _measurement(load, rounds, grown - (ROUNDS - 1) * load.rows)
+    return _result_of_rounds(load, rounds, log_growth - (ROUNDS - 1) * load.rows)
 
 
-def read(load: BenchLoad, meter: Meter) -> Measured:
+def read(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Read `--rows` rows of one partition into Spark; append rows first if it has fewer."""
     spark = session("waltz bench", master="local[2]")
     try:
         spark.dataSource.register(MemorySource)
         missing = load.rows - 1 - snapshot(spark, load.connect).high_water_marks[PARTITION]
         if missing > 0:
-            table = _table(spark, load, missing).withColumn("partition", F.lit(PARTITION))
+            table = _create_table(spark, load, missing).withColumn("partition", F.lit(PARTITION))
             _write(table, load)
         view = snapshot(spark, load.connect)
         reader = view.reader().option("endingHighWaterMarks", f'{{"{PARTITION}": {load.rows - 1}}}')
@@ -73,16 +75,16 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
         frame_reader = spark.read.format("waltz_memory_source")
         memory = frame_reader.options(rows=load.rows, payload=load.payload_bytes).load()
         for frame in (memory, log):
-            _take(frame)  # a warm-up: workers connect, and the JVM compiles the code
-        rounds = _alternately(lambda: _take(log), lambda: _take(memory), meter)
-        found = log.select("transaction_id").distinct().count()
+            _read_all(frame)  # a warm-up: workers connect, and the JVM compiles the code
+        rounds = _run_alternately(lambda: _read_all(log), lambda: _read_all(memory), meter)
+        row_count = log.select("transaction_id").distinct().count()
     finally:
         spark.stop()
         close_clients()
-    return _measurement(load, rounds, found)
+    return _result_of_rounds(load, rounds, row_count)
 
 
-def _alternately(
+def _run_alternately(
     through_log: Callable[[], None], through_memory: Callable[[], None], meter: Meter
 ) -> list[tuple[float, float]]:
     """Run the two functions alternately, `ROUNDS` times; return the seconds of each round.
@@ -90,48 +92,50 @@ def _alternately(
     They alternate because the speed of a machine changes over time.
     """
 
-    def metered() -> None:
+    def run_metered() -> None:
         meter.start()
         through_log()
         meter.stop()
 
-    return [(_timed(metered), _timed(through_memory)) for _ in range(ROUNDS)]
+    return [(_time_call(run_metered), _time_call(through_memory)) for _ in range(ROUNDS)]
 
 
-def _measurement(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
-    """Return the result of all rounds; `found` is how many rows of one round the log contains."""
-    times, ceilings = zip(*rounds, strict=True)
-    return Measured(
+def _result_of_rounds(
+    load: BenchLoad, rounds: Sequence[tuple[float, float]], row_count: int
+) -> WorkloadResult:
+    """Return the result of all rounds; the log contains `row_count` rows of one round."""
+    seconds_by_round, ceilings = zip(*rounds, strict=True)
+    return WorkloadResult(
         rows=ROUNDS * load.rows,
-        seconds=sum(times),
+        seconds=sum(seconds_by_round),
         bytes=ROUNDS * load.rows * load.payload_bytes,
         acknowledged=ROUNDS * load.rows,
-        lost=max(0, load.rows - found),
-        duplicated=max(0, found - load.rows),
-        of_ceiling=round(statistics.median(ceilings) / statistics.median(times), 3),
+        lost=max(0, load.rows - row_count),
+        duplicated=max(0, row_count - load.rows),
+        of_ceiling=round(statistics.median(ceilings) / statistics.median(seconds_by_round), 3),
         extra={
-            "rates_per_s": [round(load.rows / seconds) for seconds in times],
+            "rates_per_s": [round(load.rows / seconds) for seconds in seconds_by_round],
             "ceiling_rates_per_s": [round(load.rows / seconds) for seconds in ceilings],
         },
     )
 
 
-def _timed(call: Callable[[], None]) -> float:
-    began = time.perf_counter()
+def _time_call(call: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
-def _take(frame: DataFrame) -> None:
+def _read_all(df: DataFrame) -> None:
     """Let Spark read every column of every row, and discard the rows."""
-    frame.write.format("noop").mode("overwrite").save()
+    df.write.format("noop").mode("overwrite").save()
 
 
-def _drain(table: DataFrame) -> None:
+def _discard(table: DataFrame) -> None:
     table.write.format("waltz_memory_source").mode("append").save()
 
 
-def _table(spark: SparkSession, load: BenchLoad, rows: int | None = None) -> DataFrame:
+def _create_table(spark: SparkSession, load: BenchLoad, rows: int | None = None) -> DataFrame:
     """Return rows with pseudo-random payloads, each with its own locks."""
     locks = [lock(f"bench{number}", "id") for number in range(load.lock_count)]
     digest = F.sha2(F.col("id").cast("string"), 512)  # 128 characters
@@ -151,7 +155,7 @@ def _write(table: DataFrame, load: BenchLoad) -> None:
     writer.save(load.connect)
 
 
-def _total(marks: Mapping[int, int]) -> int:
+def _transaction_count(marks: Mapping[int, int]) -> int:
     return sum(mark + 1 for mark in marks.values())
 
 
@@ -181,14 +185,14 @@ class MemorySource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the source that reads batches from memory."""
-        return _Memory(int(self.options["rows"]), int(self.options["payload"]), schema)
+        return _MemoryReader(int(self.options["rows"]), int(self.options["payload"]), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> "_DiscardWriter":  # noqa: FBT001 - Spark's
         """Return the sink that discards rows."""
         return _DiscardWriter()
 
 
-class _Memory(DataSourceReader):
+class _MemoryReader(DataSourceReader):
     """Yields tasks and batches of the same sizes as a read of the log."""
 
     def __init__(self, rows: int, payload_bytes: int, schema: StructType) -> None:
@@ -206,29 +210,35 @@ class _Memory(DataSourceReader):
         """Yield the same few batches repeatedly, until the partition has enough rows."""
         assert isinstance(partition, _IdRangePartition)
         count = max(1, min(BATCH_ROWS, BATCH_BYTES // max(self._payload_bytes, 1)))
-        generated = _batches(self._schema, count, self._payload_bytes)
-        left = partition.last - partition.first + 1
+        generated = _create_batches(self._schema, count, self._payload_bytes)
+        remaining = partition.last - partition.first + 1
         for batch in itertools.cycle(generated):
-            yield batch if left > count else batch.slice(0, left)
-            left -= count
-            if left <= 0:
+            yield batch if remaining > count else batch.slice(0, remaining)
+            remaining -= count
+            if remaining <= 0:
                 return
 
 
 @functools.cache
-def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.RecordBatch]:
+def _create_batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.RecordBatch]:
     """Create batches of random payloads once in each process; in total larger than a CPU cache."""
-    ints, longs = np.zeros(count, np.int32), np.arange(count)
+    int32_zeros, int64_values = np.zeros(count, np.int32), np.arange(count)
     request = pa.StructArray.from_arrays(
-        [pa.array(ints)] * 4, ["client_id", "generation", "partition", "sequence"]
+        [pa.array(int32_zeros)] * 4, ["client_id", "generation", "partition", "sequence"]
     )
-    stamps = pa.array(longs, pa.timestamp("us", tz="UTC"))
-    rest = [pa.array(ints), pa.array(longs), pa.array(ints), request, stamps]
+    stamps = pa.array(int64_values, pa.timestamp("us", tz="UTC"))
+    other_columns = [
+        pa.array(int32_zeros),
+        pa.array(int64_values),
+        pa.array(int32_zeros),
+        request,
+        stamps,
+    ]
     arrow = arrow_schema(schema)
     rng = np.random.default_rng(0)
     rows = [[rng.bytes(payload_bytes) for _ in range(count)] for _ in range(BATCH_COUNT)]
     return [
-        pa.RecordBatch.from_arrays([*rest, pa.array(each, pa.binary())], schema=arrow)
+        pa.RecordBatch.from_arrays([*other_columns, pa.array(each, pa.binary())], schema=arrow)
         for each in rows
     ]
 

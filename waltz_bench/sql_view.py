@@ -22,7 +22,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.client import MSGPACK, Callbacks, WaltzClient
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import encode_append
@@ -48,84 +48,86 @@ class _AppliedCount:
     """Counts the applied rows, and wakes the waiting caller when all are applied."""
 
     def __init__(self, count: int) -> None:
-        self._left = count
+        self._remaining_count = count
         self._lock = threading.Lock()
-        self._is_over = threading.Event()
+        self._is_finished = threading.Event()
 
     def add(self, count: int) -> None:
         with self._lock:
-            self._left -= count
-            if self._left <= 0:
-                self._is_over.set()
+            self._remaining_count -= count
+            if self._remaining_count <= 0:
+                self._is_finished.set()
 
     def wait(self) -> None:
-        if not self._is_over.wait(WAIT_S_MAX):
-            raise BadConfig(f"the view has not applied {self._left} rows within {WAIT_S_MAX:.0f} s")
+        if not self._is_finished.wait(WAIT_S_MAX):
+            raise BadConfig(
+                f"the view has not applied {self._remaining_count} rows within {WAIT_S_MAX:.0f} s"
+            )
 
 
-class _InMemory(Callbacks):
+class _InMemoryView(Callbacks):
     """The baseline without a database: sums the amounts in a dictionary."""
 
-    def __init__(self, end: _AppliedCount) -> None:
-        self._end = end
+    def __init__(self, applied_count: _AppliedCount) -> None:
+        self._applied_count = applied_count
         self.balances: Counter[int] = Counter()
         self._lock = threading.Lock()
 
     def apply_transaction(self, transaction: Transaction) -> None:
         """Add the amount of a transaction to its account."""
-        account, amount = _entry(transaction)
+        account, amount = _unpack_entry(transaction)
         with self._lock:
             self.balances[account] += amount
-        self._end.add(1)
+        self._applied_count.add(1)
 
 
-def _entry(transaction: Transaction) -> tuple[int, int]:
+def _unpack_entry(transaction: Transaction) -> tuple[int, int]:
     account, amount = cast("tuple[int, int]", transaction.value())
     return account, amount
 
 
-def sql_view(load: BenchLoad, meter: Meter) -> Measured:
+def sql_view(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Catch up with a log of `--rows` small transactions: into memory, then an SQL database."""
 
     with WaltzClient(load.connect) as client:
         if any(mark >= 0 for mark in client.high_water_marks().values()):
             raise BadConfig("sql-view needs an empty log, but the log has transactions")
-        expected = _fill(client, load)
+        expected = _append_rows(client, load)
     rows = sum(expected.values())
     seconds: dict[str, float] = {}
     cpu: dict[str, float] = {}
-    found: Counter[int] = Counter()
-    with _database(load) as url:
+    result: Counter[int] = Counter()
+    with _open_database(load) as url:
         for name in ("callbacks", "apply", "apply_batch"):
-            end = _AppliedCount(rows)
-            callbacks, balances = _view(name, url, sorted(expected), end)
+            applied_count = _AppliedCount(rows)
+            callbacks, balances = _create_view(name, url, sorted(expected), applied_count)
             with WaltzClient(load.connect) as client:
                 meter.start()
-                began, began_cpu = time.perf_counter(), time.process_time()
+                start_s, began_cpu = time.perf_counter(), time.process_time()
                 client.subscribe(callbacks)
-                end.wait()
-                seconds[name] = time.perf_counter() - began
+                applied_count.wait()
+                seconds[name] = time.perf_counter() - start_s
                 cpu[name] = time.process_time() - began_cpu
                 meter.stop()
-            found = balances()
-            if found != expected:
+            result = balances()
+            if result != expected:
                 break
     extra: dict[str, object] = {
-        f"{name}_per_s": round(rows / took) for name, took in seconds.items()
+        f"{name}_per_s": round(rows / elapsed_s) for name, elapsed_s in seconds.items()
     }
-    extra |= {f"{name}_client_cpu_us": round(spent * 1e6 / rows, 1) for name, spent in cpu.items()}
-    return Measured(
+    extra |= {f"{name}_client_cpu_us": round(cpu_s * 1e6 / rows, 1) for name, cpu_s in cpu.items()}
+    return WorkloadResult(
         rows=rows,
         seconds=seconds[name],
         bytes=0,
         acknowledged=rows,
-        lost=sum((expected - found).values()),
-        duplicated=sum((found - expected).values()),
+        lost=sum((expected - result).values()),
+        duplicated=sum((result - expected).values()),
         extra=extra | {"last": name, "database": url.partition(":")[0]},
     )
 
 
-def _fill(client: WaltzClient, load: BenchLoad) -> Counter[int]:
+def _append_rows(client: WaltzClient, load: BenchLoad) -> Counter[int]:
     """Append the rows to all partitions round-robin; return the resulting balances by account."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
@@ -151,17 +153,17 @@ def _fill(client: WaltzClient, load: BenchLoad) -> Counter[int]:
 
 
 @contextlib.contextmanager
-def _database(load: BenchLoad) -> Iterator[str]:
+def _open_database(load: BenchLoad) -> Iterator[str]:
     """Yield the URL of the database in `--database`, or of a new SQLite file."""
     if load.database is not None:
         yield load.database
         return
-    with tempfile.TemporaryDirectory(prefix="waltz-bench-", dir=load.directory or ".") as place:
-        yield f"sqlite:///{Path(place) / 'view.db'}"
+    with tempfile.TemporaryDirectory(prefix="waltz-bench-", dir=load.directory or ".") as directory:
+        yield f"sqlite:///{Path(directory) / 'view.db'}"
 
 
-def _view(
-    name: str, url: str, numbers: Sequence[int], end: _AppliedCount
+def _create_view(
+    name: str, url: str, numbers: Sequence[int], applied_count: _AppliedCount
 ) -> tuple[Callbacks, Callable[[], Counter[int]]]:
     """Create new tables; return the callbacks that fill them, and a function for the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
@@ -169,7 +171,7 @@ def _view(
     from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - needs SQLAlchemy as well
 
     if name == "callbacks":
-        in_memory = _InMemory(end)
+        in_memory = _InMemoryView(applied_count)
         return in_memory, lambda: in_memory.balances
     metadata = sa.MetaData()
     accounts = sa.Table(
@@ -178,34 +180,34 @@ def _view(
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("balance", sa.BigInteger, nullable=False),
     )
-    added = accounts.c.balance + sa.bindparam("amount")
-    add = accounts.update().where(accounts.c.id == sa.bindparam("account")).values(balance=added)
+    total = accounts.c.balance + sa.bindparam("amount")
+    add = accounts.update().where(accounts.c.id == sa.bindparam("account")).values(balance=total)
 
-    class OneByOne(SqlCallbacks):
+    class OneStatementPerTransaction(SqlCallbacks):
         def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
-            account, amount = _entry(transaction)
+            account, amount = _unpack_entry(transaction)
             connection.execute(add, {"account": account, "amount": amount})
 
         def apply_transactions(
-            self, partition: int, given: Sequence[Transaction], last: int
+            self, partition: int, batch: Sequence[Transaction], last: int
         ) -> int:
-            count = super().apply_transactions(partition, given, last)
-            end.add(count)
+            count = super().apply_transactions(partition, batch, last)
+            applied_count.add(count)
             return count
 
-    class Together(OneByOne):
-        def apply_batch(self, connection: sa.Connection, given: Sequence[Transaction]) -> None:
-            sums: Counter[int] = Counter()
-            for account, amount in map(_entry, given):
-                sums[account] += amount
+    class OneStatementPerBatch(OneStatementPerTransaction):
+        def apply_batch(self, connection: sa.Connection, batch: Sequence[Transaction]) -> None:
+            amounts: Counter[int] = Counter()
+            for account, amount in map(_unpack_entry, batch):
+                amounts[account] += amount
             if connection.dialect.name == "postgresql":
-                rows = {"accounts": list(sums), "amounts": list(sums.values())}
+                rows = {"accounts": list(amounts), "amounts": list(amounts.values())}
                 connection.execute(sa.text(ADD_ARRAYS), rows)
                 return
-            connection.execute(add, [{"account": a, "amount": b} for a, b in sums.items()])
+            connection.execute(add, [{"account": a, "amount": b} for a, b in amounts.items()])
 
     engine = sa.create_engine(url)
-    kind = OneByOne if name == "apply" else Together
+    kind = OneStatementPerTransaction if name == "apply" else OneStatementPerBatch
     callbacks = kind(engine, table="waltz_bench_marks")
     callbacks.marks.drop(engine)
     callbacks.marks.create(engine)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.output import print_error
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import combine_many, crc32_of_each
@@ -70,91 +70,91 @@ class _AppendArguments(NamedTuple):
     entry: LineageEntry
 
 
-class _Spent(NamedTuple):
-    """Seconds: CPU time of all appends, CPU time of all syncs, wall time of each batch."""
+class _AppendTimes(NamedTuple):
+    """Times in seconds: CPU of all appends, CPU of all syncs, and wall time of each batch."""
 
     append_cpu_s: float
     sync_cpu_s: float
     wall_s: list[float]
 
 
-def storage_append(load: BenchLoad, meter: Meter) -> Measured:
+def storage_append(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Append batches to one log, and sync each batch before the next; then read back all rows."""
 
-    rows = _rows(load, APPEND_MIB)
+    rows = _row_count(load, APPEND_MIB)
     with _directory(load) as directory:
-        engine, log = _opened(directory, SEGMENT_BYTES_MAX)
+        engine, log = _open_engine(directory, SEGMENT_BYTES_MAX)
         meter.start()
-        spent = _append(log, load, rows)
+        times = _append(log, load, rows)
         meter.stop()
         engine.close()
-        engine, log = _opened(directory, SEGMENT_BYTES_MAX)
+        engine, log = _open_engine(directory, SEGMENT_BYTES_MAX)
         lost, read_cpu_s = _read_back(log, rows)
         engine.close()
-    return Measured(
+    return WorkloadResult(
         rows=rows,
-        seconds=sum(spent.wall_s),
+        seconds=sum(times.wall_s),
         bytes=rows * load.payload_bytes,
-        latencies_s=spent.wall_s,
+        latencies_s=times.wall_s,
         acknowledged=rows,
         lost=lost,
-        cpu_seconds={"storage": spent.append_cpu_s + spent.sync_cpu_s},
+        cpu_seconds={"storage": times.append_cpu_s + times.sync_cpu_s},
         extra={
-            "append_us": round(spent.append_cpu_s * 1e6 / rows, 3),
-            "sync_us": round(spent.sync_cpu_s * 1e6 / rows, 3),
+            "append_us": round(times.append_cpu_s * 1e6 / rows, 3),
+            "sync_us": round(times.sync_cpu_s * 1e6 / rows, 3),
             "read_us": round(read_cpu_s * 1e6 / rows, 3),
         },
     )
 
 
-def storage_open(load: BenchLoad, meter: Meter) -> Measured:
+def storage_open(load: BenchLoad, meter: Meter) -> WorkloadResult:
     """Open a storage directory with many segments three times, and read back all rows.
 
     The first open is as after a crash, the second as after a clean stop. Both have a cold page
     cache. The third has a warm page cache.
     """
 
-    rows = _rows(load, OPEN_MIB)
+    rows = _row_count(load, OPEN_MIB)
     record_bytes = load.payload_bytes + RECORD_OVERHEAD_BYTES
     segment_bytes_max = min(SEGMENT_BYTES_MAX, max(4096, rows * record_bytes // load.segments))
     with _directory(load) as directory:
-        engine, log = _opened(directory, segment_bytes_max)
+        engine, log = _open_engine(directory, segment_bytes_max)
         print_error(f"writing {rows * record_bytes // MIB:,} MiB")
         _append(log, load, rows)
         engine.abandon()
         meter.start()
-        took: dict[str, object] = {}
-        slowest = 0.0
+        elapsed_s: dict[str, object] = {}
+        slowest_open_s = 0.0
         for name, in_memory in (("after_crash", False), ("after_stop", False), ("again", True)):
             if not in_memory:
                 _drop_from_memory(directory)
             files_before = len(os.listdir("/proc/self/fd"))
-            began = time.perf_counter()
-            engine, log = _opened(directory, segment_bytes_max)
-            took_s = time.perf_counter() - began
-            slowest = max(slowest, took_s)
-            took[f"{name}_s"] = round(took_s, 3)
-            took["open_files"] = len(os.listdir("/proc/self/fd")) - files_before
+            start_s = time.perf_counter()
+            engine, log = _open_engine(directory, segment_bytes_max)
+            took_s = time.perf_counter() - start_s
+            slowest_open_s = max(slowest_open_s, took_s)
+            elapsed_s[f"{name}_s"] = round(took_s, 3)
+            elapsed_s["open_files"] = len(os.listdir("/proc/self/fd")) - files_before
             engine.close()
         meter.stop()
-        engine, log = _opened(directory, segment_bytes_max)
+        engine, log = _open_engine(directory, segment_bytes_max)
         lost, _ = _read_back(log, rows)
         engine.close()
-        took["segments"] = len(list((directory / str(PARTITION)).glob("*.seg")))
-    return Measured(
+        elapsed_s["segments"] = len(list((directory / str(PARTITION)).glob("*.seg")))
+    return WorkloadResult(
         rows=rows,
-        seconds=slowest,
+        seconds=slowest_open_s,
         bytes=rows * load.payload_bytes,
         acknowledged=rows,
         lost=lost,
-        extra=took,
+        extra=elapsed_s,
     )
 
 
-def _rows(load: BenchLoad, mib: int) -> int:
+def _row_count(load: BenchLoad, mib: int) -> int:
     """Return the number of rows in `--mib` MiB of data (default `mib`), in whole batches."""
-    wanted = (load.mib or mib) * MIB // max(1, load.payload_bytes)
-    return max(1, wanted // load.batch_rows) * load.batch_rows
+    row_count = (load.mib or mib) * MIB // max(1, load.payload_bytes)
+    return max(1, row_count // load.batch_rows) * load.batch_rows
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _directory(load: BenchLoad) -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def _opened(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine, PartitionLog]:
+def _open_engine(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine, PartitionLog]:
     settings = LogSettings(KEY, segment_bytes_max, lambda: time.time_ns() // 1_000_000)
     engine = StorageEngine.open(
         RealDisk(), directory, settings, partition_count=1, new_storage_id=bytes(16)
@@ -174,37 +174,37 @@ def _opened(directory: Path, segment_bytes_max: int) -> tuple[StorageEngine, Par
     return engine, engine.assign(PARTITION)
 
 
-def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _Spent:
+def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _AppendTimes:
     log.prepare(SESSION, KEY)
     append_s = sync_s = 0.0
     wall_s = []
-    for batch in _batches(log.chain, load, rows):
-        began, cpu = time.perf_counter(), time.process_time()
+    for batch in _create_batches(log.chain, load, rows):
+        start_s, cpu = time.perf_counter(), time.process_time()
         log.append(SESSION, *batch[:4], [batch.entry])
         appended = time.process_time()
         log.sync()
         sync_s += time.process_time() - appended
         append_s += appended - cpu
-        wall_s.append(time.perf_counter() - began)
-    return _Spent(append_s, sync_s, wall_s)
+        wall_s.append(time.perf_counter() - start_s)
+    return _AppendTimes(append_s, sync_s, wall_s)
 
 
-def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArguments]:
+def _create_batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArguments]:
     """Yield batches with the same data and consecutive IDs."""
     count, size = load.batch_rows, load.payload_bytes
-    chance = Random(3)  # noqa: S311 - test data
-    data = [chance.randbytes(size) for _ in range(count)]
+    random = Random(3)  # noqa: S311 - test data
+    data = [random.randbytes(size) for _ in range(count)]
     data_crcs = crc32_of_each(data)
     records = np.empty((count, size + RECORD_OVERHEAD_BYTES), dtype=np.uint8)
     records[:, 36:-4] = np.frombuffer(b"".join(data), dtype=np.uint8).reshape(count, size)
     lengths = np.full(count, size + RECORD_OVERHEAD_BYTES, dtype=np.int64)
-    places = np.arange(count, dtype=np.int64)
+    offsets = np.arange(count, dtype=np.int64)
     headers = np.zeros(count, dtype=np.int32)
     for first in map(TransactionId, range(0, rows, count)):
         prefixes = raw_records.encode_prefixes(
-            places + first,
+            offsets + first,
             ReqId(ClientId(1), Generation(1), PARTITION, first),
-            places,
+            offsets,
             headers,
             lengths=lengths - RECORD_OVERHEAD_BYTES,
             data_crcs=data_crcs,
@@ -222,11 +222,11 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArgume
 def _read_back(log: PartitionLog, rows: int) -> tuple[int, float]:
     """Read the whole log with all checks; return the number of missing rows and the CPU seconds."""
     first = TransactionId(0)
-    began = time.process_time()
+    start_s = time.process_time()
     while first <= log.max_id:
         read = log.read_range(first, log.max_id, READ_BYTES, whole_batches=False)
         first = TransactionId(first + int(read.lengths.size))
-    return rows - first, time.process_time() - began
+    return rows - first, time.process_time() - start_s
 
 
 def _drop_from_memory(directory: Path) -> None:

@@ -150,10 +150,10 @@ def append(
     try:
         df.write.format("waltz").mode("append").options(**texts).save(connect)
     except PySparkException as failure:
-        found = error_of(failure)
-        if found is None:
+        waltz_error = error_of(failure)
+        if waltz_error is None:
             raise
-        raise found from failure
+        raise waltz_error from failure
     summary = _read_summary(path)
     marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
     # If an earlier run has completed the write, the results are in the directory of that run.
@@ -167,26 +167,26 @@ def append(
     return WriteResult(summary, marks, path, is_repeated, results)
 
 
-def _check_not_set(name: str, options: Mapping[str, object], why: str) -> None:
+def _check_not_set(name: str, options: Mapping[str, object], reason: str) -> None:
     if name.lower() in {each.lower() for each in options}:
-        raise BadConfig(f"option {name!r} is not allowed, because {why}. Hint: omit the option.")
+        raise BadConfig(f"option {name!r} is not allowed, because {reason}. Hint: omit the option.")
 
 
 def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
     """Reject result columns that differ only in case, before any row is written."""
     if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
         return
-    given = options.get("resultColumns")
-    carried = [name for name in df.columns if name != "data"]
-    if given:
-        carried = [part.strip() for part in given.split(",")]
-    own = {*RESULT_COLUMNS, "partition"}
-    taken = {name: name for name in own}
-    for name in carried:
-        other = taken.setdefault(name.lower(), name)
-        if other != name:
+    columns_option = options.get("resultColumns")
+    input_columns = [name for name in df.columns if name != "data"]
+    if columns_option:
+        input_columns = [part.strip() for part in columns_option.split(",")]
+    result_columns = {*RESULT_COLUMNS, "partition"}
+    names_by_lower = {name: name for name in result_columns}
+    for name in input_columns:
+        other_name = names_by_lower.setdefault(name.lower(), name)
+        if other_name != name:
             raise BadRequest(
-                f"the results would have columns {other!r} and {name!r}, whose names are "
+                f"the results would have columns {other_name!r} and {name!r}, whose names are "
                 "equal for Spark. Hint: rename one of them, or omit it from option "
                 "resultColumns."
             )
@@ -211,8 +211,8 @@ def _read_results(spark: SparkSession, path: str, name: str) -> DataFrame | None
         entry.base_name for entry in directory.file_system.get_file_info(_files_in(directory.path))
     ]
     spark_path = _path_for_spark(path, directory)
-    own = [f"{spark_path}/{each}" for each in names if is_result_file_of(each, name)]
-    return spark.read.parquet(*own) if own else None
+    result_paths = [f"{spark_path}/{each}" for each in names if is_result_file_of(each, name)]
+    return spark.read.parquet(*result_paths) if result_paths else None
 
 
 def _path_for_spark(path: str, directory: ResultDirectory) -> str:
@@ -231,11 +231,11 @@ def _empty_results(spark: SparkSession, df: DataFrame) -> DataFrame:
         "lock_failure_transaction_id bigint, retry_high_water_mark bigint"
     )
     empty = spark.createDataFrame([], columns)
-    taken = {*empty.columns, "data"}
+    result_names = {*empty.columns, "data"}
     # A name may contain dots and backticks.
-    names = [name.replace("`", "``") for name in df.columns if name not in taken]
-    kept = df.select(*[F.col(f"`{name}`") for name in names]).limit(0)
-    return kept.crossJoin(empty)
+    names = [name.replace("`", "``") for name in df.columns if name not in result_names]
+    input_columns = df.select(*[F.col(f"`{name}`") for name in names]).limit(0)
+    return input_columns.crossJoin(empty)
 
 
 def _files_in(path: str) -> object:
@@ -251,8 +251,8 @@ def option_texts(options: Mapping[str, object]) -> dict[str, str]:
 
 def _name_in_table(option: str) -> str:
     """Return the name of an option, spelled as in `option_table.py`."""
-    known = OPTION_BY_NAME.get(option.lower())
-    return option if known is None else known.name
+    table_option = OPTION_BY_NAME.get(option.lower())
+    return option if table_option is None else table_option.name
 
 
 def _option_text(value: object) -> str:
@@ -273,12 +273,12 @@ def _marks_as_option(marks: object) -> str:
     )
     if not isinstance(marks, Mapping):
         raise BadConfig(f"{expected}, found {marks!r} ({type(marks).__name__})")
-    found: dict[str, int] = {}
+    marks_by_text: dict[str, int] = {}
     for partition, mark in marks.items():
         if not (_is_integer(partition, minimum=0) and _is_integer(mark, minimum=-1)):
             raise BadConfig(f"{expected}, found {partition!r}: {mark!r}")
-        found[str(int(partition))] = int(mark)
-    return json.dumps(found)
+        marks_by_text[str(int(partition))] = int(mark)
+    return json.dumps(marks_by_text)
 
 
 def _is_integer(value: object, *, minimum: int) -> bool:
@@ -289,8 +289,8 @@ def _is_integer(value: object, *, minimum: int) -> bool:
 
 def _new_temporary_path(spark: SparkSession) -> str:
     # A Spark Connect server may run on another machine, unless this process has started it.
-    is_here = not is_connect_session(spark) or "SPARK_LOCAL_REMOTE" in os.environ
-    if not (is_here and (spark.conf.get("spark.master", "") or "").startswith("local")):
+    is_local_driver = not is_connect_session(spark) or "SPARK_LOCAL_REMOTE" in os.environ
+    if not (is_local_driver and (spark.conf.get("spark.master", "") or "").startswith("local")):
         raise BadConfig(
             "Spark may run on other machines, too. Hint: use option resultsPath with a directory "
             "that this process and every executor can access."
@@ -349,8 +349,8 @@ def snapshot(
     Raises:
         Unavailable: the cluster does not answer.
     """
-    found = with_client(connect, lambda client: client.high_water_marks(partitions))
-    return Snapshot(spark, connect, {int(p): int(mark) for p, mark in found.items()})
+    marks = with_client(connect, lambda client: client.high_water_marks(partitions))
+    return Snapshot(spark, connect, {int(p): int(mark) for p, mark in marks.items()})
 
 
 def register(spark: SparkSession) -> None:
@@ -388,7 +388,9 @@ def session(
     """
     if master is not None and remote is not None:
         raise BadRequest(f"expected either master or remote, found both: {master} and {remote}")
-    own = {key if "." in key else key.replace("_", "."): value for key, value in conf.items()}
+    user_settings = {
+        key if "." in key else key.replace("_", "."): value for key, value in conf.items()
+    }
     if remote is not None and not remote.startswith("local"):
         builder, settings = SparkSession.builder.remote(remote), _SESSION_SETTINGS
     else:
@@ -398,15 +400,15 @@ def session(
             builder = builder.remote(remote)
     if master is not None:
         builder = builder.master(master)
-    for key, value in {**settings, **own}.items():
+    for key, value in {**settings, **user_settings}.items():
         builder = builder.config(key, value)
     with _terminal_stderr(), warnings.catch_warnings():
         # Spark Connect starts its server with all settings, then tries to set them again.
-        waltz_names = "|".join(re.escape(key) for key in settings if key not in own)
+        waltz_names = "|".join(re.escape(key) for key in settings if key not in user_settings)
         warnings.filterwarnings("ignore", f"Failed to set ({waltz_names}) ")
-        made = _start_session(builder)
-    raise_waltz_errors(made)
-    return made
+        spark = _start_session(builder)
+    raise_waltz_errors(spark)
+    return spark
 
 
 _SESSION_SETTINGS = {

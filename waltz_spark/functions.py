@@ -27,16 +27,16 @@ def lock(name: str, key: Column | str) -> Column:
         raise BadRequest(f"lock {name!r}: expected a string as its name")
     column = F.col(key) if isinstance(key, str) else key
     kind = F.typeof(column)
-    wide = (
+    wide_key = (
         F.when(kind == "string", F.crc32(column.cast("string").cast("binary")))
         .when(kind.isin(*_INTEGER_TYPES), column.cast("string").try_cast("bigint"))
         .otherwise(_raise_for_type(kind))
     )
-    low = F.lit(0xFFFFFFFF)
-    folded = wide.bitwiseXOR(F.shiftrightunsigned(wide, 32)).bitwiseAND(low)
-    mixed = folded.bitwiseXOR(F.lit(lock_hash(name, 0) & 0xFFFFFFFF))
-    sign = mixed.bitwiseAND(F.lit(0x80000000))
-    return (mixed - sign - sign).cast("int")
+    low_bits = F.lit(0xFFFFFFFF)
+    folded_key = wide_key.bitwiseXOR(F.shiftrightunsigned(wide_key, 32)).bitwiseAND(low_bits)
+    mixed_hash = folded_key.bitwiseXOR(F.lit(lock_hash(name, 0) & 0xFFFFFFFF))
+    sign_bit = mixed_hash.bitwiseAND(F.lit(0x80000000))
+    return (mixed_hash - sign_bit - sign_bit).cast("int")
 
 
 def _raise_for_type(kind: Column) -> Column:
@@ -56,9 +56,11 @@ def partition_of(hashed: Column, partition_count: int) -> Column:
     value.
     """
     golden = F.lit(0x9E3779B1)
-    half = F.lit(0xFFFF)
-    wide = hashed.cast("bigint").bitwiseAND(F.lit(0xFFFFFFFF))
-    low = wide.bitwiseAND(half) * golden
-    high = F.shiftleft((F.shiftrightunsigned(wide, 16) * golden).bitwiseAND(half), 16)
-    mixed = (low + high).bitwiseAND(F.lit(0xFFFFFFFF))
+    low_16_bits = F.lit(0xFFFF)
+    wide_hash = hashed.cast("bigint").bitwiseAND(F.lit(0xFFFFFFFF))
+    low_product = wide_hash.bitwiseAND(low_16_bits) * golden
+    high_product = F.shiftleft(
+        (F.shiftrightunsigned(wide_hash, 16) * golden).bitwiseAND(low_16_bits), 16
+    )
+    mixed = (low_product + high_product).bitwiseAND(F.lit(0xFFFFFFFF))
     return F.shiftrightunsigned(mixed * F.lit(partition_count), 32).cast("int")

@@ -132,8 +132,8 @@ class ReadOptions:
 
 def log_columns(*, has_keys: bool, has_changes: bool) -> tuple[str, ...]:
     """Return the names of the log's columns, with those of encryption keys and a change feed."""
-    more = [(has_keys, ERROR_COLUMN), (has_changes, CHANGE_COLUMN)]
-    return (*LOG_COLUMNS, *(name for is_included, name in more if is_included))
+    optional_columns = [(has_keys, ERROR_COLUMN), (has_changes, CHANGE_COLUMN)]
+    return (*LOG_COLUMNS, *(name for is_included, name in optional_columns if is_included))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +201,9 @@ def check_names(options: Mapping[str, str]) -> None:
                 f"{_KAFKA_OPTIONS[key.lower()]!r}? docs/kafka.md compares the options with "
                 "those of Kafka."
             )
-        near = difflib.get_close_matches(key.lower(), list(OPTION_BY_NAME), n=1, cutoff=0.5)
-        if near:
-            suggestion = f"did you mean {OPTION_BY_NAME[near[0]].name!r}?"
+        nearest = difflib.get_close_matches(key.lower(), list(OPTION_BY_NAME), n=1, cutoff=0.5)
+        if nearest:
+            suggestion = f"did you mean {OPTION_BY_NAME[nearest[0]].name!r}?"
         else:
             suggestion = f"the options are {', '.join(option.name for option in OPTIONS)}."
         raise BadConfig(f"format 'waltz' has no option {key!r}. Hint: {suggestion}")
@@ -274,9 +274,9 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     parser = _OptionParser(options, Purpose.WRITE)
     names, identity = parser.text("resultColumns"), parser.text("identityColumns")
     recompute = parser.recompute_function()
-    is_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
+    is_exactly_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
     write_name, results_path = parser.write_name(), parser.text("resultsPath")
-    if write_name is not None and not is_once:
+    if write_name is not None and not is_exactly_once:
         raise BadConfig("option 'writeId' needs exactlyOnce=true, found false")
     if names is not None and results_path is None:
         raise BadConfig("option 'resultColumns' needs option resultsPath")
@@ -297,7 +297,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         result_columns=None if names is None else tuple(_split_list(names)),
         batch_rows=parser.integer("batchSize", 1, 10_000),
         in_flight_max=parser.integer("maxInFlight", 1, 64),
-        is_exactly_once=is_once,
+        is_exactly_once=is_exactly_once,
         write_name=write_name,
         retention_days=parser.integer("writeRetention", 1, 365),
         recompute_function=recompute,
@@ -439,8 +439,8 @@ class _OptionParser:
 
     def registry_for_write(self) -> RegistryOptions | None:
         """Return the schema registry, with the subject, version and message type to write."""
-        found = self.registry()
-        if found is None:
+        registry = self.registry()
+        if registry is None:
             return None
         subject, message = self.text("schemaSubject"), self.text("schemaMessage")
         version = self.text("schemaVersion")
@@ -456,7 +456,7 @@ class _OptionParser:
         if version is not None and version.lower() != "latest":
             number = self.integer("schemaVersion", 1, (1 << 31) - 1)
         return replace(
-            found,
+            registry,
             subject=subject,
             version=number,
             is_derived_from_columns=is_avro and version is None,
@@ -474,7 +474,7 @@ class _OptionParser:
                     raise BadConfig(f"option {name!r} needs changeFeed=true")
             return None
         self._check_change_feed_options()
-        key, where = tuple(_split_list(self.text("key") or "")), self.text("deleteWhere")
+        key, condition = tuple(_split_list(self.text("key") or "")), self.text("deleteWhere")
         if not key or len(set(key)) != len(key):
             raise BadConfig(
                 f"option 'key': expected columns, each once, found {self.text('key')!r}"
@@ -482,7 +482,7 @@ class _OptionParser:
         return ChangeRules(
             key=key,
             delete_headers=self.integers("deleteHeaders") or (),
-            delete_where=None if where is None else parse_condition(where),
+            delete_where=None if condition is None else parse_condition(condition),
         )
 
     def _check_change_feed_options(self) -> None:
@@ -498,11 +498,11 @@ class _OptionParser:
                 "option 'mode': a change feed has no row for a payload that cannot be unpacked. "
                 "Hint: use FAILFAST, or DROPMALFORMED to ignore such transactions."
             )
-        chosen, deletes = self.integers("headers") or (), self.integers("deleteHeaders") or ()
-        if chosen and (absent := sorted(set(deletes) - set(chosen))):
+        read_headers, deletes = self.integers("headers") or (), self.integers("deleteHeaders") or ()
+        if read_headers and (absent_headers := sorted(set(deletes) - set(read_headers))):
             raise BadConfig(
                 "option 'deleteHeaders': expected headers that option 'headers' also lists, "
-                f"found {absent[0]}, which the read does not fetch"
+                f"found {absent_headers[0]}, which the read does not fetch"
             )
 
     def _has_change_feed(self) -> bool:
@@ -513,14 +513,16 @@ class _OptionParser:
             has_keys=self.text("encryptionKeys") is not None, has_changes=self._has_change_feed()
         )
 
-    def choice(self, name: str, words: tuple[str, ...]) -> str:
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
         value = (self.text(name) or OPTION_BY_NAME[name.lower()].default).lower()
-        if value not in words:
-            raise BadConfig(f"option {name!r}: expected one of {', '.join(words)}, found {value!r}")
+        if value not in choices:
+            raise BadConfig(
+                f"option {name!r}: expected one of {', '.join(choices)}, found {value!r}"
+            )
         return value
 
-    def optional_choice(self, name: str, words: tuple[str, ...]) -> str | None:
-        return None if self.text(name) is None else self.choice(name, words)
+    def optional_choice(self, name: str, choices: tuple[str, ...]) -> str | None:
+        return None if self.text(name) is None else self.choice(name, choices)
 
     def integer(self, name: str, minimum: int, maximum: int) -> int:
         value = self.text(name) or OPTION_BY_NAME[name.lower()].default
@@ -562,35 +564,37 @@ class _OptionParser:
         value = self.text(name)
         if value is None:
             return ()
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for part in _split_list(value):
-            first, dash, last = part.partition("-")
+            first, separator, last = part.partition("-")
             try:
-                pair = (int(first), int(last) if dash else int(first))
+                pair = (int(first), int(last) if separator else int(first))
             except ValueError:
                 pair = (0, -1)
             if not 0 <= pair[0] <= pair[1]:
                 raise BadConfig(
                     f"option {name!r}: expected ranges such as '1000-1999,5000', found {part!r}"
                 )
-            found.append(pair)
-        if not found:
+            ranges.append(pair)
+        if not ranges:
             raise BadConfig(
                 f"option {name!r}: expected ranges such as '1000-1999,5000', found {value!r}"
             )
-        return tuple(sorted(found))
+        return tuple(sorted(ranges))
 
     def columns(self) -> tuple[str, ...]:
         value = self.text("columns")
-        known = self.log_columns()
+        known_columns = self.log_columns()
         if value is None:
-            return known
+            return known_columns
         names = tuple(_split_list(value))
         for name in names:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+            if name not in known_columns:
+                nearest = difflib.get_close_matches(name, known_columns, n=1)
                 suggestion = (
-                    f"did you mean {near[0]!r}?" if near else f"the columns are {', '.join(known)}"
+                    f"did you mean {nearest[0]!r}?"
+                    if nearest
+                    else f"the columns are {', '.join(known_columns)}"
                 )
                 raise BadConfig(
                     f"option 'columns': the log has no column {name!r}. Hint: {suggestion}"
@@ -621,13 +625,14 @@ class _OptionParser:
             moment = moment.replace(tzinfo=UTC)
         return math.ceil(moment.timestamp() * 1000)
 
-    def marks_or_word(self, name: str, words: tuple[str, ...], default: str) -> str | Marks:
+    def marks_or_word(self, name: str, keywords: tuple[str, ...], default: str) -> str | Marks:
         value = self.text(name) or default
-        if value.lower() in words:
+        if value.lower() in keywords:
             return value.lower()
         if not value.lstrip().startswith("{"):
             raise BadConfig(
-                f"option {name!r}: expected {' or '.join(words)}, or JSON such as '{{\"0\": 41}}', "
+                f"option {name!r}: expected {' or '.join(keywords)}, or JSON such as "
+                f"'{{\"0\": 41}}', "
                 f"found {value!r}"
             )
         return self.marks(name)
@@ -637,10 +642,10 @@ class _OptionParser:
         if value is None:
             return {}
         try:
-            raw = json.loads(value, object_pairs_hook=tuple)
-            marks = {int(partition): _check_mark(mark) for partition, mark in raw}
+            pairs = json.loads(value, object_pairs_hook=tuple)
+            marks = {int(partition): _check_mark(mark) for partition, mark in pairs}
             # Otherwise the JSON is not an object, or it has two marks for a partition.
-            is_valid = isinstance(raw, tuple) and len(marks) == len(raw)
+            is_valid = isinstance(pairs, tuple) and len(marks) == len(pairs)
         except (ValueError, TypeError):
             marks, is_valid = {}, False
         if not is_valid:

@@ -41,17 +41,17 @@ def decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> dict[str, pa
         batch: columns of the log; `partition`, `header` and `data` are required.
         encryption: the keys.
     """
-    found = {name: batch.column(name) for name in batch.schema.names}
+    columns_by_name = {name: batch.column(name) for name in batch.schema.names}
     if batch.num_rows:
         payloads = encryption.decrypt_column(
-            found["data"],
-            partition=found["partition"][0].as_py(),
-            headers=found["header"].to_numpy().tolist(),
+            columns_by_name["data"],
+            partition=columns_by_name["partition"][0].as_py(),
+            headers=columns_by_name["header"].to_numpy().tolist(),
         )
-        found |= {"data": payloads.data, ERROR_COLUMN: payloads.errors}
+        columns_by_name |= {"data": payloads.data, ERROR_COLUMN: payloads.errors}
     else:
-        found[ERROR_COLUMN] = pa.array([], pa.string())
-    return found
+        columns_by_name[ERROR_COLUMN] = pa.array([], pa.string())
+    return columns_by_name
 
 
 class PayloadEncryptor:
@@ -69,7 +69,7 @@ class PayloadEncryptor:
             BadConfig: a key does not exist.
             The errors of the key provider.
         """
-        kept = [name for name in append.schema.names if name not in {"crc", KEY_ID_COLUMN}]
+        names = [name for name in append.schema.names if name not in {"crc", KEY_ID_COLUMN}]
         key_ids = [self._key_id or ""] * append.num_rows
         if KEY_ID_COLUMN in append.schema.names:
             key_ids = append.column(KEY_ID_COLUMN).to_pylist()
@@ -79,5 +79,5 @@ class PayloadEncryptor:
             headers=append.column("header").to_numpy().tolist(),
             key_ids=key_ids,
         )
-        columns = [data if name == "data" else append.column(name) for name in kept]
-        return pa.RecordBatch.from_arrays(columns, kept)
+        columns = [data if name == "data" else append.column(name) for name in names]
+        return pa.RecordBatch.from_arrays(columns, names)

@@ -30,31 +30,31 @@ def create_schema_format(
     Raises:
         BadConfig: the package that the format needs is not installed.
     """
-    given = options.registry
-    if given is None:
+    registry = options.registry
+    if registry is None:
         return None
-    auth_file, subject, version = given.auth_file, given.subject, given.version
+    auth_file, subject, version = registry.auth_file, registry.subject, registry.version
     if options.data_format == "protobuf":
         return Protobuf(
-            given.urls,
-            message=given.message,
+            registry.urls,
+            message=registry.message,
             auth_file=auth_file,
             subject=subject,
             version=version,
         )
     return Avro(
-        given.urls, schema=avro_schema, auth_file=auth_file, subject=subject, version=version
+        registry.urls, schema=avro_schema, auth_file=auth_file, subject=subject, version=version
     )
 
 
 def payload_decoder(options: ReadOptions | WriteOptions) -> Decode | None:
     """Return the decoder for payloads; None for a format that the unpacker itself decodes."""
-    found = create_schema_format(options)
-    if found is None:
+    schema_format = create_schema_format(options)
+    if schema_format is None:
         return None
     if options.registry is not None and options.registry.schema is not None:
-        found.schema_cache().add(options.registry.schema)
-    return found.decode
+        schema_format.schema_cache().add(options.registry.schema)
+    return schema_format.decode
 
 
 def row_key_decoder(options: WriteOptions) -> Decode | None:
@@ -78,19 +78,20 @@ def resolve_write_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> 
             or the registered schema has no field for a column.
         BadConfig, Unavailable: the schema registry cannot be read.
     """
-    given = options.registry
-    if given is None:
+    registry_options = options.registry
+    if registry_options is None:
         return options
-    schema = schema_of_columns(columns) if given.is_derived_from_columns else None
-    found = create_schema_format(options, schema)
-    assert found is not None
-    registry = replace(given, schema=found.schema_to_write())
+    schema = schema_of_columns(columns) if registry_options.is_derived_from_columns else None
+    schema_format = create_schema_format(options, schema)
+    assert schema_format is not None
+    registry = replace(registry_options, schema=schema_format.schema_to_write())
     writer = _create_encoder(registry)
     assert writer is not None
     for part in columns:
         if part.name not in writer.field_names:
             raise BadRequest(
-                f"column {part.name!r}: subject {given.subject!r} has no such field; it has "
+                f"column {part.name!r}: subject {registry_options.subject!r} has no such field; "
+                "it has "
                 f"{first_names_text(writer.field_names, 20)}"
             )
     return replace(options, registry=registry)

@@ -31,10 +31,10 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
         BadConfig: the options name a partition that does not exist, as chosen or with a mark.
     """
     check_partitions_of_marks(options, partition_count)
-    chosen = range(partition_count) if options.partitions is None else options.partitions
-    for partition in chosen:
+    partitions = range(partition_count) if options.partitions is None else options.partitions
+    for partition in partitions:
         check_partition(partition, partition_count, "option 'partitions'")
-    return list(chosen)
+    return list(partitions)
 
 
 def check_partitions_of_marks(options: ReadOptions, partition_count: int) -> None:
@@ -51,7 +51,7 @@ def check_partitions_of_marks(options: ReadOptions, partition_count: int) -> Non
             check_partition(partition, partition_count, f"option {name!r}")
 
 
-def check_partition(partition: int, partition_count: int, where: str) -> None:
+def check_partition(partition: int, partition_count: int, subject: str) -> None:
     """Reject a partition that the cluster does not have.
 
     Raises:
@@ -59,7 +59,7 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
     """
     if not 0 <= partition < partition_count:
         raise BadConfig(
-            f"{where}: expected partitions in 0..{partition_count - 1}, found {partition}"
+            f"{subject}: expected partitions in 0..{partition_count - 1}, found {partition}"
         )
 
 
@@ -110,72 +110,72 @@ def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[i
 
 
 def _resolve_given_marks(
-    options: ReadOptions, given: Marks, marks: Mapping[int, int], name: str
+    options: ReadOptions, given_marks: Marks, marks: Mapping[int, int], name: str
 ) -> dict[int, int]:
-    found: dict[int, int] = {}
-    if missing := sorted(marks.keys() - given.keys()):
+    resolved: dict[int, int] = {}
+    if missing := sorted(marks.keys() - given_marks.keys()):
         raise BadConfig(
             f"option {name!r} has no high-water mark for partition {first_items_text(missing)}: "
-            f"expected marks for {len(marks)} partitions, found {len(given)}. Hint: add a "
+            f"expected marks for {len(marks)} partitions, found {len(given_marks)}. Hint: add a "
             'mark for each partition ("3": -1 means before the first transaction), or '
             "choose partitions with option 'partitions'."
         )
     for partition, mark in marks.items():
-        wanted = given[partition]
-        if wanted > mark:
+        given_mark = given_marks[partition]
+        if given_mark > mark:
             if options.fails_on_data_loss:
                 raise DataLoss(
-                    f"option {name!r} names transaction {wanted} of partition {partition}, "
+                    f"option {name!r} names transaction {given_mark} of partition {partition}, "
                     f"but its log ends at transaction {mark}: it is the log of another "
                     "cluster, or it was created again. Hint: correct the option, or set "
                     "failOnDataLoss=false to read the transactions that exist."
                 )
-            wanted = mark
-        found[partition] = wanted
-    return found
+            given_mark = mark
+        resolved[partition] = given_mark
+    return resolved
 
 
 def first_items_text(parts: Sequence[object]) -> str:
     """Return the first ten items as text for an error message, with `...` if there are more."""
-    shown = ", ".join(map(str, parts[:10]))
-    return shown if len(parts) <= 10 else f"{shown}, ..."
+    text = ", ".join(map(str, parts[:10]))
+    return text if len(parts) <= 10 else f"{text}, ..."
 
 
 def spans(
     starts: Mapping[int, int],
     ends: Mapping[int, int],
-    wanted: Sequence[tuple[int, int]] = (),
+    wanted_ranges: Sequence[tuple[int, int]] = (),
 ) -> list[TransactionRange]:
     """Return the ranges to read: `starts` to `ends`, within the wanted ID ranges if any."""
-    found: list[TransactionRange] = []
+    ranges: list[TransactionRange] = []
     for partition in sorted(ends):
         first, last = starts[partition] + 1, ends[partition]
         floor = first
-        for low, high in sorted(wanted) or [(first, last)]:
-            cut = TransactionRange(partition, max(floor, low), min(last, high))
-            if cut.first <= cut.last:
-                found.append(cut)
-                floor = cut.last + 1
-    return found
+        for low, high in sorted(wanted_ranges) or [(first, last)]:
+            wanted_range = TransactionRange(partition, max(floor, low), min(last, high))
+            if wanted_range.first <= wanted_range.last:
+                ranges.append(wanted_range)
+                floor = wanted_range.last + 1
+    return ranges
 
 
 def split_spans(
-    whole: Sequence[TransactionRange], *, task_count_min: int, per_task_max: int
+    spans_to_split: Sequence[TransactionRange], *, task_count_min: int, per_task_max: int
 ) -> list[TransactionRange]:
     """Split spans into at least `task_count_min` tasks, of at most `per_task_max` transactions.
 
     Larger spans are split into more tasks. Each task has at least one transaction.
     """
-    total = sum(span.last - span.first + 1 for span in whole)
+    total = sum(span.last - span.first + 1 for span in spans_to_split)
     if total == 0:
         return []
     size = min(per_task_max, max(1, total // task_count_min))
     tasks: list[TransactionRange] = []
-    for span in whole:
+    for span in spans_to_split:
         count = span.last - span.first + 1
-        pieces = -(-count // size)
-        for index in range(pieces):
-            first = span.first + count * index // pieces
-            last = span.first + count * (index + 1) // pieces - 1
+        part_count = -(-count // size)
+        for index in range(part_count):
+            first = span.first + count * index // part_count
+            last = span.first + count * (index + 1) // part_count - 1
             tasks.append(TransactionRange(span.partition, first, last))
     return tasks

@@ -64,11 +64,12 @@ def check_log_column_types(schema: StructType, options: ReadOptions) -> None:
         BadRequest: the error names the column and both types.
     """
     for field in schema.fields:
-        wanted = _LOG_COLUMN_TYPES[field.name] if field.name in options.log_columns else None
-        found = field.dataType.simpleString()
-        if wanted is not None and found != wanted:
+        expected_type = _LOG_COLUMN_TYPES[field.name] if field.name in options.log_columns else None
+        found_type = field.dataType.simpleString()
+        if expected_type is not None and found_type != expected_type:
             raise BadRequest(
-                f"column {field.name!r} of the log: expected type {wanted}, found {found} in the "
+                f"column {field.name!r} of the log: expected type {expected_type}, found "
+                f"{found_type} in the "
                 "schema"
             )
         if field.name == "commit_time" and not field.nullable:
@@ -77,7 +78,7 @@ def check_log_column_types(schema: StructType, options: ReadOptions) -> None:
                 "transactions that a Waltz 0.13 server wrote. Hint: declare the column as "
                 "nullable."
             )
-        is_decrypted = options.encryption_keys is not None and wanted is not None
+        is_decrypted = options.encryption_keys is not None and expected_type is not None
         if is_decrypted and field.name in ("data", ERROR_COLUMN) and not field.nullable:
             raise BadRequest(
                 f"column {field.name!r} is NOT NULL in the schema, but with option "
@@ -218,11 +219,11 @@ def pack_rows(
         BadRequest: the format cannot represent a value, or a string is not valid UTF-8. The message
             names the column.
     """
-    plain = [
+    value_columns = [
         _to_values_or_raise(name, column, data_format)
         for name, column in zip(names, columns, strict=True)
     ]
-    rows = zip(*plain, strict=True)
+    rows = zip(*value_columns, strict=True)
     if encode is not None:
         payloads = [encode(dict(zip(names, row, strict=True))) for row in rows]
     elif data_format == "msgpack":
@@ -263,8 +264,8 @@ def _to_values(column: pa.Array, data_format: str) -> list[Any]:
     if is_flat and not _needs_json_conversion(column.type, data_format):
         return _flat_values(column)
     if data_format == "msgpack":
-        plain: list[Any] = column.to_pylist(maps_as_pydicts="strict")
-        return plain
+        converted: list[Any] = column.to_pylist(maps_as_pydicts="strict")
+        return converted
     convert = _json_converter(column.type)
     values = column.to_pylist()
     return values if convert is None else [convert(value) for value in values]
@@ -285,8 +286,8 @@ def _needs_json_conversion(kind: pa.DataType, data_format: str) -> bool:
 def _flat_values(column: pa.Array) -> list[Any]:
     """Return the values of a flat column through NumPy: four times faster than `to_pylist`."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        found: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
-        return found
+        flat_values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
+        return flat_values
     if not column.null_count:
         numbers: list[Any] = column.to_numpy().tolist()
         return numbers
@@ -309,9 +310,11 @@ def _json_converter(kind: pa.DataType) -> Callable[[Any], Any] | None:
     if is_binary(kind):
         return lambda value: None if value is None else base64.b64encode(value).decode()
     if pa.types.is_list(kind):
-        inner = _json_converter(kind.value_type)
-        if inner is not None:
-            return lambda value: None if value is None else [inner(part) for part in value]
+        element_converter = _json_converter(kind.value_type)
+        if element_converter is not None:
+            return lambda value: (
+                None if value is None else [element_converter(part) for part in value]
+            )
     if pa.types.is_struct(kind):
         parts = {part.name: _json_converter(part.type) for part in kind}
         if any(parts.values()):

@@ -55,13 +55,13 @@ def _patch_py4j() -> None:
 
     PySpark also wraps this function, once for each session; its wrapper passes a `WaltzError` on.
     """
-    given = protocol.get_return_value
-    if given.__module__ == __name__:
+    original = protocol.get_return_value
+    if original.__module__ == __name__:
         return  # rule 2
 
     def get_return_value(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - py4j's own signature
         try:
-            return given(*args, **kwargs)
+            return original(*args, **kwargs)
         except protocol.Py4JJavaError as failure:
             waltz_error = _trailing_error_of_java(failure)
             if waltz_error is None:
@@ -89,19 +89,19 @@ def _error_from_spark(failure: protocol.Py4JJavaError) -> Exception:
         return convert_exception(failure.java_exception)
     except Exception as error:  # noqa: BLE001 - rule 3
         _log.debug("spark.error_not_converted", exc_info=error)
-        found: Exception = failure
-        return found
+        unconverted: Exception = failure
+        return unconverted
 
 
 def _patch_connect_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be named without grpc
     """Wrap the method of a Spark Connect client that raises errors."""
-    given = client._handle_error
-    if given.__module__ == __name__:
+    original = client._handle_error
+    if original.__module__ == __name__:
         return  # rule 2
 
     def handle_error(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as above
         try:
-            return given(*args, **kwargs)
+            return original(*args, **kwargs)
         except PySparkException as failure:
             waltz_error, cause = trailing_error(str(failure)), failure
             if waltz_error is None:

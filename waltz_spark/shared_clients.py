@@ -61,8 +61,8 @@ def _create_first_client(layout: ClusterLayout) -> WaltzClient:
 
 
 @functools.cache
-def freeze_existing_objects(_work: str) -> None:
-    """Exclude existing objects from later garbage collections; `_work` names a kind of work.
+def freeze_existing_objects(_work_kind: str) -> None:
+    """Exclude existing objects from later garbage collections; `_work_kind` names a kind of work.
 
     Spark collects garbage after every task, and imported objects would add 40 ms to each
     collection. Call the function after the first work of each kind, when its temporary objects are

@@ -117,8 +117,8 @@ def new_session(spark: SparkSession) -> SparkSession:
         session = kind.cloneSession(spark)
     else:
         builder = copy.copy(spark.client._builder)
-        given = builder._params.items()
-        builder._params = {name: each for name, each in given if name != "session_id"}
+        params = builder._params.items()
+        builder._params = {name: each for name, each in params if name != "session_id"}
         session = kind(builder)
     if not hasattr(session.client, "_release_futures"):
         # Before 4.2, closing a client ends the threads of all clients of the process, even while
@@ -165,12 +165,16 @@ class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
         """Return the tasks of a micro-batch; a restarted query passes its last offset twice."""
         self._start = end
         begin, ends = decode_offset(start), decode_offset(end)
-        is_other = begin.cluster_key not in (None, ends.cluster_key)
-        if is_other or any(mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()):
+        is_other_cluster = begin.cluster_key not in (None, ends.cluster_key)
+        if is_other_cluster or any(
+            mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()
+        ):
             # Rule 2. The call raises DataLoss, or restarts a partition that belongs to another log.
-            found = decode_offset(self._reader.latestOffset(start, ReadAllAvailable())).marks
-            again = {each: min(mark, found.get(each, mark)) for each, mark in begin.marks.items()}
-            start = start | {str(each): mark for each, mark in again.items()}
+            latest_marks = decode_offset(self._reader.latestOffset(start, ReadAllAvailable())).marks
+            start_marks = {
+                each: min(mark, latest_marks.get(each, mark)) for each, mark in begin.marks.items()
+            }
+            start = start | {str(each): mark for each, mark in start_marks.items()}
         return self._reader.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -4,8 +4,9 @@ Spark sends an exception to the driver as text that begins with the worker's sta
 shortens the text in the worker, and recognizes the error in the driver.
 
 Rules:
-    1. A `WaltzError` of the classes in `_SHOWN_WITHOUT_STACK` needs no stack, so its text begins
-       with the message. Any other error, also a `ProtocolError`, may be a bug and keeps its stack.
+    1. The text of a `WaltzError` of a class in `_SHOWN_WITHOUT_STACK` begins with the message,
+       because the user does not need the stack. Any other error, including a `ProtocolError`, may
+       be a bug and keeps its stack.
     2. Only the last output of a worker is changed: Spark ends the worker after an exception.
     3. A `WaltzError` is recognized only at the positions where Spark or Python put an error. It is
        not recognized in a value, in a message of the user, or on another line of that message.
@@ -87,18 +88,18 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
     The returned error has the class and the message, but no other attributes.
     """
     if isinstance(failure, errors.WaltzError):
-        plain: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
-        return plain
-    found = _ERROR_TEXT.findall(str(failure))
-    return _create_error(*found[-1]) if found else None
+        original: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
+        return original
+    matches = _ERROR_TEXT.findall(str(failure))
+    return _create_error(*matches[-1]) if matches else None
 
 
 def trailing_error(text: str) -> errors.WaltzError | None:
     """Return the `WaltzError` at the end of a text; None if another error was raised after it."""
-    found = list(_ERROR_TEXT.finditer(text))
-    if not found or _CHAINED_ERROR.search(text, found[-1].end()):
+    matches = list(_ERROR_TEXT.finditer(text))
+    if not matches or _CHAINED_ERROR.search(text, matches[-1].end()):
         return None
-    return _create_error(*found[-1].groups())
+    return _create_error(*matches[-1].groups())
 
 
 def _create_error(name: str, message: str) -> errors.WaltzError | None:

@@ -28,7 +28,7 @@ def _group(name: str) -> Iterator[str]:
         yield from _subcommand(name, found.load())
         return
     assert isinstance(found, CommandGroup)
-    yield _prose(found.help)
+    yield _markdown_text(found.help)
     if COMMAND_GROUPS[name].examples:
         yield _lines(COMMAND_GROUPS[name].examples)
     for subcommand, command in _subcommands(found):
@@ -49,14 +49,14 @@ def _subcommands(group: CommandGroup) -> Iterator[tuple[str, click.Command]]:
 
 
 def _subcommand(name: str, subcommand: Subcommand) -> Iterator[str]:
-    yield _prose(subcommand.help)
+    yield _markdown_text(subcommand.help)
     context = click.Context(subcommand, info_name=f"{PROGRAM_NAME} {name}")
     yield _lines([" ".join([name, *subcommand.collect_usage_pieces(context)])])
     if subcommand.examples:
         yield _lines(subcommand.examples)
     if name in DAEMONS:
         kind = DAEMONS[name]
-        yield _prose(
+        yield _markdown_text(
             f"`--config FILE` names a TOML file with settings. Each setting of a {kind}, of "
             "ZooKeeper and of TLS is also an option that overrides the file: `--port` for `port`. "
             f"docs/reference/settings.md#{kind} lists them."
@@ -71,8 +71,8 @@ def _subcommand(name: str, subcommand: Subcommand) -> Iterator[str]:
 
 def _row(names: str, text: str) -> tuple[str, str, str]:
     """Return a row; the default is at the end of the text."""
-    found = ["".join(each) for each in DEFAULT.findall(text)]
-    default = found[0] if found else ""
+    matches = ["".join(each) for each in DEFAULT.findall(text)]
+    default = matches[0] if matches else ""
     if names.startswith("-"):
         return code(names), cell(default), cell(DEFAULT.sub("", text))
     optional = default or ("" if names.startswith("[") else "required")
@@ -83,5 +83,5 @@ def _lines(commands: Sequence[str]) -> str:
     return "\n".join(["```", *(f"{PROGRAM_NAME} {each}" for each in commands), "```"])
 
 
-def _prose(text: str | None) -> str:
+def _markdown_text(text: str | None) -> str:
     return textwrap.fill(cell(text or ""), WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -10,7 +10,7 @@ ACTION = "Action: "
 
 def tables() -> dict[str, str]:
     """Return a table for each group, and one for the base class."""
-    groups = {_anchor(group): _table(group) for group in WaltzError.__subclasses__()}
+    groups = {_group_anchor(group): _table(group) for group in WaltzError.__subclasses__()}
     return {"base": table(COLUMNS, [_row(WaltzError)]), **groups}
 
 
@@ -18,7 +18,7 @@ COLUMNS = ("error", "code", "retriable", "what has happened", "what to do")
 
 
 def _table(group: type[WaltzError]) -> str:
-    return table(COLUMNS, [_row(each) for each in _family(group)])
+    return table(COLUMNS, [_row(each) for each in _class_and_subclasses(group)])
 
 
 def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:
@@ -35,11 +35,11 @@ def _row(error: type[WaltzError]) -> tuple[str, int, str, str, str]:
     )
 
 
-def _family(error: type[WaltzError]) -> list[type[WaltzError]]:
-    """Return a class and all below it, by code."""
+def _class_and_subclasses(error: type[WaltzError]) -> list[type[WaltzError]]:
+    """Return a class and its subclasses, by code."""
     children = sorted(error.__subclasses__(), key=lambda each: each.code)
-    return [error, *(each for child in children for each in _family(child))]
+    return [error, *(each for child in children for each in _class_and_subclasses(child))]
 
 
-def _anchor(group: type[WaltzError]) -> str:
+def _group_anchor(group: type[WaltzError]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", group.__name__).lower()

@@ -73,12 +73,12 @@ class LogEvent:
 
     @property
     def level(self) -> str:
-        """Its name (rule 3)."""
+        """The name of the event's only level (rule 3)."""
         (level,) = self.levels or {self.component.levels.get(self.name, self.component.level)}
         return logging.getLevelName(level)
 
     @property
-    def wants_action(self) -> bool:
+    def requires_action(self) -> bool:
         """Whether an operator should look at it."""
         return self.level in ("WARNING", "ERROR")
 
@@ -118,30 +118,30 @@ def descriptions() -> dict[str, Description]:
 @cache
 def events() -> dict[str, LogEvent]:
     """Return each event of the code by name."""
-    known: dict[str, LogEvent] = {}
+    events_by_name: dict[str, LogEvent] = {}
     for path, tree in _modules():
         component = next(each for each in COMPONENTS if path.startswith(each.folders))
         for call, fields in _reports(tree):
-            name = _text(call.args[0])
-            event = known.setdefault(name, LogEvent(name, component))
+            name = _literal_text(call.args[0])
+            event = events_by_name.setdefault(name, LogEvent(name, component))
             event.fields |= dict.fromkeys(filter(None, (component.field, *fields)))
         for call in _log_calls(tree):
-            line = _text(call.args[0])
+            line = _literal_text(call.args[0])
             name = line.partition(" ")[0]
-            event = known.setdefault(name, LogEvent(name, component))
+            event = events_by_name.setdefault(name, LogEvent(name, component))
             event.fields |= dict.fromkeys(each["name"] for each in FIELD.finditer(line))
-            event.levels.add(LEVELS[_called(call)])
-    return known
+            event.levels.add(LEVELS[_called_name(call)])
+    return events_by_name
 
 
-def wrong_lines() -> list[str]:
+def invalid_event_calls() -> list[str]:
     """Return the log calls and reports that rule 1 does not allow."""
     lines = [(path, call, LINE) for path, tree in _modules() for call in _log_calls(tree)]
     names = [(path, call, EVENT_NAME) for path, tree in _modules() for call, _ in _reports(tree)]
     return [
         f"{path}:{call.lineno}: {ast.unparse(call.args[0])}"
-        for path, call, form in (*lines, *names)
-        if not form.fullmatch(_text(call.args[0]))
+        for path, call, pattern in (*lines, *names)
+        if not pattern.fullmatch(_literal_text(call.args[0]))
     ]
 
 
@@ -177,12 +177,12 @@ def _reports(tree: ast.Module) -> Iterator[tuple[ast.Call, list[str]]]:
     inside: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and (report_name := _report_of_name(node)):
-            reporters[node.name] = _pairs(node)
+            reporters[node.name] = _pair_names(node)
             inside.add(report_name)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node) in reporters and node not in inside:
-            own = [each.arg for each in node.keywords if each.arg]
-            yield node, reporters[_called(node)] + _pairs(node) + own
+        if isinstance(node, ast.Call) and _called_name(node) in reporters and node not in inside:
+            keywords = [each.arg for each in node.keywords if each.arg]
+            yield node, reporters[_called_name(node)] + _pair_names(node) + keywords
 
 
 def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
@@ -198,8 +198,8 @@ def _report_of_name(function: ast.FunctionDef) -> ast.Call | None:
     return None
 
 
-def _called(call: ast.Call) -> str:
-    """Return the last part of the name of what is called."""
+def _called_name(call: ast.Call) -> str:
+    """Return the last part of the name of the called function."""
     match call.func:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -207,15 +207,15 @@ def _called(call: ast.Call) -> str:
             return ""
 
 
-def _text(node: ast.expr) -> str:
-    """Return a literal text; empty for all else."""
+def _literal_text(node: ast.expr) -> str:
+    """Return the value of a string literal; empty for other nodes."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def _pairs(node: ast.AST) -> list[str]:
+def _pair_names(node: ast.AST) -> list[str]:
     """Return the names in all pairs `("name", value)`, in order."""
     return [
-        _text(each.elts[0])
+        _literal_text(each.elts[0])
         for each in ast.walk(node)
-        if isinstance(each, ast.Tuple) and len(each.elts) == 2 and _text(each.elts[0])
+        if isinstance(each, ast.Tuple) and len(each.elts) == 2 and _literal_text(each.elts[0])
     ]

@@ -24,5 +24,5 @@ def cell(text: str) -> str:
 
 def _link(page: re.Match[str]) -> str:
     """Return a link from a page in docs/reference/."""
-    is_same_folder, place, name = page.groups()
-    return f"[{name}]({place if is_same_folder else f'../{place}'})"
+    is_same_folder, target, name = page.groups()
+    return f"[{name}]({target if is_same_folder else f'../{target}'})"

@@ -21,16 +21,16 @@ PROTOCOLS = (WireProtocol.CLIENT, WireProtocol.STORAGE, WireProtocol.ADMIN)
 
 def tables() -> dict[str, str]:
     """Return the scopes, and a matrix and the list of answers for each protocol."""
-    found = {"scopes": table(("scope", ""), [(code(s.name.lower()), s.value) for s in Scope])}
+    texts = {"scopes": table(("scope", ""), [(code(s.name.lower()), s.value) for s in Scope])}
     for protocol in PROTOCOLS:
         area = protocol.name.lower()
         classes = sorted(message_classes(protocol), key=lambda each: (each.code, each.since))
-        found[f"{area}-requests"] = _matrix(classes)
-        for name, exempt in (("answers", ANSWER), ("credentials", CREDENTIAL)):
-            found[f"{area}-{name}"] = ", ".join(
-                f"{code(each.__name__)} {each.code}" for each in classes if each.requires is exempt
+        texts[f"{area}-requests"] = _matrix(classes)
+        for name, role in (("answers", ANSWER), ("credentials", CREDENTIAL)):
+            texts[f"{area}-{name}"] = ", ".join(
+                f"{code(each.__name__)} {each.code}" for each in classes if each.requires is role
             )
-    return found
+    return texts
 
 
 def rows(message: type[Message]) -> Iterator[tuple[str, Requirement]]:
@@ -52,12 +52,14 @@ def _matrix(messages: Iterable[type[Message]]) -> str:
         [
             (
                 message.code,
-                f"{code(message.__name__)}, {code(form)}" if form else code(message.__name__),
+                f"{code(message.__name__)}, {code(condition)}"
+                if condition
+                else code(message.__name__),
                 *(_cell(verb, requirement) for verb in AccessVerb),
                 requirement.scope.name.lower(),
             )
             for message in messages
-            for form, requirement in rows(message)
+            for condition, requirement in rows(message)
         ],
     )
 

@@ -9,7 +9,7 @@ from waltz_core.config.declarations import CONFIG_TYPES_BY_KIND, TlsConfig, ZooK
 from waltz_core.config.settings import Config, toml_literal
 
 SHARED: dict[str, type[Config]] = {"zookeeper": ZooKeeperConfig, "tls": TlsConfig}
-# Part of a name -> unit; the first that fits counts.
+# Part of a name -> unit; the first part that the name contains applies.
 UNITS = {
     "bytes_per_s": "bytes per second",
     "bytes": "bytes",
@@ -21,16 +21,16 @@ UNITS = {
 
 def tables() -> dict[str, str]:
     """Return the settings that several kinds share, then those of each kind alone."""
-    known = {each.name for declared in SHARED.values() for each in fields(declared)}
-    found = {}
-    for name, declared in SHARED.items():
-        users = [each for each in CONFIG_TYPES_BY_KIND.values() if issubclass(each, declared)]
-        found[name] = _table(fields(declared), users)
-    for name, declared in CONFIG_TYPES_BY_KIND.items():
+    shared_names = {each.name for config_type in SHARED.values() for each in fields(config_type)}
+    texts = {}
+    for name, config_type in SHARED.items():
+        users = [each for each in CONFIG_TYPES_BY_KIND.values() if issubclass(each, config_type)]
+        texts[name] = _table(fields(config_type), users)
+    for name, config_type in CONFIG_TYPES_BY_KIND.items():
         if name not in SHARED:
-            own = [each for each in fields(declared) if each.name not in known]
-            found[name] = _table(own, [declared])
-    return found
+            own_settings = [each for each in fields(config_type) if each.name not in shared_names]
+            texts[name] = _table(own_settings, [config_type])
+    return texts
 
 
 def _table(settings: Iterable[Field[Any]], users: Sequence[type[Config]]) -> str:
@@ -59,13 +59,13 @@ def _default(each: Field[Any], users: Sequence[type[Config]]) -> str:
         return f"required, for example {code(example)}"
     kinds: dict[str, list[str]] = {}
     for user in users:
-        (its,) = [setting for setting in fields(user) if setting.name == each.name]
-        default: Any = its.default
-        shown = "empty" if default == "" else code(toml_literal(each.name, default))
-        kinds.setdefault(shown, []).append(user.kind)
+        (matching,) = [setting for setting in fields(user) if setting.name == each.name]
+        default: Any = matching.default
+        default_text = "empty" if default == "" else code(toml_literal(each.name, default))
+        kinds.setdefault(default_text, []).append(user.kind)
     if len(kinds) == 1:
         return next(iter(kinds))
-    return "; ".join(f"{', '.join(names)}: {shown}" for shown, names in kinds.items())
+    return "; ".join(f"{', '.join(names)}: {default_text}" for default_text, names in kinds.items())
 
 
 def _bounds(each: Field[Any]) -> str:

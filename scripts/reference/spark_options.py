@@ -13,14 +13,14 @@ READS = {
 
 def tables() -> dict[str, str]:
     """Return the tables by use: options of reads and writes, of reads, and of writes."""
-    reading = [
+    read_rows = [
         (code(each.name), *READS[each.purpose], each.default, cell(each.description))
         for each in OPTIONS
         if each.purpose in READS
     ]
     return {
         "both": _table(Purpose.BOTH),
-        "reading": table(("option", "batch", "stream", "default", "meaning"), reading),
+        "reading": table(("option", "batch", "stream", "default", "meaning"), read_rows),
         "writing": _table(Purpose.WRITE),
     }
 

@@ -140,7 +140,7 @@ class CommandFollower:
 
 
 class FoundFollower(CommandFollower):
-    """`waltz-core follow`, which finds the columns."""
+    """`waltz-core follow`, which infers the columns."""
 
     columns = ()
 

@@ -15,7 +15,7 @@ Rules:
     2. A killed process is started again, after a drawn time or at once. Half of the kills wait
        first until the table has what the log had at the kill before: the others overlap.
     3. The expected table is computed from the log alone. The log must have what was acknowledged.
-    4. The follower `found` finds the columns, and the structs of the payloads gain fields.
+    4. The follower `found` infers the columns, and the structs of the payloads gain fields.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from waltz_core.local import running_cluster
 from waltz_core.tables.table_marks import TableMarks, encode_marks
 
 
-# `tests/unit/tables/test_found_columns.py` finds columns in batches that end anywhere.
+# `tests/unit/tables/test_inferred_columns.py` infers columns in batches that end anywhere.
 @pytest.mark.fault
 @pytest.mark.parametrize("follower", ["command", pytest.param("found", marks=pytest.mark.slow)])
 def test_kills_of_a_follower_a_server_and_a_storage_leave_a_right_table(

@@ -129,12 +129,12 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
         expected = (
             OtherCommit(2, "RESTORE") if other == "restore" else OtherCommit(2, "MERGE", "other")
         )
-        assert state.others == [expected]
+        assert state.other_commits == [expected]
     # A follower that starts after it has no such commit.
     third = NAME._replace(follower="third")
     second.marks(third)
     second.apply(None, third)
-    assert second.marks(third).others == []
+    assert second.marks(third).other_commits == []
 
 
 def test_delta_compacts_no_files_after_a_commit(spark: SparkSession, tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
         second.apply(changes(lake, 3), up_to(3))
     state = second.marks(NAME)
     assert decode_marks(state.metadata) == up_to(2)
-    assert [each.operation for each in state.others] == ["delete"]
+    assert [each.operation for each in state.other_commits] == ["delete"]
 
 
 # "append" is the same pause, in a table that the user has created.
@@ -374,7 +374,11 @@ def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
     assert target.marks(NAME) is not None
     assert target.apply(changes(lake, 7, is_deleted=True), up_to(7))
     state = target.marks(NAME)
-    assert (decode_marks(state.metadata), state.others, ids(lake, table)) == (up_to(7), [], [])
+    assert (decode_marks(state.metadata), state.other_commits, ids(lake, table)) == (
+        up_to(7),
+        [],
+        [],
+    )
     assert target.apply(changes(lake, 8), up_to(8))
     other = target.marks(NAME._replace(follower="other"))
     assert (other.metadata, other.version, other.has_rows) == (None, None, True)

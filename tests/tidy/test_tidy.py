@@ -116,7 +116,7 @@ ARROW_FILES = (
     "waltz_core/tables/delta_columns.py",
     "waltz_core/tables/delta_table.py",
     "waltz_core/tables/followed_log.py",
-    "waltz_core/tables/found_columns.py",
+    "waltz_core/tables/inferred_columns.py",
     "waltz_core/tables/parquet_table.py",
     "waltz_core/tables/row_changes.py",
 )
@@ -642,11 +642,11 @@ def test_no_path_of_one_machine_is_named():
 
 
 def test_generated_samples_and_tables_are_current():
-    fail_if_any(generate_docs.drifted(), "not current: run make docs")
+    fail_if_any(generate_docs.outdated_files(), "not current: run make docs")
 
 
 def test_a_log_line_is_the_name_of_an_event_and_its_fields():
-    fail_if_any(events.wrong_lines(), "expected `area.event field=value ...`")
+    fail_if_any(events.invalid_event_calls(), "expected `area.event field=value ...`")
 
 
 def test_a_field_with_spaces_is_the_last_one():
@@ -681,6 +681,6 @@ def test_every_warning_states_an_action():
     wrong = [
         f"{event.name}: {event.level}"
         for event in events.events().values()
-        if event.name in texts and event.wants_action is not bool(texts[event.name].action)
+        if event.name in texts and event.requires_action is not bool(texts[event.name].action)
     ]
     fail_if_any(wrong, "WARNING and ERROR have an action, other levels have none")

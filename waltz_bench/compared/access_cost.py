@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from waltz_bench.measuring import BenchLoad, Measured, Meter, Workload
+from waltz_bench.measuring import BenchLoad, Meter, Workload, WorkloadResult
 from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits, StoredToken
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.requirements import AccessVerb
@@ -39,39 +39,46 @@ _ROLES: Final = ("server", "storage", "client")
 
 
 @dataclass
-class _Side:
+class _ComparedCluster:
     """One of the two clusters, and the results of the runs on it."""
 
     cluster: LocalCluster
     connect: str
-    runs: list[Measured] = field(default_factory=list)
+    runs: list[WorkloadResult] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)
     cpu_seconds: dict[str, float] = field(default_factory=dict)
 
-    def run(self, workload: Workload, load: BenchLoad, other: LocalCluster) -> None:
-        """Run the workload once; `other` is the cluster that this run does not use."""
-        meter = Meter(self.cluster, [other])
+    def run(self, workload: Workload, load: BenchLoad, other_cluster: LocalCluster) -> None:
+        """Run the workload once; `other_cluster` is the cluster that this run does not use."""
+        meter = Meter(self.cluster, [other_cluster])
         measured = workload(replace(load, connect=self.connect), meter)
-        spent = meter.spent() or {}
-        for role, seconds in spent.items():
+        cpu_s = meter.cpu_seconds_by_role() or {}
+        for role, seconds in cpu_s.items():
             self.cpu_seconds[role] = self.cpu_seconds.get(role, 0.0) + seconds
-        seconds = sum(spent[role] for role in _ROLES)
+        seconds = sum(cpu_s[role] for role in _ROLES)
         self.runs.append(measured)
         self.cpu_us.append(seconds * 1e6 / max(measured.rows, 1))
 
 
-def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Measured:
+def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> WorkloadResult:
     """Run `rounds` rounds; return the result with access control, and `access_ratio`."""
     print_error("starting two local clusters")
-    with _running(tls, "off") as plain, _running(tls, "on") as checked:
+    with _run_cluster(tls, "off") as without_access, _run_cluster(tls, "on") as with_access:
         for number in range(rounds):
             print_error(f"round {number + 1} of {rounds}")
-            pair = (plain, checked) if number % 2 == 0 else (checked, plain)
-            for each, other in (pair, pair[::-1]):
-                each.run(workload, load, other.cluster)
-    runs, every = checked.runs, [*plain.runs, *checked.runs]
-    ratios = [on / off for off, on in zip(plain.cpu_us, checked.cpu_us, strict=True)]
-    return Measured(
+            pair = (
+                (without_access, with_access) if number % 2 == 0 else (with_access, without_access)
+            )
+            for each, other_side in (pair, pair[::-1]):
+                each.run(workload, load, other_side.cluster)
+    runs, every = with_access.runs, [*without_access.runs, *with_access.runs]
+    ratios = [
+        with_access_us / without_access_us
+        for without_access_us, with_access_us in zip(
+            without_access.cpu_us, with_access.cpu_us, strict=True
+        )
+    ]
+    return WorkloadResult(
         rows=sum(each.rows for each in runs),
         seconds=sum(each.seconds for each in runs),
         bytes=sum(each.bytes for each in runs),
@@ -81,21 +88,21 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Meas
         lost=sum(each.lost for each in every),
         duplicated=sum(each.duplicated for each in every),
         errors=sum(each.errors for each in every),
-        cpu_seconds=checked.cpu_seconds,
+        cpu_seconds=with_access.cpu_seconds,
         access_ratio=round(statistics.median(ratios), 3),
         extra={
             "access_ratios": [round(each, 3) for each in ratios],
-            "cpu_us_per_tx_off": [round(each, 3) for each in plain.cpu_us],
-            "cpu_us_per_tx_on": [round(each, 3) for each in checked.cpu_us],
+            "cpu_us_per_tx_off": [round(each, 3) for each in without_access.cpu_us],
+            "cpu_us_per_tx_on": [round(each, 3) for each in with_access.cpu_us],
         },
     )
 
 
 @contextmanager
-def _running(tls: Path, access: str) -> Iterator[_Side]:
+def _run_cluster(tls: Path, access: str) -> Iterator[_ComparedCluster]:
     """Run one of the two clusters; `access` is "off" or "on"."""
     with cluster_with_permissions(tls, access, {_CLIENT: _LIMITS}) as (cluster, connects):
-        yield _Side(cluster, connects[_CLIENT])
+        yield _ComparedCluster(cluster, connects[_CLIENT])
 
 
 @contextmanager
@@ -103,15 +110,15 @@ def cluster_with_permissions(
     tls: Path,
     access: str,
     limits: Mapping[str, PrincipalLimits],
-    others: Mapping[str, object] | None = None,
+    other_settings: Mapping[str, object] | None = None,
 ) -> Iterator[tuple[LocalCluster, dict[str, str]]]:
     """Run a temporary cluster whose permissions are created before its daemons start.
 
     Yields the cluster, and the connect string of each principal in `limits`. All of these
-    principals may read and append. `others` are further settings of all daemons.
+    principals may read and append. `other_settings` are further settings of all daemons.
     """
     # No certificate has a name that matches this pattern, so the daemons are anonymous.
-    settings = {"access": access, "principal_pattern": "NONE=(.+)", **(others or {})}
+    settings = {"access": access, "principal_pattern": "NONE=(.+)", **(other_settings or {})}
     with TemporaryDirectory(prefix="waltz-") as directory:
         kinds = {"server": settings, "storage": settings}
         cluster = LocalCluster(
@@ -119,20 +126,22 @@ def cluster_with_permissions(
         )
         try:
             cluster.prepare()
-            known = {name: secrets.token_bytes(TOKEN_BYTES) for name in limits}
-            for name, secret in known.items():
+            secrets_by_name = {name: secrets.token_bytes(TOKEN_BYTES) for name in limits}
+            for name, secret in secrets_by_name.items():
                 (Path(directory) / name).write_text(secret.hex())
-            asyncio.run(_permit(cluster, known, limits))
+            asyncio.run(_store_permissions(cluster, secrets_by_name, limits))
             cluster.up()
-            place = f"{cluster.connect}&token_file={directory}"
-            yield cluster, {name: f"{place}/{name}" for name in limits}
+            connect_prefix = f"{cluster.connect}&token_file={directory}"
+            yield cluster, {name: f"{connect_prefix}/{name}" for name in limits}
         finally:
             if cluster.exists():
                 cluster.down()
 
 
-async def _permit(
-    cluster: LocalCluster, known: Mapping[str, bytes], limits: Mapping[str, PrincipalLimits]
+async def _store_permissions(
+    cluster: LocalCluster,
+    secrets_by_name: Mapping[str, bytes],
+    limits: Mapping[str, PrincipalLimits],
 ) -> None:
     """Store permissions: the daemons may replicate, and clients with tokens may read and append."""
     now_ms = time.time_ns() // 1_000_000
@@ -154,7 +163,7 @@ async def _permit(
         limits=dict(limits),
         tokens={
             hash_of(secret): StoredToken(f"t{number}", name, now_ms + _LATER_MS)
-            for number, (name, secret) in enumerate(known.items(), 1)
+            for number, (name, secret) in enumerate(secrets_by_name.items(), 1)
         },
     )
     async with zookeeper_session.open_session(parse_connect_string(cluster.connect)) as coordinator:

@@ -57,7 +57,7 @@ class Jetstream:
         try:
             await self._start()
         except BaseException:
-            await self._end()
+            await self._stop()
             raise
         return self
 
@@ -68,7 +68,7 @@ class Jetstream:
         trace: "TracebackType | None",
     ) -> None:
         await self._connection.close()
-        await self._end()
+        await self._stop()
 
     async def publish(self, payload: bytes) -> None:
         """Append one message; return when it is acknowledged."""
@@ -79,13 +79,13 @@ class Jetstream:
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports[NODES:])
         assert self._program is not None
         for number in range(NODES):
-            place = Path(self._directory.name) / f"n{number}"
-            place.mkdir()
-            config = place / "nats.conf"
+            directory = Path(self._directory.name) / f"n{number}"
+            directory.mkdir()
+            config = directory / "nats.conf"
             text = _CONFIG.format(
                 number=number,
                 port=ports[number],
-                directory=place / "data",
+                directory=directory / "data",
                 route=ports[NODES + number],
                 routes=routes,
             )
@@ -103,7 +103,7 @@ class Jetstream:
         """Connect and create the stream; retry while the servers elect a leader."""
         while True:
             try:
-                self._connection = await self._nats.connect(addresses, error_cb=_quiet)
+                self._connection = await self._nats.connect(addresses, error_cb=_ignore_error)
                 self._stream = self._connection.jetstream()
                 await self._stream.add_stream(name=STREAM, subjects=[STREAM], num_replicas=NODES)
             except Exception:  # noqa: BLE001 - any error of a cluster that is not ready
@@ -113,7 +113,7 @@ class Jetstream:
             else:
                 return
 
-    async def _end(self) -> None:
+    async def _stop(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -121,15 +121,15 @@ class Jetstream:
         self._directory.cleanup()
 
 
-async def _quiet(_error: Exception) -> None:
+async def _ignore_error(_error: Exception) -> None:
     """Ignore errors while the servers connect to each other."""
 
 
 def _free_ports(count: int) -> list[int]:
-    taken = [socket.socket() for _ in range(count)]
-    for each in taken:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
         each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in taken]
-    for each in taken:
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
         each.close()
     return ports

@@ -95,7 +95,7 @@ class _TenantClient:
     client: AsyncWaltzClient
     ssl: SSLContext | None
     payload_bytes: int
-    tally: "_Tally"
+    received: "_ReceivedTotal"
     addresses: dict[PartitionId, str] = field(default_factory=dict)
 
     async def dial(self, partition: PartitionId) -> net.Link:
@@ -104,17 +104,17 @@ class _TenantClient:
 
 
 @dataclass
-class _Tally:
-    got: int = 0  # the total of bytes or connections
+class _ReceivedTotal:
+    total: int = 0  # the total of bytes or connections
 
     async def report(self) -> None:
         """Print the total every second."""
         while True:
-            print(self.got, flush=True)  # noqa: T201 - the parent reads it
+            print(self.total, flush=True)  # noqa: T201 - the parent reads it
             await asyncio.sleep(1)
 
 
-async def _forever(call: Callable[[], Awaitable[None]]) -> None:
+async def _repeat_forever(call: Callable[[], Awaitable[None]]) -> None:
     """Repeat a call forever; retry after an `Unavailable` error, such as that of a limit."""
     while True:
         try:
@@ -138,7 +138,7 @@ async def _append(tenant: _TenantClient, partition: PartitionId) -> None:
 
     def done(future: asyncio.Future[BatchOutcome]) -> None:
         if not future.cancelled() and future.exception() is None:
-            tenant.tally.got += future.result().committed_count * tenant.payload_bytes
+            tenant.received.total += future.result().committed_count * tenant.payload_bytes
 
     while True:
         waiting.append(
@@ -151,29 +151,29 @@ async def _append(tenant: _TenantClient, partition: PartitionId) -> None:
             await waiting.popleft()
 
 
-async def _follow(tenant: _TenantClient, partition: PartitionId) -> None:
+async def _read_feed(tenant: _TenantClient, partition: PartitionId) -> None:
     """Read the feed of a partition from its start, repeatedly."""
     owner = await tenant.client.directory.owner(partition, after_failure=False)
     link = await tenant.dial(partition)
     try:
         link.send(ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1)))
-        (issued,) = await link.receive()
-        if isinstance(issued, ErrorResponse):
-            raise error_from_code(issued.error_code, issued.message)
-        assert isinstance(issued, ClientIdResponse)
+        (response,) = await link.receive()
+        if isinstance(response, ErrorResponse):
+            raise error_from_code(response.error_code, response.message)
+        assert isinstance(response, ClientIdResponse)
         for number in count(1):
-            mount_id = ReqId(ClientId(issued.client_id), owner.generation, partition, -number)
-            link.send(MountWriter(mount_id, number, BEFORE_FIRST, True, (), issued.proof))  # noqa: FBT003
-            await _mounted(tenant, link)
+            mount_id = ReqId(ClientId(response.client_id), owner.generation, partition, -number)
+            link.send(MountWriter(mount_id, number, BEFORE_FIRST, True, (), response.proof))  # noqa: FBT003
+            await _wait_for_mount(tenant, link)
     finally:
         link.abort("done")
 
 
-async def _mounted(tenant: _TenantClient, link: net.Link) -> None:
+async def _wait_for_mount(tenant: _TenantClient, link: net.Link) -> None:
     while True:
         for message in await link.receive():
             if isinstance(message, FeedBatch):
-                tenant.tally.got += len(message.headers)
+                tenant.received.total += len(message.headers)
             elif isinstance(message, Mounted):
                 return
             elif isinstance(message, ErrorResponse):
@@ -197,7 +197,7 @@ async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:
         while True:
             for message in await link.receive():
                 if isinstance(message, RangeData):
-                    tenant.tally.got += len(message.records)
+                    tenant.received.total += len(message.records)
                 request()
     finally:
         link.abort("done")
@@ -207,58 +207,60 @@ async def _read_storages(tenant: _TenantClient, partition: PartitionId) -> None:
     replicas = await tenant.client.replicas(partition)
     last = replicas.high_water_mark
     async for chunk in tenant.client.read_range(partition, 0, last, replicas=replicas):
-        tenant.tally.got += len(chunk.records)
+        tenant.received.total += len(chunk.records)
 
 
 async def _connect(tenant: _TenantClient) -> None:
     """Open connections in a loop, and keep the latest `_KEPT` of them open."""
-    kept: deque[net.Link] = deque()
+    links: deque[net.Link] = deque()
     try:
         while True:
-            partition = tenant.tally.got % len(tenant.addresses)
-            kept.append(await tenant.dial(PartitionId(partition)))
-            tenant.tally.got += 1
-            if len(kept) > _KEPT:
-                kept.popleft().abort("another connection is open")
+            partition = tenant.received.total % len(tenant.addresses)
+            links.append(await tenant.dial(PartitionId(partition)))
+            tenant.received.total += 1
+            if len(links) > _KEPT:
+                links.popleft().abort("another connection is open")
     finally:
-        for each in kept:
+        for each in links:
             each.abort("done")
 
 
 async def _run(kind: str, connect: str, payload_bytes: int) -> None:
     """Start and stop the load at each line of the standard input, until its end."""
-    lines, tally = asyncio.StreamReader(), _Tally()
+    lines, received = asyncio.StreamReader(), _ReceivedTotal()
     loop = asyncio.get_running_loop()
     # Without this, uvloop prints each handshake that a limit has ended.
     loop.set_exception_handler(lambda *_: None)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     async with asyncio.TaskGroup() as tasks:
-        reporting = tasks.create_task(tally.report())
+        report_task = tasks.create_task(received.report())
         while await lines.readline():
-            flooding = tasks.create_task(_flood(kind, connect, payload_bytes, tally))
+            flooding = tasks.create_task(_run_tenant(kind, connect, payload_bytes, received))
             await lines.readline()
             flooding.cancel()
-        reporting.cancel()
+        report_task.cancel()
 
 
-async def _flood(kind: str, connect: str, payload_bytes: int, tally: _Tally) -> None:
+async def _run_tenant(
+    kind: str, connect: str, payload_bytes: int, received: _ReceivedTotal
+) -> None:
     ssl = tls.dial_context(ClientConfig(), connect)
     async with AsyncWaltzClient.connect(connect) as client, asyncio.TaskGroup() as tasks:
-        tenant = _TenantClient(client, ssl, payload_bytes, tally)
+        tenant = _TenantClient(client, ssl, payload_bytes, received)
         for number in range(client.partition_count):
             owner = await client.directory.owner(PartitionId(number), after_failure=False)
             tenant.addresses[PartitionId(number)] = owner.address
-        for call in _calls(kind, tenant):
-            tasks.create_task(_forever(call))
+        for call in _tenant_calls(kind, tenant):
+            tasks.create_task(_repeat_forever(call))
 
 
-def _calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awaitable[None]]]:
+def _tenant_calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awaitable[None]]]:
     """Yield the calls that a tenant repeats, all at the same time."""
     if kind == "connections":
         for _ in range(_DIALERS):
             yield partial(_connect, tenant)
         return
-    reads = (_follow, _read_server, _read_storages) * _READERS
+    reads = (_read_feed, _read_server, _read_storages) * _READERS
     for each in tenant.addresses:
         for call in (_append,) if kind == "appender" else reads:
             yield partial(call, tenant, each)

@@ -26,20 +26,20 @@ ChangeResult: TypeAlias = Mapping[str, object] | None
 
 
 class ChangeRun:
-    """A running change of a cluster: its completed steps, and what it waits for."""
+    """A running change of a cluster: its completed steps, and the reason for which it waits."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.steps: list[str] = []
-        self.awaited = ""
+        self.wait_reason = ""
 
     def note_step(self, step: str) -> None:
         """Add a completed step."""
         self.steps.append(step)
 
-    def report_wait(self, what: str, done_count: int = 0, count: int = 1) -> None:
+    def report_wait(self, reason: str, done_count: int = 0, count: int = 1) -> None:
         """Record the reason for which the change waits, and its progress."""
-        self.awaited = what
+        self.wait_reason = reason
 
     async def carry_out_plan(self, plan: ReplicaPlan) -> None:
         """Carry out a plan that moves replicas, and report its steps."""
@@ -48,8 +48,8 @@ class ChangeRun:
     def _report_progress(self, progress: PlanProgress) -> None:
         for step in progress.steps:
             self.note_step(str(step))
-        what = "; ".join(map(str, progress.steps or progress.waits))
-        self.report_wait(what, progress.done_count, progress.partition_count)
+        progress_text = "; ".join(map(str, progress.steps or progress.waits))
+        self.report_wait(progress_text, progress.done_count, progress.partition_count)
 
 
 @asynccontextmanager
@@ -88,16 +88,16 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 
 @asynccontextmanager
 async def time_limit(
-    timeout_s: float, awaited: Callable[[], str], *, hint: str = CONTINUE_HINT
+    timeout_s: float, awaited_text: Callable[[], str], *, hint: str = CONTINUE_HINT
 ) -> AsyncIterator[None]:
-    """Limit the time of a block; at the timeout, raise Unavailable with `awaited()` (rule 2)."""
+    """Limit the time of a block; at the timeout, raise Unavailable with `awaited_text()`."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
         raise Unavailable(
             f"the command did not finish within {timeout_s:g} s. It still waits for: "
-            f"{awaited()}. {hint}"
+            f"{awaited_text()}. {hint}"
         ) from None
 
 

@@ -96,7 +96,8 @@ from waltz_core.wire.messages import (
 )
 
 CONCURRENT_PROBES_MAX: Final = 32
-# Concurrent lists of reads in one storage: a read that hangs delays only its own list.
+# The logs of a storage are read in this number of concurrent lists. A read that hangs delays only
+# the other reads of its list.
 CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock takes longer, the result is not accurate to one second.
 CLOCK_READ_MS_MAX: Final = 500.0
@@ -119,11 +120,11 @@ def _ignore_progress(_done_count: int, _count: int, _what: str) -> None:
 
 async def gather_facts(connect: str, *, timeout_s: float, local: LocalFacts | None = None) -> Facts:
     """Query all processes; raises BadConfig if the connect string is not valid."""
-    place = parse_connect_string(connect)
-    found = Facts(connect, local=local)
+    address = parse_connect_string(connect)
+    initial_facts = Facts(connect, local=local)
     async with asyncio.TaskGroup() as tasks:
-        zookeepers = tasks.create_task(query_zookeeper_servers(place, timeout_s))
-        cluster = tasks.create_task(_gather_cluster_facts(place, found, timeout_s))
+        zookeepers = tasks.create_task(query_zookeeper_servers(address, timeout_s))
+        cluster = tasks.create_task(_gather_cluster_facts(address, initial_facts, timeout_s))
     return replace(await cluster, zookeeper_servers=await zookeepers)
 
 
@@ -132,7 +133,7 @@ async def _query_concurrently(
 ) -> list[ResultT]:
     """Query all items, a limited number concurrently; return the answers in order.
 
-    Raises the first error itself, as a caller that reads ZooKeeper expects it.
+    Raises the first error unchanged, not inside an `ExceptionGroup`.
     """
     permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
@@ -143,8 +144,8 @@ async def _query_concurrently(
     return await run_parallel(limited(item) for item in items)
 
 
-def _ms_since(began_s: float) -> float:
-    return round((time.monotonic() - began_s) * 1000, 2)
+def _ms_since(start_s: float) -> float:
+    return round((time.monotonic() - start_s) * 1000, 2)
 
 
 def _now_ms() -> float:
@@ -194,12 +195,12 @@ def _short_error_text(error: Exception, address: str) -> str:
 
 
 async def query_zookeeper_servers(
-    place: ConnectString, timeout_s: float
+    address: ConnectString, timeout_s: float
 ) -> tuple[ZooKeeperServerFacts, ...]:
     """Query the ZooKeeper servers of a connect string concurrently."""
     return tuple(
         await _query_concurrently(
-            place.hosts, lambda each: _query_zookeeper_server(each, timeout_s)
+            address.hosts, lambda each: _query_zookeeper_server(each, timeout_s)
         )
     )
 
@@ -207,7 +208,7 @@ async def query_zookeeper_servers(
 async def _query_zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFacts:
     """Query one ZooKeeper server with its command `srvr`."""
     host, port = net.split_address(address)
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
@@ -221,7 +222,7 @@ async def _query_zookeeper_server(address: str, timeout_s: float) -> ZooKeeperSe
         return ZooKeeperServerFacts(address, f"no answer within {timeout_s:g} s", is_silent)
     except OSError as error:
         return ZooKeeperServerFacts(address, failure_text(error))
-    return ZooKeeperServerFacts(address, mode=zookeeper_mode(answer), latency_ms=_ms_since(began_s))
+    return ZooKeeperServerFacts(address, mode=zookeeper_mode(answer), latency_ms=_ms_since(start_s))
 
 
 def zookeeper_mode(answer: bytes) -> str:
@@ -235,21 +236,23 @@ def zookeeper_mode(answer: bytes) -> str:
     return "" if NOT_SERVING_TEXT in answer or not answer else "not reported"
 
 
-async def _gather_cluster_facts(place: ConnectString, found: Facts, timeout_s: float) -> Facts:
+async def _gather_cluster_facts(
+    address: ConnectString, initial_facts: Facts, timeout_s: float
+) -> Facts:
     """Read the cluster from ZooKeeper, and query its processes."""
     timeout_ms = round(timeout_s * 1000)
     try:
         async with zookeeper_session.open_session(
-            place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
+            address, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
             snapshot = await ClusterSnapshot.read(coordinator)
     except ClusterNotFound:
-        return replace(found, is_cluster_missing=True)
+        return replace(initial_facts, is_cluster_missing=True)
     except Unavailable as error:
-        return replace(found, zookeeper_failure=str(error))
+        return replace(initial_facts, zookeeper_failure=str(error))
     except WaltzError as error:
-        return replace(found, access_error=str(error))
-    return replace(found, cluster=await snapshot.probe(timeout_s, found.local))
+        return replace(initial_facts, access_error=str(error))
+    return replace(initial_facts, cluster=await snapshot.probe(timeout_s, initial_facts.local))
 
 
 async def query_cluster(
@@ -267,14 +270,14 @@ class _ProbeCounter:
         self._waiting: dict[str, None] = {}
         self._done_count = 0
 
-    async def track(self, name: str, probing: Awaitable[ResultT]) -> ResultT:
+    async def track(self, name: str, probe: Awaitable[ResultT]) -> ResultT:
         self._waiting[name] = None
-        answer = await probing
+        answer = await probe
         del self._waiting[name]
         self._done_count += 1
-        waits = ", ".join(self._waiting)
-        what = f"waiting for {waits}" if waits else "all have answered"
-        self._on_progress(self._done_count, self._done_count + len(self._waiting), what)
+        waiting_names = ", ".join(self._waiting)
+        progress_text = f"waiting for {waiting_names}" if waiting_names else "all have answered"
+        self._on_progress(self._done_count, self._done_count + len(self._waiting), progress_text)
         return answer
 
 
@@ -349,8 +352,8 @@ class ClusterSnapshot:
             for number, each in enumerate(self.partitions)
         }
         for task in response.values():
-            for partition_id, found in (await task)[1].items():
-                partitions[partition_id] = replace(partitions[partition_id], **found._asdict())
+            for partition_id, answers in (await task)[1].items():
+                partitions[partition_id] = replace(partitions[partition_id], **answers._asdict())
         return ClusterFacts(
             self.partition_count,
             self.servers.is_settled,
@@ -385,18 +388,20 @@ class _ServerProbe:
     def __init__(self, snapshot: ClusterSnapshot, server_id: int, timeout_s: float) -> None:
         servers = snapshot.servers.servers
         number, descriptor = next(each for each in servers.items() if each[0] == server_id)
-        blames = {
-            servers[witness].address: report.unreachable[number]
-            for witness, report in snapshot.reach_reports.items()
+        errors_by_server = {
+            servers[reporter_id].address: report.unreachable[number]
+            for reporter_id, report in snapshot.reach_reports.items()
             if number in report.unreachable
         }
         self._facts = ServerFacts(
             descriptor.address,
             tuple(descriptor.preferred),
             is_excluded_as_unreachable=number in snapshot.servers.excluded,
-            connection_errors=tuple(f"{address}: {why}" for address, why in blames.items()),
+            connection_errors=tuple(
+                f"{address}: {error}" for address, error in errors_by_server.items()
+            ),
         )
-        self._owned = [
+        self._owned_partitions = [
             partition_id
             for partition_id, owner in snapshot.servers.owners.items()
             if owner.server_id == server_id
@@ -437,18 +442,18 @@ class _ServerProbe:
         )
         served = {PartitionId(each): is_open for each, is_open in health.healthy}
         async with asyncio.TaskGroup() as tasks:
-            reach = tasks.create_task(self._query_unreachable_storages(link))
-            opened = [each for each in self._owned if served.get(each)]
+            unreachable_task = tasks.create_task(self._query_unreachable_storages(link))
+            open_partitions = [each for each in self._owned_partitions if served.get(each)]
             marks = tasks.create_task(
-                _query_concurrently(opened, lambda each: self._query_partition(link, each))
+                _query_concurrently(open_partitions, lambda each: self._query_partition(link, each))
             )
         facts = replace(
             facts,
             served_partitions=served,
-            unreachable_storages=await reach,
+            unreachable_storages=await unreachable_task,
             append_latencies=await self._query_append_latencies(link),
         )
-        return facts, dict(zip(opened, await marks, strict=True))
+        return facts, dict(zip(open_partitions, await marks, strict=True))
 
     async def _query_unreachable_storages(self, link: ServerLink) -> tuple[ReplicaId, ...]:
         """Return the storages to which the server cannot connect."""
@@ -464,7 +469,7 @@ class _ServerProbe:
             # A storage that does not answer takes longer than the timeout, and has its own finding.
             # A 0.13 server may not support the request.
             return ()
-        return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
+        return tuple(ReplicaId(name) for name, is_reachable in answer.reachable if not is_reachable)
 
     async def _query_append_latencies(
         self, link: ServerLink
@@ -572,8 +577,10 @@ def archive_facts(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | Non
     gauge = gauges.get("waltz-storage.archive")
     if gauge is None:
         return None
-    known = {each.name for each in fields(ArchiveFacts)}
-    return ArchiveFacts(**{name: each for name, each in gauge["value"].items() if name in known})
+    field_names = {each.name for each in fields(ArchiveFacts)}
+    return ArchiveFacts(
+        **{name: each for name, each in gauge["value"].items() if name in field_names}
+    )
 
 
 class _StorageProbe:
@@ -592,14 +599,16 @@ class _StorageProbe:
         self._reads_logs = reads_logs
         self._host, port = split_address(address)
         members = () if local is None else local.members
-        noted = [each.admin_port for each in members if each.address == address]
+        local_ports = [each.admin_port for each in members if each.address == address]
         registered_port = snapshot.layout.admin_ports.get(address, port + 1)
         # Possible admin ports: the registered one, those of local processes, the one after the data
         # port.
-        self._admin_ports = list(dict.fromkeys([registered_port, *filter(None, noted), port + 1]))
+        self._admin_ports = list(
+            dict.fromkeys([registered_port, *filter(None, local_ports), port + 1])
+        )
         admin = f"{self._host}:{registered_port}"
-        registered = snapshot.storage_ids.get(address)
-        self._facts = StorageFacts(address, admin, registered_storage_id=registered)
+        registered_id = snapshot.storage_ids.get(address)
+        self._facts = StorageFacts(address, admin, registered_storage_id=registered_id)
 
     async def probe(self) -> StorageFacts:
         began_s = time.monotonic()
@@ -622,33 +631,35 @@ class _StorageProbe:
             return replace(facts, belongs_to_cluster=False)
         except (WaltzError, TimeoutError) as error:
             if isinstance(error, DENIAL_ERRORS):
-                why = _short_error_text(error, facts.admin_address)
-                return replace(facts, admin_failure=why, is_denied=True)
-            why = str(error).removeprefix(f"{facts.admin_address}: ")
-            why = why or f"no answer within {self._timeout_s:g} s"
+                error_text = _short_error_text(error, facts.admin_address)
+                return replace(facts, admin_failure=error_text, is_denied=True)
+            error_text = str(error).removeprefix(f"{facts.admin_address}: ")
+            error_text = error_text or f"no answer within {self._timeout_s:g} s"
             port = await self._find_admin_port()
             is_hanging = (
                 isinstance(error, TimeoutError) and port == split_address(facts.admin_address)[1]
             )
-            return replace(facts, admin_failure=why, is_hanging=is_hanging, found_admin_port=port)
+            return replace(
+                facts, admin_failure=error_text, is_hanging=is_hanging, found_admin_port=port
+            )
 
     async def _query(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
         store = self._snapshot.view.store
         async with asyncio.timeout(self._timeout_s):
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
-            present = dict((await admin.request(HeldResponse, HeldRequest)).available)
+            availability = dict((await admin.request(HeldResponse, HeldRequest)).available)
         assigned = self._snapshot.layout.assignment.partitions[self._address]
-        every = sorted({*present, *assigned})
+        every = sorted({*availability, *assigned})
         async with asyncio.timeout(self._timeout_s):
             response = await admin.request(StorageResponse, StorageRequest)
         facts = await self._add_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(response.storage_id).hex())
         replicas = {PartitionId(each): await self._query_replica(admin, each) for each in every}
-        stuck = await self._stuck_partitions(replicas) if self._reads_logs else set()
+        stuck_partitions = await self._stuck_partitions(replicas) if self._reads_logs else set()
         return replace(
             facts,
             replicas={
-                each: replace(response, is_stuck=each in stuck)
+                each: replace(response, is_stuck=each in stuck_partitions)
                 for each, response in replicas.items()
             },
         )
@@ -657,7 +668,9 @@ class _StorageProbe:
         self, replicas: Mapping[PartitionId, ReplicaFacts]
     ) -> set[PartitionId]:
         """Return the served partitions whose logs do not answer a read (rule 2)."""
-        served = [each for each, its in replicas.items() if its.is_served and its.last_id >= 0]
+        served = [
+            each for each, replica in replicas.items() if replica.is_served and replica.last_id >= 0
+        ]
         lists = [
             served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
         ]
@@ -696,8 +709,8 @@ class _StorageProbe:
         gauges = json.loads(bytes(answer.json))["gauges"]
 
         def gauge(name: str) -> int | None:
-            found = gauges.get(f"waltz-storage.{name}")
-            return None if found is None else int(found["value"])
+            entry = gauges.get(f"waltz-storage.{name}")
+            return None if entry is None else int(entry["value"])
 
         free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
         sizes = gauge("size-bytes"), gauge("filling-bytes-per-day")
@@ -733,9 +746,14 @@ class _StorageProbe:
 
     async def _find_admin_port(self) -> int | None:
         """Try all possible admin ports; return the storage's port, or None."""
-        found = await _query_concurrently(self._admin_ports, self._is_admin_port)
+        results = await _query_concurrently(self._admin_ports, self._is_admin_port)
         return next(
-            (port for port, is_it in zip(self._admin_ports, found, strict=True) if is_it), None
+            (
+                port
+                for port, is_admin_port in zip(self._admin_ports, results, strict=True)
+                if is_admin_port
+            ),
+            None,
         )
 
     async def _is_admin_port(self, port: int) -> bool:

@@ -1,11 +1,11 @@
-"""The findings about a cluster that two successive checks have in common.
+"""The findings about a cluster that two successive checks report.
 
 Rules:
-    1. If a check finds no problem, there is none. Otherwise the findings are the problems that two
-       successive checks have in common. So temporary problems are omitted (a partition that moves,
-       a replica that catches up). If the problems differ at each of `CHECKS_MAX` checks, the
-       findings are those of the last check: a partition whose owner changes all the time is not
-       healthy.
+    1. If any check finds no problem, the result is empty. Otherwise the findings are the problems
+       that two successive checks have in common. So temporary problems are omitted (a partition
+       that moves, a replica that catches up). If the problems differ at each of `CHECKS_MAX`
+       checks, the findings are those of the last check: a partition whose owner changes all the
+       time is not healthy.
 """
 
 import asyncio
@@ -27,27 +27,27 @@ async def lasting_findings(
     *,
     timeout_s: float,
     local: LocalFacts | None = None,
-    shown_connect: str | None = None,
+    displayed_connect: str | None = None,
 ) -> tuple[Facts, list[Finding]]:
     """Check repeatedly; return the facts, and the findings that are not temporary (rule 1).
 
-    Findings and their commands have the connect string `shown_connect`, by default `connect`.
+    Findings and their commands have the connect string `displayed_connect`, by default `connect`.
     """
 
     async def check() -> tuple[Facts, list[Finding]]:
         facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
-        if shown_connect is not None:
-            facts = replace(facts, connect=shown_connect)
+        if displayed_connect is not None:
+            facts = replace(facts, connect=displayed_connect)
         return facts, diagnose(facts)
 
-    facts, found = await check()
+    facts, findings = await check()
     for _ in range(CHECKS_MAX - 1):
-        if not found:
+        if not findings:
             break
-        known = {each.key for each in found}
+        previous_keys = {each.key for each in findings}
         await asyncio.sleep(RECHECK_INTERVAL_S)
-        facts, found = await check()
-        lasting = [each for each in found if each.key in known]
-        if lasting:
-            return facts, lasting
-    return facts, found
+        facts, findings = await check()
+        lasting_ones = [each for each in findings if each.key in previous_keys]
+        if lasting_ones:
+            return facts, lasting_ones
+    return facts, findings

@@ -37,7 +37,7 @@ async def unprefer(run: ChangeRun, *, partitions: str, server: str) -> ChangeRes
 
 async def _change_preference(
     run: ChangeRun,
-    chosen: str,
+    partitions_text: str,
     address: str,
     message_types: tuple[
         type[AddPreferredRequest | RemovePreferredRequest],
@@ -46,7 +46,7 @@ async def _change_preference(
 ) -> ChangeResult:
     coordinator, (request, response) = run.coordinator, message_types
     count = (await coordinator.read_cluster()).params.partition_count
-    partitions = parse_partitions(chosen, count)
+    partitions = parse_partitions(partitions_text, count)
     view = await coordinator.read_servers()
     if address not in [each.address for each in view.servers.values()]:
         names = ", ".join(each.address for each in view.servers.values()) or "none"
@@ -59,15 +59,16 @@ async def _change_preference(
             "read its log, then run the command again."
         )
     view = await _wait_until_open(run, partitions)
-    owned = sorted(
+    owned_partitions = sorted(
         partition_id
         for partition_id, owner in view.owners.items()
         if view.servers[owner.server_id].address == address
     )
     return {
         "server": address,
-        "owns": owned,
-        "summary": f"server {address} owns partitions {', '.join(map(str, owned)) or 'none'}",
+        "owns": owned_partitions,
+        "summary": f"server {address} owns partitions "
+        f"{', '.join(map(str, owned_partitions)) or 'none'}",
     }
 
 
@@ -83,9 +84,9 @@ async def _wait_until_open(run: ChangeRun, partitions: Sequence[PartitionId]) ->
         is_open = [each for each, key in owners.items() if each in queried[key]]
         if view.is_settled and len(is_open) == len(partitions):
             return view
-        waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
-        what = f"the servers to open these partitions: {waits}"
-        run.report_wait(what, len(is_open), len(partitions))
+        waiting_for = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
+        reason = f"the servers to open these partitions: {waiting_for}"
+        run.report_wait(reason, len(is_open), len(partitions))
         await asyncio.sleep(POLL_INTERVAL_S)
 
 

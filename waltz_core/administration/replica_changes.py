@@ -74,12 +74,12 @@ async def remove_storage(run: ChangeRun, *, address: str) -> ChangeResult:
     storage = ReplicaId(address)
     layout, now = await _read_layout(run)
     layout.check_storage_exists(storage)
-    wanted = placements.placement_without_storage(now, layout.groups, storage)
-    await run.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
+    placement = placements.placement_without_storage(now, layout.groups, storage)
+    await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _unregister_storage(run, storage)
     return {
         "storage": address,
-        "moved": len(wanted),
+        "moved": len(placement),
         "summary": f"storage {address} was removed from the cluster; its files were kept",
     }
 
@@ -102,13 +102,13 @@ async def replace_storage(
             lambda before: before.with_storage(new, port, group)
         )
         run.note_step(f"storage {new} is in group {group}")
-    wanted = placements.placement_with_replacement(now, old, new, now)
-    await run.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
+    placement = placements.placement_with_replacement(now, old, new, now)
+    await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _unregister_storage(run, old)
     return {
         "storage": new,
-        "moved": len(wanted),
-        "summary": f"storage {new} has all replicas of {old}: {len(wanted)}",
+        "moved": len(placement),
+        "summary": f"storage {new} has all replicas of {old}: {len(placement)}",
     }
 
 
@@ -116,28 +116,38 @@ async def _replace_in_place(
     run: ChangeRun, layout: StorageLayout, now: Placement, address: ReplicaId
 ) -> ChangeResult:
     """Replace a lost storage by an empty one at the same address."""
-    held = {each: replicas for each, replicas in now.items() if address in replicas}
-    if not held:
+    replicas_by_partition = {
+        each: replicas for each, replicas in now.items() if address in replicas
+    }
+    if not replicas_by_partition:
         return await _add_replacement(
             run, placements.placement_with_missing_replicas(now, address), address
         )
-    alone = [each for each, replicas in held.items() if len(replicas) == 1]
-    if alone:
+    single_replica_partitions = [
+        each for each, replicas in replicas_by_partition.items() if len(replicas) == 1
+    ]
+    if single_replica_partitions:
         raise BadRequest(
             f"nothing was changed, because storage {address} has the only replica of partition "
-            f"{alone[0]}. Hint: add another replica first (`cluster add-replica`)."
+            f"{single_replica_partitions[0]}. Hint: add another replica first (`cluster "
+            "add-replica`)."
         )
     if await is_answering(WireProtocol.STORAGE, address):
         raise BadRequest(
             f"storage {address} still runs and answers. Hint: stop it, and start its "
             "replacement with an empty directory."
         )
-    without = {each: tuple(its for its in held[each] if its != address) for each in held}
-    await run.carry_out_plan(ReplicaPlan.for_placement(without, layout.assignment))
-    return await _add_replacement(run, held, address)
+    remaining_replicas = {
+        each: tuple(replica for replica in replicas_by_partition[each] if replica != address)
+        for each in replicas_by_partition
+    }
+    await run.carry_out_plan(ReplicaPlan.for_placement(remaining_replicas, layout.assignment))
+    return await _add_replacement(run, replicas_by_partition, address)
 
 
-async def _add_replacement(run: ChangeRun, wanted: Placement, address: ReplicaId) -> ChangeResult:
+async def _add_replacement(
+    run: ChangeRun, placement: Placement, address: ReplicaId
+) -> ChangeResult:
     """Wait for the empty storage at an address, and give it the missing replicas."""
     if not await is_answering(WireProtocol.STORAGE, address):
         await run.coordinator.storages.forget_storage_id(address)
@@ -145,19 +155,19 @@ async def _add_replacement(run: ChangeRun, wanted: Placement, address: ReplicaId
     while not await is_answering(WireProtocol.STORAGE, address):
         run.report_wait(
             f"an empty storage at {address} to start; it then gets replicas of partitions "
-            f"{ranges_of_numbers(sorted(wanted))}"
+            f"{ranges_of_numbers(sorted(placement))}"
         )
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await run.coordinator.storages.read_layout()
-    await run.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
-    summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
-    if not wanted:
+    await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
+    summary = f"the new storage at {address} has all replicas of the old one: {len(placement)}"
+    if not placement:
         summary = (
             f"storage {address} has no replicas, and every partition has the usual number of "
             "replicas. Hint: if the storage had replicas before, add them with `waltz-core "
             "cluster add-replica`."
         )
-    return {"storage": address, "moved": len(wanted), "summary": summary}
+    return {"storage": address, "moved": len(placement), "summary": summary}
 
 
 async def _unregister_storage(run: ChangeRun, address: ReplicaId) -> None:
@@ -167,8 +177,8 @@ async def _unregister_storage(run: ChangeRun, address: ReplicaId) -> None:
     run.note_step(f"storage {address} is excluded from new replicas")
 
 
-def _admin_port_or_default(requested: int | None, address: str) -> int:
-    return split_address(address)[1] + 1 if requested is None else requested
+def _admin_port_or_default(admin_port: int | None, address: str) -> int:
+    return split_address(address)[1] + 1 if admin_port is None else admin_port
 
 
 # --- replicas
@@ -179,10 +189,10 @@ async def add_replica(
 ) -> ChangeResult:
     """Add storages to the replicas of each partition, one storage after the other."""
     layout, now = await _read_layout(run)
-    chosen = await _parse_partitions(run, partitions)
-    added = [ReplicaId(each) for each in addresses]
-    wanted = {each: tuple(dict.fromkeys([*now[each], *added])) for each in chosen}
-    return await _change_replicas(run, layout, wanted)
+    partition_ids = await _parse_partitions(run, partitions)
+    new_replicas = [ReplicaId(each) for each in addresses]
+    placement = {each: tuple(dict.fromkeys([*now[each], *new_replicas])) for each in partition_ids}
+    return await _change_replicas(run, layout, placement)
 
 
 async def remove_replica(
@@ -193,17 +203,17 @@ async def remove_replica(
     removed = [ReplicaId(each) for each in addresses]
     for address in removed:
         layout.check_storage_exists(address)
-    wanted = {
+    placement = {
         each: tuple(name for name in now[each] if name not in removed)
         for each in await _parse_partitions(run, partitions)
     }
-    for partition_id, replicas in wanted.items():
+    for partition_id, replicas in placement.items():
         if not replicas:
             raise BadRequest(
                 "nothing was changed, because the command would remove all replicas of partition "
                 f"{partition_id}"
             )
-    return await _change_replicas(run, layout, wanted)
+    return await _change_replicas(run, layout, placement)
 
 
 async def move_replica(
@@ -212,15 +222,15 @@ async def move_replica(
     """Move replicas of partitions from one storage to another."""
     layout, now = await _read_layout(run)
     old, new = ReplicaId(origin), ReplicaId(target)
-    chosen = await _parse_partitions(run, partitions)
-    for partition_id in chosen:
+    partition_ids = await _parse_partitions(run, partitions)
+    for partition_id in partition_ids:
         if old not in now[partition_id] and new not in now[partition_id]:
             raise BadRequest(
                 f"nothing was changed, because storage {old} has no replica of partition "
                 f"{partition_id}"
             )
     return await _change_replicas(
-        run, layout, placements.placement_with_replacement(now, old, new, chosen)
+        run, layout, placements.placement_with_replacement(now, old, new, partition_ids)
     )
 
 
@@ -235,39 +245,41 @@ async def auto_assign(run: ChangeRun, *, replicas: int | None) -> ChangeResult:
 async def _change_replicas(
     run: ChangeRun,
     layout: StorageLayout,
-    wanted: Mapping[PartitionId, tuple[ReplicaId, ...]],
+    placement: Mapping[PartitionId, tuple[ReplicaId, ...]],
 ) -> ChangeResult:
     """Add and remove replicas until each partition has the wanted ones."""
-    for replicas in wanted.values():
+    for replicas in placement.values():
         for address in replicas:
             layout.check_storage_exists(address)
-    moved = {
+    changed = {
         each: replicas
-        for each, replicas in wanted.items()
+        for each, replicas in placement.items()
         if set(replicas) != set(layout.assignment.replicas_of(each))
     }
-    await run.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
-    await _delete_replica_files(run, layout, moved)
+    await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
+    await _delete_replica_files(run, layout, changed)
     return {
-        "changed": sorted(moved),
-        "summary": f"{len(moved)} of {len(wanted)} partitions were changed"
-        if moved
+        "changed": sorted(changed),
+        "summary": f"{len(changed)} of {len(placement)} partitions were changed"
+        if changed
         else "nothing to change",
     }
 
 
-async def _delete_replica_files(run: ChangeRun, layout: StorageLayout, moved: Placement) -> None:
+async def _delete_replica_files(
+    run: ChangeRun, layout: StorageLayout, old_placement: Placement
+) -> None:
     """Delete the files of partitions on storages that are no longer assigned to them.
 
     The partitions' sessions are open without these storages. If a storage does not answer, its
     files remain, and the doctor reports them.
     """
-    left: dict[ReplicaId, list[PartitionId]] = {}
-    for partition_id, replicas in moved.items():
+    files_by_storage: dict[ReplicaId, list[PartitionId]] = {}
+    for partition_id, replicas in old_placement.items():
         for address in layout.assignment.replicas_of(partition_id):
             if address not in replicas:
-                left.setdefault(address, []).append(partition_id)
-    for address, partitions in left.items():
+                files_by_storage.setdefault(address, []).append(partition_id)
+    for address, partitions in files_by_storage.items():
         admin = f"{split_address(address)[0]}:{layout.admin_ports[address]}"
         try:
             async with admin_connection(admin, ssl=member_connections.ssl_context()) as storage:
@@ -297,8 +309,8 @@ async def _partition_count(run: ChangeRun) -> int:
 async def remove_server(run: ChangeRun, *, server: str) -> ChangeResult:
     """Remove a server that no longer runs from ZooKeeper."""
     servers = (await run.coordinator.read_servers()).servers
-    found = [each for each in servers.values() if each.address == server]
-    if not found:
+    matching = [each for each in servers.values() if each.address == server]
+    if not matching:
         names = ", ".join(each.address for each in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {server}; registered servers: {names}")
     if await is_answering(WireProtocol.CLIENT, server):
@@ -306,7 +318,7 @@ async def remove_server(run: ChangeRun, *, server: str) -> ChangeResult:
             f"the server at {server} still runs and answers. Hint: stop it; it then unregisters "
             "itself."
         )
-    for each in found:
+    for each in matching:
         await run.coordinator.remove_dead_server(each)
     return {
         "server": server,

@@ -10,8 +10,8 @@ from waltz_core.errors import BadConfig
 
 
 @click.command(cls=Subcommand, help="", context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def explain_installation(words: tuple[str, ...]) -> int:
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def explain_installation(arguments: tuple[str, ...]) -> int:
     """Explain how to install the benchmarks."""
     raise BadConfig("the benchmarks are not installed. Hint: run pip install 'waltz-spark[bench]'.")
 

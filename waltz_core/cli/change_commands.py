@@ -48,10 +48,10 @@ class ChangeCommand(ChangeRun):
         if not self.as_json:
             print_error(step)
 
-    def report_wait(self, what: str, done_count: int = 0, count: int = 1) -> None:
+    def report_wait(self, reason: str, done_count: int = 0, count: int = 1) -> None:
         """Record the reason for which the command waits, and show it with the progress."""
-        super().report_wait(what)
-        self._line.show(done_count, count, what)
+        super().report_wait(reason)
+        self._line.show(done_count, count, reason)
 
 
 def change_command(
@@ -63,13 +63,13 @@ def change_command(
     effect, because the subcommand then also works on incomplete clusters.
     """
 
-    def decorate(work: Callable[..., Awaitable[ChangeResult]]) -> SubcommandFunction:
+    def decorate(function: Callable[..., Awaitable[ChangeResult]]) -> SubcommandFunction:
         @options.connect_option
         @options.json_option
         @options.timeout_option()
-        @functools.wraps(work)
-        async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
-            may_be_absent = may_create_cluster or words.get("force", False)
+        @functools.wraps(function)
+        async def run(*, connect: str, as_json: bool, timeout_s: float, **arguments: Any) -> int:  # noqa: ANN401
+            may_be_absent = may_create_cluster or arguments.get("force", False)
             async with open_command_session(connect) as coordinator:
                 if not may_be_absent:
                     await coordinator.read_cluster()  # the audit entry needs a cluster
@@ -77,9 +77,9 @@ def change_command(
                     command = ChangeCommand(coordinator, line, as_json=as_json)
                     async with (
                         audit_change(coordinator, may_create_cluster=may_be_absent),
-                        time_limit(timeout_s, lambda: command.awaited or "ZooKeeper"),
+                        time_limit(timeout_s, lambda: command.wait_reason or "ZooKeeper"),
                     ):
-                        result = await work(command, **words) or {}
+                        result = await function(command, **arguments) or {}
             if as_json:
                 print_json({"done": True, "steps": command.steps, **result})
             else:
@@ -95,7 +95,7 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the connect string as an argument or as `--connect` (`cluster create CONNECT`)."""
 
     @options.argument(
-        "place",
+        "connect_argument",
         "[CONNECT]",
         f"connect string, for example {options.CONNECT_EXAMPLE}",
         required=False,
@@ -108,12 +108,12 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
         f"${options.CONNECT_VARIABLE}]",
     )
     @functools.wraps(function)
-    def run(*, place: str | None, connect: str | None, **words: Any) -> object:  # noqa: ANN401
-        chosen = place or connect
-        if chosen is None:
+    def run(*, connect_argument: str | None, connect: str | None, **arguments: Any) -> object:  # noqa: ANN401
+        connect_text = connect_argument or connect
+        if connect_text is None:
             raise BadConfig(NO_CLUSTER_SPECIFIED)
-        member_connections.use_settings_of(chosen)
-        return function(connect=chosen, **words)
+        member_connections.use_settings_of(connect_text)
+        return function(connect=connect_text, **arguments)
 
     return run
 
@@ -132,9 +132,9 @@ def user_and_host() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid())
-    sudoer = os.environ.get("SUDO_USER")
-    if sudoer and sudoer != user:
-        user = f"{sudoer} as {user}"
+    sudo_user = os.environ.get("SUDO_USER")
+    if sudo_user and sudo_user != user:
+        user = f"{sudo_user} as {user}"
     return f"{user}@{socket.gethostname()}"
 
 

@@ -21,8 +21,12 @@ from waltz_core.config.settings import load_config
 @options.json_option
 def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
     """Show each setting of a kind of process, and the origin of its value."""
-    loaded = load_config(CONFIG_TYPES_BY_KIND[kind], path=config, environment=os.environ)
-    rows = [(each.name, each.value, each.origin) for each in loaded.effective_settings()]
+    config_with_origins = load_config(
+        CONFIG_TYPES_BY_KIND[kind], path=config, environment=os.environ
+    )
+    rows = [
+        (each.name, each.value, each.origin) for each in config_with_origins.effective_settings()
+    ]
     if as_json:
         titles = ("name", "value", "origin")
         print_json([dict(zip(titles, row, strict=True)) for row in rows])

@@ -71,8 +71,8 @@ def with_daemon_options(
 
 def _option_help(doc: str, example: str, default: object) -> str:
     """Return the help text of an option: the setting's description and default."""
-    shown = str(default).lower() if isinstance(default, bool) else str(default) or "empty"
-    return f"{doc} ({f'required, such as {example}' if example else f'default {shown}'})"
+    default_text = str(default).lower() if isinstance(default, bool) else str(default) or "empty"
+    return f"{doc} ({f'required, such as {example}' if example else f'default {default_text}'})"
 
 
 def run_daemon(config: DaemonConfigT, run: Callable[[DaemonConfigT], None]) -> None:

@@ -93,13 +93,13 @@ def parse_metrics(page: str, address: str) -> list[MetricSample]:
     samples = []
     for line in lines:
         if line and not line.startswith("#"):
-            found = _SAMPLE_LINE.fullmatch(line)
-            value = None if found is None else _number(found[3])
-            if found is None or value is None:
+            match = _SAMPLE_LINE.fullmatch(line)
+            value = None if match is None else _number(match[3])
+            if match is None or value is None:
                 raise RemoteProtocolError(
                     f"{address}/metrics: expected lines such as `name 1.0`, found {line!r:.100}"
                 )
-            samples.append(MetricSample(found[1], found[2] or "", value))
+            samples.append(MetricSample(match[1], match[2] or "", value))
     return samples
 
 

@@ -85,28 +85,30 @@ def up(
     if timeout_s is not None:
         flags["ready_timeout_ms"] = str(round(timeout_s * 1000))
     settings = _load_settings(directory, config, flags)
-    found = settings.config
-    _check_fixed_settings(LocalCluster(Path(found.directory)), settings)
+    local_config = settings.config
+    _check_fixed_settings(LocalCluster(Path(local_config.directory)), settings)
     if archive:
         from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - loads Arrow
 
         ArchiveStore(archive)  # raises BadConfig for a wrong URL, before the URL is stored
     cluster = LocalCluster(
-        Path(found.directory),
-        zookeeper_count=found.zookeeper_count,
-        storage_count=found.storage_count,
-        server_count=found.server_count,
-        partition_count=found.partition_count,
+        Path(local_config.directory),
+        zookeeper_count=local_config.zookeeper_count,
+        storage_count=local_config.storage_count,
+        server_count=local_config.server_count,
+        partition_count=local_config.partition_count,
         auth_file=zookeeper_auth,
         tls=tls_file,
         archive_url=archive or "",
         try_default_ports=True,
-        port_base=found.port_base,
+        port_base=local_config.port_base,
     )
-    began = time.monotonic()
-    connect = cluster.up(found.ready_timeout_ms / 1000, print_error)
-    took = time.monotonic() - began
-    print_error(f"ready in {took:.1f} s; data, configuration and logs are in {cluster.directory}")
+    start_s = time.monotonic()
+    connect = cluster.up(local_config.ready_timeout_ms / 1000, print_error)
+    elapsed_s = time.monotonic() - start_s
+    print_error(
+        f"ready in {elapsed_s:.1f} s; data, configuration and logs are in {cluster.directory}"
+    )
     print_result(connect)
     return 0
 
@@ -116,16 +118,20 @@ def _check_fixed_settings(cluster: LocalCluster, settings: LoadedConfig[LocalCon
     if not cluster.exists():
         return
     kinds = [member.kind for member in cluster.members]
-    made = {"partition_count": cluster.partition_count, "port_base": cluster.port_base}
-    made |= {f"{kind}_count": kinds.count(kind) for kind in ("zookeeper", "storage", "server")}
+    fixed_values = {"partition_count": cluster.partition_count, "port_base": cluster.port_base}
+    fixed_values |= {
+        f"{kind}_count": kinds.count(kind) for kind in ("zookeeper", "storage", "server")
+    }
     for flag, name in FIXED_OPTIONS.items():
-        found = getattr(settings.config, name)
+        requested_value = getattr(settings.config, name)
         origin = settings.origins.get(name)
-        if origin and found != made[name]:
-            where = flag if origin.startswith("flag ") else f"{origin}: {name}"
+        if origin and requested_value != fixed_values[name]:
+            source = flag if origin.startswith("flag ") else f"{origin}: {name}"
             raise BadConfig(
-                f"{where}: the cluster in {cluster.directory} was created with {made[name]}, "
-                f"which cannot be changed; found {found}. Hint: create another cluster with "
+                f"{source}: the cluster in {cluster.directory} was created with "
+                f"{fixed_values[name]}, "
+                f"which cannot be changed; found {requested_value}. Hint: create another cluster "
+                "with "
                 "another --directory."
             )
 

@@ -309,7 +309,8 @@ COMMAND_GROUPS: Mapping[str, GroupEntry] = {
                 "export": "write transactions as Parquet, CSV or JSON",
             },
             "client.client_check": {
-                "validate": "let clients write with one lock, and check that all see one log",
+                "validate": "append with several clients under one lock, and check that all read "
+                "the same log",
                 "produce": "append the transactions of one client of `validate`, without checks",
                 "consume": "read and check the transactions of `client produce`",
             },
@@ -376,19 +377,19 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code, also after an error or an interrupt."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if COMPLETION_VARIABLE in os.environ:
         from click.shell_completion import shell_complete  # noqa: PLC0415 - for a shell only
 
         return shell_complete(
             program, {}, PROGRAM_NAME, COMPLETION_VARIABLE, os.environ[COMPLETION_VARIABLE]
         )
-    if not words:
+    if not arguments:
         print_result(OVERVIEW)
         return EXIT_USAGE_ERROR
     try:
         # Loading a subcommand takes almost a second: ctrl-C is handled from here on.
-        return run_command(words)
+        return run_command(arguments)
     except WaltzError as error:
         print_error(f"waltz-core: {error}")
         return 1
@@ -401,10 +402,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def run_command(words: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit code; raises the errors of the command."""
     try:
-        with program.make_context(PROGRAM_NAME, words) as context:
+        with program.make_context(PROGRAM_NAME, arguments) as context:
             code = program.invoke(context)
             assert isinstance(code, int)
             return code
@@ -434,23 +435,25 @@ def _build_command(name: str, entry: GroupEntry) -> click.Command:
         return LazySubcommand(name, entry.subcommands, entry.help_line, examples=entry.examples)
     group = CommandGroup(name, help=as_sentence(entry.help_line), short_help=entry.help_line)
     group.examples = entry.examples
-    older = {subcommand: alias for alias, subcommand in entry.aliases.items()}
-    inner = {
+    old_names = {subcommand: alias for alias, subcommand in entry.aliases.items()}
+    subgroups = {
         word: CommandGroup(word, help=as_sentence(text), short_help=text)
         for word, text in entry.groups.items()
     }
     for module, subcommands in entry.subcommands.items():
         for subcommand, text in subcommands.items():
-            first, _, rest = subcommand.partition(" ")
-            if rest:
-                inner[first].add_command(LazySubcommand(rest, module, text, subcommand=subcommand))
-                group.add_command(inner[first])
+            first, _, second_word = subcommand.partition(" ")
+            if second_word:
+                subgroups[first].add_command(
+                    LazySubcommand(second_word, module, text, subcommand=subcommand)
+                )
+                group.add_command(subgroups[first])
                 continue
             group.add_command(LazySubcommand(subcommand, module, text))
-            if subcommand in older:
+            if subcommand in old_names:
                 group.add_command(
                     LazySubcommand(
-                        older[subcommand], module, text, subcommand=subcommand, hidden=True
+                        old_names[subcommand], module, text, subcommand=subcommand, hidden=True
                     )
                 )
     return group
@@ -471,5 +474,5 @@ def _start_logging(path: Path | None) -> None:
             logging.config.dictConfig(tomllib.load(stream))
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
         # The error of dictConfig names only the logger or handler. Its cause names the wrong value.
-        why = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
-        raise BadConfig(f"--logging {path}: expected a logging.toml: {why}") from None
+        reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+        raise BadConfig(f"--logging {path}: expected a logging.toml: {reason}") from None

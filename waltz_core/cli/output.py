@@ -71,11 +71,11 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None
         max([len(title), *(len(row[index]) for row in texts)]) for index, title in enumerate(titles)
     ]
     for cells in [list(titles), *texts]:
-        padded = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(cells, widths, right, strict=True)
+        padded_cells = [
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(cells, widths, right, strict=True)
         ]
-        print_result("  ".join(padded).rstrip())
+        print_result("  ".join(padded_cells).rstrip())
 
 
 def _draw_table(
@@ -86,8 +86,8 @@ def _draw_table(
     from rich.text import Text  # noqa: PLC0415 - as above
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title, to_right in zip(titles, right, strict=True):
-        table.add_column(Text(title), justify="right" if to_right else "left", overflow="fold")
+    for title, is_number in zip(titles, right, strict=True):
+        table.add_column(Text(title), justify="right" if is_number else "left", overflow="fold")
     for row in texts:
         table.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))
     Console().print(table)

@@ -25,7 +25,7 @@ class ProgressLine:
     """A line with a progress bar, as a context manager that removes it at the end."""
 
     def __init__(self) -> None:
-        self.awaited = ""  # what the command waits for, recorded even without a terminal
+        self.wait_reason = ""  # what the command waits for, recorded even without a terminal
         self._progress: tuple[int, int, str] = (0, 1, "")
         self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -52,10 +52,10 @@ class ProgressLine:
             self._bar.stop()
             self._bar = None
 
-    def show(self, done_count: int, count: int, what: str) -> None:
-        """Report the progress; `what` states the current work, or the reason for a wait."""
-        self.awaited = what.removeprefix("waiting for ")
-        self._progress = (done_count, count, what)
+    def show(self, done_count: int, count: int, description: str) -> None:
+        """Report the progress; `description` states the current work, or the reason for a wait."""
+        self.wait_reason = description.removeprefix("waiting for ")
+        self._progress = (done_count, count, description)
         if self._show_at_s is not None and time.monotonic() >= self._show_at_s:
             self._show_bar()
         self._draw()
@@ -83,7 +83,7 @@ class ProgressLine:
 
     def _draw(self) -> None:
         if self._bar is not None:
-            done_count, count, what = self._progress
+            done_count, count, description = self._progress
             for task in self._bar.task_ids:
-                self._bar.update(task, description=what, completed=done_count, total=count)
+                self._bar.update(task, description=description, completed=done_count, total=count)
             self._bar.refresh()

@@ -26,8 +26,8 @@ PATH_TYPE: Final = click.Path(path_type=Path)
 class ExplainedArgument(click.Argument):
     """An argument with a description in the help of its subcommand."""
 
-    def __init__(self, names: list[str], *, help: str, **rest: Any) -> None:  # noqa: A002, ANN401
-        super().__init__(names, **rest)
+    def __init__(self, names: list[str], *, help: str, **click_options: Any) -> None:  # noqa: A002, ANN401
+        super().__init__(names, **click_options)
         self.help = help
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
@@ -38,8 +38,8 @@ class ExplainedArgument(click.Argument):
 class RenamedOption(click.Option):
     """An option that also accepts its name from an earlier version (rule 1)."""
 
-    def __init__(self, names: list[str], *, old_name: str, **rest: Any) -> None:  # noqa: ANN401
-        super().__init__([*names, old_name], **rest)
+    def __init__(self, names: list[str], *, old_name: str, **click_options: Any) -> None:  # noqa: ANN401
+        super().__init__([*names, old_name], **click_options)
         self.shown_names = [each for each in self.opts if each != old_name]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -68,13 +68,13 @@ class SuggestingChoice(click.Choice[str]):
         return f"unknown value {value!r}{nearest_name_hint(str(value), list(self.choices))}"
 
 
-def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], FC]:  # noqa: ANN401
+def argument(name: str, metavar: str, text: str, **click_options: Any) -> Callable[[FC], FC]:  # noqa: ANN401
     """Declare an argument with a description for the help."""
-    return click.argument(name, cls=ExplainedArgument, metavar=metavar, help=text, **rest)
+    return click.argument(name, cls=ExplainedArgument, metavar=metavar, help=text, **click_options)
 
 
 def timeout_option(
-    what: str = "maximum seconds to wait",
+    description: str = "maximum seconds to wait",
     *,
     default_s: float = COMMAND_TIMEOUT_S,
     old_name: str = "--timeout",
@@ -89,16 +89,16 @@ def timeout_option(
         type=float,
         default=default_s,
         metavar="S",
-        help=f"{what} [default: {default_s:g}]",
+        help=f"{description} [default: {default_s:g}]",
     )
 
 
 def zookeeper_timeout_option(function: FC) -> FC:
     """Declare the timeout of a subcommand that waits only for ZooKeeper."""
-    what = "seconds to wait for ZooKeeper"
-    return timeout_option(what, default_s=CONNECT_TIMEOUT_S, old_name="--wait-s", name="wait_s")(
-        function
-    )
+    description = "seconds to wait for ZooKeeper"
+    return timeout_option(
+        description, default_s=CONNECT_TIMEOUT_S, old_name="--wait-s", name="wait_s"
+    )(function)
 
 
 json_option = click.option(
@@ -140,19 +140,21 @@ def gather_options(kind: type[Any]) -> Callable[[SubcommandFunction], Subcommand
 
     def decorate(function: SubcommandFunction) -> SubcommandFunction:
         @functools.wraps(function)
-        def run(**words: Any) -> object:  # noqa: ANN401 - what click has parsed
-            given = {name: words.pop(name) for name in kind.__annotations__ if name in words}
-            return function(kind(**given), **words)
+        def run(**arguments: Any) -> object:  # noqa: ANN401 - what click has parsed
+            option_values = {
+                name: arguments.pop(name) for name in kind.__annotations__ if name in arguments
+            }
+            return function(kind(**option_values), **arguments)
 
         return run
 
     return decorate
 
 
-def storage_file_options(what: str) -> Callable[[FC], FC]:
+def storage_file_options(path_help: str) -> Callable[[FC], FC]:
     """Declare the path argument, `--partition` and `--json` of a `disk` subcommand."""
-    path = argument("path", "PATH", what, type=PATH_TYPE)
-    chosen = click.option(
+    path = argument("path", "PATH", path_help, type=PATH_TYPE)
+    partition_option = click.option(
         "-p",
         "--partition",
         "partitions",
@@ -162,4 +164,4 @@ def storage_file_options(what: str) -> Callable[[FC], FC]:
         callback=lambda _ctx, _parameter, value: list(value) or None,
         help="only this partition of a storage directory; repeat the option for several",
     )
-    return lambda function: path(chosen(json_option(function)))
+    return lambda function: path(partition_option(json_option(function)))

@@ -43,26 +43,30 @@ class Subcommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; raises UsageError."""
-        words = list(args)
+        arguments = list(args)
         try:
-            rest = super().parse_args(ctx, args)
+            extra_arguments = super().parse_args(ctx, args)
         except click.MissingParameter:
-            raise click.UsageError(self._missing_parameters_text(words), ctx) from None
-        if rest and not ctx.resilient_parsing:
-            ctx.fail(f"unexpected argument {rest[0]!r}")
-        return rest
+            raise click.UsageError(self._missing_parameters_text(arguments), ctx) from None
+        if extra_arguments and not ctx.resilient_parsing:
+            ctx.fail(f"unexpected argument {extra_arguments[0]!r}")
+        return extra_arguments
 
-    def _missing_parameters_text(self, words: list[str]) -> str:
+    def _missing_parameters_text(self, arguments: list[str]) -> str:
         """Return a message that names all missing parameters; click names only the first."""
-        lenient = click.Context(self, resilient_parsing=True)
-        super().parse_args(lenient, words)
+        lenient_context = click.Context(self, resilient_parsing=True)
+        super().parse_args(lenient_context, arguments)
         missing = [
             parameter_name(each)
             for each in self.params
-            if each.required and lenient.params.get(each.name or "") in (None, ())
+            if each.required and lenient_context.params.get(each.name or "") in (None, ())
         ]
-        others = [each for each in missing if each != "--connect"]
-        sentences = [f"the following arguments are required: {', '.join(others)}"] if others else []
+        missing_others = [each for each in missing if each != "--connect"]
+        sentences = (
+            [f"the following arguments are required: {', '.join(missing_others)}"]
+            if missing_others
+            else []
+        )
         if "--connect" in missing:
             sentences.append(NO_CLUSTER_SPECIFIED)
         return "; and ".join(sentences)
@@ -101,21 +105,21 @@ class LazySubcommand(click.Command):
         help_line: str,
         *,
         subcommand: str = "",
-        **rest: Any,  # noqa: ANN401
+        **click_options: Any,  # noqa: ANN401
     ) -> None:
-        self._examples = rest.pop("examples", ())
-        super().__init__(name, short_help=help_line, **rest)
+        self._examples = click_options.pop("examples", ())
+        super().__init__(name, short_help=help_line, **click_options)
         self._module, self._help_line, self._subcommand = module, help_line, subcommand or name
 
     def load(self) -> Subcommand:
         """Import the subcommand, and add its help."""
         module = import_module(f"waltz_core.cli.{self._module}")
         name = re.sub("[ -]", "_", self._subcommand)
-        found = getattr(module, f"{name}_command", None) or getattr(module, name)
-        assert isinstance(found, Subcommand)
-        found.help = f"{as_sentence(self._help_line)} {found.help_details}"
-        found.examples = self._examples
-        return found
+        subcommand = getattr(module, f"{name}_command", None) or getattr(module, name)
+        assert isinstance(subcommand, Subcommand)
+        subcommand.help = f"{as_sentence(self._help_line)} {subcommand.help_details}"
+        subcommand.examples = self._examples
+        return subcommand
 
     def make_context(
         self,
@@ -177,21 +181,21 @@ def parameter_name(parameter: click.Parameter) -> str:
 
 def usage_error_text(error: click.UsageError) -> str:
     """Return the error text for wrong usage: command, reason, and a suggestion."""
-    where = error.ctx.command_path if error.ctx is not None else "waltz-core"
-    why = error.format_message().rstrip(".")
+    command_path = error.ctx.command_path if error.ctx is not None else "waltz-core"
+    reason = error.format_message().rstrip(".")
     match error:
         case click.NoSuchOption(option_name=name, ctx=click.Context() as ctx):
-            why = f"unknown option {name!r}{_nearest_option(name, ctx.command)}"
+            reason = f"unknown option {name!r}{_nearest_option(name, ctx.command)}"
         case click.BadParameter(param=click.Parameter() as parameter):
-            why = f"{parameter_name(parameter)}: {error.message.rstrip('.')}"
+            reason = f"{parameter_name(parameter)}: {error.message.rstrip('.')}"
         case _:
             pass
-    return f"{where}: {why}\nSee `{where} --help`."
+    return f"{command_path}: {reason}\nSee `{command_path} --help`."
 
 
 def _nearest_option(name: str, command: click.Command) -> str:
     if not re.match(r"--?[^\d-]", name):
         return ""
     options = {each.lstrip("-"): each for parameter in command.params for each in parameter.opts}
-    found = difflib.get_close_matches(name.lstrip("-"), options, n=1)
-    return f"; did you mean {options[found[0]]!r}?" if found else ""
+    matches = difflib.get_close_matches(name.lstrip("-"), options, n=1)
+    return f"; did you mean {options[matches[0]]!r}?" if matches else ""

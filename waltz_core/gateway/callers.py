@@ -2,15 +2,17 @@
 
 Rules (decision 066):
     1. The gateway has no permissions of its own. A request with a token is sent on connections with
-       this token. A request without one is sent on connections without a token, as `anonymous`; if
-       the gateway has a certificate, it is rejected, because the servers would take it for a
-       request of the principal of the certificate.
+       this token. A request without a token is sent on connections without a token, as `anonymous`.
+       If the gateway has a certificate, it rejects requests without a token: the servers would
+       treat them as requests of the certificate's principal.
     2. The gateway keeps tokens in memory only, and finds a caller by the hash of its token.
-    3. A new token is presented to a server before the first request, so that a wrong one is
-       rejected at once. If a server rejects the token of a known caller, or an error has ended a
-       stream of its client, the caller is forgotten: its next request opens a new client.
+    3. The gateway presents a new token to a server before the first request, so that an invalid
+       token is rejected at once. The gateway forgets a caller if a server rejects its token, or if
+       an error has ended a stream of its client. The next request of this caller opens a new
+       client.
     4. There are at most `CALLERS_MAX` callers. A caller is closed after `IDLE_S_MAX` without a
-       request; if there are too many, the one that was idle for the longest time.
+       request; if there are too many, the gateway closes the caller that was idle for the longest
+       time.
 """
 
 import asyncio
@@ -87,7 +89,7 @@ class Callers:
             caller.is_unusable = True
             raise
         except errors.OutcomeUnknown:
-            raise  # whatever the reason is, the caller must repeat the request
+            raise  # for any reason, the caller must repeat the request
         except errors.Unavailable:
             await self.check_token(caller)
             raise
@@ -174,21 +176,21 @@ class Callers:
 
     async def _find_or_open(self, token: Token | None) -> Caller:
         key = _NO_TOKEN_HASH if token is None else hash_of(token.secret)  # rule 2
-        if (known := self._callers.get(key)) is not None:
-            return known
+        if (existing := self._callers.get(key)) is not None:
+            return existing
         lock = self._opening_locks.setdefault(key, asyncio.Lock())
         try:
             async with lock:
-                if (known := self._callers.get(key)) is not None:
-                    return known
-                opened = await self._open(key, None if token is None else ForwardedToken(token))
+                if (existing := self._callers.get(key)) is not None:
+                    return existing
+                new_caller = await self._open(key, None if token is None else ForwardedToken(token))
                 try:  # only now: a wrong token must not close the client of another caller
                     await self._evict_idle_caller()
                 except BaseException:
-                    await opened.close()
+                    await new_caller.close()
                     raise
-                self._callers[key] = opened
-                return opened
+                self._callers[key] = new_caller
+                return new_caller
         finally:
             self._opening_locks.pop(key, None)
 
@@ -206,9 +208,9 @@ class Callers:
         except BaseException:
             await client.close()
             raise
-        opened = Caller(key, token, client, WriteRequests(self._connect, client))
-        opened.idle_since_s = self._loop.time()
-        return opened
+        caller = Caller(key, token, client, WriteRequests(self._connect, client))
+        caller.idle_since_s = self._loop.time()
+        return caller
 
     async def _evict_idle_caller(self) -> None:
         if len(self._callers) < CALLERS_MAX:

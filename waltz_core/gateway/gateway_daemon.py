@@ -3,10 +3,12 @@
 Rules:
     1. The gateway keeps no state: applications may use several gateways, and restart them at any
        time.
-    2. It needs ZooKeeper to start, and afterwards only to find partitions that have moved.
-    3. It listens on a non-loopback address only with TLS, or with `insecure_network`: requests have
-       tokens.
-    4. A token in the connect string is an error: callers without a token would act with it.
+    2. The gateway needs ZooKeeper to start. Later, it needs ZooKeeper only to find partitions that
+       have moved.
+    3. The gateway listens on a non-loopback address only with TLS, or with `insecure_network`,
+       because requests contain tokens.
+    4. A token in the connect string is an error, because callers without a token would use its
+       permissions.
 """
 
 import asyncio
@@ -38,10 +40,10 @@ def run(config: GatewayConfig) -> None:
         net.run(serve(config, on_ready=_print_ready))
     except BaseExceptionGroup as group:
         # A single error is easier to read than a tree of tasks.
-        known, _ = group.split(errors.WaltzError)
-        if known is None:
+        waltz_errors, _ = group.split(errors.WaltzError)
+        if waltz_errors is None:
             raise
-        raise errors.first_error_in(known) from group
+        raise errors.first_error_in(waltz_errors) from group
 
 
 def _print_ready(address: str) -> None:

@@ -3,7 +3,7 @@
 Rules:
     1. Each transaction has its own outcome, in the order of the request. A request is not atomic.
     2. The transactions of one partition enter the log in the order of the request.
-    3. The status is 200 if all transactions are committed. Otherwise it is that of the worst
+    3. The status is 200 if all transactions are committed. Otherwise it is the status of the worst
        outcome: a transaction whose outcome is unknown before one that is not in the log.
 """
 
@@ -38,14 +38,14 @@ async def append_transactions(
     client: AsyncWaltzClient, rows: Sequence[NewTransaction]
 ) -> AppendReply:
     """Append transactions without an idempotency key; return the answer with all outcomes."""
-    sent: list[tuple[int, asyncio.Future[TransactionId] | errors.WaltzError]] = []
+    pending: list[tuple[int, asyncio.Future[TransactionId] | errors.WaltzError]] = []
     for row in rows:
         try:
-            sent.append((row.partition, await _append(client, row)))
+            pending.append((row.partition, await _append(client, row)))
         except errors.WaltzError as error:
-            sent.append((row.partition, error))
+            pending.append((row.partition, error))
     outcomes: list[tuple[int, _Outcome]] = []
-    for partition, future in sent:
+    for partition, future in pending:
         if isinstance(future, errors.WaltzError):
             outcomes.append((partition, future))
             continue
@@ -70,18 +70,18 @@ async def _append(client: AsyncWaltzClient, row: NewTransaction) -> "asyncio.Fut
 
 def reply_of_outcomes(outcomes: Sequence[tuple[int, _Outcome]]) -> AppendReply:
     """Return the answer to a request from the partition and the outcome of each transaction."""
-    shown = [
+    outcome_fields = [
         {"partition": partition, **error_fields(outcome)}
         if isinstance(outcome, errors.WaltzError)
         else {"partition": partition, "transaction_id": int(outcome)}
         for partition, outcome in outcomes
     ]
-    found = [outcome for _, outcome in outcomes if isinstance(outcome, errors.WaltzError)]
-    if not found:
-        return AppendReply(200, {}, {"outcomes": shown}, [])
-    worst = min(found, key=_severity_rank)
-    fields = error_fields(worst) | {"outcomes": shown}
-    return AppendReply(http_status_of(worst), error_headers(worst), fields, found)
+    failures = [outcome for _, outcome in outcomes if isinstance(outcome, errors.WaltzError)]
+    if not failures:
+        return AppendReply(200, {}, {"outcomes": outcome_fields}, [])
+    worst_error = min(failures, key=_severity_rank)
+    fields = error_fields(worst_error) | {"outcomes": outcome_fields}
+    return AppendReply(http_status_of(worst_error), error_headers(worst_error), fields, failures)
 
 
 def _severity_rank(error: errors.WaltzError) -> int:

@@ -1,15 +1,17 @@
 """The feed of a partition as server-sent events or as lines of JSON.
 
 Rules:
-    1. Each feed has a client of its own, because a client has one feed for each partition.
-    2. One batch of events waits for a slow reader, with about `BATCH_BYTES_MAX`. Then the feed
-       pauses: the client requests no more data, and the server's buffer for it is bounded. The HTTP
-       port closes the connection of a reader that reads nothing for a time (http_port.py, rule 5).
+    1. Each feed has a separate client, because a client has only one feed for each partition.
+    2. If a reader is slow, one batch of events waits for it, of about `BATCH_BYTES_MAX`. Then the
+       feed pauses: the client requests no more data, and the server's buffer for it is bounded. The
+       HTTP port closes the connection of a reader that reads nothing for a time (http_port.py, rule
+       5).
     3. After `HEARTBEAT_S` without a transaction the gateway sends a heartbeat with the mark. A
        filter moves the mark past transactions that do not match.
-    4. An error that ends the feed is its last event. Before the response begins, the position and
-       the permissions are checked, so that most errors are the status of the response. With a
-       heartbeat the token is checked: a client would wait until its token is valid again.
+    4. If an error ends the feed, the error is the last event. The gateway checks the position and
+       the permissions before the response begins, so that most errors determine the status of the
+       response. At each heartbeat, the gateway checks the token, because the client would only wait
+       until its token is valid again.
 """
 
 import asyncio
@@ -140,21 +142,21 @@ class HttpFeed:
         """Queue transactions as events; wait while the reader is slow (rule 2)."""
         source = self._client.subscriptions.data_cache(partition_id)
         events: list[tuple[int, dict[str, Any]]] = []
-        size, caught = 0, None
+        size, row_error = 0, None
         try:
-            for number, words in run[:BATCH_TRANSACTIONS_MAX]:
+            for number, row in run[:BATCH_TRANSACTIONS_MAX]:
                 if not is_running() or size > BATCH_BYTES_MAX:
                     break
-                transaction = AsyncTransaction(partition_id, TransactionId(number), words, source)
+                transaction = AsyncTransaction(partition_id, TransactionId(number), row, source)
                 data = await transaction.data()
                 size += len(data)
                 events.append((number, transaction_fields(number, transaction.header, data)))
         except errors.WaltzError as error:
-            caught = error
+            row_error = error
         if events or not run:
             mark = last if len(events) == len(run) else events[-1][0]
             await self._event_batches.put(_EventBatch(events, mark))
-        return DeliveryProgress(len(events), caught)
+        return DeliveryProgress(len(events), row_error)
 
     async def on_uncaught_exception(
         self,
@@ -165,10 +167,12 @@ class HttpFeed:
         """Report an error that ends the feed (rule 4); other errors are retried."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
-            known = error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
+            waltz_error = (
+                error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
+            )
             before = transaction_id - 1
             await self._event_batches.put(
-                _EventBatch([(before, error_fields(known))], before, is_last=True)
+                _EventBatch([(before, error_fields(waltz_error))], before, is_last=True)
             )
         return policy
 

@@ -1,4 +1,4 @@
-"""What all routes have in common: parameters of a request, and responses in JSON."""
+"""Helpers of all routes: they parse parameters of a request, and create responses in JSON."""
 
 from collections.abc import Collection
 from typing import Final
@@ -18,9 +18,9 @@ _HEADERS: Final = {
 }
 
 
-def url_parameters(request: Request, known: Collection[str]) -> UrlParameters:
+def url_parameters(request: Request, known_names: Collection[str]) -> UrlParameters:
     """Return the query parameters of a request; raises RequestRejected for unknown ones."""
-    return UrlParameters(request.query_params.multi_items(), known)
+    return UrlParameters(request.query_params.multi_items(), known_names)
 
 
 def partition_in_path(request: Request, partition_count: int) -> int:

@@ -93,7 +93,7 @@ class GatewayParts(NamedTuple):
 
 
 class GatewayRoutes:
-    """The HTTP operations of one gateway: append, marks, range, feed, and those of the console."""
+    """The HTTP operations of one gateway: append, marks, range, feed, and the console."""
 
     def __init__(self, parts: GatewayParts) -> None:
         config = parts.config
@@ -145,7 +145,7 @@ class GatewayRoutes:
         """Return an endpoint that runs a handler, reports its errors as JSON, and counts it."""
 
         async def endpoint(request: Request) -> Response:
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             try:
                 response = await self._respond(request, handler)
             except errors.WaltzError as error:
@@ -165,7 +165,7 @@ class GatewayRoutes:
             metrics = self._parts.metrics
             metrics.add("waltz_gateway_requests_total", operation=name, status=response.status_code)
             metrics.observe(
-                "waltz_gateway_request_seconds", time.monotonic() - began_s, operation=name
+                "waltz_gateway_request_seconds", time.monotonic() - start_s, operation=name
             )
             return response
 
@@ -212,12 +212,12 @@ class GatewayRoutes:
     async def _read_marks(self, request: Request, caller: Caller) -> Response:
         query = url_parameters(request, ("partition", "linearizable"))
         count = caller.client.partition_count
-        chosen = query.partitions(count)
+        partitions = query.partitions(count)
         marks = await caller.client.high_water_marks(
-            chosen or None, linearizable=query.flag("linearizable")
+            partitions or None, linearizable=query.flag("linearizable")
         )
-        shown = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
-        return json_response({"partition_count": count, "marks": shown})
+        marks_by_text = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
+        return json_response({"partition_count": count, "marks": marks_by_text})
 
     async def _read_range(self, request: Request, caller: Caller) -> Response:
         query = url_parameters(request, ("first", "last", "header"))
@@ -228,16 +228,16 @@ class GatewayRoutes:
         last, headers = query.integer("last"), query.headers()
         mark = await caller.client.high_water_mark(partition)
         end = mark if last is None else min(last, mark)
-        found: dict[str, Any] = {"transactions": [], "next": first, "high_water_mark": int(mark)}
+        fields: dict[str, Any] = {"transactions": [], "next": first, "high_water_mark": int(mark)}
         if first > end:
-            return json_response(found)
+            return json_response(fields)
         range_query = RangeQuery(
             TransactionId(first), TransactionId(end), RangeForm.WHOLE, headers, RANGE_BYTES_MAX
         )
         chunk = await caller.client.requests.fetch_range(PartitionId(partition), range_query)
-        found["transactions"] = [transaction_fields(*row) for row in chunk.rows()]
-        found["next"] = int(chunk.next)
-        return json_response(found)
+        fields["transactions"] = [transaction_fields(*row) for row in chunk.rows()]
+        fields["next"] = int(chunk.next)
+        return json_response(fields)
 
     # --- the feed
 
@@ -267,7 +267,8 @@ class GatewayRoutes:
         except BaseException:
             await stack.aclose()
             raise
-        # In a task of its own: if the response is cancelled, everything that it awaits is, too.
+        # In a separate task: if the response is cancelled, everything that it awaits is cancelled,
+        # too.
         on_end = partial(self._parts.tasks.create_task, stack.aclose())
         return _FeedResponse(reader.events(headers, encode), media, on_end)
 
@@ -276,7 +277,7 @@ class GatewayRoutes:
 
 
 class _FeedResponse(StreamingResponse):
-    """A streaming response with a feed; calls `on_end` when it ends, for whatever reason."""
+    """A streaming response with a feed; calls `on_end` when it ends, for any reason."""
 
     def __init__(
         self, events: AsyncIterator[bytes], media: str, on_end: Callable[[], object]

@@ -1,26 +1,29 @@
-"""Appends with an idempotency key: each enters the log once, however often its request is sent.
+"""Appends with an idempotency key: each enters the log once, even if its request is repeated.
 
 A key is an exactly-once write of the registry (`cluster/write_registry.py`, decisions 032 and 066)
 with one task. So it holds across restarts of the gateway, and across several gateways.
 
 Rules:
-    1. The write is begun with the marks of its partitions, before anything is appended. Each
-       attempt enters its task: it gets the client ID of the task, and fences the earlier attempts.
-    2. The n transactions of a request in one partition have the sequence numbers k * n + 1 to
-       k * n + n, where k rises with each time that they are sent. So the request ID of a
-       transaction in the log states which one it is, also if two of them are equal.
-    3. A later attempt mounts its partitions first: then all appends of earlier attempts are final.
-       It finds the transactions that are in the log by the client ID, and sends the others.
-    4. A transaction that is known not to be in the log for a temporary reason is sent again, before
-       all later ones.
-    5. The outcomes, also the rejections, are stored when the write is finished. Each later request
-       gets them.
-    6. The name of the run is the hash of the request, so a key cannot be used for two requests.
-    7. Only the latest attempt may finish the write: a later one may append a transaction that a
-       lock had rejected before.
+    1. The registry records the write, with the marks of its partitions, before anything is
+       appended. Each attempt claims the task of the write: the attempt gets the client ID of the
+       task, and the servers reject appends of earlier attempts.
+    2. If a request has n transactions in one partition, they have the sequence numbers k * n + 1 to
+       k * n + n. The number k is higher each time that they are sent. So the request ID of a
+       transaction in the log identifies the transaction, even if two of them are equal.
+    3. A later attempt first mounts its partitions, which makes all appends of earlier attempts
+       final. It finds the transactions that are already in the log by the client ID, and sends the
+       others.
+    4. If a transaction is not in the log for a temporary reason, the attempt sends it again, before
+       all later transactions.
+    5. When the write is finished, the registry stores all outcomes, including rejections. Each
+       later request gets these outcomes.
+    6. The name of the run is the hash of the request, so a key cannot be used for two different
+       requests.
+    7. Only the latest attempt may finish the write, because a later attempt may append a
+       transaction that a lock had rejected before.
     8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
-       `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry: a concurrent change would make
-       others start again.
+       `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry at a time, because a concurrent
+       change forces others to start again.
 """
 
 import asyncio
@@ -150,10 +153,12 @@ class IdempotentAppends:
         try:
             async with asyncio.timeout(self._timeout_s):
                 for partition in sorted({row.partition for row in rows}):
-                    own = [at for at, row in enumerate(rows) if row.partition == partition]
-                    task = _PartitionAppend(client, claim, partition, [rows[at] for at in own])
-                    found = await task.append()
-                    outcomes |= {own[at]: each for at, each in found.items()}
+                    positions = [at for at, row in enumerate(rows) if row.partition == partition]
+                    task = _PartitionAppend(
+                        client, claim, partition, [rows[at] for at in positions]
+                    )
+                    partition_outcomes = await task.append()
+                    outcomes |= {positions[at]: each for at, each in partition_outcomes.items()}
         except TimeoutError:
             raise errors.OutcomeUnknown(f"no outcome within {self._timeout_s:g} s") from None
         return outcomes
@@ -197,17 +202,17 @@ class _PartitionAppend:
         first = self._claim.marks[self._partition] + 1
         if last < first:
             return
-        count, highest = len(self._rows), 0
+        count, highest_sequence = len(self._rows), 0
         async for chunk in self._client.read_range(
             self._partition, first, last, form=RangeForm.HEADERS
         ):
             headers = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
-            own = headers[headers["req_id"]["client_id"] == self._claim.state.client_id]
-            for each in own:
+            own_headers = headers[headers["req_id"]["client_id"] == self._claim.state.client_id]
+            for each in own_headers:
                 sequence = int(each["req_id"]["sequence"])
                 self._outcomes[(sequence - 1) % count] = TransactionId(int(each["transaction_id"]))
-                highest = max(highest, sequence)
-        self._sequence_base = -(-highest // count) * count
+                highest_sequence = max(highest_sequence, sequence)
+        self._sequence_base = -(-highest_sequence // count) * count
 
     async def _send_missing(self) -> bool:
         """Send the transactions without an outcome, in order; return whether all have one now."""
@@ -241,13 +246,13 @@ class _PartitionAppend:
     def _record_outcomes(self, first: int, outcome: BatchOutcome) -> bool:
         """Store the final outcomes of sent rows; return whether all are final (rule 4)."""
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
-        conflicting, mark = outcome.conflicting.tolist(), int(outcome.high_water_mark)
+        conflicting_ids, mark = outcome.conflicting.tolist(), int(outcome.high_water_mark)
         is_final = True
         for offset, reason in enumerate(reasons):
             if reason == RowOutcomeCode.COMMITTED:
                 self._outcomes[first + offset] = TransactionId(ids[offset])
             elif reason == RowOutcomeCode.LOCK:
-                self._outcomes[first + offset] = _Rejection(conflicting[offset], mark)
+                self._outcomes[first + offset] = _Rejection(conflicting_ids[offset], mark)
             elif reason == RowOutcomeCode.AHEAD:
                 self._outcomes[first + offset] = _Rejection(_MARK_ABOVE_LOG, mark)
             elif reason == RowOutcomeCode.TOO_LARGE:
@@ -273,11 +278,11 @@ def _payload_of(rows: Sequence[NewTransaction]) -> bytes:
 
 def _request_hash(rows: Sequence[NewTransaction]) -> str:
     """Return a hash of the transactions of a request (rule 6)."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for row in rows:
-        made.update(repr((len(row.data), *row[1:])).encode())
-        made.update(row.data)
-    return made.hexdigest()
+        hasher.update(repr((len(row.data), *row[1:])).encode())
+        hasher.update(row.data)
+    return hasher.hexdigest()
 
 
 def _registry_summary(

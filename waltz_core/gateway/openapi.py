@@ -60,7 +60,10 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "data": _BASE64,
             "header": _INT32 | {"default": 0},
             "partition": _PARTITION
-            | {"description": "Default: that of the first lock, else the gateway chooses one."},
+            | {
+                "description": "Default: the partition of the first lock, otherwise the gateway "
+                "chooses one."
+            },
             "write_locks": _LOCKS,
             "read_locks": _LOCKS,
             "append_locks": _LOCKS,
@@ -176,8 +179,14 @@ def openapi_document() -> dict[str, Any]:
 
 def _common_details(operation: HttpOperation) -> dict[str, Any]:
     details = _OPERATION_DETAILS[operation.name]
-    shown = {str(status): _error_response(status) for status in _ERROR_STATUSES[operation.name]}
-    responses = {**shown, **details["responses"], "default": _response("An error.", "Error")}
+    error_responses = {
+        str(status): _error_response(status) for status in _ERROR_STATUSES[operation.name]
+    }
+    responses = {
+        **error_responses,
+        **details["responses"],
+        "default": _response("An error.", "Error"),
+    }
     return {
         "operationId": operation.name,
         "summary": operation.summary,
@@ -192,19 +201,19 @@ def _response(text: str, schema: str) -> dict[str, Any]:
 
 def _error_response(status: int) -> dict[str, Any]:
     types = sorted({kind.__name__ for kind, each in HTTP_STATUSES if each == status})
-    made = _response(f"An error, such as {', '.join(types)}.", "Error")
+    response = _response(f"An error, such as {', '.join(types)}.", "Error")
     if status in (429, 503):
         text = "The seconds after which to repeat the request."
-        made["headers"] = {"Retry-After": {"description": text, "schema": {"type": "integer"}}}
-    return made
+        response["headers"] = {"Retry-After": {"description": text, "schema": {"type": "integer"}}}
+    return response
 
 
 def _parameter(
-    name: str, place: str, text: str, schema: dict[str, Any], *, is_required: bool = False
+    name: str, location: str, text: str, schema: dict[str, Any], *, is_required: bool = False
 ) -> dict[str, Any]:
     return {
         "name": name,
-        "in": place,
+        "in": location,
         "description": text,
         "schema": schema,
         "required": is_required,

@@ -1,13 +1,14 @@
 """Parses and checks requests: the bodies of appends, and query parameters.
 
 Rules:
-    1. An unknown field or parameter is an error: it may be a misspelled one. A field that is given
-       twice and Base64 that is not canonical are errors, too: readers of JSON differ about them.
+    1. An unknown field or parameter is an error, because it may be a misspelled one. A field that
+       occurs twice, and Base64 that is not canonical, are errors, too: JSON readers treat them
+       differently.
     2. `mark` is required with write locks and read locks. Only the caller has the mark of the state
        from which it has computed the transaction.
-    3. A transaction is in the partition that it names, else in that of its first lock. If it has
-       neither, the partition of the request applies, which is the same in each retry with the same
-       idempotency key.
+    3. A transaction is in the partition that it names, otherwise in the partition of its first
+       lock. If it has neither, the partition of the request applies, which is the same in each
+       retry with the same idempotency key.
     4. All bodies in memory together have at most `memory_bytes_max` bytes.
     5. A request has at most `LOCKS_MAX` locks: the event loop hashes them in one step.
 """
@@ -106,19 +107,19 @@ def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction
             "the body is not valid JSON", expected="a JSON object", found=str(error)
         ) from None
     if not isinstance(values, dict) or values.keys() != {"transactions"}:
-        found = list(itertools.islice(values, 5)) if isinstance(values, dict) else values
+        found_value = list(itertools.islice(values, 5)) if isinstance(values, dict) else values
         raise RequestRejected(
-            "the body", expected="an object with the field `transactions` only", found=found
+            "the body", expected="an object with the field `transactions` only", found=found_value
         )
     rows = values["transactions"]
     if not isinstance(rows, list) or not 0 < len(rows) <= TRANSACTIONS_MAX:
-        found = f"{len(rows)} transactions" if isinstance(rows, list) else rows
+        found_value = f"{len(rows)} transactions" if isinstance(rows, list) else rows
         raise RequestRejected(
             "field transactions",
             expected=f"a list of 1 to {TRANSACTIONS_MAX} transactions",
-            found=found,
+            found=found_value,
         )
-    parsed: list[NewTransaction] = []
+    transactions: list[NewTransaction] = []
     lock_count = 0
     for at, row in enumerate(rows):
         transaction = _parse_transaction(row, f"transactions[{at}]", partition_count)
@@ -128,8 +129,8 @@ def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction
                 f"the request has more than {LOCKS_MAX} locks. Hint: send fewer transactions in a "
                 "request."
             )
-        parsed.append(transaction)
-    return parsed
+        transactions.append(transaction)
+    return transactions
 
 
 def _check_unique_fields(fields: list[tuple[str, Any]]) -> None:
@@ -147,76 +148,81 @@ def with_default_partition(rows: Sequence[NewTransaction], partition: int) -> li
     return [row._replace(partition=partition) if row.partition < 0 else row for row in rows]
 
 
-def _parse_transaction(row: object, where: str, partition_count: int) -> NewTransaction:
+def _parse_transaction(row: object, field_name: str, partition_count: int) -> NewTransaction:
     if not isinstance(row, dict):
-        raise RequestRejected(where, expected="an object", found=row)
-    unknown = next((name for name in row if name not in _TRANSACTION_FIELDS), None)
-    if unknown is not None:
+        raise RequestRejected(field_name, expected="an object", found=row)
+    unknown_field = next((name for name in row if name not in _TRANSACTION_FIELDS), None)
+    if unknown_field is not None:
         raise RequestRejected(
-            f"{where} has an unknown field", expected=", ".join(_TRANSACTION_FIELDS), found=unknown
+            f"{field_name} has an unknown field",
+            expected=", ".join(_TRANSACTION_FIELDS),
+            found=unknown_field,
         )
     locks = {
-        name: _parse_locks(row.get(name, []), f"{where}.{name}")
+        name: _parse_locks(row.get(name, []), f"{field_name}.{name}")
         for name in _TRANSACTION_FIELDS[3:6]
     }
-    write, read, added = locks.values()
+    write, read, append_locks = locks.values()
     partition = row.get("partition")
     if partition is not None:
-        partition = check_partition(partition, f"{where}.partition", partition_count)
-    elif first := (write or read or added):
+        partition = check_partition(partition, f"{field_name}.partition", partition_count)
+    elif first := (write or read or append_locks):
         partition = partition_of(first[0], partition_count)
     mark = row.get("mark")
     if mark is not None:
-        mark = check_integer(mark, f"{where}.mark", minimum=BEFORE_FIRST)
+        mark = check_integer(mark, f"{field_name}.mark", minimum=BEFORE_FIRST)
     elif write or read:
         raise RequestRejected(
-            f"{where}.mark is missing",
+            f"{field_name}.mark is missing",
             expected="the high-water mark of the state from which the transaction was computed",
             found=None,
             hint="Write locks and read locks require it; docs/gateway.md describes marks.",
         )
     header = check_integer(
-        row.get("header", 0), f"{where}.header", minimum=-(1 << 31), maximum=(1 << 31) - 1
+        row.get("header", 0), f"{field_name}.header", minimum=-(1 << 31), maximum=(1 << 31) - 1
     )
     return NewTransaction(
-        _parse_data(row.get("data"), f"{where}.data"),
+        _parse_data(row.get("data"), f"{field_name}.data"),
         check_header(header),
         -1 if partition is None else int(partition),
         write,
         read,
-        added,
+        append_locks,
         mark,
     )
 
 
-def _parse_data(value: object, where: str) -> bytes:
+def _parse_data(value: object, field_name: str) -> bytes:
     try:
         if isinstance(value, str):
             data = base64.b64decode(value, validate=True)
             if len(data) > TRANSACTION_BYTES_MAX:
                 raise errors.TooLarge(
-                    f"{where}: expected at most {TRANSACTION_BYTES_MAX} bytes, found {len(data)}"
+                    f"{field_name}: expected at most {TRANSACTION_BYTES_MAX} bytes, found "
+                    f"{len(data)}"
                 )
             if base64.b64encode(data).decode("ascii") == value:
                 return data
     except (binascii.Error, ValueError):
         pass
-    raise RequestRejected(where, expected="bytes in canonical Base64 with padding", found=value)
+    raise RequestRejected(
+        field_name, expected="bytes in canonical Base64 with padding", found=value
+    )
 
 
-def _parse_locks(value: object, where: str) -> tuple[int, ...]:
+def _parse_locks(value: object, field_name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > LOCKS_MAX:
         raise RequestRejected(
-            where,
+            field_name,
             expected=f"a list of at most {LOCKS_MAX} locks",
             found=f"{len(value)} locks" if isinstance(value, list) else value,
         )
     return check_locks(
-        where, [_parse_lock(each, f"{where}[{at}]") for at, each in enumerate(value)]
+        field_name, [_parse_lock(each, f"{field_name}[{at}]") for at, each in enumerate(value)]
     )
 
 
-def _parse_lock(value: object, where: str) -> int:
+def _parse_lock(value: object, field_name: str) -> int:
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
         name, key = value
         if isinstance(key, str) or (
@@ -224,43 +230,45 @@ def _parse_lock(value: object, where: str) -> int:
         ):
             return lock(name, key)
     raise RequestRejected(
-        where,
+        field_name,
         expected="[name, key]: a text as name, and a text or a 64-bit integer as key",
         found=value,
     )
 
 
-def check_integer(value: object, where: str, *, minimum: int = 0, maximum: int = _INT64_MAX) -> int:
+def check_integer(
+    value: object, field_name: str, *, minimum: int = 0, maximum: int = _INT64_MAX
+) -> int:
     """Return the value if it is an integer within the bounds; otherwise raise RequestRejected."""
     if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
         return value
-    raise RequestRejected(where, expected=f"an integer of {minimum} to {maximum}", found=value)
+    raise RequestRejected(field_name, expected=f"an integer of {minimum} to {maximum}", found=value)
 
 
-def check_partition(value: object, where: str, partition_count: int) -> int:
+def check_partition(value: object, field_name: str, partition_count: int) -> int:
     """Return the number of a partition; raises RequestRejected or UnknownPartition."""
     if isinstance(value, int) and partition_count <= value <= _INT64_MAX and value is not True:
         raise errors.UnknownPartition(
-            f"{where}: there is no partition {value}: expected 0 to {partition_count - 1}"
+            f"{field_name}: there is no partition {value}: expected 0 to {partition_count - 1}"
         )
-    return check_integer(value, where, maximum=partition_count - 1)
+    return check_integer(value, field_name, maximum=partition_count - 1)
 
 
 class UrlParameters:
     """The query parameters of a request (rule 1)."""
 
-    def __init__(self, given: Sequence[tuple[str, str]], known: Collection[str]) -> None:
-        self._values: Mapping[str, str] = dict(given)
-        for name, value in given:
-            if name not in known:
+    def __init__(self, pairs: Sequence[tuple[str, str]], known_names: Collection[str]) -> None:
+        self._values: Mapping[str, str] = dict(pairs)
+        for name, value in pairs:
+            if name not in known_names:
                 raise RequestRejected(
                     f"unknown query parameter {name[:50]}",
-                    expected=", ".join(known) or "none",
+                    expected=", ".join(known_names) or "none",
                     found=value,
                 )
-        if len(self._values) != len(given):
+        if len(self._values) != len(pairs):
             raise RequestRejected(
-                "a query parameter is given twice", expected="each once", found=str(given)
+                "a query parameter is given twice", expected="each once", found=str(pairs)
             )
 
     def integer(self, name: str, *, minimum: int = 0) -> int | None:
@@ -289,11 +297,11 @@ class UrlParameters:
         """Return the parameter `header`, a filter such as `7,8`; empty if it is not given."""
         text = self._values.get("header")
         parts = [] if text is None else text.split(",")
-        where, limit = "query parameter header", 1 << 31
+        field_name, limit = "query parameter header", 1 << 31
         if len(parts) > HEADERS_MAX:
-            raise RequestRejected(where, expected=f"at most {HEADERS_MAX} headers", found=text)
+            raise RequestRejected(field_name, expected=f"at most {HEADERS_MAX} headers", found=text)
         return tuple(
-            check_integer(parse_integer(each), where, minimum=-limit, maximum=limit - 1)
+            check_integer(parse_integer(each), field_name, minimum=-limit, maximum=limit - 1)
             for each in parts
         )
 

@@ -1,21 +1,23 @@
 """Adapter for Waltz 0.13 clients: translates partition responses into messages they understand.
 
-Up to L 4 the protocol cannot express the outcome of an append, a rejection, or the end of a mount.
-The adapter, between partitions and links, translates every answer into a message that such a client
-understands, or drops it. It never sends a false statement. docs/decisions/020 lists each state in
-which a client might wait forever, and how this state ends.
+Up to version L 4, the protocol has no messages for the outcome of an append, for a rejection, or
+for the end of a mount. The adapter is between partitions and links. It translates every answer into
+a message that such a client understands, or drops the answer. It never sends a false statement.
+docs/decisions/020 lists each state in which a client might wait forever, and how this state ends.
 
 Rules:
     1. A failed append is reported only when the failure is final: by LOCK_FAILURE, or by the answer
        to a flush. The client sends a flush after its mount, and every 5 s while an append is open.
-    2. The end of a mount is reported as NOT_READY, with the mount's request ID: the client mounts
-       again on the same connection, and flushes. The adapter sends this report once for each mount.
+    2. The adapter reports the end of a mount as NOT_READY, with the request ID of the mount. The
+       client then mounts again on the same connection, and flushes. The adapter sends this report
+       once for each mount.
     3. The adapter closes a connection in the cases in which 0.13 closes it, and if a high-water
        mark cannot be reported. The client then reconnects with the next connection sequence,
        mounts, and requests the mark again.
-    4. A request under a mount that is not the connection's latest gets no answer.
-    5. If a client continues as if its mount had not ended, `MOUNT_WAIT_S` after the report, it has
-       not processed the report. The adapter then closes its connection.
+    4. A request gets no answer if its mount is not the latest mount of the connection.
+    5. After the report of rule 2, a client may continue to use the ended mount for at most
+       `MOUNT_WAIT_S`. A client that still uses it has not processed the report, so the adapter
+       closes the connection.
 """
 
 from dataclasses import dataclass
@@ -316,6 +318,6 @@ def _may_be_unknown_partition(message: ClientMessage) -> bool:
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:
-    req_id, wanted = message.req_id, message.transaction_id
-    text = f"{_NOT_FOUND_TEXT}partition={req_id.partition_id}transactionId={wanted}"
-    return TransactionDataResponse(req_id, wanted, (None, text))
+    req_id, requested_id = message.req_id, message.transaction_id
+    text = f"{_NOT_FOUND_TEXT}partition={req_id.partition_id}transactionId={requested_id}"
+    return TransactionDataResponse(req_id, requested_id, (None, text))

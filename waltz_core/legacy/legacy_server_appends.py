@@ -28,22 +28,24 @@ class LegacyAppends:
     def __init__(self) -> None:
         self.waiting: deque[LegacyRow] = deque()
         self.in_flight: dict[ReqId, LegacyRow] = {}  # in the order of sending
-        self._rejected: list[LegacyRow] = []  # the rows in flight that a lock has rejected (rule 3)
+        self._rejected_rows: list[
+            LegacyRow
+        ] = []  # the rows in flight that a lock has rejected (rule 3)
         self.sent_count = 0
 
     @property
-    def oldest_ms(self) -> int | None:
+    def oldest_sent_ms(self) -> int | None:
         """When the oldest row in flight was sent; None if no row is in flight."""
         oldest = next(iter(self.in_flight.values()), None)
         return None if oldest is None else oldest.sent_ms
 
     @property
-    def newest(self) -> ReqId:
+    def newest_request_id(self) -> ReqId:
         """The request ID of the newest row in flight; there must be one."""
         return next(reversed(self.in_flight))
 
     @property
-    def may_send(self) -> bool:
+    def can_send(self) -> bool:
         """Whether a row waits and another row may be in flight (rule 7)."""
         return bool(self.waiting) and len(self.in_flight) < IN_FLIGHT_MAX
 
@@ -51,7 +53,7 @@ class LegacyAppends:
         """Forget all rows, because their connection is mounted again."""
         self.waiting.clear()
         self.in_flight.clear()
-        self._rejected.clear()
+        self._rejected_rows.clear()
 
     def send(self, now_ms: int) -> AppendRequest:
         """Mark the next row as in flight; return its request."""
@@ -66,7 +68,7 @@ class LegacyAppends:
         row = self.in_flight.get(req_id)
         if row is None:
             return []
-        ended = self.end_up_to(row.number - 1, RowOutcomeCode.LOST)
+        ended = self.end_rows_up_to(row.number - 1, RowOutcomeCode.LOST)
         del self.in_flight[req_id]
         return [*ended, row.submission] if row.on_committed(transaction_id) else ended
 
@@ -75,25 +77,25 @@ class LegacyAppends:
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
             row.estimate = estimate
-            self._rejected.append(row)
+            self._rejected_rows.append(row)
 
-    def end_rejected(self, mark: TransactionId) -> list[SubmissionRows]:
+    def end_rejected_rows(self, mark: TransactionId) -> list[SubmissionRows]:
         """End the rows that locks have rejected, up to the feed's mark (rule 3)."""
         ended = []
-        rejected, self._rejected = self._rejected, []
+        rejected, self._rejected_rows = self._rejected_rows, []
         for row in rejected:
             assert row.estimate is not None
             if row.request.req_id not in self.in_flight:
                 continue  # A later row was committed meanwhile.
             if row.estimate > mark:
-                self._rejected.append(row)
+                self._rejected_rows.append(row)
                 continue
             del self.in_flight[row.request.req_id]
             if row.on_rejected(RowOutcomeCode.LOCK):
                 ended.append(row.submission)
         return ended
 
-    def end_up_to(self, number: int, reason: RowOutcomeCode) -> list[SubmissionRows]:
+    def end_rows_up_to(self, number: int, reason: RowOutcomeCode) -> list[SubmissionRows]:
         """End all rows up to the row that was sent as `number`: they are not in the log."""
         ended = []
         while self.in_flight:

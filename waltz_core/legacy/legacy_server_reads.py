@@ -1,7 +1,7 @@
 """Reads ranges at a 0.13 server, which has no ranges: headers from a feed, data one by one.
 
-This is the slow way to a result that `ranges.py` gets in one answer. The result lacks what 0.13
-does not store: session, commit stamps and hash chain.
+A current server returns such a range in one answer (`ranges.py`), which is faster. A range from a
+0.13 server lacks what 0.13 does not store: session, commit stamps and hash chain.
 
 Rules:
     1. Headers come from a mount: a 0.13 server feeds all transactions after the mark. Each reader
@@ -86,14 +86,14 @@ class LegacyServerReads:
         """
         heads = await self._read_headers(reader, query)
         last = heads[-1].transaction_id if heads else query.first - 1
-        wanted = [
+        matching_ids = [
             each for each in heads if not query.header_values or each.header in query.header_values
         ]
         if query.form is RangeForm.WHOLE:
-            return await self._fetch_data(reader, query, wanted, TransactionId(last))
+            return await self._fetch_data(reader, query, matching_ids, TransactionId(last))
         records = b"".join(
             RECORD_HEADER.pack(each.transaction_id, each.req_id.to_bytes(), each.header)
-            for each in wanted
+            for each in matching_ids
         )
         return LegacyRecords(TransactionId(last), [], records)
 
@@ -115,19 +115,19 @@ class LegacyServerReads:
     async def _read_headers(self, reader: LinkToOwner, query: Query) -> list[RecordHeader]:
         count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
         feed = await self._feed_at(reader, query.first)
-        is_over = True
+        is_finished = True
         try:
             async with asyncio.timeout(reader.timeout_s):
-                found = await feed.read(query.first, query.last, count_max)
-            is_over = feed.is_closed or found[-1].transaction_id == query.last
+                headers = await feed.read(query.first, query.last, count_max)
+            is_finished = feed.is_closed or headers[-1].transaction_id == query.last
         except TimeoutError as error:
             raise errors.Unreachable(
                 f"{reader.owner.address} sent no feed of partition {reader.partition_id} "
                 f"within {reader.timeout_s:.3g} s"
             ) from error
         finally:  # also if the caller is cancelled
-            self._release_feed(reader.partition_id, feed, is_over=is_over)
-        return found
+            self._release_feed(reader.partition_id, feed, is_finished=is_finished)
+        return headers
 
     async def _feed_at(self, reader: LinkToOwner, first: TransactionId) -> "HeaderFeed":
         """Return the feed that continues at a transaction, or a new feed."""
@@ -138,19 +138,19 @@ class LegacyServerReads:
                 return each
         idle = self._idle_ids
         client_id = idle.pop() if idle else await self._client_ids.next_client_id()
-        made = HeaderFeed(reader.owner, reader.partition_id, client_id)
+        feed = HeaderFeed(reader.owner, reader.partition_id, client_id)
         try:
-            await made.open(self._links, next(self._sequences), first)
+            await feed.open(self._links, next(self._sequences), first)
         except BaseException:  # also if the caller is cancelled
             idle.append(client_id)
             raise
-        return made
+        return feed
 
     def _release_feed(
-        self, partition_id: PartitionId, feed: "HeaderFeed", *, is_over: bool
+        self, partition_id: PartitionId, feed: "HeaderFeed", *, is_finished: bool
     ) -> None:
         feeds = self._feeds[partition_id]
-        if not is_over and not self._is_closed:
+        if not is_finished and not self._is_closed:
             feeds.append(feed)
             if len(feeds) <= FEEDS_MAX:
                 return
@@ -209,8 +209,8 @@ class HeaderFeed:
         self._partition_id = partition_id
         self.client_id = client_id
         self._link: net.Link | None = None
-        self._next = 0
-        self._received: list[messages.ClientMessage] = []
+        self._next_id = 0
+        self._received_messages: list[messages.ClientMessage] = []
 
     async def open(self, links: Links, connection_sequence: int, first: TransactionId) -> None:
         """Start a feed with transaction `first`; raises Unreachable."""
@@ -224,13 +224,13 @@ class HeaderFeed:
             raise errors.Unreachable(
                 f"{address}: expected a Waltz 0.13 server, found a later version"
             )
-        self._link, self._next = link, first
+        self._link, self._next_id = link, first
         req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
         link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
 
     def continues_at(self, owner: OwnerAddress, first: TransactionId) -> bool:
         """Whether the feed continues at a transaction of this owner."""
-        return not self.is_closed and self._owner == owner and self._next == first
+        return not self.is_closed and self._owner == owner and self._next_id == first
 
     @property
     def is_closed(self) -> bool:
@@ -252,17 +252,17 @@ class HeaderFeed:
         """
         link = self._link
         assert link is not None
-        assert self._next == first
-        found: list[RecordHeader] = []
-        while len(found) < count_max and self._next <= last:
-            if not self._received:
-                self._received = [*reversed(await link.receive())]  # type: ignore[list-item]
-            message = self._received.pop()
+        assert self._next_id == first
+        headers: list[RecordHeader] = []
+        while len(headers) < count_max and self._next_id <= last:
+            if not self._received_messages:
+                self._received_messages = [*reversed(await link.receive())]  # type: ignore[list-item]
+            message = self._received_messages.pop()
             match message:
-                case messages.FeedData() if message.transaction_id == self._next:
+                case messages.FeedData() if message.transaction_id == self._next_id:
                     transaction_id = TransactionId(message.transaction_id)
-                    found.append(RecordHeader(transaction_id, message.req_id, message.header))
-                    self._next += 1
+                    headers.append(RecordHeader(transaction_id, message.req_id, message.header))
+                    self._next_id += 1
                 case messages.MountResponse(state=messages.MountState.NOT_READY):
                     raise errors.NotOwned(
                         f"server {self._owner.address} is not ready for partition "
@@ -270,10 +270,10 @@ class HeaderFeed:
                     )
                 case messages.MountResponse():  # the end of the log, or a position before it
                     self.close()
-                    return found
+                    return headers
                 case _:
                     raise errors.RemoteProtocolError(
-                        f"server {self._owner.address}: expected transaction {self._next} of "
+                        f"server {self._owner.address}: expected transaction {self._next_id} of "
                         f"partition {self._partition_id}, found {message!r:.200}"
                     )
-        return found
+        return headers

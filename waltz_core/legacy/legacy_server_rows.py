@@ -108,21 +108,21 @@ def split_into_rows(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     """Return the rows of an append in order, each with its own request (rule 1)."""
     if isinstance(message, AppendRequest):
         return [LegacyRow(SubmissionRows(message.req_id, 1), 0, message)]
-    found = batches.decode_append(
+    decoded = batches.decode_append(
         message.payload, rows_max=FRAME_BYTES_MAX, bytes_max=FRAME_BYTES_MAX
     )
-    submission = SubmissionRows(message.req_id, found.count)
-    marks = [message.client_high_water_mark] * found.count
-    if found.marks is not None:
-        marks = found.marks.tolist()
+    submission = SubmissionRows(message.req_id, decoded.count)
+    marks = [message.client_high_water_mark] * decoded.count
+    if decoded.marks is not None:
+        marks = decoded.marks.tolist()
     first = message.req_id
-    columns = (found.write_locks, found.read_locks, found.append_locks)
+    columns = (decoded.write_locks, decoded.read_locks, decoded.append_locks)
     rows = zip(
         marks,
         *(_locks_of(each) for each in columns),
-        found.headers.tolist(),
-        found.data.to_pylist(),
-        found.crcs.tolist(),
+        decoded.headers.tolist(),
+        decoded.data.to_pylist(),
+        decoded.crcs.tolist(),
         strict=True,
     )
     return [
@@ -166,7 +166,7 @@ class FeedRun:
         """Return the transactions added since the last call; None if there are none."""
         if self._count == 0:
             return None
-        is_whole = len(self._selected_positions) == self._count
+        is_unfiltered = len(self._selected_positions) == self._count
         batch = FeedBatch(
             self._mount.req_id,
             self._first,
@@ -176,7 +176,7 @@ class FeedRun:
             BEFORE_FIRST,
             GENESIS_CHAIN,
             b""
-            if is_whole
+            if is_unfiltered
             else struct.pack(f">{len(self._selected_positions)}i", *self._selected_positions),
         )
         self._clear()

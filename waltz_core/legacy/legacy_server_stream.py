@@ -14,11 +14,11 @@ Rules (1 to 3 and 7: `legacy_server_appends.py`):
        server keeps this sequence as long as the connection lasts. If a mount gets no answer, the
        server has dropped it, and would drop all later mounts of this connection. So the connection
        is closed.
-    6. A row whose mark is above everything seen is sent once the server's mark has reached the
-       row's mark. If the server's mark is below, the row is rejected: 0.13 does not compare the two
-       marks.
-    8. While rows are in flight, the server's feed continues. Otherwise it continues as far as the
-       stream requests.
+    6. If the mark of a row is above all known transactions, the server's mark is requested first.
+       The row is sent if the server's mark has reached the row's mark, and rejected otherwise: a
+       0.13 server does not compare the two marks.
+    8. While rows are in flight, the feed from the server continues. Otherwise the server feeds only
+       the transactions that the stream requests.
 """
 
 from collections.abc import Callable, Iterable
@@ -54,7 +54,7 @@ FLUSH_AFTER_MS: Final = 5_000
 # The interval of requests for the mark: a server that does not own a partition (yet) does not
 # answer.
 RETRY_MS: Final = 500
-# The limits for the stream; 0.13 states none. Few bytes are in flight, so that the other appends
+# The limits for the stream; 0.13 states none. Few bytes are in flight, so that further appends
 # wait in the outbox, where an append can still be withdrawn (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -148,7 +148,7 @@ class LegacyServerPartition:
         self._appends = LegacyAppends()
         # The row for which the server's mark was requested (rule 6).
         self._mark_req_id: ReqId | None = None
-        self._row_ahead: LegacyRow | None = None
+        self._row_awaiting_mark: LegacyRow | None = None
         self._flush: _Flush | None = None
         self._flushed_ms = 0
         self._effects: list[Effect] = []
@@ -168,18 +168,18 @@ class LegacyServerPartition:
 
     @property
     def _flush_at_ms(self) -> int | None:
-        oldest_ms = self._appends.oldest_ms
-        if self._flush is not None or oldest_ms is None:
+        oldest_sent_ms = self._appends.oldest_sent_ms
+        if self._flush is not None or oldest_sent_ms is None:
             return None
-        return max(oldest_ms, self._flushed_ms) + FLUSH_AFTER_MS
+        return max(oldest_sent_ms, self._flushed_ms) + FLUSH_AFTER_MS
 
     # --- events
 
     def send(self, message: ClientMessage, connection_sequence: int, now_ms: int) -> list[Effect]:
         """Process a message of the stream.
 
-        `connection_sequence` is that of the connection (rule 5). Raises LocalProtocolError for a
-        request that 0.13 does not have.
+        `connection_sequence` is the sequence of the connection (rule 5). Raises LocalProtocolError
+        for a request that 0.13 does not have.
         """
         match message:
             case messages.MountWriter():
@@ -234,11 +234,11 @@ class LegacyServerPartition:
 
     def wake(self, now_ms: int) -> list[Effect]:
         """Request the mark again, or a flush if a row was in flight for too long."""
-        again_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
-        if again_at_ms is not None and again_at_ms <= now_ms:
+        repeat_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
+        if repeat_at_ms is not None and repeat_at_ms <= now_ms:
             self._request_mark(now_ms)
         if flush_at_ms is not None and flush_at_ms <= now_ms:
-            req_id = self._appends.newest
+            req_id = self._appends.newest_request_id
             self._flush = _Flush(req_id, self._appends.sent_count)
             self._send_to_server(messages.FlushRequest(req_id))
         return self._take_effects()
@@ -258,7 +258,9 @@ class LegacyServerPartition:
         # 4).
         self._appends.clear()
         self._ownership_callbacks.clear()
-        self._flush = self._readback = self._mark_req_id = self._row_ahead = self._flush_mark = None
+        self._flush = self._readback = self._mark_req_id = self._row_awaiting_mark = (
+            self._flush_mark
+        ) = None
         self._is_feed_requested = False
         self._mount = mount
         self._feed_run = FeedRun(mount) if mount.wants_feed else None
@@ -295,8 +297,8 @@ class LegacyServerPartition:
             self._mark_req_id = None
             self._server_mark = max(self._server_mark, mark)
             if self._appends.waiting[0].mark > max(self._server_mark, self._mark):  # rule 6
-                self._row_ahead = self._appends.waiting.popleft()
-                self._check_ownership(partial(self._on_ahead_row_owner_checked, mark))
+                self._row_awaiting_mark = self._appends.waiting.popleft()
+                self._check_ownership(partial(self._on_owner_checked_for_row, mark))
 
     def _send_mount(self, req_id: ReqId, mark: int, connection_sequence: int) -> None:
         self._feed_req_id = req_id
@@ -424,10 +426,10 @@ class LegacyServerPartition:
     def _send_waiting(self, now_ms: int) -> None:
         appends = self._appends
         while (
-            appends.may_send
+            appends.can_send
             and self._phase is _Phase.MOUNTED
             and self._mark_req_id is None
-            and self._row_ahead is None
+            and self._row_awaiting_mark is None
         ):
             row = appends.waiting[0]
             if row.mark > max(self._mark, self._server_mark):
@@ -459,11 +461,11 @@ class LegacyServerPartition:
             # The rows were dropped, or lost with a store session. A new mount shows whether the
             # client may write.
             self._answer_submissions(
-                self._appends.end_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED)
+                self._appends.end_rows_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED)
             )
 
-    def _on_ahead_row_owner_checked(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
-        row, self._row_ahead = self._row_ahead, None
+    def _on_owner_checked_for_row(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
+        row, self._row_awaiting_mark = self._row_awaiting_mark, None
         assert row is not None
         # The mark of a server that has lost the partition is lower. A server without a session has
         # no mark.
@@ -473,7 +475,7 @@ class LegacyServerPartition:
 
     def _settle_rows(self) -> None:
         """Settle the rows whose outcome follows from the feed's position (rules 3 and 4)."""
-        self._answer_submissions(self._appends.end_rejected(self._mark))
+        self._answer_submissions(self._appends.end_rejected_rows(self._mark))
         if self._phase is _Phase.FLUSHING and _has_reached(self._flush_mark, self._mark):
             self._phase = _Phase.CHECKING_OWNER
             self._check_ownership(self._on_mount_owner_checked)
@@ -532,5 +534,5 @@ def exactly_once_error(address: str) -> errors.UsageError:
     )
 
 
-def _has_reached(wanted: TransactionId | None, mark: TransactionId) -> bool:
-    return wanted is not None and wanted <= mark
+def _has_reached(target: TransactionId | None, mark: TransactionId) -> bool:
+    return target is not None and target <= mark

@@ -4,13 +4,13 @@ The command `waltz-core local`, the notebooks, the tests and the demo all use th
 module starts the processes, finds them again after a crash, and stops them.
 
 Rules:
-    1. Every part is real: sockets, disks, fdatasync, ZooKeeper from PySpark's own jars.
-    2. Only processes that were started here are stopped: a process counts as one of them only while
-       its pid AND its start time equal the recorded ones.
-    3. Ports are chosen once for a directory and recorded in it. Each port is held until its daemon
-       listens. If another program uses a port at the next start, the cluster chooses another port,
-       except for ports of a port base, and ports that identify a process, such as the address of a
-       storage.
+    1. Every part is real: sockets, disks, fdatasync, and ZooKeeper from PySpark's jars.
+    2. The cluster stops only processes that it has started: a process counts as its own only while
+       the pid AND the start time equal the recorded values.
+    3. Ports are chosen once for a directory and recorded in it. A socket holds each port until the
+       daemon listens. If another program uses a port at the next start, the cluster chooses another
+       port. Exceptions are the ports of a port base, and ports that identify a process, such as the
+       port of a storage.
     4. The directory has everything for another start, so killing all processes loses nothing.
 """
 
@@ -102,23 +102,23 @@ class Member:
         if not self.pid:
             return None
         try:
-            found = psutil.Process(self.pid)
+            os_process = psutil.Process(self.pid)
             alive = (
-                abs(process_start_s(found) - self.started) < 0.5
-                and found.status() != psutil.STATUS_ZOMBIE
+                abs(process_start_s(os_process) - self.started) < 0.5
+                and os_process.status() != psutil.STATUS_ZOMBIE
             )
         except psutil.NoSuchProcess:
             return None
-        return found if alive else None
+        return os_process if alive else None
 
     @property
     def state(self) -> str:
         """Return "up", "stopped" (by a signal, such as SIGSTOP) or "down"."""
-        found = self.process()
-        if found is None:
+        process = self.process()
+        if process is None:
             return "down"
         try:
-            return "stopped" if found.status() == psutil.STATUS_STOPPED else "up"
+            return "stopped" if process.status() == psutil.STATUS_STOPPED else "up"
         except psutil.NoSuchProcess:
             return "down"
 
@@ -243,9 +243,9 @@ class LocalCluster:
         Raises:
             BadConfig: the cluster has no such member.
         """
-        for found in self._load_state().members:
-            if found.name == name:
-                return found
+        for each in self._load_state().members:
+            if each.name == name:
+                return each
         names = ", ".join(member.name for member in self._load_state().members)
         raise BadConfig(f"this cluster has no process {name!r}; its processes are {names}")
 
@@ -377,24 +377,26 @@ class LocalCluster:
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return user + system CPU seconds of each live member, as the kernel counts them."""
-        spent: dict[str, float] = {}
+        seconds_by_name: dict[str, float] = {}
         for member in self.members:
             process = member.process()
             if process is not None:
-                times = process.cpu_times()
-                spent[member.name] = times.user + times.system
-        return spent
+                cpu_times = process.cpu_times()
+                seconds_by_name[member.name] = cpu_times.user + cpu_times.system
+        return seconds_by_name
 
     def processes(self) -> dict[str, psutil.Process]:
         """Return the members' live processes by name, and their child processes ("NAME-1")."""
-        found: dict[str, psutil.Process] = {}
+        processes_by_name: dict[str, psutil.Process] = {}
         for member in self.members:
             process = member.process()
             if process is not None:
-                found[member.name] = process
+                processes_by_name[member.name] = process
                 children = enumerate(process.children(), 1)
-                found |= {f"{member.name}-{number}": child for number, child in children}
-        return found
+                processes_by_name |= {
+                    f"{member.name}-{number}": child for number, child in children
+                }
+        return processes_by_name
 
     # -- the directory ----------------------------------------------------------------------
 
@@ -413,13 +415,15 @@ class LocalCluster:
         if self._state is None:
             path = self.directory / STATE_FILE
             try:
-                raw = json.loads(path.read_text(encoding="utf-8"))
-                members = [Member(**entry) for entry in raw["members"]]
-                host = raw.get("host", LOOPBACK)
-                files = [raw.get(name, "") for name in ("auth_file", "tls")]
-                self._state = SavedState(raw["root"], raw["partition_count"], members, host, *files)
-                self._state.port_base = raw.get("port_base", 0)
-                self._state.archive_url = raw.get("archive_url", "")
+                fields = json.loads(path.read_text(encoding="utf-8"))
+                members = [Member(**entry) for entry in fields["members"]]
+                host = fields.get("host", LOOPBACK)
+                files = [fields.get(name, "") for name in ("auth_file", "tls")]
+                self._state = SavedState(
+                    fields["root"], fields["partition_count"], members, host, *files
+                )
+                self._state.port_base = fields.get("port_base", 0)
+                self._state.archive_url = fields.get("archive_url", "")
             except FileNotFoundError:
                 raise BadConfig(
                     f"there is no local cluster in {self.directory}. Hint: `waltz-core local "
@@ -436,11 +440,11 @@ class LocalCluster:
         zookeepers, storages, servers, partitions = self._counts
         numbers = itertools.count(self._port_base)
 
-        def port(usual: int | None) -> int:
+        def port(default_port: int | None) -> int:
             return (
                 self._reserve_port(next(numbers))
                 if self._port_base
-                else self._reserve_default_port(usual)
+                else self._reserve_default_port(default_port)
             )
 
         members = [Member("zookeeper", port(DEFAULT_ZOOKEEPER_PORT))]
@@ -455,8 +459,10 @@ class LocalCluster:
                 for index in range(zookeepers)
             ]
         for index in range(storages):
-            usual = DEFAULT_STORAGE_PORT + 10 * index
-            members.append(Member(f"storage-{index + 1}", port(usual), port(usual + 1)))
+            default_port = DEFAULT_STORAGE_PORT + 10 * index
+            members.append(
+                Member(f"storage-{index + 1}", port(default_port), port(default_port + 1))
+            )
         members += [
             Member(f"server-{index + 1}", port(DEFAULT_SERVER_PORT + 10 * index))
             for index in range(servers)
@@ -491,9 +497,9 @@ class LocalCluster:
 
     def _reserve_port(self, port: int) -> int:
         """Reserve and return a port of the port base; raises BadConfig if it is not free."""
-        held = ports.hold_port(port, self._host)
-        if held is not None:
-            self._port_holders.append(held)
+        holder = ports.hold_port(port, self._host)
+        if holder is not None:
+            self._port_holders.append(holder)
         elif not ports.is_free(port, self._host):  # if free, only old connections linger there
             raise BadConfig(
                 f"--port-base {self._port_base}: another program uses port {port}. Hint: "
@@ -504,17 +510,17 @@ class LocalCluster:
     def _reserve_default_port(self, default: int | None) -> int:
         """Reserve and return the default port if it is free, otherwise a random one."""
         if self._try_default_ports and default is not None:
-            held = ports.hold_port(default, self._host)
-            if held is not None:
-                self._port_holders.append(held)
+            holder = ports.hold_port(default, self._host)
+            if holder is not None:
+                self._port_holders.append(holder)
                 return default
         return self._reserve_free_port(set())
 
-    def _reserve_free_port(self, taken: set[int]) -> int:
+    def _reserve_free_port(self, used_ports: set[int]) -> int:
         """Reserve and return a free port that no member has."""
         host = self._host if self._state is None else self._state.host
-        port, held = ports.choose_port(taken, host)
-        self._port_holders.append(held)
+        port, holder = ports.choose_port(used_ports, host)
+        self._port_holders.append(holder)
         return port
 
     def _release_ports(self) -> None:
@@ -525,10 +531,10 @@ class LocalCluster:
     def _save_state(self) -> None:
         state = self._load_state()
         path = self.directory / STATE_FILE
-        draft = path.with_suffix(".tmp")
+        temporary_path = path.with_suffix(".tmp")
         body = {"version": STATE_VERSION, **asdict(state)}
-        draft.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        draft.replace(path)
+        temporary_path.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        temporary_path.replace(path)
 
     def _replace_ports_in_use(self, member: Member) -> None:
         """Replace the ports of a stopped member that other programs use now (rule 3)."""
@@ -561,13 +567,13 @@ class LocalCluster:
     # -- the processes ----------------------------------------------------------------------
 
     def _write_config(self, member: Member) -> None:
-        where = self.directory / "conf" / f"{member.name}.{_CONFIG_SUFFIX[member.kind]}"
-        where.parent.mkdir(exist_ok=True)
+        path = self.directory / "conf" / f"{member.name}.{_CONFIG_SUFFIX[member.kind]}"
+        path.parent.mkdir(exist_ok=True)
         if member.kind == "zookeeper":
             text = self._zookeeper_config(member)
         else:
             text = render_toml(member.kind, self._settings_of(member))
-        where.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
 
     def _zookeeper_config(self, member: Member) -> str:
         nodes, host = self.zookeepers, self._load_state().host
@@ -635,15 +641,15 @@ class LocalCluster:
         command += ["--name", "local", "--partitions", str(self._load_state().partition_count)]
         host = self._load_state().host
         command += [f"--storage={host}:{m.port}:{m.admin_port}" for m in storages]
-        left = max(1.0, deadline - time.monotonic())
-        command += ["--if-absent", "--timeout-s", f"{left:.1f}"]
+        remaining_s = max(1.0, deadline - time.monotonic())
+        command += ["--if-absent", "--timeout-s", f"{remaining_s:.1f}"]
         with subprocess.Popen(  # noqa: S603 - our own program and our own arguments
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as creating:
+        ) as process:
             output = self._await_creation(
-                creating, show_line, deadline=time.monotonic() + left + 10
+                process, show_line, deadline=time.monotonic() + remaining_s + 10
             )
-        if creating.returncode != 0:
+        if process.returncode != 0:
             raise Unreachable(
                 f"the local cluster could not be created: {output.strip()}\n"
                 f"{self._log_tail(self.zookeepers[0].name)}"
@@ -651,21 +657,21 @@ class LocalCluster:
         self._creation_marker.touch()
 
     def _await_creation(
-        self, creating: subprocess.Popen[str], show_line: ShowLine, *, deadline: float
+        self, process: subprocess.Popen[str], show_line: ShowLine, *, deadline: float
     ) -> str:
         """Return the error output of `cluster create`; raises Unreachable if ZooKeeper exits."""
         next_line = time.monotonic() + PROGRESS_INTERVAL_S
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return creating.communicate(timeout=0.1)[1]
+                    return process.communicate(timeout=0.1)[1]
                 if time.monotonic() > next_line:
                     show_line("waiting for ZooKeeper to create the cluster")
                     next_line += PROGRESS_INTERVAL_S
                 self._check_alive(self.zookeepers)
             raise Unreachable(f"the cluster in {self.directory} could not be created in time")
         finally:
-            creating.kill()
+            process.kill()
 
     def _await_partitions(self, deadline: float, show_line: ShowLine) -> None:
         """Wait until all servers are registered and every partition is open."""
@@ -718,9 +724,11 @@ class LocalCluster:
         if member.kind == "storage":
             # A storage listens there only after it has opened its directory and registered.
             return not ports.is_free(member.admin_port, self.host)
-        only = replace(parse_connect_string(self.connect), hosts=(f"{self.host}:{member.port}",))
+        member_connect = replace(
+            parse_connect_string(self.connect), hosts=(f"{self.host}:{member.port}",)
+        )
         try:
-            self._read_servers(only)
+            self._read_servers(member_connect)
         except Unavailable:
             return False
         return True
@@ -728,19 +736,19 @@ class LocalCluster:
     def _unregistered_servers(self) -> set[str]:
         """Return the addresses of the servers that ZooKeeper does not list yet."""
         view = self._read_servers(parse_connect_string(self.connect))
-        given = view.servers.keys() - view.excluded if view.is_settled else ()
-        found = {view.servers[each].address for each in given}
+        included = view.servers.keys() - view.excluded if view.is_settled else ()
+        registered = {view.servers[each].address for each in included}
         servers = [self._settings_of(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]
         pairs = zip(servers, ports, strict=True)
-        return {f"{values['advertised_host']}:{port}" for values, port in pairs} - found
+        return {f"{values['advertised_host']}:{port}" for values, port in pairs} - registered
 
-    def _read_servers(self, place: ConnectString) -> "ServersView":
+    def _read_servers(self, connect_string: ConnectString) -> "ServersView":
         """Return the registered servers; raises Unreachable if ZooKeeper does not answer."""
         from waltz_core.cluster.zookeeper import zookeeper_session  # noqa: PLC0415 - costs start-up time
 
         async def read() -> "ServersView":
-            async with zookeeper_session.open_session(place) as coordinator:
+            async with zookeeper_session.open_session(connect_string) as coordinator:
                 return await coordinator.read_servers()
 
         with ThreadPoolExecutor(1) as thread:  # the main thread of a notebook runs an event loop
@@ -793,8 +801,8 @@ def running_cluster(directory: Path | None = None, **options: object) -> Iterato
     Without a directory, a temporary one is created and removed. Options are those of
     `LocalCluster`.
     """
-    where = directory or Path(tempfile.mkdtemp(prefix="waltz-"))
-    local_cluster = LocalCluster(where, exit_with_parent=True, **options)  # type: ignore[arg-type]
+    cluster_directory = directory or Path(tempfile.mkdtemp(prefix="waltz-"))
+    local_cluster = LocalCluster(cluster_directory, exit_with_parent=True, **options)  # type: ignore[arg-type]
     try:
         local_cluster.up()
         yield local_cluster
@@ -802,7 +810,7 @@ def running_cluster(directory: Path | None = None, **options: object) -> Iterato
         if local_cluster.exists():
             local_cluster.down()
         if directory is None:
-            shutil.rmtree(where, ignore_errors=True)
+            shutil.rmtree(cluster_directory, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -48,27 +48,27 @@ def hold_port(port: int, host: str) -> socket.socket | None:
     A held port is still free for a daemon (`is_free`). On systems other than Linux, the socket is
     closed at once, because a daemon could not listen at the same port.
     """
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        held.bind((host, port))  # without SO_REUSEADDR: only one of two such binds succeeds
+        holder.bind((host, port))  # without SO_REUSEADDR: only one of two such binds succeeds
     except OSError:
-        held.close()
+        holder.close()
         return None
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if not sys.platform.startswith("linux"):
-        held.close()
-    return held
+        holder.close()
+    return holder
 
 
-def choose_port(taken: set[int], host: str) -> tuple[int, socket.socket]:
-    """Return a free port that is not in `taken`, and the socket that holds it.
+def choose_port(used_ports: set[int], host: str) -> tuple[int, socket.socket]:
+    """Return a free port that is not in `used_ports`, and the socket that holds it.
 
     Raises Unreachable if there is no free port.
     """
     chooser = random.SystemRandom()
     for _ in range(1000):
         port = chooser.randint(FIRST_PORT, LAST_PORT)
-        held = None if port in taken else hold_port(port, host)
-        if held is not None:
-            return port, held
+        holder = None if port in used_ports else hold_port(port, host)
+        if holder is not None:
+            return port, holder
     raise Unreachable(f"there is no free port between {FIRST_PORT} and {LAST_PORT} on {host}")

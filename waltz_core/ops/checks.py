@@ -91,20 +91,29 @@ def _check_server(
     """Report a server that does not answer, serve its partitions or reach its storages."""
     address, affected = server.address, [each for each in conditions if each.owner is server]
     if server.failure:
-        owned = tuple(each.partition_id for each in affected)
-        yield FailedCheck("server", f"server {address} does not answer: {server.failure}", owned)
+        owned_partitions = tuple(each.partition_id for each in affected)
+        yield FailedCheck(
+            "server", f"server {address} does not answer: {server.failure}", owned_partitions
+        )
         return
     for each in affected:
-        where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
+        subject, partitions = (
+            f"partition {each.partition_id}: server {address}",
+            (each.partition_id,),
+        )
         if not each.is_served:
-            text = f"{where} owns it, but does not answer requests for it"
+            text = f"{subject} owns it, but does not answer requests for it"
             yield FailedCheck("server", text, partitions)
         elif not each.has_open_session:
-            text = f"{where} has no open store session with a quorum of its replicas"
+            text = f"{subject} has no open store session with a quorum of its replicas"
             yield FailedCheck("health", text, partitions)
     for storage in server.unreachable_storages:
-        owned = tuple(each.partition_id for each in affected if storage in each.assigned_replicas)
-        yield FailedCheck("connectivity", f"server {address} cannot reach storage {storage}", owned)
+        owned_partitions = tuple(
+            each.partition_id for each in affected if storage in each.assigned_replicas
+        )
+        yield FailedCheck(
+            "connectivity", f"server {address} cannot reach storage {storage}", owned_partitions
+        )
 
 
 def _check_storage(
@@ -140,8 +149,8 @@ def _check_storage(
         for each in affected:
             text = _unavailable_text(each, storage)
             if text:
-                where = f"partition {each.partition_id}: storage {address}"
-                yield FailedCheck("storage", f"{where} {text}", (each.partition_id,))
+                subject = f"partition {each.partition_id}: storage {address}"
+                yield FailedCheck("storage", f"{subject} {text}", (each.partition_id,))
 
 
 def _unavailable_text(condition: PartitionCondition, storage: StorageFacts) -> str:

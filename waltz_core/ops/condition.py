@@ -4,8 +4,7 @@ The doctor reports causes and `cluster verify` reports failed checks. Both use t
 they agree. `diagnosis.py` and `checks.py` draw the conclusions.
 
 Rules:
-    1. Unknown is not wrong: if a storage has reported nothing about a replica, no problem is
-       assumed.
+    1. If a storage has reported nothing about a replica, the replica counts as healthy.
     2. A replica answers if a session could be opened with it now.
 """
 
@@ -75,8 +74,10 @@ class PartitionCondition:
     def engaged_replicas(self) -> list[ReplicaId]:
         """The replicas that are engaged in the newest session and whose storages are known."""
         states = self.replica_states
-        known = [each for each in states if each in self._cluster.storages]
-        return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
+        known_replicas = [each for each in states if each in self._cluster.storages]
+        return [
+            each for each in known_replicas if states[each].closing_high_water_mark == UNRESOLVED
+        ]
 
     @property
     def not_engaged_replicas(self) -> list[ReplicaId]:
@@ -129,8 +130,8 @@ class PartitionCondition:
 
     def is_suspect(self, address: ReplicaId) -> bool:
         """Whether the replica on a storage is suspect: its log is not trusted."""
-        held = self.replica_facts(address)
-        return held is not None and held.is_suspect
+        replica = self.replica_facts(address)
+        return replica is not None and replica.is_suspect
 
     @property
     def answering_replicas(self) -> list[ReplicaId]:
@@ -168,5 +169,5 @@ class PartitionCondition:
     @property
     def last_id(self) -> int:
         """The highest ID in any assigned replica; -1 if no replica has reported records."""
-        held = [self.replica_facts(each) for each in self.assigned_replicas]
-        return max((each.last_id for each in held if each is not None), default=-1)
+        replicas = [self.replica_facts(each) for each in self.assigned_replicas]
+        return max((each.last_id for each in replicas if each is not None), default=-1)

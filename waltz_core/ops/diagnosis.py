@@ -3,9 +3,9 @@
 The module uses no sockets and no clock, so that each finding can be tested without a cluster.
 
 Rules:
-    1. A cause is reported, but its mere consequences are not. For example, if a storage does not
+    1. The doctor reports a cause, but not its consequences. For example, if a storage does not
        answer, there is no finding that servers cannot reach it.
-    2. Unknown is not wrong: if a process could not be queried, this is the only finding about it.
+    2. If a process could not be queried, the doctor reports no other finding about it.
     3. The loss of a quorum is always reported, whatever the cause, because it stops appends.
     4. Findings are in the order of the table in `findings.py`, then in the order of their objects.
     5. Deleting files is proposed only for a log with an open session in which all of its replicas
@@ -116,12 +116,12 @@ class _Diagnosis:
 
     def add_finding(self, name: str, subject: object, **fields: object) -> None:
         """Add a finding; `fields` are the values for its sentence and its command."""
-        places = {
+        common_fields = {
             "connect": self.connect,
             "connect_with_tls_file": self.connect_with_tls_file,
             "connect_with_token_file": self.connect_with_token_file,
         }
-        self.findings.append(new_finding(name, subject, **places, **fields))
+        self.findings.append(new_finding(name, subject, **common_fields, **fields))
 
     @property
     def connect_with_tls_file(self) -> str:
@@ -131,9 +131,9 @@ class _Diagnosis:
     @property
     def connect_with_token_file(self) -> str:
         """The connect string with a placeholder for the file with another token."""
-        place = parse_connect_string(self.facts.connect)
-        place = replace(place, token_file="FILE", token_env="")  # noqa: S106 - no secret
-        return shlex.quote(str(place))
+        address = parse_connect_string(self.facts.connect)
+        address = replace(address, token_file="FILE", token_env="")  # noqa: S106 - no secret
+        return shlex.quote(str(address))
 
     @property
     def connect(self) -> str:
@@ -155,8 +155,10 @@ class _Diagnosis:
         local, member = self.facts.local, self.member_at(address)
         if local is None or (address and member is None):
             return f"waltz-core {kind} run --config {_CONFIG_FILE_NAMES[kind]}"
-        up = f"waltz-core local up --directory {shlex.quote(local.directory)}"
-        return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
+        up_command = f"waltz-core local up --directory {shlex.quote(local.directory)}"
+        return (
+            f"kill -9 {member.pid}; {up_command}" if member and member.state == "up" else up_command
+        )
 
     def start_command_with_option(self, kind: str, option: str, *, archive: str) -> str:
         """Return the command that starts a process with an option; locally, it starts all."""
@@ -164,8 +166,8 @@ class _Diagnosis:
         if local is None:
             return f"waltz-core {kind} run --config {_CONFIG_FILE_NAMES[kind]} {option}"
         directory = f"--directory {shlex.quote(local.directory)}"
-        up = f"waltz-core local up {directory} --archive {archive}"
-        return f"waltz-core local down {directory} && {up}"
+        up_command = f"waltz-core local up {directory} --archive {archive}"
+        return f"waltz-core local down {directory} && {up_command}"
 
     def rebuild_steps(self, rebuild: str, *before: str) -> str:
         """Return the shell commands that stop the processes, rebuild the znodes and start again."""
@@ -174,17 +176,19 @@ class _Diagnosis:
             return " && ".join([*before, rebuild])
         directory = f"--directory {shlex.quote(local.directory)}"
         steps = [f"waltz-core local down --keep-zookeeper {directory}", *before]
-        together = f"{{ {rebuild} & waltz-core local up {directory}; wait $!; }}"
-        return " && ".join([*steps, f"{rebuild} --only-znodes", together])
+        rebuild_and_start = f"{{ {rebuild} & waltz-core local up {directory}; wait $!; }}"
+        return " && ".join([*steps, f"{rebuild} --only-znodes", rebuild_and_start])
 
     def _report_lost_cluster(self, local: LocalFacts) -> None:
         """Report that ZooKeeper no longer has the cluster of this machine."""
         storages = [each for each in local.members if each.name.startswith("storage")]
         directory = shlex.quote(local.directory)
-        words = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
-        words += [f"--storage {each.address}:{each.admin_port}" for each in storages]
+        option_texts = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
+        option_texts += [f"--storage {each.address}:{each.admin_port}" for each in storages]
         connect = f"--connect {self.connect}"
-        rebuild = f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(words)}"
+        rebuild = (
+            f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(option_texts)}"
+        )
         self.add_finding(
             "cluster-lost",
             self.facts.connect,
@@ -239,8 +243,10 @@ class _Diagnosis:
                 continue  # rule 1: without its cluster, none of the processes can run
             assert local is not None
             name = "process-down" if member.state == "down" else "process-stopped"
-            where = shlex.quote(local.directory)
-            self.add_finding(name, member.name, member=member.name, pid=member.pid, directory=where)
+            directory = shlex.quote(local.directory)
+            self.add_finding(
+                name, member.name, member=member.name, pid=member.pid, directory=directory
+            )
 
 
 class _ClusterDiagnosis:
@@ -283,8 +289,8 @@ class _ClusterDiagnosis:
     def _check_server(self, server: ServerFacts) -> None:
         address = server.address
         if server.is_excluded_as_unreachable:
-            why = "; ".join(server.connection_errors) or "none has connected to it yet"
-            self._add_finding("server-unreachable", address, server=address, why=why)
+            reason = "; ".join(server.connection_errors) or "none has connected to it yet"
+            self._add_finding("server-unreachable", address, server=address, why=reason)
         if server.failure:
             if not self._diagnosis.is_reported_down(address):
                 name = "server-silent" if server.is_silent else "server-unavailable"
@@ -292,12 +298,16 @@ class _ClusterDiagnosis:
                     name = "server-tls-failed"
                 if server.is_denied:
                     name = "server-access-denied"
-                start, why = self._diagnosis.start_command("server", address), server.failure
-                self._add_finding(name, address, server=address, why=why, start=start)
+                start, reason = self._diagnosis.start_command("server", address), server.failure
+                self._add_finding(name, address, server=address, why=reason, start=start)
             return
         for storage in server.unreachable_storages:
-            known = self._cluster.storages.get(storage)
-            if known is not None and not known.failure and known.belongs_to_cluster:
+            storage_facts = self._cluster.storages.get(storage)
+            if (
+                storage_facts is not None
+                and not storage_facts.failure
+                and storage_facts.belongs_to_cluster
+            ):
                 about = f"{address} {storage}"
                 self._add_finding("storage-out-of-reach", about, server=address, storage=storage)
 
@@ -350,11 +360,11 @@ class _ClusterDiagnosis:
         if storage.failure and self._diagnosis.is_reported_down(address):
             return
         if storage.failure or storage.is_denied:
-            name, why = (
+            name, reason = (
                 self._failure_finding_name(storage),
                 storage.failure or storage.admin_failure,
             )
-            self._add_finding(name, address, storage=address, why=why, start=start)
+            self._add_finding(name, address, storage=address, why=reason, start=start)
         elif not storage.belongs_to_cluster:
             self._add_finding("storage-cluster-mismatch", address, storage=address, start=start)
         elif storage.storage_id is not None and storage.storage_id != storage.registered_storage_id:
@@ -366,9 +376,9 @@ class _ClusterDiagnosis:
                 expected=storage.registered_storage_id or "none",
             )
         elif storage.is_hanging:
-            why = storage.admin_failure
+            reason = storage.admin_failure
             self._add_finding(
-                "storage-unresponsive", address, storage=address, why=why, start=start
+                "storage-unresponsive", address, storage=address, why=reason, start=start
             )
         elif storage.admin_failure:
             self._add_finding(
@@ -436,13 +446,13 @@ class _ClusterDiagnosis:
             if each.belongs_to_cluster and not (each.failure or each.admin_failure)
         ]
         urls = ["" if each.archive is None else each.archive.url for each in storages]
-        usual = max(urls, key=lambda each: (bool(each), urls.count(each), each), default="")
+        usual_url = max(urls, key=lambda each: (bool(each), urls.count(each), each), default="")
         archived = [
             partition_id
             for partition_id, each in self._cluster.partitions.items()
             if each.archived_mark
         ]
-        if storages and archived and not usual:
+        if storages and archived and not usual_url:
             self._add_finding(
                 "archive-url-missing",
                 subject="archive",
@@ -452,23 +462,25 @@ class _ClusterDiagnosis:
                 ),
             )
             return
-        differing = [each for each, url in zip(storages, urls, strict=True) if url != usual]
-        quoted = shlex.quote(usual)
-        for storage in differing:
+        differing_storages = [
+            each for each, url in zip(storages, urls, strict=True) if url != usual_url
+        ]
+        quoted_url = shlex.quote(usual_url)
+        for storage in differing_storages:
             self._add_finding(
                 "archive-settings-differ",
                 storage.address,
                 storage=storage.address,
                 found=storage.archive.url if storage.archive else "(none)",
-                expected=usual,
+                expected=usual_url,
                 start=self._diagnosis.start_command_with_option(
-                    "storage", f"--archive-url {quoted}", archive=quoted
+                    "storage", f"--archive-url {quoted_url}", archive=quoted_url
                 ),
             )
-        working = [each for each in storages if each.archive and each.archive.url == usual]
+        working = [each for each in storages if each.archive and each.archive.url == usual_url]
         lags_s = self._excessive_archive_lags_s(working)
-        if not self._check_uploads(working, is_lagging=bool(lags_s)) and not differing:
-            self._check_archive_lag(usual, lags_s)
+        if not self._check_uploads(working, is_lagging=bool(lags_s)) and not differing_storages:
+            self._check_archive_lag(usual_url, lags_s)
 
     def _excessive_archive_lags_s(
         self, storages: Iterable[StorageFacts]
@@ -482,7 +494,7 @@ class _ClusterDiagnosis:
         limit_s = (
             ARCHIVE_LAG_AGE_FACTOR * age_ms / 1000 + interval_ms / 1000 + ARCHIVE_UPLOAD_TIME_S
         )
-        lags_s = {each: found.oldest_unarchived_age_s or 0.0 for each, found in partitions.items()}
+        lags_s = {each: facts.oldest_unarchived_age_s or 0.0 for each, facts in partitions.items()}
         return {each: lag_s for each, lag_s in lags_s.items() if lag_s > limit_s}
 
     def _check_uploads(self, storages: Iterable[StorageFacts], *, is_lagging: bool) -> bool:
@@ -500,19 +512,22 @@ class _ClusterDiagnosis:
             archive = storage.archive
             assert archive is not None
             partitions = self._cluster.partitions
-            waits = any(partitions[each].unarchived_count for each in storage.replicas)
-            has_failed = waits and bool(archive.error)
+            has_unarchived = any(partitions[each].unarchived_count for each in storage.replicas)
+            has_failed = has_unarchived and bool(archive.error)
             if archive.read_damage or (has_failed and archive.is_damaged):
-                why = archive.read_damage or archive.error
-                damage.setdefault(why, []).append(storage.address)
+                reason = archive.read_damage or archive.error
+                damage.setdefault(reason, []).append(storage.address)
             elif has_failed and archive.failure_count >= failures_min:
                 failed[storage.address] = archive
-        for why, addresses in damage.items():
+        for reason, addresses in damage.items():
             names = ", ".join(addresses)
-            self._add_finding("archive-damaged", names, storages=names, why=why)
+            self._add_finding("archive-damaged", names, storages=names, why=reason)
         if failed:
-            names, worst = ", ".join(failed), max(failed.values(), key=lambda x: x.failure_count)
-            fields = {"why": worst.error, "count": worst.failure_count}
+            names, worst_archive = (
+                ", ".join(failed),
+                max(failed.values(), key=lambda x: x.failure_count),
+            )
+            fields = {"why": worst_archive.error, "count": worst_archive.failure_count}
             self._add_finding("archive-unavailable", names, storages=names, **fields)
         return bool(damage or failed)
 
@@ -538,19 +553,23 @@ class _ClusterDiagnosis:
             for address, latency in server.append_latencies.items():
                 latencies.setdefault(address, []).append(latency)
         times_ms: dict[ReplicaId, float] = {}
-        for address, of_servers in latencies.items():
-            seconds = sum(count for count, _ in of_servers)
+        for address, server_latencies in latencies.items():
+            seconds = sum(count for count, _ in server_latencies)
             if seconds >= SLOW_APPEND_SECONDS_MIN and address in self._cluster.storages:
-                times_ms[address] = sum(count * us for count, us in of_servers) / seconds / 1000
+                times_ms[address] = (
+                    sum(count * latency_us for count, latency_us in server_latencies)
+                    / seconds
+                    / 1000
+                )
         for address, time_ms in times_ms.items():
-            others = [each for name, each in times_ms.items() if name != address]
+            other_times_ms = [each for name, each in times_ms.items() if name != address]
             if (
-                not others
+                not other_times_ms
                 or time_ms < SLOW_APPEND_MS_MIN
                 or self._cluster.storages[address].failure
             ):
                 continue
-            ratio = time_ms / max(1.0, median(others))
+            ratio = time_ms / max(1.0, median(other_times_ms))
             if ratio >= SLOW_APPEND_RATIO_MIN:
                 fields = {"latency_ms": round(time_ms), "ratio": round(ratio)}
                 self._add_finding("storage-slow", address, storage=address, **fields)
@@ -565,11 +584,13 @@ class _ClusterDiagnosis:
     def _spread_command(self, partition_id: PartitionId) -> str:
         """Return the command that spreads the replicas of a partition over more groups."""
         groups, connect = self._cluster.storage_groups, self._diagnosis.connect
-        taken = {groups.get(each) for each in self._cluster.assigned_replicas[partition_id]}
-        others = [each for each in self._cluster.storages.values() if self._can_take_replicas(each)]
-        if any(groups.get(each.address) not in taken for each in others):
+        used_groups = {groups.get(each) for each in self._cluster.assigned_replicas[partition_id]}
+        other_storages = [
+            each for each in self._cluster.storages.values() if self._can_take_replicas(each)
+        ]
+        if any(groups.get(each.address) not in used_groups for each in other_storages):
             return f"waltz-core cluster auto-assign --connect {connect}"
-        group = min(each for each in groups.values() if each not in taken)
+        group = min(each for each in groups.values() if each not in used_groups)
         return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
 
     def drain_command(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
@@ -581,37 +602,37 @@ class _ClusterDiagnosis:
             ]
 
         group = self._cluster.storage_groups.get(address)
-        spare = [
+        candidates = [
             each.address
             for each in self._cluster.storages.values()
             if self._can_take_replicas(each)
         ]
-        spare = [each for each in spare if each != address and movable_partitions(each)]
-        if not spare:
+        candidates = [each for each in candidates if each != address and movable_partitions(each)]
+        if not candidates:
             return f"waltz-core cluster add-storage HOST:PORT --connect {self._diagnosis.connect}"
-        chosen = max(
-            spare,
+        target = max(
+            candidates,
             key=lambda each: (
                 self._cluster.storage_groups.get(each) == group,
                 len(movable_partitions(each)),
             ),
         )
         return (
-            f"waltz-core cluster move-replica {_ranges(movable_partitions(chosen))} "
-            f"{address} {chosen} --connect {self._diagnosis.connect}"
+            f"waltz-core cluster move-replica {_ranges(movable_partitions(target))} "
+            f"{address} {target} --connect {self._diagnosis.connect}"
         )
 
     def move_command(self, partition_id: PartitionId, owner: ServerFacts) -> str:
         """Return the command that moves a partition, or restarts the only server."""
-        others = [
+        other_servers = [
             each.address
             for each in self._cluster.servers.values()
             if each is not owner and not each.failure
         ]
-        if not others:
+        if not other_servers:
             return self._diagnosis.start_command("server", owner.address)
         return (
-            f"waltz-core cluster prefer {partition_id} {others[0]} "
+            f"waltz-core cluster prefer {partition_id} {other_servers[0]} "
             f"--connect {self._diagnosis.connect}"
         )
 
@@ -621,15 +642,17 @@ class _ClusterDiagnosis:
         With a count that is too small, the command would trust the logs of too few replicas.
         """
         cluster, connect = self._cluster, self._diagnosis.connect
-        words = [
+        option_texts = [
             f"--name {shlex.quote(cluster.name)} --cluster-key {cluster.cluster_key}",
             f"--partitions {cluster.partition_count} --replicas {replica_count or 'COUNT'}",
         ]
         for each in self._cluster.storages.values():
-            words.append(f"--storage {each.address}:{split_address(each.admin_address)[1]}")
+            option_texts.append(f"--storage {each.address}:{split_address(each.admin_address)[1]}")
             group = self._cluster.storage_groups.get(each.address)
-            words[-1] += "" if group is None else f":{group}"
-        rebuild = f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(words)}"
+            option_texts[-1] += "" if group is None else f":{group}"
+        rebuild = (
+            f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(option_texts)}"
+        )
         if replica_count is None:
             return rebuild  # the znodes exist, and processes may run
         delete = f"waltz-core cluster delete {shlex.quote(cluster.name)} --connect {connect}"
@@ -695,10 +718,10 @@ class _PartitionDiagnosis:
 
     def _check_replica_count(self) -> None:
         counts = [len(each) for each in self._cluster.assigned_replicas.values()]
-        usual = max(counts, key=lambda each: (counts.count(each), each))
+        usual_count = max(counts, key=lambda each: (counts.count(each), each))
         count = len(self._condition.assigned_replicas)
-        if count < usual:
-            self._add_finding("too-few-replicas", count=count, usual=usual)
+        if count < usual_count:
+            self._add_finding("too-few-replicas", count=count, usual=usual_count)
 
     def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it was lost."""
@@ -802,15 +825,15 @@ class _PartitionDiagnosis:
                     "partition-without-server", start=self._diagnosis.start_command("server")
                 )
             return
-        for other in self._cluster.servers.values():
+        for other_server in self._cluster.servers.values():
             if (
-                other is not owner
-                and self._partition_id in other.served_partitions
+                other_server is not owner
+                and self._partition_id in other_server.served_partitions
                 and self._cluster.is_assignment_settled
             ):
-                start = self._diagnosis.start_command("server", other.address)
-                fields = {"server": other.address, "owner": owner.address, "start": start}
-                self._add_finding("partition-served-by-another", other.address, **fields)
+                start = self._diagnosis.start_command("server", other_server.address)
+                fields = {"server": other_server.address, "owner": owner.address, "start": start}
+                self._add_finding("partition-served-by-another", other_server.address, **fields)
         if owner.failure or not self._cluster.is_assignment_settled:
             return
         fields = {

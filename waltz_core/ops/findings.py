@@ -497,5 +497,5 @@ def new_finding(name: str, subject: object, **fields: object) -> Finding:
 
 def placeholder_names(kind: FindingKind) -> set[str]:
     """Return the names of the placeholders in a finding's sentence and command."""
-    parsed = string.Formatter().parse(kind.sentence + kind.command)
-    return {name for _, name, _, _ in parsed if name}
+    parsed_text = string.Formatter().parse(kind.sentence + kind.command)
+    return {name for _, name, _, _ in parsed_text if name}

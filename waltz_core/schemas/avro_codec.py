@@ -74,12 +74,12 @@ class AvroCodec:
 
     def _parse_schema(self, check: AvroSchemaCheck, text: str) -> Any:  # noqa: ANN401 - a schema
         try:
-            given = from_json(text.encode())
+            parsed = from_json(text.encode())
         except ValueError as error:
             if not text.strip().replace(".", "").replace("_", "").isalnum():
                 raise BadFormat(f"Avro schema: expected JSON: {error}") from None
-            given = text.strip()  # the name of a type, without quotes
-        checked = check.check_schema(given)
+            parsed = text.strip()  # the name of a type, without quotes
+        checked = check.check_schema(parsed)
         try:
             return fastavro.parse_schema(checked, named_schemas=self._named_types)
         except _INVALID_SCHEMA_ERRORS as error:
@@ -97,10 +97,10 @@ class AvroCodec:
         except _DAMAGED_BYTES_ERRORS as error:
             reason = str(error) or type(error).__name__
             raise BadFormat(f"not a value of the Avro schema: {reason:.300}") from None
-        rest = len(body) - source.tell()
-        if rest:
+        rest_bytes = len(body) - source.tell()
+        if rest_bytes:
             raise BadFormat(
-                f"expected one value of the Avro schema, found {rest} more bytes after it"
+                f"expected one value of the Avro schema, found {rest_bytes} more bytes after it"
             )
         return value
 

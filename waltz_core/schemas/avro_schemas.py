@@ -88,27 +88,27 @@ class AvroSchemaCheck:
         Raises:
             BadFormat: it is not an Avro schema, or violates rule 1 or 2.
         """
-        found, size = self._check_type(schema, "", DEPTH_MAX)
+        checked, size = self._check_type(schema, "", DEPTH_MAX)
         if size.values > VALUES_MAX:
             raise BadFormat(f"Avro schema: expected up to {VALUES_MAX} fields, found {size.values}")
-        return found
+        return checked
 
     def _check_type(self, schema: object, namespace: str, depth: int) -> tuple[Any, _Size]:
         if depth == 0:
             raise _too_deep_error()
-        found: Any
+        checked: Any
         match schema:
             case str():
-                found, size = self._find_type(schema, namespace)
+                checked, size = self._find_type(schema, namespace)
             case list():
-                found, size = self._check_union(schema, namespace, depth)
+                checked, size = self._check_union(schema, namespace, depth)
             case dict():
-                found, size = self._check_complex(schema, namespace, depth)
+                checked, size = self._check_complex(schema, namespace, depth)
             case _:
                 raise BadFormat(f"Avro schema: expected a type, found {schema!r:.100}")
         if size.depth > DEPTH_MAX:
             raise _too_deep_error()
-        return found, size
+        return checked, size
 
     def _find_type(self, name: str, namespace: str) -> tuple[str, _Size]:
         if name in _PRIMITIVE_SIZES:
@@ -135,13 +135,13 @@ class AvroSchemaCheck:
         if any(isinstance(each, list) for each in schema):
             raise BadFormat("Avro schema: expected no union in a union, found one")
         parts = [self._check_type(each, namespace, depth - 1) for each in schema]
-        names = [branch_name(found) for found, _ in parts]
+        names = [branch_name(branch) for branch, _ in parts]
         if len(set(names)) != len(names):
             raise BadFormat(
                 f"Avro schema: expected a union of different types, found {sorted(names)!r:.100}"
             )
         sizes = [size for _, size in parts]
-        return [found for found, _ in parts], _Size(
+        return [branch for branch, _ in parts], _Size(
             _flat_size(1).excess + max(size.excess for size in sizes),
             1 + max(size.values for size in sizes),
             1 + max(size.depth for size in sizes),
@@ -158,40 +158,40 @@ class AvroSchemaCheck:
             case "fixed":
                 return self._check_fixed(schema, namespace)
             case "array":
-                found, size = self._check_elements(
+                checked, size = self._check_elements(
                     schema.get("items"), namespace, depth, key_bytes=0
                 )
-                return {"type": "array", "items": found}, size
+                return {"type": "array", "items": checked}, size
             case "map":
-                found, size = self._check_elements(
+                checked, size = self._check_elements(
                     schema.get("values"), namespace, depth, key_bytes=1
                 )
-                return {"type": "map", "values": found}, size
+                return {"type": "map", "values": checked}, size
             case str() as name if name in _PRIMITIVE_SIZES:
                 return {"type": name} | _renamed_logical_type(schema, name), _PRIMITIVE_SIZES[name]
-            case inner:
-                return self._check_type(inner, namespace, depth - 1)
+            case inner_schema:
+                return self._check_type(inner_schema, namespace, depth - 1)
 
     def _check_elements(
         self, schema: object, namespace: str, depth: int, *, key_bytes: int
     ) -> tuple[Any, _Size]:
         """Check the type of elements; return it, and the size of their array or map."""
-        found, size = self._check_type(schema, namespace, depth - 1)
+        checked, size = self._check_type(schema, namespace, depth - 1)
         if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
             raise BadFormat(
                 "Avro schema: an element of an array or a map may have no bytes, or more than "
                 f"{VALUES_PER_BYTE} values for each byte, which is not supported"
             )
-        return found, _flat_size(1)._replace(depth=1 + size.depth)
+        return checked, _flat_size(1)._replace(depth=1 + size.depth)
 
     def _check_record(
         self, schema: dict[str, Any], namespace: str, depth: int
     ) -> tuple[Any, _Size]:
-        name, inner = self._define_type(schema, namespace)
+        name, inner_namespace = self._define_type(schema, namespace)
         fields = schema.get("fields")
         if not isinstance(fields, list):
             raise BadFormat(f"Avro schema: record {name!r:.100} has no list of fields")
-        size, kept, names = _flat_size(0), [], set()
+        size, checked_fields, names = _flat_size(0), [], set()
         for field in fields:
             if not isinstance(field, dict) or not _is_name(field.get("name"), _NAME):
                 raise BadFormat(f"Avro schema: record {name!r:.100} has a field without a name")
@@ -200,16 +200,16 @@ class AvroSchemaCheck:
                     f"Avro schema: record {name!r:.100} has two fields {field['name']!r:.100}"
                 )
             names.add(field["name"])
-            found, part = self._check_type(field.get("type"), inner, depth - 1)
+            checked_type, part = self._check_type(field.get("type"), inner_namespace, depth - 1)
             size = _Size(
                 size.excess + part.excess,
                 size.values + part.values,
                 max(size.depth, 1 + part.depth),
             )
             default = {DEFAULT_KEY: field["default"]} if "default" in field else {}
-            kept.append({"name": field["name"], "type": found} | default)
+            checked_fields.append({"name": field["name"], "type": checked_type} | default)
         self._named_sizes[name] = size
-        return {"type": "record", "name": name, "fields": kept}, size
+        return {"type": "record", "name": name, "fields": checked_fields}, size
 
     def _check_enum(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
         name, _ = self._define_type(schema, namespace)
@@ -225,15 +225,15 @@ class AvroSchemaCheck:
         if type(count) is not int or not 0 <= count <= FIXED_BYTES_MAX:
             raise BadFormat(f"Avro schema: fixed {name!r:.100} has no valid size")
         self._named_sizes[name] = size = _flat_size(count)
-        found = {"type": "fixed", "name": name, "size": count}
-        return found | _renamed_logical_type(schema, "fixed"), size
+        fixed_schema = {"type": "fixed", "name": name, "size": count}
+        return fixed_schema | _renamed_logical_type(schema, "fixed"), size
 
     def _define_type(self, schema: dict[str, Any], namespace: str) -> tuple[str, str]:
         """Register a new type; return its full name, and the namespace of its inner types."""
-        name, given = schema.get("name"), schema.get("namespace")
-        if given is None:
-            given = namespace
-        full = f"{given}.{name}" if given and "." not in str(name) else name
+        name, own_namespace = schema.get("name"), schema.get("namespace")
+        if own_namespace is None:
+            own_namespace = namespace
+        full = f"{own_namespace}.{name}" if own_namespace and "." not in str(name) else name
         if not isinstance(full, str) or not _is_name(full, _FULL_NAME):
             raise BadFormat(f"Avro schema: expected a name of a type, found {full!r:.100}")
         if full in self._named_sizes or full in _PRIMITIVE_SIZES:
@@ -246,8 +246,8 @@ def branch_name(schema: str | dict[str, Any]) -> str:
     """Return the name of a type inside a union, which must be unique there."""
     if isinstance(schema, str):
         return schema
-    found: str = schema.get("name", schema["type"])
-    return found
+    name: str = schema.get("name", schema["type"])
+    return name
 
 
 def _too_deep_error() -> BadFormat:
@@ -265,7 +265,7 @@ def _renamed_logical_type(schema: dict[str, Any], base: str) -> dict[str, Any]:
     name = schema.get("logicalType")
     if not isinstance(name, str) or base not in _LOGICAL_TYPE_BASES.get(name, ()):
         return {}
-    found: dict[str, Any] = {"logicalType": RENAMED_PREFIX + name}
+    renamed: dict[str, Any] = {"logicalType": RENAMED_PREFIX + name}
     if name == "uuid" and base == "fixed" and schema["size"] != 16:
         return {}
     if name == "decimal":
@@ -274,8 +274,8 @@ def _renamed_logical_type(schema: dict[str, Any], base: str) -> dict[str, Any]:
             return {}
         if type(scale) is not int or not 0 <= scale <= precision:
             return {}
-        found |= {"precision": precision, "scale": scale}
-    return found
+        renamed |= {"precision": precision, "scale": scale}
+    return renamed
 
 
 # ---------------------------------------------------------------------------------------------
@@ -306,15 +306,17 @@ def _record_schema(fields: Sequence[pa.Field], name: str, path: str) -> dict[str
 
 
 def _column_type(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
-    found = _not_null_type(part.type, name, path)
-    if part.nullable and found != "null":
-        return ["null", found]
-    return found
+    avro_type = _not_null_type(part.type, name, path)
+    if part.nullable and avro_type != "null":
+        return ["null", avro_type]
+    return avro_type
 
 
 def _element_type(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
-    found = _column_type(part, name, path)
-    return [found] if found == "null" else found  # a union has at least one byte (rule 2)
+    avro_type = _column_type(part, name, path)
+    return (
+        [avro_type] if avro_type == "null" else avro_type
+    )  # a union has at least one byte (rule 2)
 
 
 def _not_null_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
@@ -329,10 +331,10 @@ def _not_null_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN
         return {"type": "map", "values": _element_type(kind.item_field, f"{name}.value", path)}
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return {"type": "array", "items": _element_type(kind.value_field, f"{name}.element", path)}
-    found = _flat_type(kind)
-    if found is None:
+    flat_type = _flat_type(kind)
+    if flat_type is None:
         raise BadRequest(f"column {path!r}: Avro has no type for {kind}. Hint: cast it first.")
-    return found
+    return flat_type
 
 
 def _flat_type(kind: pa.DataType) -> Any:  # noqa: ANN401 - JSON

@@ -62,8 +62,8 @@ def _timestamp_reader(nanos: int, epoch: datetime) -> Callable[..., datetime]:
     """Return the conversion from integers; their unit is `nanos` nanoseconds."""
 
     def convert(value: int, *_: object) -> datetime:
-        micros, rest = divmod(value * nanos, 1_000)
-        if rest:
+        micros, rest_nanos = divmod(value * nanos, 1_000)
+        if rest_nanos:
             raise ValueError(f"expected whole microseconds, found {value} nanoseconds")
         return epoch + timedelta(microseconds=micros)
 
@@ -128,8 +128,8 @@ class AvroConverter:
         named: the named types of the schema, by full name.
     """
 
-    def __init__(self, named: Mapping[str, Any]) -> None:
-        self._named_types = named
+    def __init__(self, types_by_name: Mapping[str, Any]) -> None:
+        self._named_types = types_by_name
 
     def converter_of(self, schema: Any) -> Converter:  # noqa: ANN401, PLR0911 - a schema; a case each
         """Return the conversion function for a checked schema."""
@@ -172,18 +172,18 @@ class AvroConverter:
             if not isinstance(value, dict):
                 raise mismatch_error("a map of fields", value)
             if not value.keys() <= names:
-                unknown = next(key for key in value if key not in names)
-                raise ValueError(f"the schema has no field {unknown!r:.100}")
-            found = {}
-            for name, inner, default, has_default in fields:
+                unknown_field = next(key for key in value if key not in names)
+                raise ValueError(f"the schema has no field {unknown_field!r:.100}")
+            record = {}
+            for name, converter, default, has_default in fields:
                 if has_default and name not in value:
-                    found[name] = default
+                    record[name] = default
                     continue
                 try:
-                    found[name] = inner(value.get(name))
+                    record[name] = converter(value.get(name))
                 except (TypeError, ValueError, OverflowError) as error:
                     raise ValueError(f"field {name!r}: {error}") from None
-            return found
+            return record
 
         return convert
 
@@ -199,9 +199,9 @@ class AvroConverter:
             if value is None and has_null:
                 return "null", None
             reasons = []
-            for name, inner in branches:
+            for name, converter in branches:
                 try:
-                    return name, inner(value)
+                    return name, converter(value)
                 except (TypeError, ValueError, OverflowError) as error:
                     reasons.append(str(error))
             raise ValueError(" or ".join(reasons[-3:]) or f"expected null, found {value!r:.100}")
@@ -247,20 +247,20 @@ _PRIMITIVES: Final[dict[str, Converter]] = {
 }
 
 
-def _array_converter(inner: Converter) -> Converter:
+def _array_converter(item_converter: Converter) -> Converter:
     def convert(value: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(value, list | tuple):
             raise mismatch_error("a list", value)
-        return [inner(each) for each in value]
+        return [item_converter(each) for each in value]
 
     return convert
 
 
-def _map_converter(inner: Converter) -> Converter:
+def _map_converter(value_converter: Converter) -> Converter:
     def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
         if not isinstance(value, dict):
             raise mismatch_error("a map", value)
-        return {check_text(key): inner(each) for key, each in value.items()}
+        return {check_text(key): value_converter(each) for key, each in value.items()}
 
     return convert
 
@@ -311,8 +311,8 @@ def _time_writer(micros: int) -> Converter:
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, time) or value.tzinfo is not None:
             raise mismatch_error("a time without a time zone", value)
-        since = datetime.combine(_LOCAL_EPOCH, value) - _LOCAL_EPOCH
-        return _divide_exactly(since // _MICROSECOND, micros)
+        time_of_day = datetime.combine(_LOCAL_EPOCH, value) - _LOCAL_EPOCH
+        return _divide_exactly(time_of_day // _MICROSECOND, micros)
 
     return convert
 
@@ -323,18 +323,18 @@ def _timestamp_writer(nanos: int, epoch: datetime) -> Converter:
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, datetime) or (value.tzinfo is not None) is not has_zone:
             raise mismatch_error(f"a timestamp with{'' if has_zone else 'out'} a time zone", value)
-        found = _divide_exactly((value - epoch) // _MICROSECOND * 1_000, nanos)
-        number: int = _LONG(found)
+        units = _divide_exactly((value - epoch) // _MICROSECOND * 1_000, nanos)
+        number: int = _LONG(units)
         return number
 
     return convert
 
 
 def _divide_exactly(value: int, unit: int) -> int:
-    whole, rest = divmod(value, unit)
-    if rest:
+    quotient, remainder = divmod(value, unit)
+    if remainder:
         raise ValueError("the value is more precise than the unit of the schema")
-    return whole
+    return quotient
 
 
 def _decimal_writer(schema: Mapping[str, Any]) -> Converter:

@@ -87,7 +87,7 @@ class SchemaCache:
         return codec.decode(body)
 
     def add(self, schema: RegisteredSchema) -> None:
-        """Add a schema, so that the cache need not request it."""
+        """Add a schema, so that the cache does not request it."""
         if schema.schema_id not in self._codecs:
             self._store(schema.schema_id, codec_of(schema))
 

@@ -129,12 +129,12 @@ class ProtobufCodec:
             BadRequest: the value does not fit the schema.
         """
         kind = self._message_class(self._path_to_write)
-        given = getattr(getattr(value, "DESCRIPTOR", None), "full_name", None)
+        type_name = getattr(getattr(value, "DESCRIPTOR", None), "full_name", None)
         try:
-            if given is not None:
-                if given != kind.message.DESCRIPTOR.full_name:
+            if type_name is not None:
+                if type_name != kind.message.DESCRIPTOR.full_name:
                     raise TypeError(
-                        f"expected a {kind.message.DESCRIPTOR.full_name}, found a {given}"
+                        f"expected a {kind.message.DESCRIPTOR.full_name}, found a {type_name}"
                     )
                 data = value.SerializeToString(deterministic=True)
             else:
@@ -145,24 +145,24 @@ class ProtobufCodec:
             raise BadRequest(f"a value does not fit the Protobuf schema: {error}") from None
         return kind.indexes + bytes(data)
 
-    def _add_file(self, file: Any, files: dict[str, Any], added: set[str]) -> None:  # noqa: ANN401
+    def _add_file(self, file: Any, files: dict[str, Any], added_names: set[str]) -> None:  # noqa: ANN401
         """Add a file to the pool, after the files that it imports."""
-        if file.name in added:
+        if file.name in added_names:
             return
-        added.add(file.name)
+        added_names.add(file.name)
         for name in file.dependency:
-            found = files.get(name) or _BUILT_IN_FILES.get(name)
-            if found is not None:  # otherwise the pool raises an error that names the file
-                self._add_file(found, files, added)
+            imported = files.get(name) or _BUILT_IN_FILES.get(name)
+            if imported is not None:  # otherwise the pool raises an error that names the file
+                self._add_file(imported, files, added_names)
         self._pool.AddSerializedFile(file.SerializeToString())
 
     def _message_class(self, path: tuple[int, ...]) -> _MessageClass:
-        found = self._classes.get(path)
-        if found is None:
-            found = self._classes[path] = _MessageClass(
+        message_class = self._classes.get(path)
+        if message_class is None:
+            message_class = self._classes[path] = _MessageClass(
                 self._class_of(path), encode_message_indexes(path)
             )
-        return found
+        return message_class
 
     def _class_of(self, path: tuple[int, ...]) -> Any:  # noqa: ANN401 - a class of messages
         names = [self._file.package] if self._file.package else []
@@ -181,17 +181,17 @@ class ProtobufCodec:
         waiting: list[tuple[str, Any, tuple[int, ...]]] = [
             (prefix, each, (at,)) for at, each in enumerate(self._file.message_type)
         ]
-        known = []
+        known_names = []
         while waiting:
             prefix, kind, path = waiting.pop()
             full = prefix + kind.name
             if full == name:
                 return path
-            known.append(full)
+            known_names.append(full)
             waiting += [(f"{full}.", each, (*path, at)) for at, each in enumerate(kind.nested_type)]
         raise BadConfig(
             f"schema {self._schema_id} has no message type {name!r}; it has "
-            f"{first_names_text(sorted(known), 10)}"
+            f"{first_names_text(sorted(known_names), 10)}"
         )
 
 

@@ -93,20 +93,25 @@ class MessageTypes:
     """The fields of a schema's message types, computed at the first use of each type."""
 
     def __init__(self) -> None:
-        self._known: dict[str, MessageType] = {}
+        self._types_by_name: dict[str, MessageType] = {}
 
     def message_type(self, kind: Descriptor) -> MessageType:
         """Return the fields and defaults of a message type."""
-        found = self._known.get(kind.full_name)
-        if found is None:
-            found = self._known[kind.full_name] = _message_type(kind)
-        return found
+        result = self._types_by_name.get(kind.full_name)
+        if result is None:
+            result = self._types_by_name[kind.full_name] = _message_type(kind)
+        return result
 
 
 def _message_type(kind: Descriptor) -> MessageType:
     fields = {part.name: _message_field(part) for part in kind.fields}
-    single = [part for part in kind.fields if not part.has_presence and not part.is_repeated]
-    defaults = {part.name: _enum_name(fields[part.name], part.default_value) for part in single}
+    fields_without_presence = [
+        part for part in kind.fields if not part.has_presence and not part.is_repeated
+    ]
+    defaults = {
+        part.name: _enum_name(fields[part.name], part.default_value)
+        for part in fields_without_presence
+    }
     repeated = [part for part in fields.values() if part.is_repeated]
     lists = tuple(part.name for part in repeated if part.key_converter is None)
     return MessageType(
@@ -171,7 +176,7 @@ class MessageReader:
 
     def __init__(self, types: MessageTypes, size: int) -> None:
         self._types = types
-        self._limit = self._left = VALUES_MIN + VALUES_PER_BYTE * size
+        self._limit = self._remaining_fields = VALUES_MIN + VALUES_PER_BYTE * size
 
     def value(self, message: Message) -> Any:  # noqa: ANN401
         """Convert the message; raises ValueError, OverflowError or AttributeError.
@@ -182,49 +187,49 @@ class MessageReader:
         if special is not None:
             return special(message)
         fields, defaults, lists, maps = self._types.message_type(message.DESCRIPTOR)
-        self._left -= len(fields)
-        if self._left < 0:
+        self._remaining_fields -= len(fields)
+        if self._remaining_fields < 0:
             raise ValueError(
                 f"expected at most {self._limit} fields in the message and its nested messages, "
                 "the limit for a payload of this size; found more (absent fields count, too)"
             )
-        found = defaults.copy()
+        result = defaults.copy()
         for name in lists:
-            found[name] = []
+            result[name] = []
         for name in maps:
-            found[name] = {}
-        for descriptor, given in message.ListFields():
+            result[name] = {}
+        for descriptor, field_value in message.ListFields():
             if not descriptor.is_extension:
                 part = fields[descriptor.name]
-                found[part.name] = self._field_value(part, given)
-        return found
+                result[part.name] = self._field_value(part, field_value)
+        return result
 
-    def _field_value(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
+    def _field_value(self, part: MessageField, field_value: Any) -> Any:  # noqa: ANN401
         if part.key_converter is not None:
             # For a map of messages, `items` would return copies of the keys only.
-            return {key: self._single_value(part, given[key]) for key in given}
+            return {key: self._single_value(part, field_value[key]) for key in field_value}
         if part.is_repeated:
-            return [self._single_value(part, each) for each in given]
-        return self._single_value(part, given)
+            return [self._single_value(part, each) for each in field_value]
+        return self._single_value(part, field_value)
 
-    def _single_value(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
+    def _single_value(self, part: MessageField, field_value: Any) -> Any:  # noqa: ANN401
         if part.message_type is not None:
-            return self.value(given)
-        if part.is_text and not isinstance(given, str):  # proto2
+            return self.value(field_value)
+        if part.is_text and not isinstance(field_value, str):  # proto2
             raise ValueError(f"field {part.name!r} is not valid UTF-8")
-        return _enum_name(part, given)
+        return _enum_name(part, field_value)
 
 
 def _read_timestamp(message: Message) -> datetime:
-    micros, rest = divmod(message.nanos, 1_000)
-    if rest:
+    micros, rest_nanos = divmod(message.nanos, 1_000)
+    if rest_nanos:
         raise ValueError(f"expected whole microseconds, found {message.nanos} nanoseconds")
     return _EPOCH + timedelta(seconds=message.seconds, microseconds=micros)
 
 
 def _read_time(message: Message) -> time:
-    micros, rest = divmod(message.nanos, 1_000)
-    if rest:
+    micros, rest_nanos = divmod(message.nanos, 1_000)
+    if rest_nanos:
         raise ValueError(f"expected whole microseconds, found {message.nanos} nanoseconds")
     return time(message.hours, message.minutes, message.seconds, micros)
 
@@ -279,26 +284,27 @@ class MessageBuilder:
         if not isinstance(value, dict):
             raise mismatch_error("a map of fields", value)
         fields = self._types.message_type(message.DESCRIPTOR).fields
-        unknown = value.keys() - fields.keys()
-        if unknown:
-            raise ValueError(f"the schema has no field {min(map(str, unknown))!r:.100}")
-        chosen: dict[str, str] = {}
-        for name, given in value.items():
+        unknown_fields = value.keys() - fields.keys()
+        if unknown_fields:
+            raise ValueError(f"the schema has no field {min(map(str, unknown_fields))!r:.100}")
+        field_by_oneof: dict[str, str] = {}
+        for name, field_value in value.items():
             part = fields[name]
-            if given is not None and part.oneof_name is not None:
-                other = chosen.setdefault(part.oneof_name, part.name)
-                if other != part.name:
+            if field_value is not None and part.oneof_name is not None:
+                other_field = field_by_oneof.setdefault(part.oneof_name, part.name)
+                if other_field != part.name:
                     raise ValueError(
-                        f"fields {other!r} and {part.name!r} are in the same oneof: expected a "
+                        f"fields {other_field!r} and {part.name!r} are in the same oneof: "
+                        "expected a "
                         "value in one of them, found values in both"
                     )
             try:
-                self._set_field(message, part, given)
+                self._set_field(message, part, field_value)
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"field {part.name!r}: {error}") from None
 
-    def _set_field(self, message: Message, part: MessageField, given: Any) -> None:  # noqa: ANN401
-        if given is None:
+    def _set_field(self, message: Message, part: MessageField, field_value: Any) -> None:  # noqa: ANN401
+        if field_value is None:
             if not part.has_presence:
                 raise ValueError(
                     "a null cannot be stored in a field without presence. Hint: declare it "
@@ -306,25 +312,25 @@ class MessageBuilder:
                 )
             return
         if part.key_converter is not None:
-            self._set_map(getattr(message, part.name), part, part.key_converter, given)
+            self._set_map(getattr(message, part.name), part, part.key_converter, field_value)
         elif part.is_repeated:
-            if not isinstance(given, list | tuple):
-                raise mismatch_error("a list", given)
+            if not isinstance(field_value, list | tuple):
+                raise mismatch_error("a list", field_value)
             target = getattr(message, part.name)
             if part.scalar_converter is not None:
-                target.extend([part.scalar_converter(each) for each in given])
+                target.extend([part.scalar_converter(each) for each in field_value])
             else:
-                for each in given:
+                for each in field_value:
                     self.fill(target.add(), each)
         elif part.scalar_converter is not None:
-            setattr(message, part.name, part.scalar_converter(given))
+            setattr(message, part.name, part.scalar_converter(field_value))
         else:
-            self.fill(getattr(message, part.name), given)
+            self.fill(getattr(message, part.name), field_value)
 
-    def _set_map(self, target: Any, part: MessageField, key: Converter, given: Any) -> None:  # noqa: ANN401
-        if not isinstance(given, dict):
-            raise mismatch_error("a map", given)
-        for name, each in given.items():
+    def _set_map(self, target: Any, part: MessageField, key: Converter, field_value: Any) -> None:  # noqa: ANN401
+        if not isinstance(field_value, dict):
+            raise mismatch_error("a map", field_value)
+        for name, each in field_value.items():
             if part.scalar_converter is not None:
                 target[key(name)] = part.scalar_converter(each)
             else:

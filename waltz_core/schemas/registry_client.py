@@ -67,10 +67,10 @@ class SchemaRegistry:
             BadConfig, Unavailable: see rule 1.
         """
         lookup = _SchemaLookup(self, kind)
-        found = lookup.send_request(f"/schemas/ids/{schema_id}")
-        if found is None:
+        reply = lookup.send_request(f"/schemas/ids/{schema_id}")
+        if reply is None:
             raise BadFormat(f"schema {schema_id} does not exist in the schema registry at {self}")
-        return lookup.resolve_schema(schema_id, found)
+        return lookup.resolve_schema(schema_id, reply)
 
     def subject_schema(
         self, subject: str, version: int | None, kind: SchemaType
@@ -82,8 +82,8 @@ class SchemaRegistry:
             BadConfig, Unavailable: see rule 1.
         """
         lookup = _SchemaLookup(self, kind)
-        found = lookup.subject_schema(subject, "latest" if version is None else version)
-        return lookup.resolve_schema(_schema_id(found, str(self)), found)
+        reply = lookup.subject_schema(subject, "latest" if version is None else version)
+        return lookup.resolve_schema(_schema_id(reply, str(self)), reply)
 
     def register(self, subject: str, kind: SchemaType, text: str) -> RegisteredSchema:
         """Register a schema under a subject, if it is new, and return it with its ID.
@@ -93,13 +93,13 @@ class SchemaRegistry:
             BadConfig, Unavailable: see rule 1.
         """
         lookup = _SchemaLookup(self, kind)
-        given: dict[str, Any] = {"schema": text}
+        request_fields: dict[str, Any] = {"schema": text}
         if kind is not SchemaType.AVRO:  # earlier versions of the API have Avro only
-            given["schemaType"] = kind.value
-        found = lookup.send_request(f"/subjects/{quote(subject, safe='')}/versions", given)
-        if found is None:
-            raise BadConfig(f"the schema registry at {self} has no subjects: {given}")
-        return RegisteredSchema(_schema_id(found, str(self)), kind, text)
+            request_fields["schemaType"] = kind.value
+        reply = lookup.send_request(f"/subjects/{quote(subject, safe='')}/versions", request_fields)
+        if reply is None:
+            raise BadConfig(f"the schema registry at {self} has no subjects: {request_fields}")
+        return RegisteredSchema(_schema_id(reply, str(self)), kind, text)
 
     def send_to_any_address(self, path: str, body: bytes | None, deadline_s: float) -> "HttpAnswer":
         """Send a request to one address after the other; return the first answer (rules 1, 2)."""
@@ -112,19 +112,21 @@ class SchemaRegistry:
         if self._auth_file is not None:
             headers["Authorization"] = basic_auth(self._auth_file)
         failure = Unavailable(f"the schema registry at {self} did not answer in time")
-        for left, address in zip(range(len(self._addresses), 0, -1), self._addresses, strict=True):
+        for remaining_addresses, address in zip(
+            range(len(self._addresses), 0, -1), self._addresses, strict=True
+        ):
             now_s = time.monotonic()
-            until_s = now_s + (deadline_s - now_s) / left
+            until_s = now_s + (deadline_s - now_s) / remaining_addresses
             try:
-                found = request(address, path, body=body, headers=headers, deadline_s=until_s)
+                answer = request(address, path, body=body, headers=headers, deadline_s=until_s)
             except Unavailable as error:
                 failure = error
                 continue
-            if found.status < 500 and found.status != 429:
-                return found
+            if answer.status < 500 and answer.status != 429:
+                return answer
             failure = Unavailable(
-                f"the schema registry at {address} answers with status {found.status}: "
-                f"{found.body_text}"
+                f"the schema registry at {address} answers with status {answer.status}: "
+                f"{answer.body_text}"
             )
         raise failure
 
@@ -137,106 +139,117 @@ class _SchemaLookup:
         self._kind = kind
         self._deadline_s = time.monotonic() + registry._timeout_s
 
-    def send_request(self, path: str, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    def send_request(
+        self, path: str, request_fields: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """Send a request; return the object in the answer, None if the resource does not exist."""
-        if given is None and self._kind is SchemaType.PROTOBUF:
+        if request_fields is None and self._kind is SchemaType.PROTOBUF:
             path += "?format=serialized"
-        body = None if given is None else json.dumps(given).encode()
-        found = self._registry.send_to_any_address(path, body, self._deadline_s)
-        reply = _json_object(found.body)
-        if found.status == 200 and reply is not None:
+        body = None if request_fields is None else json.dumps(request_fields).encode()
+        answer = self._registry.send_to_any_address(path, body, self._deadline_s)
+        reply = _json_object(answer.body)
+        if answer.status == 200 and reply is not None:
             return reply
         # The answer of another web server without this API has no error code.
-        if found.status == 404 and reply is not None and "error_code" in reply:
+        if answer.status == 404 and reply is not None and "error_code" in reply:
             return None
-        raise _rejection_error(found, reply, str(self._registry))
+        raise _rejection_error(answer, reply, str(self._registry))
 
     def subject_schema(self, subject: str, version: object) -> dict[str, Any]:
         """Request a version of a subject's schema; raises BadConfig if it does not exist."""
-        found = self.send_request(f"/subjects/{quote(subject, safe='')}/versions/{version}")
-        if found is None:
+        reply = self.send_request(f"/subjects/{quote(subject, safe='')}/versions/{version}")
+        if reply is None:
             raise BadConfig(
                 f"the schema registry at {self._registry} has no version {version} of subject "
                 f"{subject!r}"
             )
-        return found
+        return reply
 
-    def resolve_schema(self, schema_id: int, found: dict[str, Any]) -> RegisteredSchema:
+    def resolve_schema(self, schema_id: int, reply: dict[str, Any]) -> RegisteredSchema:
         """Return the schema in an answer, with the schemas to which it refers."""
-        what = f"schema {schema_id} of the schema registry at {self._registry}"
-        known: dict[tuple[str, int], NamedSchema | None] = {}
-        self._collect_references(found, known, what)
-        references = tuple(each for each in known.values() if each is not None)
-        return RegisteredSchema(schema_id, self._kind, self._schema_text(found, what), references)
+        schema_text = f"schema {schema_id} of the schema registry at {self._registry}"
+        schemas_by_version: dict[tuple[str, int], NamedSchema | None] = {}
+        self._collect_references(reply, schemas_by_version, schema_text)
+        references = tuple(each for each in schemas_by_version.values() if each is not None)
+        return RegisteredSchema(
+            schema_id, self._kind, self._schema_text(reply, schema_text), references
+        )
 
     def _collect_references(
-        self, found: dict[str, Any], known: dict[tuple[str, int], NamedSchema | None], what: str
+        self,
+        reply: dict[str, Any],
+        schemas_by_version: dict[tuple[str, int], NamedSchema | None],
+        location: str,
     ) -> None:
         """Add the schemas to which a schema refers, each after those to which it refers itself."""
-        for name, subject, version in _parse_references(found, what):
+        for name, subject, version in _parse_references(reply, location):
             key = (subject, version)
-            if key in known:
+            if key in schemas_by_version:
                 continue
-            if len(known) >= REFERENCES_MAX:  # rule 3
+            if len(schemas_by_version) >= REFERENCES_MAX:  # rule 3
                 raise BadFormat(
-                    f"{what}: expected at most {REFERENCES_MAX} referenced schemas, found more"
+                    f"{location}: expected at most {REFERENCES_MAX} referenced schemas, found more"
                 )
-            known[key] = None  # ends the recursion for a schema that refers to itself
+            schemas_by_version[key] = None  # ends the recursion for a schema that refers to itself
             part = self.subject_schema(subject, version)
-            self._collect_references(part, known, what)
-            del known[key]  # moves it after its own references
-            known[key] = NamedSchema(name, self._schema_text(part, what))
+            self._collect_references(part, schemas_by_version, location)
+            del schemas_by_version[key]  # moves it after its own references
+            schemas_by_version[key] = NamedSchema(name, self._schema_text(part, location))
 
-    def _schema_text(self, found: dict[str, Any], what: str) -> str:
-        kind = found.get("schemaType", SchemaType.AVRO.value)
+    def _schema_text(self, reply: dict[str, Any], location: str) -> str:
+        kind = reply.get("schemaType", SchemaType.AVRO.value)
         if kind != self._kind.value:
-            raise BadFormat(f"{what}: expected a schema of kind {self._kind.value}, found {kind!r}")
-        text = found.get("schema")
+            raise BadFormat(
+                f"{location}: expected a schema of kind {self._kind.value}, found {kind!r}"
+            )
+        text = reply.get("schema")
         if not isinstance(text, str) or len(text) > SCHEMA_CHARACTERS_MAX:
             raise BadFormat(
-                f"{what}: expected a text of up to {SCHEMA_CHARACTERS_MAX} characters as schema"
+                f"{location}: expected a text of up to {SCHEMA_CHARACTERS_MAX} characters as schema"
             )
         return text
 
 
 def _json_object(body: bytes) -> dict[str, Any] | None:
     try:
-        found = from_json(body)
+        value = from_json(body)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
-def _schema_id(found: dict[str, Any], where: str) -> int:
-    schema_id = found.get("id")
+def _schema_id(reply: dict[str, Any], registry_url: str) -> int:
+    schema_id = reply.get("id")
     if type(schema_id) is not int or not 0 <= schema_id <= SCHEMA_ID_MAX:
         raise BadConfig(
-            f"the schema registry at {where}: expected a schema ID, found {schema_id!r:.100}"
+            f"the schema registry at {registry_url}: expected a schema ID, found {schema_id!r:.100}"
         )
     return schema_id
 
 
-def _parse_references(found: dict[str, Any], what: str) -> list[tuple[str, str, int]]:
-    given = found.get("references") or []
+def _parse_references(reply: dict[str, Any], location: str) -> list[tuple[str, str, int]]:
+    given = reply.get("references") or []
     if not isinstance(given, list):
-        raise BadFormat(f"{what}: expected a list of references, found {type(given).__name__}")
+        raise BadFormat(f"{location}: expected a list of references, found {type(given).__name__}")
     references = []
     for each in given:
         fields = each if isinstance(each, dict) else {}
         name, subject, version = (fields.get(key) for key in ("name", "subject", "version"))
         if not isinstance(name, str) or not isinstance(subject, str) or type(version) is not int:
-            raise BadFormat(f"{what}: expected references with name, subject and version")
+            raise BadFormat(f"{location}: expected references with name, subject and version")
         references.append((name, subject, version))
     return references
 
 
-def _rejection_error(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) -> Exception:
+def _rejection_error(
+    answer: "HttpAnswer", reply: dict[str, Any] | None, registry_url: str
+) -> Exception:
     """Return the error for an answer that contains no result (rule 1)."""
-    status = found.status
-    reason = found.body_text
+    status = answer.status
+    reason = answer.body_text
     if reply is not None and isinstance(reply.get("message"), str):
         reason = repr(reply["message"][:_REASON_CHARACTERS_MAX])
-    registry = f"the schema registry at {where}"
+    registry = f"the schema registry at {registry_url}"
     if status in (401, 403):
         return BadConfig(
             f"{registry} rejects the credentials with status {status}: {reason}. Hint: pass a "
@@ -256,6 +269,7 @@ def _rejection_error(found: "HttpAnswer", reply: dict[str, Any] | None, where: s
             "final URL."
         )
     return BadConfig(
-        f"{where}: expected Confluent's HTTP API, found an answer of status {status}: {reason}. "
+        f"{registry_url}: expected Confluent's HTTP API, found an answer of status {status}: "
+        f"{reason}. "
         "Hint: check the URL of the schema registry."
     )

@@ -81,16 +81,16 @@ def request(
     """
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     connection = kind(address.host, address.port, timeout=_remaining_s(deadline_s))
-    opened: socket.socket | None = None
+    plain_socket: socket.socket | None = None
     try:
         connection.connect()
-        opened = connection.sock
-        limited: Any = _DeadlineSocket(opened, deadline_s)
+        plain_socket = connection.sock
+        limited: Any = _DeadlineSocket(plain_socket, deadline_s)
         connection.sock = limited
         method = "GET" if body is None else "POST"
         connection.request(method, address.path + path, body, dict(headers))
         response = connection.getresponse()
-        found = response.read(ANSWER_BYTES_MAX + 1)
+        content = response.read(ANSWER_BYTES_MAX + 1)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unavailable(
             f"the schema registry at {address} cannot be read: {_reason(error)}. Hint: check its "
@@ -98,13 +98,13 @@ def request(
         ) from None
     finally:
         connection.close()
-        if opened is not None:
-            opened.close()
-    if len(found) > ANSWER_BYTES_MAX:  # rule 2
+        if plain_socket is not None:
+            plain_socket.close()
+    if len(content) > ANSWER_BYTES_MAX:  # rule 2
         raise Unavailable(
             f"the schema registry at {address} answers with over {ANSWER_BYTES_MAX} bytes"
         )
-    return HttpAnswer(response.status, found)
+    return HttpAnswer(response.status, content)
 
 
 def _reason(error: Exception) -> str:
@@ -117,17 +117,17 @@ def _reason(error: Exception) -> str:
 
 def _remaining_s(deadline_s: float) -> float:
     """Return the seconds until a deadline; raises TimeoutError after it."""
-    rest = deadline_s - time.monotonic()
-    if rest <= 0:
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
         raise TimeoutError
-    return rest
+    return remaining_s
 
 
 class _DeadlineSocket:
     """The socket methods that http.client uses, with a deadline; `request` closes the socket."""
 
-    def __init__(self, opened: socket.socket, deadline_s: float) -> None:
-        self._socket = opened
+    def __init__(self, plain_socket: socket.socket, deadline_s: float) -> None:
+        self._socket = plain_socket
         self._deadline_s = deadline_s
 
     def sendall(self, data: bytes) -> None:
@@ -144,8 +144,8 @@ class _DeadlineSocket:
 class _DeadlineReader(io.RawIOBase):
     """A stream of the bytes that a socket receives until a deadline."""
 
-    def __init__(self, opened: socket.socket, deadline_s: float) -> None:
-        self._socket = opened
+    def __init__(self, plain_socket: socket.socket, deadline_s: float) -> None:
+        self._socket = plain_socket
         self._deadline_s = deadline_s
 
     def readable(self) -> bool:

@@ -33,10 +33,10 @@ def addresses_of(urls: str) -> tuple[RegistryAddress, ...]:
     """
     if not isinstance(urls, str):
         raise BadConfig(f"schema registry: expected a URL, found {type(urls).__name__}")
-    found = tuple(_parse_address(each.strip()) for each in urls.split(",") if each.strip())
-    if not found:
+    addresses = tuple(_parse_address(each.strip()) for each in urls.split(",") if each.strip())
+    if not addresses:
         raise BadConfig("schema registry: expected a URL like http://registry:8081, found none")
-    return found
+    return addresses
 
 
 def _parse_address(url: str) -> RegistryAddress:

@@ -87,12 +87,12 @@ def split_message_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
 
 
 def _encode_varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _read_varint(body: bytes, at: int) -> tuple[int, int]:

@@ -120,5 +120,5 @@ def decimal_from_unscaled(unscaled: int, scale: int) -> Decimal:
 
 def twos_complement_bytes(unscaled: int) -> bytes:
     """Return the shortest two's complement form of an integer, big-endian."""
-    fewest = (unscaled if unscaled >= 0 else ~unscaled).bit_length() // 8 + 1
-    return unscaled.to_bytes(fewest, "big", signed=True)
+    byte_count = (unscaled if unscaled >= 0 else ~unscaled).bit_length() // 8 + 1
+    return unscaled.to_bytes(byte_count, "big", signed=True)

@@ -3,7 +3,7 @@
 `row_changes.py` computes the changes in decoded transactions, and the last change of each key.
 `table_marks.py` has the marks that a table stores with its rows, and the rule for the next batch.
 Both do no I/O. `follower.py` is the loop; it depends neither on Arrow nor on a table format.
-`followed_log.py` reads the log for the loop, and `found_columns.py` finds the columns of tables
+`followed_log.py` reads the log for the loop, and `inferred_columns.py` infers the columns of tables
 that do not declare them. `delta_table.py` writes a Delta table with deltalake. Three other files
 for Delta are used with and without Spark, or decide about errors: `delta_columns.py` has the
 permitted columns, `delta_commits.py` finds the commits of a follower in the history, and

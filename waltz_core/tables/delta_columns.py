@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig
-from waltz_core.tables.found_columns import LEVELS_MAX
+from waltz_core.tables.inferred_columns import LEVELS_MAX
 from waltz_core.tables.row_changes import DELETED
 
 _RESERVED_NAMES = {"_partition", "_transaction_id", DELETED}
@@ -46,7 +46,7 @@ def check_schema(schema: ArrowSchema) -> None:
 
 
 def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> None:
-    seen = {name: name for name in reserved}
+    names_by_lower = {name: name for name in reserved}
     for part in fields:
         if _FORBIDDEN_NAME.search(part.name) or not part.name:
             raise BadConfig(
@@ -54,14 +54,15 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
                 "use a name without spaces, without control characters, without the characters "
                 "`,;{}()=`, and without the prefix `__delta_rs_`."
             )
-        if (known := seen.get(part.name.lower())) is not None:
+        if (other_name := names_by_lower.get(part.name.lower())) is not None:
             names = f" Reserved names are {', '.join(sorted(reserved))}." if reserved else ""
             raise BadConfig(
                 f"column {path + part.name!r}: expected a name that differs from all others in "
-                f"more than upper and lower case, found {known!r}, too.{names} Hint: rename the "
+                f"more than upper and lower case, found {other_name!r}, too.{names} Hint: rename "
+                "the "
                 "column."
             )
-        seen[part.name.lower()] = part.name
+        names_by_lower[part.name.lower()] = part.name
 
 
 def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
@@ -75,8 +76,8 @@ def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
         _check_names(kind, f"{path}.", set())
     for each in range(kind.num_fields):
         part = kind.field(each)
-        inner = f"{path}.{part.name}" if pa.types.is_struct(kind) else path
-        _check_nested(part.type, inner, level + 1)
+        inner_path = f"{path}.{part.name}" if pa.types.is_struct(kind) else path
+        _check_nested(part.type, inner_path, level + 1)
 
 
 def _is_delta_type(kind: pa.DataType) -> bool:
@@ -86,4 +87,4 @@ def _is_delta_type(kind: pa.DataType) -> bool:
         return kind.unit == "us" and kind.tz in (None, "UTC")
     if pa.types.is_decimal(kind):
         return bool(kind.precision <= 38)
-    return any(is_of(kind) for is_of in _DELTA_TYPES)
+    return any(is_type(kind) for is_type in _DELTA_TYPES)

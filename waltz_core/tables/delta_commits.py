@@ -4,8 +4,9 @@ Rules:
     1. A maintenance commit belongs to no follower. A commit of Spark's auto compaction has the
        metadata of the session, and so the marks of the follower.
     2. Spark's `MERGE` succeeds even if a `RESTORE`, or a commit of a follower with another name,
-       came after the marks were read. So such commits are also searched between the two newest
-       commits of the follower: its process may have been killed before it read the table again.
+       came after the marks were read. So the commits between the two newest commits of the follower
+       are searched as well, because the process of the follower may have been killed before it read
+       the table again.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ class DeltaCommit(NamedTuple):
     def as_other_commit(self) -> OtherCommit:
         """Return the commit, with the name of its follower if it has one (rule 1)."""
         commit = OtherCommit(self.version, self.operation)
-        found = None if commit.is_maintenance else decode_marks(self.metadata)
-        return commit if found is None else commit._replace(follower=found.follower)
+        marks = None if commit.is_maintenance else decode_marks(self.metadata)
+        return commit if marks is None else commit._replace(follower=marks.follower)
 
 
 def full_operation_name(operation: str, mode: str) -> str:
@@ -50,14 +51,16 @@ def find_newest_commit(
     Returns:
         None if there is no commit of the follower, or if older commits must be read, too.
     """
-    found = [each.as_other_commit() for each in commits]
-    own = [at for at, each in enumerate(found) if each.follower == follower.follower]
-    if not own or (len(own) == 1 and not is_complete):
+    other_commits = [each.as_other_commit() for each in commits]
+    own_indexes = [
+        at for at, each in enumerate(other_commits) if each.follower == follower.follower
+    ]
+    if not own_indexes or (len(own_indexes) == 1 and not is_complete):
         return None
-    others = found[: own[0]]
-    if len(own) > 1:
-        between = found[own[0] + 1 : own[1]]
-        others += [each for each in between if each.follower or each.is_replacement]
-    metadata = commits[own[0]].metadata
+    commits_to_check = other_commits[: own_indexes[0]]
+    if len(own_indexes) > 1:
+        between = other_commits[own_indexes[0] + 1 : own_indexes[1]]
+        commits_to_check += [each for each in between if each.follower or each.is_replacement]
+    metadata = commits[own_indexes[0]].metadata
     assert metadata is not None, "it has the name of the follower"
-    return metadata, others
+    return metadata, commits_to_check

@@ -122,15 +122,15 @@ _KNOWN_ERRORS = tuple(
 def library_error(table: str, error: Exception) -> LibraryError:
     """Convert an error of the library to an error of the project."""
     text = _COLOR_CODES.sub("", str(error))
-    if found := _TWO_PARTITIONS_TEXT.search(text):
+    if match := _TWO_PARTITIONS_TEXT.search(text):
         return BadRequest(
             f"table {table}: expected the changes of a key in one partition, found key "
-            f"{found[1]}, and partitions have no common order. Hint: use a key that includes the "
+            f"{match[1]}, and partitions have no common order. Hint: use a key that includes the "
             "columns that determine the partition."
         )
-    meaning = next(each for each in _KNOWN_ERRORS if each.text.search(text))
-    cause = meaning.cause or _one_line_cause(text)
-    return meaning.kind(". ".join(filter(None, (f"table {table}: {cause}", meaning.hint))))
+    known_error = next(each for each in _KNOWN_ERRORS if each.text.search(text))
+    cause = known_error.cause or _one_line_cause(text)
+    return known_error.kind(". ".join(filter(None, (f"table {table}: {cause}", known_error.hint))))
 
 
 def _one_line_cause(text: str) -> str:
@@ -138,7 +138,7 @@ def _one_line_cause(text: str) -> str:
     if answer := _STORE_ANSWER.search(text):
         status, code = answer.groups()
         reasons = [code, *_ANSWER_TEXT.findall(text)[:1]]
-        shown = ": ".join(each for each in reasons if each)
-        return f"the object store answers {status}{f' ({shown})' * bool(shown)}"
+        reasons_text = ": ".join(each for each in reasons if each)
+        return f"the object store answers {status}{f' ({reasons_text})' * bool(reasons_text)}"
     line = " ".join(_STACK.split(_PREFIXES.sub("", text, 1))[0].split())
     return line.replace(" ↳ ", ": ")[:300].rstrip(". ")

@@ -4,17 +4,18 @@ Each commit has the marks as `userMetadata` of its `commitInfo`, as delta-spark 
 identifier of the follower as `txn`.
 
 Rules:
-    1. A commit is version v + 1, where v is the version that `marks` has read. The library tries no
-       commit again on a newer version.
+    1. A commit is version v + 1, where v is the version that `marks` has read. The library does not
+       repeat a commit on a newer version.
     2. A table has the declared columns, `_partition` and `_transaction_id`: the position of the
        last change of the row.
-    3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
-    4. Columns that are found are committed with the batch that has their first value, even if it
+    3. If a key has changes in two partitions, the merge fails. `last_changes` detects this only
+       within one batch.
+    4. Inferred columns are committed with the batch that has their first value, even if it
        has no other effect: the columns do not depend on the limits of batches.
-    5. A type that Delta lacks is rejected before the library converts it. So are schemas that the
-       library commits and cannot read again.
-    6. The value of a partition column is a text in the log of Delta. Types and values that are
-       different when they are read again are rejected.
+    5. The follower rejects a type that Delta lacks before the library converts it. It also rejects
+       schemas that the library commits, but cannot read again.
+    6. In the log of Delta, the value of a partition column is a text. The follower rejects types
+       and values that would change when they are read again.
     7. A table is created when its first changes are known, so a first batch that fails leaves no
        table.
     8. If a merge adds fields to a struct, the library writes null for this struct in rows that the
@@ -34,7 +35,7 @@ from waltz_core.tables.delta_columns import check_schema
 from waltz_core.tables.delta_commits import DeltaCommit, find_newest_commit, full_operation_name
 from waltz_core.tables.delta_errors import TWO_PARTITIONS_PREFIX, library_error
 from waltz_core.tables.follower import TABLE_REMOVED_TEXT, TableState
-from waltz_core.tables.found_columns import LOG_COLUMNS, field_count
+from waltz_core.tables.inferred_columns import LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ArrowTable
 from waltz_core.tables.table_marks import TableMarks, decode_marks, encode_marks
 
@@ -92,8 +93,8 @@ class FollowedDeltaTable:
 
     def columns(self) -> ArrowSchema:
         """Return the columns of the version that `marks` has read, without the position columns."""
-        found = self._schema if self._table is None else _schema_of(self._table)
-        return pa.schema([part for part in found if part.name not in _POSITION_COLUMNS])
+        schema = self._schema if self._table is None else _schema_of(self._table)
+        return pa.schema([part for part in schema if part.name not in _POSITION_COLUMNS])
 
     def create(self, start: TableMarks) -> None:
         """Let the next `apply` that has an effect, or `finish`, create the table (rule 7)."""
@@ -203,11 +204,11 @@ class FollowedDeltaTable:
 
     def _add_fields(self, table: DeltaTable, rows: ArrowTable) -> int:
         """Commit new fields of structs if there are any (rule 8); return the table's version."""
-        version, known = table.version(), _schema_of(table)
-        shared = [name for name in rows.schema.names if name in known.names]
+        version, table_schema = table.version(), _schema_of(table)
+        shared = [name for name in rows.schema.names if name in table_schema.names]
         old, new = (
             field_count(schema.field(name).type for name in shared)
-            for schema in (known, rows.schema)
+            for schema in (table_schema, rows.schema)
         )
         if new > old:
             assert self._state is not None, "marks() was called"
@@ -259,11 +260,12 @@ class FollowedDeltaTable:
                     f"table {self._uri}: column {part.name!r} of the table is not declared. "
                     "Hint: declare all columns of the table."
                 )
-            declared = self._schema.field(part.name).type
-            if _comparable_type(part.type) != _comparable_type(declared):
+            declared_type = self._schema.field(part.name).type
+            if _comparable_type(part.type) != _comparable_type(declared_type):
                 raise BadConfig(
                     f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
-                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"but is declared as {declared_type}. Hint: the type of a column cannot "
+                    "change; "
                     f"declare {part.type}, or use a new table."
                 )
 
@@ -285,11 +287,11 @@ def _with_position_columns(schema: ArrowSchema) -> ArrowSchema:
 
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
-    """Return the schema of the table for changes whose columns were found; raises BadConfig."""
-    own = (*LOG_COLUMNS, DELETED)
-    found = pa.schema([part for part in changes.schema if part.name not in own])
-    check_schema(found)
-    return _with_position_columns(found)
+    """Return the schema of the table for changes with inferred columns; raises BadConfig."""
+    reserved = (*LOG_COLUMNS, DELETED)
+    inferred = pa.schema([part for part in changes.schema if part.name not in reserved])
+    check_schema(inferred)
+    return _with_position_columns(inferred)
 
 
 def _commit_rows(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
@@ -304,7 +306,7 @@ def _check_partition_types(table: DeltaTable) -> None:
     schema = _schema_of(table)
     for name in table.metadata().partition_columns:
         kind = schema.field(name).type
-        if not any(is_of(kind) for is_of in _PARTITION_COLUMN_TYPES):
+        if not any(is_type(kind) for is_type in _PARTITION_COLUMN_TYPES):
             raise BadConfig(
                 f"partition column {name!r} of the table: expected a boolean, an integer, text, "
                 f"a date or a timestamp, found {kind}. Hint: use another partition "
@@ -360,9 +362,9 @@ def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
     while True:
         commits = list(map(_parse_commit, table.history(limit)))
         is_complete = limit is None or len(commits) < limit
-        if found := find_newest_commit(follower, commits, is_complete=is_complete):
-            metadata, others = found
-            return TableState(metadata, version, others)
+        if newest_and_others := find_newest_commit(follower, commits, is_complete=is_complete):
+            metadata, other_commits = newest_and_others
+            return TableState(metadata, version, other_commits)
         if is_complete:
             marks = (decode_marks(each.metadata) for each in commits)
             rules = next((each.rules for each in marks if each is not None), None)

@@ -22,7 +22,7 @@ from waltz_core.client.api.scanning import ERROR_FIELD, ArrowSchema, DataFormat,
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.tables.follower import errors_of_table
-from waltz_core.tables.found_columns import LOG_COLUMNS, with_found_columns
+from waltz_core.tables.inferred_columns import LOG_COLUMNS, with_inferred_columns
 from waltz_core.tables.row_changes import (
     DELETED,
     PART_BYTES,
@@ -56,14 +56,14 @@ class LogStateReader:
             Unavailable: a partition does not answer.
         """
         self.replica_sets = self._client.replica_sets(linearizable=True)
-        firsts = {
+        first_ids = {
             partition: int(each.archived.first) if each.archived else 0
             for partition, each in self.replica_sets.items()
         }
         marks = {
             partition: int(each.high_water_mark) for partition, each in self.replica_sets.items()
         }
-        return LogState(marks, firsts)
+        return LogState(marks, first_ids)
 
     def wait(self) -> None:
         """Wait until the next request is due."""
@@ -78,7 +78,7 @@ class ChangeDecoder:
     Args:
         location: the name or the path of the table, for errors.
         schema: the declared columns; those that are not columns of the log are in the payload. To
-            find the columns in payloads, pass a function that returns the columns that the table
+            infer the columns from payloads, pass a function that returns the columns that the table
             has so far.
         rules: how transactions become changes.
         data_format: the format of the payloads.
@@ -87,7 +87,7 @@ class ChangeDecoder:
 
     Raises:
         BadConfig: the rules do not fit the schema, deletes have a header that is not selected, or
-            columns cannot be found in the format.
+            columns cannot be inferred from the format.
         BadRequest: a column of the log has another type, or the format is unknown.
     """
 
@@ -109,19 +109,20 @@ class ChangeDecoder:
                 f"{type(data_format).__name__}, found none. Hint: declare the columns; they are "
                 "derived from the payloads only for msgpack and json."
             )
-        declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
-        rows = transactions_schema(declared)
+        declared_columns = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
+        rows = transactions_schema(declared_columns)
         with errors_of_table(location):
             if self._known_columns is None:
                 check_rules(rules, rows)
-            if headers and (unread := set(rules.delete_headers) - set(headers)):
+            if headers and (unread_headers := set(rules.delete_headers) - set(headers)):
                 raise BadConfig(
-                    f"delete_headers: header {min(unread)} is not one of the headers of the table, "
+                    f"delete_headers: header {min(unread_headers)} is not one of the headers of "
+                    "the table, "
                     f"{sorted(headers)}. Hint: add it to them."
                 )
             self._scan_columns = _scan_columns(rows, data_format, has_keys=has_keys)
         self._rows = rows
-        self._found_format = str(data_format)
+        self._inferred_format = str(data_format)
         self._rules = rules
 
     @property
@@ -142,12 +143,12 @@ class ChangeDecoder:
         return empty_changes(schema, self._rules)
 
     def add_part(
-        self, found: ArrowTable, chunks: Sequence[tuple[int, RangeChunk]], starts: MarkMap
+        self, changes: ArrowTable, chunks: Sequence[tuple[int, RangeChunk]], starts: MarkMap
     ) -> ArrowTable:
         """Add the changes in one more part of a batch; return the last changes so far.
 
         Args:
-            found: the last changes so far.
+            changes: the last changes so far.
             chunks: the chunks of the part with their partitions. They may contain transactions of
                 other tables.
             starts: the marks of the table.
@@ -159,20 +160,22 @@ class ChangeDecoder:
         with errors_of_table(self.location):
             batches = []
             for partition, chunk in chunks:
-                own = partial(select_transactions, after=starts[partition], headers=self.headers)
-                for batch in self._scan_columns.batches(chunk, partition, own):
+                select = partial(select_transactions, after=starts[partition], headers=self.headers)
+                for batch in self._scan_columns.batches(chunk, partition, select):
                     check_decrypted(batch)
                     batches.append(batch.select(self._rows.names))
             part = pa.Table.from_batches(batches, schema=self._rows)
             if self._known_columns is not None:
-                return add_found_changes(found, part, self._rules, self._found_format)
-            return add_changes(found, part, self._rules)
+                return add_changes_inferring_columns(
+                    changes, part, self._rules, self._inferred_format
+                )
+            return add_changes(changes, part, self._rules)
 
 
-def transactions_schema(declared: ArrowSchema) -> ArrowSchema:
+def transactions_schema(declared_columns: ArrowSchema) -> ArrowSchema:
     """Return the columns of decoded transactions: those of the log, then the declared ones."""
-    log = [READ_SCHEMA.field(name) for name in LOG_COLUMNS if name not in declared.names]
-    return pa.schema([*log, *declared])
+    log = [READ_SCHEMA.field(name) for name in LOG_COLUMNS if name not in declared_columns.names]
+    return pa.schema([*log, *declared_columns])
 
 
 class ClientFollowedLog:
@@ -189,11 +192,11 @@ class ClientFollowedLog:
     ) -> None:
         self._client, self._state_reader = client, state_reader
         self._tables = list(tables)
-        forms = {each.form for each in tables}
-        self._form = RangeForm.WHOLE if RangeForm.WHOLE in forms else RangeForm.HEADERS
+        range_forms = {each.form for each in tables}
+        self._form = RangeForm.WHOLE if RangeForm.WHOLE in range_forms else RangeForm.HEADERS
         self._headers: tuple[int, ...] = ()
         if all(each.headers for each in tables):
-            self._headers = tuple(sorted({one for each in tables for one in each.headers}))
+            self._headers = tuple(sorted({header for each in tables for header in each.headers}))
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs; raises Unavailable."""
@@ -212,11 +215,11 @@ class ClientFollowedLog:
             BeforeLogStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        found = [each.empty_changes() for each in self._tables]
+        changes_by_table = [each.empty_changes() for each in self._tables]
         for part in self._read_parts(starts, ends):
             for at, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
-                found[at] = table.add_part(found[at], part, start)
-        return found
+                changes_by_table[at] = table.add_part(changes_by_table[at], part, start)
+        return changes_by_table
 
     def _read_parts(
         self, starts: Sequence[MarkMap], ends: MarkMap
@@ -249,9 +252,9 @@ class ClientFollowedLog:
 
 def _scan_columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> ScanColumns:
     """Return the columns to read; with keys, also the column for decryption errors (rule 4)."""
-    found = ScanColumns(rows, data_format, has_keys=has_keys)
-    if not has_keys or found.form is RangeForm.HEADERS:
-        return found
+    columns = ScanColumns(rows, data_format, has_keys=has_keys)
+    if not has_keys or columns.form is RangeForm.HEADERS:
+        return columns
     if ERROR_FIELD.name in rows.names:
         raise BadConfig(
             f"column {ERROR_FIELD.name!r}: this name is reserved if payloads are decrypted. Hint: "
@@ -277,30 +280,31 @@ def check_decrypted(batch: pa.RecordBatch) -> None:
     )
 
 
-def compute_found_changes(
-    parts: Iterable[ArrowTable], rules: ChangeRules, known: ArrowSchema, data_format: str
+def compute_changes_inferring_columns(
+    parts: Iterable[ArrowTable], rules: ChangeRules, known_columns: ArrowSchema, data_format: str
 ) -> ArrowTable:
-    """Return the last changes in parts of a batch; their columns are found in the payloads.
+    """Return the last changes in parts of a batch; infer their columns from the payloads.
 
     Args:
         parts: transactions with the columns `LOG_COLUMNS` and `data`.
         rules: how transactions become changes. A column in the rules that no payload has is null.
-        known: the columns that the table has so far; the result has these and the found ones.
+        known_columns: the columns that the table has so far; the result has these and the
+            inferred ones.
         data_format: the format of the payloads.
 
     Raises:
-        The errors of `add_found_changes`.
+        The errors of `add_changes_inferring_columns`.
     """
-    found = empty_changes(transactions_schema(known), rules)
+    changes = empty_changes(transactions_schema(known_columns), rules)
     for part in parts:
-        found = add_found_changes(found, part, rules, data_format)
-    return found
+        changes = add_changes_inferring_columns(changes, part, rules, data_format)
+    return changes
 
 
-def add_found_changes(
-    found: ArrowTable, part: ArrowTable, rules: ChangeRules, data_format: str
+def add_changes_inferring_columns(
+    changes: ArrowTable, part: ArrowTable, rules: ChangeRules, data_format: str
 ) -> ArrowTable:
-    """Find the columns in one more part; return the last changes so far, with all known columns.
+    """Infer the columns of one more part; return the last changes so far, with all known columns.
 
     Raises:
         BadConfig: the rules do not fit the columns.
@@ -308,22 +312,22 @@ def add_found_changes(
         BadRequest: a key has changes in two partitions.
     """
     if not part.num_rows:
-        return found
-    own = (*LOG_COLUMNS, DELETED)
-    known = pa.schema([each for each in found.schema if each.name not in own])
-    rows = with_found_columns(part, known, data_format)
-    known = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
-    if missing := [name for name in rules.key if name not in known.names]:
+        return changes
+    reserved = (*LOG_COLUMNS, DELETED)
+    known_columns = pa.schema([each for each in changes.schema if each.name not in reserved])
+    rows = with_inferred_columns(part, known_columns, data_format)
+    known_columns = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
+    if missing := [name for name in rules.key if name not in known_columns.names]:
         position = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
         raise BadFormat(
             "partition {}, transaction {}: expected a value in key column {!r}, found none. "
             "Hint: correct the key, or read only transactions of this table with a filter by "
             "header.".format(*position, missing[0])
         )
-    where = rules.delete_where
-    if where is not None and where.column not in known.names:
+    condition = rules.delete_where
+    if condition is not None and condition.column not in known_columns.names:
         applied = replace(rules, delete_where=None)
     else:
         applied = rules
     check_rules(applied, rows.schema)
-    return add_changes(found, rows, applied)
+    return add_changes(changes, rows, applied)

@@ -5,25 +5,25 @@ The loop depends neither on a table format nor on the representation of changes:
 Spark.
 
 Rules:
-    1. The table is the checkpoint: before each batch, the follower reads the table marks. It skips
-       a part of the log only if it has found no change there since it read the same marks.
+    1. The table is the checkpoint: before each batch, the follower reads the table marks. While the
+       table marks stay the same, the follower skips the part of the log in which it has found no
+       change.
     2. A batch is one commit, on top of the table version that the follower has read. If another
        commit came first, the follower reads the table again. Before the batch, a table may commit
        new fields of structs, with its current marks.
-    3. A batch without changes writes no commit. The follower commits marks alone if they have moved
-       and its last commit is old, or if they have moved and the follower ends. At its end, it also
-       stores the start in a user's table that has no marks yet, because the next run may have no
-       start.
+    3. A batch without changes writes no commit. If the marks have moved, the follower commits them
+       alone when its last commit is old, or when the follower ends. At its end, it also stores the
+       start in a user's table without marks, because the next run may have no start.
     4. It is an error if a commit after the follower's last commit replaces the rows of the table,
        such as a `RESTORE`. A commit of a follower with another name is an error, too: each follower
        would apply old changes over the rows of the other. Other commits, except maintenance, are
        logged as warnings.
-    5. A start is valid only for a table without marks: it is never ignored, and never replaces
-       marks.
+    5. A start is valid only for a table without marks. For a table with marks, a start is an error.
     6. A batch of several tables is read once, from their lowest marks. Each table has its own marks
        and its own commit, and receives only the changes after its marks.
-    7. Without an end, the follower waits after a batch that reaches the end of the log. So the
-       number of versions depends on the interval, even if new transactions always arrive.
+    7. If no end is given, the follower pauses after a batch that reaches the end of the log. So the
+       number of table versions depends on the interval, even if new transactions arrive all the
+       time.
 """
 
 import logging
@@ -114,8 +114,8 @@ class TableState(NamedTuple):
             commit.
         version: the number of transactions that the table records for the application, if any. It
             is the version in Delta's `txn`, not the version of the table.
-        others: the commits after the follower's newest commit, in any order, and others to check
-            (rule 4); none if the follower has no commit.
+        other_commits: the commits after the follower's newest commit, in any order, and others to
+            check (rule 4); none if the follower has no commit.
         has_rows: whether the table has rows, or commits of another follower. If there is metadata,
             it is False only for a table that is not created yet.
         rules: the rules in the newest commit of any follower, if this follower has no commit.
@@ -123,7 +123,7 @@ class TableState(NamedTuple):
 
     metadata: str | None
     version: int | None
-    others: Sequence[OtherCommit] = ()
+    other_commits: Sequence[OtherCommit] = ()
     has_rows: bool = True
     rules: StoredRules | None = None
 
@@ -289,7 +289,7 @@ class TableProgress(Generic[ChangesT]):
             self._table.create(self._start(log))
             state = self._table.marks(self._follower)
             assert state is not None, "it was created"
-        self._check_others(state.others)
+        self._check_other_commits(state.other_commits)
         newest = state.metadata, state.version
         if (
             newest != self._last_read
@@ -337,8 +337,8 @@ class TableProgress(Generic[ChangesT]):
         """
         log = followed.state()
         if not self._given_marks:
-            firsts = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
-            return self._follower._replace(marks=firsts)
+            start_marks = {each: log.first_available_ids.get(each, 0) - 1 for each in log.marks}
+            return self._follower._replace(marks=start_marks)
         if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
                 f"start marks: expected a mark for each partition of {sorted(log.marks)}, found "
@@ -349,10 +349,10 @@ class TableProgress(Generic[ChangesT]):
         )  # raises before a table with this start is created
         return self._follower
 
-    def _check_others(self, others: Sequence[OtherCommit]) -> None:
+    def _check_other_commits(self, other_commits: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
-        check_others(others, self._follower)
-        for each in sorted(others):
+        check_other_commits(other_commits, self._follower)
+        for each in sorted(other_commits):
             if each.version not in self._warned_versions and not each.is_maintenance:
                 _log.warning(
                     "follow.foreign_commit table=%s version=%d operation=%s",
@@ -360,7 +360,7 @@ class TableProgress(Generic[ChangesT]):
                     each.version,
                     each.operation,
                 )
-        self._warned_versions = {each.version for each in others}
+        self._warned_versions = {each.version for each in other_commits}
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
@@ -449,8 +449,11 @@ class Follower(Generic[ChangesT]):
             starts = [
                 {part: each.marks.get(part, before_first) for part in end} for each in self._tables
             ]
-            found = self._log.changes(starts, end)
-            done = [each.commit(one, end) for each, one in zip(self._tables, found, strict=True)]
+            changes_by_table = self._log.changes(starts, end)
+            done = [
+                each.commit(changes, end)
+                for each, changes in zip(self._tables, changes_by_table, strict=True)
+            ]
             self._is_pause_due &= all(done)
             return False
         is_end = until is not None
@@ -465,7 +468,9 @@ class Follower(Generic[ChangesT]):
             starts = self._lowest_marks(log)
             ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
             self._report_progress(starts, ends)
-            end = next_batch_marks(starts, LogState(ends, log.firsts), self._batch_transactions)
+            end = next_batch_marks(
+                starts, LogState(ends, log.first_available_ids), self._batch_transactions
+            )
             if end != starts and not self._is_pause_due:
                 self._is_pause_due = until is None and end == ends
                 return end
@@ -510,13 +515,13 @@ def errors_of_table(location: str) -> Iterator[None]:
         raise
 
 
-def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
+def check_other_commits(other_commits: Sequence[OtherCommit], follower: TableMarks) -> None:
     """Check the commits after the last commit of a follower (rule 4).
 
     Raises:
         BadFormat: a commit replaces the rows of the table, or belongs to another follower.
     """
-    for each in others:
+    for each in other_commits:
         version, operation, name = each
         if each.is_replacement:
             raise BadFormat(
@@ -543,5 +548,5 @@ def _limit_ends(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]
 
 
 def _marks_text(marks: MarkMap) -> str:
-    shown = ",".join(f"{partition}:{mark}" for partition, mark in sorted(marks.items())[:20])
-    return shown if len(marks) <= 20 else f"{shown},..."
+    text = ",".join(f"{partition}:{mark}" for partition, mark in sorted(marks.items())[:20])
+    return text if len(marks) <= 20 else f"{text},..."

@@ -13,14 +13,15 @@ Rules:
     2. Batches are numbered without gaps. The newest complete batch has the marks. The next run
        removes the files of a later, incomplete batch.
     3. A table has one follower at a time. In a local directory, the second follower that completes
-       a batch raises `Superseded`; object stores do not detect this. A follower that starts
-       removes, in one step, other followers' files that are in no batch. So before a batch gets its
-       name, its follower checks that it still has its files, or the rename fails.
+       a batch raises `Superseded`; object stores do not detect this. When a follower starts, it
+       removes, in one step, all files of other followers that belong to no batch. So before a
+       follower renames its files to a batch, it checks that they still exist; otherwise the rename
+       fails.
     4. A table has the declared columns and the position of the transaction: `_partition` and
        `_transaction_id`. The newest file has all columns; a column keeps its type.
     5. A table is created with its first changes, so a first batch that fails leaves no table.
-    6. Errors that another attempt may avoid are `Unavailable`. Denied access is not, and neither
-       are values and types that Parquet does not support.
+    6. `Unavailable` is raised for errors that another attempt may avoid. It is not raised for
+       denied access, or for values and types that Parquet does not support.
 """
 
 import errno
@@ -41,7 +42,7 @@ from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadRequest, ObjectMissing, Superseded, Unavailable
 from waltz_core.tables.delta_errors import CREDENTIALS_HINT, PERMISSION_HINT
 from waltz_core.tables.follower import OtherCommit, TableState
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.inferred_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks, encode_marks
 
@@ -104,12 +105,14 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         with self._translate_errors():
-            own = (f"{_WRITING_FOLDER}/", f"{_REMOVED_FOLDER}/")
-            others = [each for each in self._all_file_names() if not each.startswith(own)]
-        if others and not any(map(_COMPLETE_BATCH.fullmatch, others)):
+            own_prefixes = (f"{_WRITING_FOLDER}/", f"{_REMOVED_FOLDER}/")
+            other_files = [
+                each for each in self._all_file_names() if not each.startswith(own_prefixes)
+            ]
+        if other_files and not any(map(_COMPLETE_BATCH.fullmatch, other_files)):
             raise BadConfig(
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
-                f"found {others[0]}. Hint: use another directory."
+                f"found {other_files[0]}. Hint: use another directory."
             )
         self._start = start
 
@@ -155,7 +158,7 @@ class FollowedParquetTable:
         """Write changes as a batch with the marks after it; return whether there is a new batch.
 
         Raises:
-            BadConfig: a found column has a reserved name.
+            BadConfig: an inferred column has a reserved name.
             BadRequest: a change is a delete.
             Superseded: another follower has written this batch (rule 3).
             Unavailable: the store reports an error.
@@ -182,10 +185,10 @@ class FollowedParquetTable:
     def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
         target, names = f"batch={self._newest_batch + 1}", list(names)
         with self._translate_errors():
-            found = self._store.list_names(target)
-            if f"{target}/{MARKS_FILE}" in found:
+            existing_names = self._store.list_names(target)
+            if f"{target}/{MARKS_FILE}" in existing_names:
                 raise Superseded(f"table {self._uri}: another program has committed {target}")
-            for name in found:
+            for name in existing_names:
                 self._store.delete(name)  # rule 2
             folder = f"{_WRITING_FOLDER}/{_unique_name()}" if self._store.is_directory else target
             for name in names:
@@ -221,32 +224,32 @@ class FollowedParquetTable:
     def _complete_batches(self) -> list[int]:
         """Return the numbers of all complete batches."""
         return [
-            int(found[1])
-            for found in map(_COMPLETE_BATCH.fullmatch, self._all_file_names())
-            if found
+            int(match[1])
+            for match in map(_COMPLETE_BATCH.fullmatch, self._all_file_names())
+            if match
         ]
 
     def _is_newest_batch(self) -> bool:
         """Whether the newest batch that was read still exists, and no later batch does."""
-        this, following = (
+        exists, following = (
             f"batch={number}/{MARKS_FILE}" in self._store.list_names(f"batch={number}")
             for number in (self._newest_batch, self._newest_batch + 1)
         )
-        return this and not following
+        return exists and not following
 
     def _read_state(self, follower: TableMarks) -> TableState:
         """Find the newest batch of the follower, and the later batches (rule 2)."""
-        others: list[OtherCommit] = []
+        other_commits: list[OtherCommit] = []
         rules: StoredRules | None = None
         numbers = [self._newest_batch]
         while numbers:
             number = numbers.pop(0)
             metadata = self._store.read(f"batch={number}/{MARKS_FILE}").decode()
-            found = decode_marks(metadata)
-            if found is not None and found.follower == follower.follower:
-                return TableState(metadata, found.version, others)
-            rules = rules or (found and found.rules)
-            others.append(OtherCommit(number, "APPEND", found.follower if found else None))
+            marks = decode_marks(metadata)
+            if marks is not None and marks.follower == follower.follower:
+                return TableState(metadata, marks.version, other_commits)
+            rules = rules or (marks and marks.rules)
+            other_commits.append(OtherCommit(number, "APPEND", marks.follower if marks else None))
             if number == self._newest_batch:
                 numbers = sorted(self._complete_batches(), reverse=True)[1:]
         return TableState(None, None, rules=rules)
@@ -269,11 +272,12 @@ class FollowedParquetTable:
                     f"table {self._uri}: column {part.name!r} of the table is not declared. "
                     "Hint: declare all columns of the table."
                 )
-            declared = self._schema.field(part.name).type
-            if part.type != declared:
+            declared_type = self._schema.field(part.name).type
+            if part.type != declared_type:
                 raise BadConfig(
                     f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
-                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"but is declared as {declared_type}. Hint: the type of a column cannot "
+                    "change; "
                     f"declare {part.type}, or use a new table."
                 )
 
@@ -355,15 +359,15 @@ def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
 
 def with_position_columns(schema: ArrowSchema) -> ArrowSchema:
     """Add the position columns to the columns of a table; raises BadConfig for reserved names."""
-    seen = {name: name for name in _RESERVED}
+    names_by_lower = {name: name for name in _RESERVED}
     for name in schema.names:
-        if (known := seen.get(name.lower())) is not None:
+        if (other_name := names_by_lower.get(name.lower())) is not None:
             raise BadConfig(
                 f"column {name!r}: expected a name that differs from all others in more than "
-                f"upper and lower case, found {known!r}, too. Reserved names are "
+                f"upper and lower case, found {other_name!r}, too. Reserved names are "
                 f"{', '.join(sorted(_RESERVED))}. Hint: rename the column."
             )
-        seen[name.lower()] = name
+        names_by_lower[name.lower()] = name
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _POSITION_TYPES.items())])
 
 
@@ -378,9 +382,9 @@ def _check_types(schema: Iterable[pa.Field]) -> None:
 
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
-    own = (*LOG_COLUMNS, DELETED)
+    reserved = (*LOG_COLUMNS, DELETED)
     return with_position_columns(
-        pa.schema([part for part in changes.schema if part.name not in own])
+        pa.schema([part for part in changes.schema if part.name not in reserved])
     )
 
 

@@ -7,12 +7,13 @@ Tables of changes have the columns of the transactions, and `_deleted`:
 Rules:
     1. A key consists of one or more columns with types that have exact equality: no floats. A null
        in a key is an error that names the transaction.
-    2. A transaction is a delete if its header is one of `delete_headers`, or if `delete_where`
-       holds; a condition that is null does not hold. All other transactions are upserts.
-    3. A changes function decides itself which changes are deletes. It receives a part of a batch,
-       of any size, so the changes of a transaction must depend only on this transaction. It returns
-       changes of the transactions that it received. The order of its output is the order of the
-       changes within a transaction. All results have the columns of the result for no transactions.
+    2. A transaction is a delete if its header is one of `delete_headers`, or if the condition
+       `delete_where` is true; null counts as false. All other transactions are upserts.
+    3. A changes function determines which changes are deletes. It receives a part of a batch, of
+       any size, so the changes of a transaction must depend only on this transaction. It returns
+       changes of the received transactions only. The order of its output is the order of the
+       changes within a transaction. Each result must have the same columns as the result for an
+       empty table of transactions.
     4. Transactions of one partition are ordered by ID. Partitions have no common order, so a key
        with changes in two partitions is an error.
     5. `last_changes` is associative: if the last changes of parts are reduced again, the result is
@@ -41,7 +42,7 @@ ArrowTable: TypeAlias = pa.Table
 PART_BYTES: Final = 32 * 1024 * 1024
 DELETED = "_deleted"
 _DELETED_FIELD = pa.field(DELETED, pa.bool_(), nullable=False)
-_PLACE = ("partition", "transaction_id")
+_POSITION = ("partition", "transaction_id")
 
 _KEY_TYPES: tuple[Callable[[pa.DataType], bool], ...] = (
     pa.types.is_boolean,
@@ -83,13 +84,13 @@ class DeleteCondition(NamedTuple):
         column, operator, literal = self
         name = column if _PLAIN_NAME.fullmatch(column) else f"`{column}`"
         if isinstance(literal, bool):
-            shown = str(literal).lower()
+            literal_text = str(literal).lower()
         elif isinstance(literal, Decimal):
-            shown = f"{literal.normalize():f}"
+            literal_text = f"{literal.normalize():f}"
         else:
             escaped = literal.replace("'", "''")
-            shown = f"'{escaped}'"
-        return f"{name} {'!=' if operator == '<>' else operator} {shown}"
+            literal_text = f"'{escaped}'"
+        return f"{name} {'!=' if operator == '<>' else operator} {literal_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +112,24 @@ class ChangesFunction:
         Raises:
             BadRequest: the function has raised an error, or its result is not valid.
         """
-        found = _call_function(self.name, rows)
-        expected = {*self.columns.names, *_PLACE, DELETED}
-        if set(found.schema.names) != expected:
+        result = _call_function(self.name, rows)
+        expected = {*self.columns.names, *_POSITION, DELETED}
+        if set(result.schema.names) != expected:
             raise _bad_result_error(
                 self.name,
                 rows,
                 f"the columns {_names_text(expected)}",
-                _names_text(found.schema.names),
+                _names_text(result.schema.names),
             )
-        fields = [*self.columns, *(rows.schema.field(name) for name in _PLACE), _DELETED_FIELD]
+        fields = [*self.columns, *(rows.schema.field(name) for name in _POSITION), _DELETED_FIELD]
         columns = []
         for part in fields:
-            column = found[part.name]
+            column = result[part.name]
             if column.type not in (part.type, pa.null()):
                 expected_type = f"type {part.type} of column {part.name!r}"
                 raise _bad_result_error(self.name, rows, expected_type, str(column.type))
             columns.append(column.cast(part.type))
-        _check_transactions(self.name, found, rows)
+        _check_transactions(self.name, result, rows)
         return pa.table(columns, schema=pa.schema(fields))
 
 
@@ -177,24 +178,24 @@ def parse_condition(text: str) -> DeleteCondition:
     Raises:
         BadConfig: the text is neither a column nor one comparison of a column with a literal.
     """
-    found = _CONDITION_PATTERN.fullmatch(text)
-    if found is None:
+    match = _CONDITION_PATTERN.fullmatch(text)
+    if match is None:
         raise BadConfig(
             "condition for deletes: expected a column, or one comparison of a column with a "
             f"literal, such as op = 'D', amount < 0 or is_closed = true; found {text!r}. Hint: for "
             "another condition use a boolean column, or the changes function of a followed table."
         )
-    column = found["plain"] or found["quoted"]
-    if found["operator"] is None:
+    column = match["plain"] or match["quoted"]
+    if match["operator"] is None:
         return DeleteCondition(column)
     literal: str | Decimal | bool
-    if found["text"] is not None:
-        literal = found["text"].replace("''", "'")
-    elif found["number"] is not None:
-        literal = Decimal(found["number"])
+    if match["text"] is not None:
+        literal = match["text"].replace("''", "'")
+    elif match["number"] is not None:
+        literal = Decimal(match["number"])
     else:
-        literal = found["flag"].lower() == "true"
-    return DeleteCondition(column, found["operator"], literal)
+        literal = match["flag"].lower() == "true"
+    return DeleteCondition(column, match["operator"], literal)
 
 
 def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
@@ -204,11 +205,11 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
         BadConfig: a column is missing, a key column has a type that is not permitted, or the
             literal of `delete_where` does not fit its column's type.
     """
-    used = [*_PLACE, *(["header"] if rules.delete_headers else [])]
-    used += [] if rules.delete_where is None else [rules.delete_where.column]
+    used_columns = [*_POSITION, *(["header"] if rules.delete_headers else [])]
+    used_columns += [] if rules.delete_where is None else [rules.delete_where.column]
     if rules.function is None:
         _check_key_types(rules.key, schema)
-    for name in used:
+    for name in used_columns:
         _find_field(schema, name)
     if rules.delete_where is not None:
         _literal_scalar(rules.delete_where, _find_field(schema, rules.delete_where.column).type)
@@ -216,9 +217,10 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
 
 def _find_field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) != 1:
-        shown = first_names_text(schema.names, 20)
+        columns_text = first_names_text(schema.names, 20)
         raise BadConfig(
-            f"expected exactly one column {name!r}, found the columns {shown}. Hint: declare the "
+            f"expected exactly one column {name!r}, found the columns {columns_text}. Hint: "
+            "declare the "
             "column, or correct its name in the key or in the condition for deletes."
         )
     return schema.field(name)
@@ -227,7 +229,7 @@ def _find_field(schema: pa.Schema, name: str) -> pa.Field:
 def _check_key_types(key: Sequence[str], schema: pa.Schema) -> None:
     for name in key:
         kind = _find_field(schema, name).type
-        if not any(is_of(kind) for is_of in _KEY_TYPES):
+        if not any(is_type(kind) for is_type in _KEY_TYPES):
             raise BadConfig(
                 f"key column {name!r}: expected a boolean, an integer, a decimal, text, "
                 f"binary, a date or a timestamp, found {kind}. Hint: use another column as "
@@ -235,9 +237,9 @@ def _check_key_types(key: Sequence[str], schema: pa.Schema) -> None:
             )
 
 
-def _literal_scalar(where: DeleteCondition, kind: pa.DataType) -> pa.Scalar:
+def _literal_scalar(condition: DeleteCondition, kind: pa.DataType) -> pa.Scalar:
     """Convert the literal of a condition to the type of its column; raises BadConfig."""
-    literal: Any = where.literal
+    literal: Any = condition.literal
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     is_number = pa.types.is_integer(kind) or pa.types.is_decimal(kind)
     try:
@@ -253,10 +255,11 @@ def _literal_scalar(where: DeleteCondition, kind: pa.DataType) -> pa.Scalar:
         reason = "these types cannot be compared"
     except (pa.ArrowException, OverflowError) as error:
         reason = str(error)
-    shown = f"'{literal}'" if isinstance(literal, str) else literal
+    literal_text = f"'{literal}'" if isinstance(literal, str) else literal
     raise BadConfig(
-        f"condition for deletes: expected a literal of type {kind} for column {where.column!r}, "
-        f"found {shown} ({reason})"
+        f"condition for deletes: expected a literal of type {kind} for column "
+        f"{condition.column!r}, "
+        f"found {literal_text} ({reason})"
     )
 
 
@@ -266,7 +269,7 @@ def _literal_scalar(where: DeleteCondition, kind: pa.DataType) -> pa.Scalar:
 
 def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     """Return the transactions after the marks of a table."""
-    partitions, ids = (rows[name].to_numpy() for name in _PLACE)
+    partitions, ids = (rows[name].to_numpy() for name in _POSITION)
     is_new = np.ones(rows.num_rows, dtype=np.bool_)
     for partition, mark in marks.items():
         is_new &= (partitions != partition) | (ids > mark)
@@ -303,15 +306,15 @@ def delete_mask(rows: ArrowTable, rules: ChangeRules) -> npt.NDArray[np.bool_]:
 
     The rules must have no changes function, and `check_rules` must have accepted them.
     """
-    found: npt.NDArray[np.bool_] = np.zeros(rows.num_rows, dtype=np.bool_)
+    mask: npt.NDArray[np.bool_] = np.zeros(rows.num_rows, dtype=np.bool_)
     if rules.delete_headers:
-        found |= np.isin(rows["header"].to_numpy(), list(rules.delete_headers))
+        mask |= np.isin(rows["header"].to_numpy(), list(rules.delete_headers))
     if rules.delete_where is not None:
-        where = rules.delete_where
-        column = rows[where.column]
-        holds = _COMPARISONS[where.operator](column, _literal_scalar(where, column.type))
-        found |= holds.fill_null(False).to_numpy()  # noqa: FBT003 - Arrow's parameter
-    return found
+        condition = rules.delete_where
+        column = rows[condition.column]
+        is_match = _COMPARISONS[condition.operator](column, _literal_scalar(condition, column.type))
+        mask |= is_match.fill_null(False).to_numpy()  # noqa: FBT003 - Arrow's parameter
+    return mask
 
 
 def _check_key_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
@@ -326,7 +329,7 @@ def _check_key_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
 
 
 def _row_text(changes: ArrowTable, row: int) -> str:
-    partition, transaction = (changes[name][row].as_py() for name in _PLACE)
+    partition, transaction = (changes[name][row].as_py() for name in _POSITION)
     return f"partition {partition}, transaction {transaction}"
 
 
@@ -348,12 +351,13 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
             "changes function: expected 'module:function', such as 'shop.accounts:changes', found "
             f"{name!r}"
         )
-    found = _call_function(name, schema.empty_table()).schema
-    columns = pa.schema([part for part in found if part.name not in (*_PLACE, DELETED)])
+    result_schema = _call_function(name, schema.empty_table()).schema
+    columns = pa.schema([part for part in result_schema if part.name not in (*_POSITION, DELETED)])
     if not columns.names:
         raise BadRequest(
             f"changes function {name}: expected columns of the table in its result without "
-            f"transactions, found {_names_text(found.names)}. Hint: return a table with all "
+            f"transactions, found {_names_text(result_schema.names)}. Hint: return a table with "
+            "all "
             "columns even if there are no transactions, for example "
             "pyarrow.Table.from_pylist(rows, schema=...)."
         )
@@ -372,47 +376,49 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
         "Hint: it must be a function in a module that each process can import (Spark: --py-files).",
     )
     try:
-        found = function(rows)
+        result = function(rows)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise BadRequest(
             f"changes function {name}{_rows_text(rows)}: expected a table, but the function "
             f"raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         ) from error
-    if not isinstance(found, pa.Table):
-        raise _bad_result_error(name, rows, "a pyarrow.Table", type(found).__name__)
-    names = found.schema.names
+    if not isinstance(result, pa.Table):
+        raise _bad_result_error(name, rows, "a pyarrow.Table", type(result).__name__)
+    names = result.schema.names
     if len(set(names)) < len(names):
         raise _bad_result_error(name, rows, "different names of columns", str(names))
-    for each in _PLACE:
+    for each in _POSITION:
         kind = rows.schema.field(each).type
-        if each not in names or found[each].type != kind:
-            shown = found[each].type if each in names else f"the columns {_names_text(names)}"
-            raise _bad_result_error(name, rows, f"a column {each!r} of type {kind}", str(shown))
+        if each not in names or result[each].type != kind:
+            found_text = result[each].type if each in names else f"the columns {_names_text(names)}"
+            raise _bad_result_error(
+                name, rows, f"a column {each!r} of type {kind}", str(found_text)
+            )
     if DELETED not in names:
-        return found.append_column(_DELETED_FIELD, pa.array(np.zeros(len(found), dtype=np.bool_)))
-    if found[DELETED].type != pa.bool_() or found[DELETED].null_count:
-        shown = f"{found[DELETED].type} or nulls"
-        raise _bad_result_error(name, rows, f"true or false in column {DELETED!r}", shown)
-    return found
+        return result.append_column(_DELETED_FIELD, pa.array(np.zeros(len(result), dtype=np.bool_)))
+    if result[DELETED].type != pa.bool_() or result[DELETED].null_count:
+        found_text = f"{result[DELETED].type} or nulls"
+        raise _bad_result_error(name, rows, f"true or false in column {DELETED!r}", found_text)
+    return result
 
 
-def _check_transactions(name: str, found: ArrowTable, rows: ArrowTable) -> None:
+def _check_transactions(name: str, result: ArrowTable, rows: ArrowTable) -> None:
     """Check that all changes belong to transactions that the function has received."""
-    if any(found[each].null_count for each in _PLACE):
-        raise _bad_result_error(name, rows, f"{' and '.join(_PLACE)} in each row", "a null")
-    unknown_rows = found.select(_PLACE).join(
-        rows.select(_PLACE), list(_PLACE), join_type="left anti"
+    if any(result[each].null_count for each in _POSITION):
+        raise _bad_result_error(name, rows, f"{' and '.join(_POSITION)} in each row", "a null")
+    unknown_rows = result.select(_POSITION).join(
+        rows.select(_POSITION), list(_POSITION), join_type="left anti"
     )
     if unknown_rows.num_rows:
         expected = "changes only for transactions that the function was given"
         raise _bad_result_error(name, rows, expected, _row_text(unknown_rows, 0))
 
 
-def _bad_result_error(name: str, rows: ArrowTable, expected: str, found: str) -> BadRequest:
+def _bad_result_error(name: str, rows: ArrowTable, expected: str, found_text: str) -> BadRequest:
     return BadRequest(
         f"result of the changes function {name}{_rows_text(rows)}: expected {expected}, "
-        f"found {found}"
+        f"found {found_text}"
     )
 
 
@@ -447,9 +453,11 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     groups = narrow.group_by(list(keys), use_threads=False).aggregate(
         [("row_number", "max"), ("partition", "min"), ("partition", "max")]
     )
-    several = groups.filter(pc.not_equal(groups["partition_min"], groups["partition_max"]))
-    if several.num_rows:
-        raise _two_partitions_error(ordered, several.slice(0, 1), key)
+    conflicting_groups = groups.filter(
+        pc.not_equal(groups["partition_min"], groups["partition_max"])
+    )
+    if conflicting_groups.num_rows:
+        raise _two_partitions_error(ordered, conflicting_groups.slice(0, 1), key)
     return ordered.take(groups["row_number_max"].sort())
 
 
@@ -473,12 +481,12 @@ def reduce_batches(
     Raises:
         The errors of `compute_changes` and `last_changes`.
     """
-    found = empty_changes(schema, rules)
+    changes = empty_changes(schema, rules)
     for part in combine_batches(batches):
-        found = add_changes(
-            found, part if after is None else transactions_after(part, after), rules
+        changes = add_changes(
+            changes, part if after is None else transactions_after(part, after), rules
         )
-    return found
+    return changes
 
 
 def combine_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
@@ -498,32 +506,34 @@ def combine_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
 def empty_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
     """Return an empty table of changes for transactions with a schema."""
     if rules.function is not None:
-        schema = pa.schema([*rules.function.columns, *map(schema.field, _PLACE)])
+        schema = pa.schema([*rules.function.columns, *map(schema.field, _POSITION)])
     return schema.append(_DELETED_FIELD).empty_table()
 
 
-def add_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
+def add_changes(last: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
     """Add the changes of more rows to the last changes so far; errors as for `reduce_batches`."""
     changes = last_changes(compute_changes(rows, rules), rules.key)
-    if not found.num_rows:
+    if not last.num_rows:
         return changes
-    both = pa.concat_tables([found, changes], promote_options="default")
-    return last_changes(both, rules.key)
+    combined = pa.concat_tables([last, changes], promote_options="default")
+    return last_changes(combined, rules.key)
 
 
 def _two_partitions_error(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
     values = {name: group[f"key{each}"][0] for each, name in enumerate(key)}
-    is_of_key = np.ones(changes.num_rows, dtype=np.bool_)
+    has_key = np.ones(changes.num_rows, dtype=np.bool_)
     for name, value in values.items():
-        is_of_key &= pc.equal(changes[name], value).to_numpy()
-    of_key = changes.filter(pa.array(is_of_key))
+        has_key &= pc.equal(changes[name], value).to_numpy()
+    changes_of_key = changes.filter(pa.array(has_key))
     positions = [
-        _row_text(of_key, of_key["partition"].index(group[f"partition_{side}"][0]).as_py())
+        _row_text(
+            changes_of_key, changes_of_key["partition"].index(group[f"partition_{side}"][0]).as_py()
+        )
         for side in ("min", "max")
     ]
-    shown = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())
+    key_text = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())
     return BadRequest(
-        f"the key {shown} has changes in two partitions, {' and '.join(positions)}, and "
+        f"the key {key_text} has changes in two partitions, {' and '.join(positions)}, and "
         "partitions have no common order. Hint: use a key that includes the column that "
         "chooses the partition."
     )

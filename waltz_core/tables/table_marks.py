@@ -12,12 +12,13 @@ Rules:
        content depends only on its start and its end.
     3. Marks never decrease. If the log ends before the table marks, or begins after them, it has
        lost transactions of the table.
-    4. The version of a commit is at most the number of transactions up to its marks, and above the
-       number for all earlier marks. So it increases with each batch. Without Spark, the version is
-       that number.
-    5. A table with a version but without marks has lost its marks. It never starts again by itself.
-    6. A follower never changes the rules of a table: the rows would not equal a replay with either
-       rules.
+    4. The version of a commit is at most the number of transactions up to its marks, and higher
+       than the number of transactions up to all earlier marks. So the version increases with each
+       batch. Without Spark, the version equals the number of transactions.
+    5. A table with a version but without marks has lost its marks. A follower does not start it
+       again without the user.
+    6. A follower never changes the rules of a table. Otherwise the rows would equal neither a
+       replay with the old rules nor a replay with the new rules.
 """
 
 import re
@@ -83,7 +84,7 @@ class LogState(NamedTuple):
     """The current state of the log: high-water mark and first available ID of each partition."""
 
     marks: MarkMap
-    firsts: MarkMap
+    first_available_ids: MarkMap
 
 
 def encode_marks(table: TableMarks) -> str:
@@ -151,9 +152,9 @@ def _decode_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any
     return int(name), mark
 
 
-def _bad_marks_error(expected: str, found: object) -> BadFormat:
+def _bad_marks_error(expected: str, found_value: object) -> BadFormat:
     return BadFormat(
-        f"metadata of the table: expected {expected}, found {found!r:.200}. Hint: another "
+        f"metadata of the table: expected {expected}, found {found_value!r:.200}. Hint: another "
         "program, or a later version of Waltz, may have written it."
     )
 
@@ -174,8 +175,8 @@ def marks_to_continue_from(
         ClusterKeyMismatch: the table follows another cluster.
         BadFormat: the marks are lost (rule 5), or marks and version do not belong to one commit.
     """
-    found = decode_marks(metadata)
-    if found is None:
+    marks = decode_marks(metadata)
+    if marks is None:
         if version is None:
             return start
         raise BadFormat(
@@ -183,36 +184,36 @@ def marks_to_continue_from(
             f"for version {version}, found none, because the table's log was cleaned up. Hint: "
             "pass the marks of the table, or build the table again."
         )
-    if found.cluster != start.cluster:
+    if marks.cluster != start.cluster:
         raise ClusterKeyMismatch(
-            f"follower {start.follower!r}: the table follows cluster {found.cluster}, but "
+            f"follower {start.follower!r}: the table follows cluster {marks.cluster}, but "
             f"the connect string names cluster {start.cluster}. Hint: correct the connect "
             "string, or build the table again."
         )
-    if found.follower != start.follower or version is None or version > found.version:
+    if marks.follower != start.follower or version is None or version > marks.version:
         raise BadFormat(
             f"follower {start.follower!r}: version {version} of the table has no high-water marks "
-            f"of this follower; the latest ones are of follower {found.follower!r}, version "
-            f"{found.version}. Hint: another program has restored or changed the table. To "
+            f"of this follower; the latest ones are of follower {marks.follower!r}, version "
+            f"{marks.version}. Hint: another program has restored or changed the table. To "
             "continue, pass another follower name, and the marks of the table."
         )
-    return found._replace(rules=common_rules(found.rules, start.rules))
+    return marks._replace(rules=common_rules(marks.rules, start.rules))
 
 
-def common_rules(stored: StoredRules, given: StoredRules) -> StoredRules:
+def common_rules(stored_rules: StoredRules, given_rules: StoredRules) -> StoredRules:
     """Return the rules of a table; raises BadConfig if the given rules differ (rule 6)."""
-    if stored.headers is None:
-        stored = stored._replace(headers=given.headers)
-    elif given.headers is None:
-        given = given._replace(headers=stored.headers)
-    for name, old, new in zip(StoredRules._fields, stored, given, strict=True):
+    if stored_rules.headers is None:
+        stored_rules = stored_rules._replace(headers=given_rules.headers)
+    elif given_rules.headers is None:
+        given_rules = given_rules._replace(headers=stored_rules.headers)
+    for name, old, new in zip(StoredRules._fields, stored_rules, given_rules, strict=True):
         if old != new:
             raise BadConfig(
                 f"{name}: expected {_rule_text(old)}, as in the commits of the table, found "
                 f"{_rule_text(new)}. Hint: pass the rules with which the table was created, or "
                 "build a new table with other ones."
             )
-    return stored
+    return stored_rules
 
 
 def _rule_text(rule: object) -> str:
@@ -239,7 +240,7 @@ def next_batch_marks(marks: MarkMap, log: LogState, count_max: int) -> dict[int,
                 "again. Hint: build the table again."
             )
     for partition, mark in begin.items():
-        first = log.firsts.get(partition, 0)
+        first = log.first_available_ids.get(partition, 0)
         if mark + 1 < first:
             raise DataLoss(
                 f"the table has transactions of partition {partition} up to {mark}, but the "
@@ -260,9 +261,9 @@ def divide_by_lag(starts: MarkMap, ends: MarkMap, count_max: int) -> dict[int, i
     if total <= count_max:
         return {partition: starts[partition] + lag for partition, lag in lags.items()}
     shares = {partition: lag * count_max // total for partition, lag in lags.items()}
-    left = count_max - sum(shares.values())
+    remaining = count_max - sum(shares.values())
     for partition in sorted(lags, key=lambda each: shares[each] - lags[each] * count_max / total):
-        if left and shares[partition] < lags[partition]:
+        if remaining and shares[partition] < lags[partition]:
             shares[partition] += 1
-            left -= 1
+            remaining -= 1
     return {partition: starts[partition] + share for partition, share in shares.items()}

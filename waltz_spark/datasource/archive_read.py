@@ -38,7 +38,7 @@ def find_archived_objects(
     Raises:
         BadConfig: the URL names no object store.
     """
-    found: dict[int, ArchivedObjects] = {}
+    objects_by_partition: dict[int, ArchivedObjects] = {}
     for partition in dict.fromkeys(span.partition for span in spans):
         archived = sources[partition].archived
         own_spans = [span for span in spans if span.partition == partition]
@@ -53,8 +53,8 @@ def find_archived_objects(
             _warn_not_read(partition, first, error)
             continue
         if objects.entries:
-            found[partition] = objects
-    return found
+            objects_by_partition[partition] = objects
+    return objects_by_partition
 
 
 def last_archived_before(url: str, partition: int, archived: ArchivedRange, time_ms: int) -> int:
@@ -82,13 +82,13 @@ def split_at_objects(
     """
     if objects is None:
         return [span]
-    found: list[TransactionRange] = []
+    parts: list[TransactionRange] = []
     next_id, part_bytes = span.first, 0
 
     def end_part(last: int) -> None:
         nonlocal next_id, part_bytes
         if next_id <= last:
-            found.append(TransactionRange(span.partition, next_id, last))
+            parts.append(TransactionRange(span.partition, next_id, last))
         next_id, part_bytes = max(next_id, last + 1), 0
 
     for entry in objects.entries:
@@ -107,7 +107,7 @@ def split_at_objects(
         part_bytes += size // max(1, count)
     end_part(min(span.last, objects.manifest.last))
     end_part(span.last)
-    return found
+    return parts
 
 
 def read_archived_chunks(

@@ -125,13 +125,13 @@ def plan_read_tasks(
     layout = client.layout()
     tasks = []
     for span in spans:
-        found = objects.get(span.partition)
-        if found is not None and found.manifest.first <= span.first <= found.manifest.last:
-            found = found.objects_between(span.first, span.last)
+        archived = objects.get(span.partition)
+        if archived is not None and archived.manifest.first <= span.first <= archived.manifest.last:
+            archived = archived.objects_between(span.first, span.last)
         else:
-            found = None
+            archived = None
         owners, replicas = layout.for_partition(span.partition), sources[span.partition]
-        tasks.append(ReadTask(owners, replicas, *span, found, feed_starts.get(span.partition)))
+        tasks.append(ReadTask(owners, replicas, *span, archived, feed_starts.get(span.partition)))
     return tasks
 
 

@@ -12,7 +12,8 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
        needs only the key. With `mode=FAILFAST`, any other transaction is an error; with
        `DROPMALFORMED`, it is not a change. So the rows depend on the log, not on the start of a
        read.
-    4. A step of the state has about 8 MiB of previous payloads, and at most one batch of new ones.
+    4. Each step computes rows for a part of a batch: about 8 MiB of previous payloads, and at most
+       the new payloads of one batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,23 +60,23 @@ def resolve_rule_columns(options: ReadOptions, schema: StructType) -> ReadOption
     payload = payload_fields(options, schema)
     names = [each.name for each in payload]
     key = [_resolve_column(each, names, "key") for each in rules.key]
-    where = rules.delete_where
-    if where is not None:
-        column = _resolve_column(where.column, [*names, *READ_SCHEMA.names], "deleteWhere")
-        where = where._replace(column=column)
-    checked = replace(rules, key=tuple(key), delete_where=where)
+    condition = rules.delete_where
+    if condition is not None:
+        column = _resolve_column(condition.column, [*names, *READ_SCHEMA.names], "deleteWhere")
+        condition = condition._replace(column=column)
+    checked = replace(rules, key=tuple(key), delete_where=condition)
     check_rules(checked, pa.schema([*payload, *READ_SCHEMA]))
     return replace(options, change_feed_rules=checked)
 
 
-def _resolve_column(wanted: str, names: Sequence[str], option: str) -> str:
-    found = columns_matching(wanted, names)
-    if len(found) != 1:
+def _resolve_column(column: str, names: Sequence[str], option: str) -> str:
+    matches = columns_matching(column, names)
+    if len(matches) != 1:
         raise BadConfig(
             f"option {option!r}: expected columns of your schema ({first_names_text(names, 20)}), "
-            f"found {wanted!r}"
+            f"found {column!r}"
         )
-    return found[0]
+    return matches[0]
 
 
 def payload_fields(options: ReadOptions, schema: StructType) -> list[pa.Field]:
@@ -149,10 +150,13 @@ class ChangeFeed:
         self._decode = _decoder_with_empty_maps(options)
         self._unpacker = self._create_unpacker(self._fields, options.required_columns)
         self._encryption = decryption_of(options)
-        where = self._rules.delete_where
-        wanted = [*self._arrow_schema.names, *([] if where is None else [where.column])]
-        own = [name for name in wanted if name in READ_SCHEMA.names]
-        self.columns = list(dict.fromkeys([*_REQUIRED_LOG_COLUMNS, *own]))
+        condition = self._rules.delete_where
+        needed_columns = [
+            *self._arrow_schema.names,
+            *([] if condition is None else [condition.column]),
+        ]
+        needed_log_columns = [name for name in needed_columns if name in READ_SCHEMA.names]
+        self.columns = list(dict.fromkeys([*_REQUIRED_LOG_COLUMNS, *needed_log_columns]))
 
     def _create_unpacker(
         self, fields: Sequence[pa.Field], required: Sequence[str] = ()
@@ -173,18 +177,18 @@ class ChangeFeed:
         Raises:
             BadFormat: `mode` is `FAILFAST`, and a transaction is not a change; the error names it.
         """
-        found = self._unpack_transactions(batch)
-        table = self._as_table(found)
+        transactions = self._unpack_transactions(batch)
+        table = self._as_table(transactions)
         deleted = delete_mask(table, self._rules)
-        is_change = found.fits_schema | deleted
+        is_change = transactions.fits_schema | deleted
         for name in self._rules.key:
             is_change &= table[name].is_valid().to_numpy()
         if not is_change.all():
             if self._options.corrupt_payload_mode is CorruptPayloadMode.FAIL:
                 row = int(np.argmin(is_change))
-                self._raise_not_a_change(found, row, is_delete=bool(deleted[row]))
-            found, deleted = found.filter(pa.array(is_change)), deleted[is_change]
-        return _Changes(found, deleted, self._key_digests(found))
+                self._raise_not_a_change(transactions, row, is_delete=bool(deleted[row]))
+            transactions, deleted = transactions.filter(pa.array(is_change)), deleted[is_change]
+        return _Changes(transactions, deleted, self._key_digests(transactions))
 
     def _unpack_transactions(self, batch: pa.RecordBatch) -> _Transactions:
         if self._encryption is None:
@@ -196,24 +200,27 @@ class ChangeFeed:
         fits_schema &= data.is_valid().to_numpy(zero_copy_only=False)
         return _Transactions(log, batch.column("data"), payload, fits_schema)
 
-    def _as_table(self, found: _Transactions) -> pa.Table:
+    def _as_table(self, transactions: _Transactions) -> pa.Table:
         names = [part.name for part in self._fields]
-        return pa.table(found.log_columns | dict(zip(names, found.payload_columns, strict=True)))
+        return pa.table(
+            transactions.log_columns | dict(zip(names, transactions.payload_columns, strict=True))
+        )
 
-    def _key_digests(self, found: _Transactions) -> list[bytes]:
+    def _key_digests(self, transactions: _Transactions) -> list[bytes]:
         """Return a digest of each key: its size is fixed, and a file with it contains no keys."""
         names = [part.name for part in self._fields]
-        columns = [found.payload_columns[names.index(name)] for name in self._rules.key]
+        columns = [transactions.payload_columns[names.index(name)] for name in self._rules.key]
         keys = pack_rows(columns, self._rules.key, "msgpack").to_pylist()
         return [blake2b(each, digest_size=KEY_DIGEST_BYTES).digest() for each in keys]
 
-    def _raise_not_a_change(self, found: _Transactions, row: int, *, is_delete: bool) -> NoReturn:
+    def _raise_not_a_change(
+        self, transactions: _Transactions, row: int, *, is_delete: bool
+    ) -> NoReturn:
         """Raise an error with the reason why a transaction is not a change."""
-        position = (
-            f"partition {self._partition}, transaction {found.log_columns['transaction_id'][row]}"
-        )
-        if not found.log_columns["data"][row].is_valid:
-            reason = found.log_columns[ERROR_COLUMN][row]
+        transaction_id = transactions.log_columns["transaction_id"][row]
+        position = f"partition {self._partition}, transaction {transaction_id}"
+        if not transactions.log_columns["data"][row].is_valid:
+            reason = transactions.log_columns[ERROR_COLUMN][row]
             raise BadFormat(
                 f"{position}: the payload cannot be decrypted ({reason}). Hint: mode=DROPMALFORMED "
                 "ignores such transactions."
@@ -222,9 +229,9 @@ class ChangeFeed:
         if is_delete:
             keys = [part for part in self._fields if part.name in self._rules.key]
             unpacker = self._create_unpacker(keys)
-        unpacker.columns(found.log_columns["data"].slice(row, 1), lambda _: position)
+        unpacker.columns(transactions.log_columns["data"].slice(row, 1), lambda _: position)
         compute_changes(
-            self._as_table(found).slice(row, 1), self._rules
+            self._as_table(transactions).slice(row, 1), self._rules
         )  # raises for a null in the key
         raise AssertionError(f"{position}: it is a change")
 
@@ -267,7 +274,7 @@ class ChangeFeed:
         if not step.previous_rows:
             return changes.transactions.payload_columns, before
         headers, ids, payloads = zip(*step.previous_rows, strict=True)
-        found = self._unpack_transactions(
+        previous = self._unpack_transactions(
             pa.RecordBatch.from_arrays(
                 [
                     pa.array([self._partition] * len(ids), pa.int32()),
@@ -278,14 +285,18 @@ class ChangeFeed:
                 names=list(_REQUIRED_LOG_COLUMNS),
             )
         )
-        if not found.fits_schema.all():  # the encryption key of a previous payload has been deleted
+        if (
+            not previous.fits_schema.all()
+        ):  # the encryption key of a previous payload has been deleted
             if self._options.corrupt_payload_mode is CorruptPayloadMode.FAIL:
-                self._raise_not_a_change(found, int(np.argmin(found.fits_schema)), is_delete=False)
+                self._raise_not_a_change(
+                    previous, int(np.argmin(previous.fits_schema)), is_delete=False
+                )
             is_kept = np.concatenate(
-                [np.ones(len(changes.key_digests), np.bool_), found.fits_schema]
+                [np.ones(len(changes.key_digests), np.bool_), previous.fits_schema]
             )
             before[(before >= 0) & ~is_kept[before]] = _NO_ROW
-        pairs = zip(changes.transactions.payload_columns, found.payload_columns, strict=True)
+        pairs = zip(changes.transactions.payload_columns, previous.payload_columns, strict=True)
         return [pa.concat_arrays(pair) for pair in pairs], before
 
     def _rows_of_step(
@@ -296,8 +307,8 @@ class ChangeFeed:
         before: npt.NDArray[np.int64],
     ) -> pa.RecordBatch:
         """Return the rows of a step (rules 1 and 2)."""
-        own = np.arange(step.start, step.stop)
-        deleted, is_known = changes.is_delete[own], before != _NO_ROW
+        own_indexes = np.arange(step.start, step.stop)
+        deleted, is_known = changes.is_delete[own_indexes], before != _NO_ROW
         # Each change has a row with the previous payload and a row with its own; either may be
         # missing.
         has_row = np.stack([is_known, ~deleted], axis=1)
@@ -308,20 +319,22 @@ class ChangeFeed:
             ],
             axis=1,
         )
-        source = pa.array(np.stack([before, own], axis=1)[has_row])
-        cause = pa.array(np.stack([own, own], axis=1)[has_row])
-        found = {
+        source = pa.array(np.stack([before, own_indexes], axis=1)[has_row])
+        cause = pa.array(np.stack([own_indexes, own_indexes], axis=1)[has_row])
+        result_columns = {
             part.name: column.take(source)
             for part, column in zip(self._fields, payload, strict=True)
         }
         log = changes.transactions.log_columns
         for part in self._arrow_schema:
             if part.name == CHANGE_COLUMN:
-                found[CHANGE_COLUMN] = _CHANGE_TYPES.take(pa.array(kinds[has_row])).cast(part.type)
+                result_columns[CHANGE_COLUMN] = _CHANGE_TYPES.take(pa.array(kinds[has_row])).cast(
+                    part.type
+                )
             elif part.name in log:
-                found[part.name] = log[part.name].take(cause)
+                result_columns[part.name] = log[part.name].take(cause)
         return pa.RecordBatch.from_arrays(
-            [found[part.name] for part in self._arrow_schema], schema=self._arrow_schema
+            [result_columns[part.name] for part in self._arrow_schema], schema=self._arrow_schema
         )
 
 

@@ -5,16 +5,17 @@ in a directory. The file is a cache between the micro-batches of a query; the lo
 truth.
 
 Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
-    1. A state is at a mark: it contains the changes of all transactions up to this mark. It moves
-       to another mark in one SQLite transaction, so a killed task leaves the state at the previous
+    1. A state has a mark: it contains the changes of all transactions up to this mark. It moves to
+       another mark in one SQLite transaction, so a killed task leaves the state at the previous
        mark.
-    2. A state that has moved from `previous_mark` also stores the rows that the move replaced, and
-       can return to `previous_mark`.
+    2. When a state moves, it also stores the rows that the move replaced. So it can return to
+       `previous_mark`.
     3. One task uses a file at a time: it holds an exclusive lock until it ends.
     4. A file is damaged if SQLite cannot read it, if it is not of this version, or if a row does
        not match its checksum.
-    5. A row from a transaction that the log no longer has is absent, as in a new state.
-    6. The memory of a state is its page cache, whatever the number of its keys.
+    5. If a row is from a transaction that the log no longer has, the row counts as absent, as in a
+       new state.
+    6. The memory of a state is its page cache, independent of the number of keys.
 """
 
 import logging
@@ -75,8 +76,8 @@ class FeedState:
         match database.execute("SELECT mark, previous FROM place").fetchall():
             case [(int(mark), int(previous))]:
                 self.mark, self.previous_mark = mark, previous
-            case found:
-                raise sqlite3.DatabaseError(f"expected one row with two marks, found {found}")
+            case rows:
+                raise sqlite3.DatabaseError(f"expected one row with two marks, found {rows}")
 
     def find_row(self, key: bytes) -> StoredRow | None:
         """Return the last change of a key; None if the key is absent, deleted or expired.
@@ -84,14 +85,14 @@ class FeedState:
         Raises:
             sqlite3.DatabaseError: the state is damaged (rule 4).
         """
-        found = self._database.execute(
+        fields = self._database.execute(
             "SELECT header, id, data, sum FROM latest WHERE key = ?", (key,)
         ).fetchone()
-        if found is None:
+        if fields is None:
             return None
-        row = StoredRow(*found[:3])
+        row = StoredRow(*fields[:3])
         try:
-            is_damaged = _checksum(key, row) != found[3]
+            is_damaged = _checksum(key, row) != fields[3]
         except (struct.error, TypeError):  # SQLite's columns may have values of any type
             is_damaged = True
         if is_damaged:
@@ -247,9 +248,9 @@ def state_file_path(name: str) -> Path | None:
         # gettempdir fails if no directory is writable, or if all disks are full.
         directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if not is_ours or found.st_mode & 0o077:
+        status = directory.lstat()
+        is_own_directory = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if not is_own_directory or status.st_mode & 0o077:
             raise PermissionError("expected a directory that only its owner can read")
     except OSError as error:
         _log.warning("spark.feed_state_not_cached directory=%s error=%s", directory, error)
@@ -257,12 +258,12 @@ def state_file_path(name: str) -> Path | None:
     return directory / (name + _FILE_SUFFIX)
 
 
-def _delete_unused_files(used_now: Path) -> None:
-    """Delete the states that were last used 8 days or longer before the file `used_now`."""
-    oldest = used_now.stat().st_mtime - UNUSED_S_MAX
-    for file in used_now.parent.glob(f"*{_FILE_SUFFIX}"):
+def _delete_unused_files(current_file: Path) -> None:
+    """Delete the states that were last used 8 days or longer before the file `current_file`."""
+    oldest = current_file.stat().st_mtime - UNUSED_S_MAX
+    for file in current_file.parent.glob(f"*{_FILE_SUFFIX}"):
         _delete_if_older(file, oldest)
-    for journal in used_now.parent.glob(f"*{_FILE_SUFFIX}{_JOURNAL_SUFFIX}"):
+    for journal in current_file.parent.glob(f"*{_FILE_SUFFIX}{_JOURNAL_SUFFIX}"):
         # A file without the journal of its last transaction may be damaged.
         if not Path(str(journal).removesuffix(_JOURNAL_SUFFIX)).exists():
             _delete_if_older(journal, oldest)

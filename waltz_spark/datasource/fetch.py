@@ -50,16 +50,18 @@ class BatchConverter:
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self.options = options
         self.arrow = arrow_schema(schema)
-        own, corrupt = options.log_columns, options.corrupt_column
-        wanted = [part.name for part in self.arrow if part.name in own]
-        foreign = [part for part in self.arrow if part.name not in own and part.name != corrupt]
+        log_columns, corrupt = options.log_columns, options.corrupt_column
+        requested_columns = [part.name for part in self.arrow if part.name in log_columns]
+        payload_fields = [
+            part for part in self.arrow if part.name not in log_columns and part.name != corrupt
+        ]
         self._unpacker = None
-        self._payload_columns = [part.name for part in foreign]
-        columns = [name for name in wanted if name != ERROR_COLUMN]
-        if foreign or corrupt in self.arrow.names:
+        self._payload_columns = [part.name for part in payload_fields]
+        columns = [name for name in requested_columns if name != ERROR_COLUMN]
+        if payload_fields or corrupt in self.arrow.names:
             assert options.data_format is not None, "checked when the reader was created"
             self._unpacker = Unpacker(
-                foreign,
+                payload_fields,
                 options.data_format,
                 decode=payload_decoder(options),
                 required=options.required_columns,
@@ -67,7 +69,10 @@ class BatchConverter:
             )
             columns += [name for name in (*_LOCATION_COLUMNS, "data") if name not in columns]
         self._encryption = None
-        if options.encryption_keys is not None and {"data", ERROR_COLUMN} & {*columns, *wanted}:
+        if options.encryption_keys is not None and {"data", ERROR_COLUMN} & {
+            *columns,
+            *requested_columns,
+        }:
             self._encryption = decryption_of(options)
             columns += [name for name in _DECRYPTION_COLUMNS if name not in columns]
         # A count needs no columns, but the batches must have the number of rows: read the narrowest
@@ -77,64 +82,70 @@ class BatchConverter:
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Convert a batch of the log's columns to a batch of the schema."""
         if self._encryption is None:
-            found = {name: batch.column(name) for name in batch.schema.names}
+            columns_by_name = {name: batch.column(name) for name in batch.schema.names}
         else:
-            found = decrypt_batch(batch, self._encryption)
+            columns_by_name = decrypt_batch(batch, self._encryption)
         if self._unpacker is not None:
-            found = self._add_payload_columns(found, self._unpacker)
+            columns_by_name = self._add_payload_columns(columns_by_name, self._unpacker)
         if not len(self.arrow):
             return batch.select([])
-        arrays = [found[part.name] for part in self.arrow]
+        arrays = [columns_by_name[part.name] for part in self.arrow]
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
     def _add_payload_columns(
-        self, found: dict[str, pa.Array], unpacker: Unpacker
+        self, columns_by_name: dict[str, pa.Array], unpacker: Unpacker
     ) -> dict[str, pa.Array]:
         """Add the payload's columns; option `mode` determines the result for invalid payloads.
 
         If a payload was not decrypted, all of these columns are null, in every mode.
         """
-        data, corrupt = found["data"], self.options.corrupt_column
+        data, corrupt = columns_by_name["data"], self.options.corrupt_column
         if data.null_count:
-            columns, fits = self._unpack_valid_payloads(found, unpacker)
+            columns, fits_schema = self._unpack_valid_payloads(columns_by_name, unpacker)
         else:
-            columns, fits = self._unpack_payloads(found, unpacker)
-        found |= dict(zip(self._payload_columns, columns, strict=True))
+            columns, fits_schema = self._unpack_payloads(columns_by_name, unpacker)
+        columns_by_name |= dict(zip(self._payload_columns, columns, strict=True))
         if corrupt in self.arrow.names:
             kind = self.arrow.field(corrupt).type
-            found[corrupt] = pc.if_else(pa.array(fits), pa.scalar(None, data.type), data)
+            columns_by_name[corrupt] = pc.if_else(
+                pa.array(fits_schema), pa.scalar(None, data.type), data
+            )
             if kind != data.type:
-                found[corrupt] = _decode_text(found[corrupt]).cast(kind)
-        if self.options.corrupt_payload_mode is CorruptPayloadMode.DROP and not fits.all():
-            return {name: column.filter(pa.array(fits)) for name, column in found.items()}
-        return found
+                columns_by_name[corrupt] = _decode_text(columns_by_name[corrupt]).cast(kind)
+        if self.options.corrupt_payload_mode is CorruptPayloadMode.DROP and not fits_schema.all():
+            return {
+                name: column.filter(pa.array(fits_schema))
+                for name, column in columns_by_name.items()
+            }
+        return columns_by_name
 
     def _unpack_payloads(
-        self, found: dict[str, pa.Array], unpacker: Unpacker
+        self, columns_by_name: dict[str, pa.Array], unpacker: Unpacker
     ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the payload's columns, and a mask of the payloads that fit."""
         if self.options.corrupt_payload_mode is not CorruptPayloadMode.FAIL:
-            return unpacker.readable_columns(found["data"])
-        ids, partitions = found["transaction_id"], found["partition"]
+            return unpacker.readable_columns(columns_by_name["data"])
+        ids, partitions = columns_by_name["transaction_id"], columns_by_name["partition"]
         columns = unpacker.columns(
-            found["data"], lambda row: f"partition {partitions[row]}, transaction {ids[row]}"
+            columns_by_name["data"],
+            lambda row: f"partition {partitions[row]}, transaction {ids[row]}",
         )
         return columns, np.ones(len(ids), dtype=np.bool_)
 
     def _unpack_valid_payloads(
-        self, found: dict[str, pa.Array], unpacker: Unpacker
+        self, columns_by_name: dict[str, pa.Array], unpacker: Unpacker
     ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Unpack a batch with null payloads, which give null columns and count as fitting."""
-        is_present = found["data"].is_valid()
+        is_present = columns_by_name["data"].is_valid()
         names = (*_LOCATION_COLUMNS, "data")
         columns, present_fits = self._unpack_payloads(
-            {name: found[name].filter(is_present) for name in names}, unpacker
+            {name: columns_by_name[name].filter(is_present) for name in names}, unpacker
         )
-        present = is_present.to_numpy(zero_copy_only=False)
-        fits = np.ones(len(present), dtype=np.bool_)
-        fits[present] = present_fits
-        index = pa.array(np.cumsum(present) - 1, mask=~present)
-        return [column.take(index) for column in columns], fits
+        present_mask = is_present.to_numpy(zero_copy_only=False)
+        fits_schema = np.ones(len(present_mask), dtype=np.bool_)
+        fits_schema[present_mask] = present_fits
+        index = pa.array(np.cumsum(present_mask) - 1, mask=~present_mask)
+        return [column.take(index) for column in columns], fits_schema
 
 
 def _decode_text(data: pa.Array) -> pa.Array:
@@ -173,7 +184,7 @@ def read_log_batches(
     Raises:
         The errors of `read_converted_batches`.
     """
-    began = time.monotonic()
+    start_s = time.monotonic()
     rows = size = 0
     for chunk in _read_chunks(source, span, options, headers_only="data" not in columns):
         size += len(chunk.records)
@@ -187,7 +198,7 @@ def read_log_batches(
         span.last,
         rows,
         size,
-        time.monotonic() - began,
+        time.monotonic() - start_s,
     )
 
 

@@ -109,27 +109,27 @@ class WaltzDataSource(DataSource):
                 f"column {corrupt.name!r} is NOT NULL in the schema, but it is null for "
                 "every payload that can be unpacked. Hint: declare the column as nullable."
             )
-        foreign = [field for field in schema.fields if field.name not in options.log_columns]
-        if foreign and options.data_format is None:
-            names = first_names_text([field.name for field in foreign], 5)
+        payload_fields = [field for field in schema.fields if field.name not in options.log_columns]
+        if payload_fields and options.data_format is None:
+            names = first_names_text([field.name for field in payload_fields], 5)
             raise BadRequest(
                 f"the schema has columns that the log does not have ({names}). Hint: to "
                 "unpack them from the payload, use option dataFormat=msgpack (or json)."
             )
-        if options.data_format is not None and not foreign:
+        if options.data_format is not None and not payload_fields:
             raise BadRequest(
                 "option 'dataFormat' needs a schema with the payload's columns. Hint: use "
                 ".schema('id long, amount double') with their names and types, or omit the option "
                 "and use column 'data'."
             )
-        payload = [field.name for field in foreign]
+        payload = [field.name for field in payload_fields]
         for name in options.required_columns:
             if not columns_matching(name, payload):
                 raise BadRequest(
                     "option 'requiredColumns': expected columns of the payload that are in "
                     f"the schema ({', '.join(payload)}), found {name!r}"
                 )
-        for field in foreign:
+        for field in payload_fields:
             check_packed_type(field.name, field.dataType, options.data_format)
             if options.corrupt_payload_mode is CorruptPayloadMode.NULLS:
                 check_nullable(field.name, field.dataType, nullable=field.nullable)

@@ -40,28 +40,30 @@ def starts(
     if options.starting_marks == "earliest" and options.starting_time_ms is None:
         return _earliest_starts(options, first_ids)
     if options.starting_time_ms is None:
-        given = planning.resolve_starts(options, marks)
+        given_marks = planning.resolve_starts(options, marks)
         return raise_to_first_available(
-            options, given, first_ids, "option 'startingHighWaterMarks'"
+            options, given_marks, first_ids, "option 'startingHighWaterMarks'"
         )
     since_ms = options.starting_time_ms
 
     def start_by_time(partition: int) -> int:
         archived = sources[partition].archived
-        older = first_ids[partition] - 1
+        older_id = first_ids[partition] - 1
         if options.archive_url is not None and archived is not None:
-            older = last_archived_before(options.archive_url, partition, archived, since_ms)
-            if BEFORE_FIRST < older < archived.last:
-                return max(older, first_ids[partition] - 1)
+            older_id = last_archived_before(options.archive_url, partition, archived, since_ms)
+            if BEFORE_FIRST < older_id < archived.last:
+                return max(older_id, first_ids[partition] - 1)
         return first_since(
-            partial(stamp_ms_of, client, partition), marks[partition], since_ms, older
+            partial(stamp_ms_of, client, partition), marks[partition], since_ms, older_id
         )
 
     with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
-        found = dict(zip(marks, pool.map(start_by_time, marks), strict=True))
+        last_older_ids = dict(zip(marks, pool.map(start_by_time, marks), strict=True))
     # If no available transaction is older than the time, expired transactions may match it, too.
-    wanted = {each: at - 1 if 0 < first_ids[each] == at + 1 else at for each, at in found.items()}
-    return raise_to_first_available(options, wanted, first_ids, "option 'startingTimestamp'")
+    start_marks = {
+        each: at - 1 if 0 < first_ids[each] == at + 1 else at for each, at in last_older_ids.items()
+    }
+    return raise_to_first_available(options, start_marks, first_ids, "option 'startingTimestamp'")
 
 
 def _earliest_starts(options: ReadOptions, first_ids: Mapping[int, int]) -> dict[int, int]:
@@ -71,11 +73,15 @@ def _earliest_starts(options: ReadOptions, first_ids: Mapping[int, int]) -> dict
         DataLoss: as for `raise_to_first_available`.
     """
     ids = options.transaction_ids
-    lows = [low for low, _ in ids]
-    wanted = {partition: min([first, *lows]) - 1 for partition, first in first_ids.items()}
-    shown = planning.first_items_text([f"{low}-{high}" if low < high else low for low, high in ids])
+    first_ids_of_ranges = [low for low, _ in ids]
+    start_marks = {
+        partition: min([first, *first_ids_of_ranges]) - 1 for partition, first in first_ids.items()
+    }
+    ranges_text = planning.first_items_text(
+        [f"{low}-{high}" if low < high else low for low, high in ids]
+    )
     return raise_to_first_available(
-        options, wanted, first_ids, f"option 'transactionIds' ({shown})"
+        options, start_marks, first_ids, f"option 'transactionIds' ({ranges_text})"
     )
 
 
@@ -88,13 +94,13 @@ def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, i
             expired.
     """
     first_ids = first_available_ids(sources)
-    found = planning.resolve_ends(options, high_water_marks_of(sources))
+    end_marks = planning.resolve_ends(options, high_water_marks_of(sources))
     is_earliest = options.starting_marks == "earliest" and options.starting_time_ms is None
     is_given = not isinstance(options.ending_marks, str)
     if is_earliest and is_given and not options.transaction_ids:
-        last_requested = {each: end for each, end in found.items() if end > BEFORE_FIRST}
+        last_requested = {each: end for each, end in end_marks.items() if end > BEFORE_FIRST}
         _check_not_expired(options, last_requested, first_ids, "option 'endingHighWaterMarks' ends")
-    return {each: max(end, first_ids[each] - 1) for each, end in found.items()}
+    return {each: max(end, first_ids[each] - 1) for each, end in end_marks.items()}
 
 
 def high_water_marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
@@ -130,7 +136,9 @@ def _check_not_expired(
 
     `subject` is the beginning of the message, such as "the stream begins".
     """
-    expired = {each: first_ids[each] for each, found in ids.items() if found < first_ids[each]}
+    expired = {
+        each: first_ids[each] for each, wanted_id in ids.items() if wanted_id < first_ids[each]
+    }
     if expired and options.fails_on_data_loss:
         partition, first = min(expired.items())
         raise DataLoss(
@@ -154,8 +162,8 @@ def extend_to_first_available(
         DataLoss: transactions have expired, and the options do not allow it.
     """
     first_ids = first_available_ids(sources)
-    found = [span._replace(first=first_ids[span.partition]) for span in spans]
-    expired = [span for span in found if span.first > 0]
+    extended = [span._replace(first=first_ids[span.partition]) for span in spans]
+    expired = [span for span in extended if span.first > 0]
     if expired and options.fails_on_data_loss:
         partition, first, _ = expired[0]
         raise DataLoss(
@@ -164,10 +172,10 @@ def extend_to_first_available(
             "wrote are unknown. Hint: set failOnDataLoss=false to accept that the next change of "
             "such a row is an insert."
         )
-    return found
+    return extended
 
 
 def first_available_ids(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the first available ID of each partition."""
     archives = {partition: source.archived for partition, source in sources.items()}
-    return {each: int(found.first) if found else 0 for each, found in archives.items()}
+    return {each: int(archived.first) if archived else 0 for each, archived in archives.items()}

@@ -7,12 +7,12 @@ Rules:
     1. An offset has the mark of each partition (read up to this ID, inclusive) and the cluster key
        (`offsets.py`). A micro-batch reads the transactions between two offsets, even if it is
        planned several times.
-    2. Offsets never decrease, even if a server that has just lost a partition reports an old mark,
-       except by rule 4.
+    2. Offsets never decrease, except by rule 4. This holds even if a server that has just lost a
+       partition reports an old mark.
     3. A start past the end of the log is data loss, after a quorum of the replicas has confirmed
-       the end. It is also data loss if the cluster is not the one in the offset, however long its
-       log is. The exception is a cluster that was restored from a backup of the cluster in the
-       offset, if the backup contains all that the stream has read.
+       the end. It is also data loss if the offset is from another cluster, even if the log is long
+       enough. The exception is a cluster that was restored from a backup of the cluster in the
+       offset, if the backup contains all transactions that the stream has read.
     4. If the options allow data loss, a partition of another log is read from its start. The offset
        returns to `BEFORE_FIRST`, in a separate micro-batch that reads nothing from this partition.
     5. An offset before the first available ID of its log is data loss, too. If the options allow
@@ -112,11 +112,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         begin, cluster = self._decode_offset(start)
         marks = self._current_marks(begin)
-        is_other = not self._is_same_log(StreamOffset(begin, cluster))
-        lost = [each for each, mark in begin.items() if is_other or mark > marks[each]]
-        if lost:
-            again = self._restart_marks(lost, StreamOffset(begin, cluster), marks)
-            return encode_offset({**begin, **again}, self._cluster_key)
+        is_other_log = not self._is_same_log(StreamOffset(begin, cluster))
+        recreated = [each for each, mark in begin.items() if is_other_log or mark > marks[each]]
+        if recreated:
+            restart_marks = self._restart_marks(recreated, StreamOffset(begin, cluster), marks)
+            return encode_offset({**begin, **restart_marks}, self._cluster_key)
         begin = raise_to_first_available(
             self._options, begin, self._first_available_ids, _START_OF_STREAM
         )
@@ -143,18 +143,21 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _decode_offset(self, start: Offset) -> StreamOffset:
         """Decode an offset; a partition that is not in it has the mark `BEFORE_FIRST`."""
         client = client_of(self._options.connect)
-        chosen = planning.chosen_partitions(self._options, client.partition_count)
-        found, cluster = decode_offset(start)
-        if foreign := sorted(found.keys() - set(chosen)):
+        partitions = planning.chosen_partitions(self._options, client.partition_count)
+        offset_marks, cluster = decode_offset(start)
+        if omitted_partitions := sorted(offset_marks.keys() - set(partitions)):
             raise BadConfig(
-                f"the checkpoint belongs to a query that also read partition {foreign[0]}, "
+                "the checkpoint belongs to a query that also read partition "
+                f"{omitted_partitions[0]}, "
                 "but this query omits it. Hint: do not change option 'partitions', or use "
                 "another checkpoint."
             )
-        marks = {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
+        marks = {
+            partition: offset_marks.get(partition, int(BEFORE_FIRST)) for partition in partitions
+        }
         return StreamOffset(marks, cluster)
 
-    def _restart_marks(self, lost: Sequence[int], start: StreamOffset, marks: Marks) -> Marks:
+    def _restart_marks(self, recreated: Sequence[int], start: StreamOffset, marks: Marks) -> Marks:
         """Return the marks at which partitions of another log are read again (rule 4).
 
         Raises:
@@ -163,16 +166,17 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._options.fails_on_data_loss:
             # For the message: the partition whose log ends the furthest before its offset.
             begin = start.marks
-            shown = min(lost, key=lambda each: marks[each] - begin[each])
-            what = (
-                f"the stream has read partition {shown} up to transaction {begin[shown]}, "
-                f"but its log ends at transaction {marks[shown]}"
+            worst_partition = min(recreated, key=lambda each: marks[each] - begin[each])
+            problem = (
+                f"the stream has read partition {worst_partition} up to transaction "
+                f"{begin[worst_partition]}, "
+                f"but its log ends at transaction {marks[worst_partition]}"
             )
-            if marks[shown] >= begin[shown]:
-                what = self._other_cluster_text(start.cluster_key, self._cluster_key)
-            raise DataLoss(f"{what}: {_OTHER_LOG_REASON}")
-        _log.warning("spark.log_recreated partitions=%s", lost)
-        return dict.fromkeys(lost, int(BEFORE_FIRST))
+            if marks[worst_partition] >= begin[worst_partition]:
+                problem = self._other_cluster_text(start.cluster_key, self._cluster_key)
+            raise DataLoss(f"{problem}: {_OTHER_LOG_REASON}")
+        _log.warning("spark.log_recreated partitions=%s", recreated)
+        return dict.fromkeys(recreated, int(BEFORE_FIRST))
 
     def _is_same_log(self, offset: StreamOffset) -> bool:
         """Whether an offset belongs to the log of the last queried cluster (rule 3)."""
@@ -181,27 +185,27 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert self._cluster is not None
         return self._cluster.restore_sources.includes(offset.cluster_key, offset.marks)
 
-    def _other_cluster_text(self, expected: str | None, found: bytes) -> str:
+    def _other_cluster_text(self, expected: str | None, found_key: bytes) -> str:
         return (
             f"{self._options.connect} is another cluster than that of the checkpoint: "
-            f"expected cluster key {expected}, found {found.hex()}"
+            f"expected cluster key {expected}, found {found_key.hex()}"
         )
 
     def _current_marks(self, minimum: Marks | None = None) -> Marks:
         """Return marks at most `pollInterval` old; a mark below `minimum` is confirmed (rule 3)."""
         now_s = time.monotonic()
         if now_s >= self._marks_valid_until_s:
-            known = self._cached_marks
+            previous_marks = self._cached_marks
             # Rule 2: a reader without earlier marks cannot detect an old mark.
-            self._cached_marks = self._request_marks(linearizable=not known)
-            self._confirm_marks(known)
+            self._cached_marks = self._request_marks(linearizable=not previous_marks)
+            self._confirm_marks(previous_marks)
             self._marks_valid_until_s = now_s + self._options.poll_ms / 1000
         self._confirm_marks(minimum or {})
         return self._cached_marks
 
-    def _confirm_marks(self, known: Marks) -> None:
+    def _confirm_marks(self, previous_marks: Marks) -> None:
         """Request confirmed marks if a cached mark is below a known one (rules 2 and 3)."""
-        if any(mark < known.get(each, mark) for each, mark in self._cached_marks.items()):
+        if any(mark < previous_marks.get(each, mark) for each, mark in self._cached_marks.items()):
             self._cached_marks = self._request_marks(linearizable=True)
 
     def _request_marks(self, *, linearizable: bool) -> Marks:
@@ -238,31 +242,37 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         options, (ends, cluster) = self._options, self._decode_offset(end)
         begin = self._decode_offset(start).marks
-        whole = planning.spans(begin, ends, options.transaction_ids)
-        planned_ends = {span.partition: ends[span.partition] for span in whole}
+        spans = planning.spans(begin, ends, options.transaction_ids)
+        planned_ends = {span.partition: ends[span.partition] for span in spans}
         client, sources = self._query_partitions(list(planned_ends), linearizable=False)
         if _partitions_with_earlier_end(planned_ends, sources):
             client, sources = self._query_partitions(list(planned_ends), linearizable=True)
-        past, key = _partitions_with_earlier_end(planned_ends, sources), client.cluster().key
-        is_other = not self._is_same_log(StreamOffset(ends, cluster))
-        if lost := [each for each in planned_ends if each in past or is_other]:
+        partitions_past_end, key = (
+            _partitions_with_earlier_end(planned_ends, sources),
+            client.cluster().key,
+        )
+        is_other_log = not self._is_same_log(StreamOffset(ends, cluster))
+        if recreated := [
+            each for each in planned_ends if each in partitions_past_end or is_other_log
+        ]:
             if options.fails_on_data_loss:
-                what = self._other_cluster_text(cluster, key)
-                if past:
-                    what = (
-                        f"the micro-batch ends at transaction {planned_ends[past[0]]} of partition "
-                        f"{past[0]}, but its log ends at transaction "
-                        f"{sources[past[0]].high_water_mark}"
+                problem = self._other_cluster_text(cluster, key)
+                if partitions_past_end:
+                    problem = (
+                        "the micro-batch ends at transaction "
+                        f"{planned_ends[partitions_past_end[0]]} of partition "
+                        f"{partitions_past_end[0]}, but its log ends at transaction "
+                        f"{sources[partitions_past_end[0]].high_water_mark}"
                     )
-                raise DataLoss(f"{what}: {_OTHER_LOG_REASON}")
-            _log.warning("spark.micro_batch_skipped partitions=%s", lost)
-            whole = [span for span in whole if span.partition not in lost]
-        firsts = first_available_ids({span.partition: sources[span.partition] for span in whole})
-        begin = {each: begin[each] for each in firsts}
-        begin = raise_to_first_available(options, begin, firsts, _START_OF_STREAM)
+                raise DataLoss(f"{problem}: {_OTHER_LOG_REASON}")
+            _log.warning("spark.micro_batch_skipped partitions=%s", recreated)
+            spans = [span for span in spans if span.partition not in recreated]
+        first_ids = first_available_ids({span.partition: sources[span.partition] for span in spans})
+        begin = {each: begin[each] for each in first_ids}
+        begin = raise_to_first_available(options, begin, first_ids, _START_OF_STREAM)
         ends = {each: max(ends[each], at) for each, at in begin.items()}
-        whole = planning.spans(begin, ends, options.transaction_ids)
-        return plan_read_tasks(client, options, whole, sources)
+        spans = planning.spans(begin, ends, options.transaction_ids)
+        return plan_read_tasks(client, options, spans, sources)
 
     @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -32,25 +32,25 @@ def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[LagByPa
     The list has one entry for each source that is a log, in the order of the query. `progress` is
     `query.lastProgress`, or the progress in an event of a listener.
     """
-    found: list[LagByPartition] = []
+    lags: list[LagByPartition] = []
     for source in progress["sources"]:
         latest, end = (offset_of(source[name]) for name in ("latestOffset", "endOffset"))
         if latest is not None and end is not None:
             # Spark requested the latest offset earlier: the stream may be past it by now.
             ends = end.marks
-            found.append(
+            lags.append(
                 {each: max(0, mark - ends.get(each, -1)) for each, mark in latest.marks.items()}
             )
-    return found
+    return lags
 
 
 def offset_of(offset: object) -> StreamOffset | None:
     """Return an offset in a query's progress; None if the offset is not from Waltz."""
     try:
-        parsed = json.loads(offset) if isinstance(offset, str) else offset
-        if not isinstance(parsed, Mapping):
+        parsed_offset = json.loads(offset) if isinstance(offset, str) else offset
+        if not isinstance(parsed_offset, Mapping):
             return None
-        return decode_offset(parsed)
+        return decode_offset(parsed_offset)
     except (ValueError, TypeError):
         return None
 

@@ -1,12 +1,13 @@
 """The metrics of Spark's streaming queries: `export_metrics` (docs/decisions/067).
 
 Rules:
-    1. The lag is computed at each scrape, from the last progress of a query and the marks of its
-       logs: it grows while a micro-batch hangs.
-    2. A query that has failed keeps its position, so its lag grows; also if it starts again and
-       fails in its first micro-batch. A query that was stopped is forgotten. The end of a run may
-       be reported after the next run has begun.
-    3. A scrape waits `REQUEST_S_MAX` at most for the logs, and otherwise shows no lag.
+    1. Each scrape computes the lag from the last progress of a query and the current marks of its
+       logs. So the lag also grows while a micro-batch hangs.
+    2. A failed query keeps its position, so its lag grows, even if the query starts again and fails
+       in its first micro-batch. A stopped query is removed. Spark may report the end of a run after
+       the next run has begun.
+    3. A scrape waits at most `REQUEST_S_MAX` for the marks of the logs; without an answer, it shows
+       no lag.
     4. Several calls, also for the same session or cluster, export each value once.
 """
 
@@ -79,43 +80,43 @@ class _Queries:
         self._queries: dict[str, _Progress] = {}
 
     def begin(self, query: str, run: str, name: str) -> None:
-        """Begin with a run of a query; another one that has failed under its name is replaced."""
+        """Record the start of a run; it replaces a failed query with the same name."""
         with self._lock:
-            known = self._queries.setdefault(query, _Progress(name, run))
-            known.name, known.run, known.has_failed = name, run, False
-            for other, each in list(self._queries.items()):
+            progress = self._queries.setdefault(query, _Progress(name, run))
+            progress.name, progress.run, progress.has_failed = name, run, False
+            for other_query, each in list(self._queries.items()):
                 if each.name == name and each.has_failed:
-                    del self._queries[other]
+                    del self._queries[other_query]
 
     def note(self, query: str, now: _Progress) -> None:
-        """Note the position of a query, and the counts of its rows."""
+        """Record the position of a query, and the counts of its rows."""
         with self._lock:
-            known = self._queries.setdefault(query, now)
-            known.ends, known.counts = now.ends, now.counts
+            progress = self._queries.setdefault(query, now)
+            progress.ends, progress.counts = now.ends, now.counts
 
     def end(self, query: str, run: str, *, has_failed: bool) -> bool:
         """Forget a query, unless it has failed (rule 2); False if it runs again."""
         with self._lock:
-            known = self._queries.get(query)
-            if known is not None and known.run != run:
+            progress = self._queries.get(query)
+            if progress is not None and progress.run != run:
                 return False
             if not has_failed:
                 self._queries.pop(query, None)
-            elif known is not None:
-                known.has_failed = True
+            elif progress is not None:
+                progress.has_failed = True
             return True
 
     def counts(self) -> dict[str, WriteCounts]:
         """Return the counts of written rows, by the name of the query."""
-        found: dict[str, WriteCounts] = {}
+        counts_by_name: dict[str, WriteCounts] = {}
         with self._lock:
             for each in self._queries.values():
-                found[each.name] = found.get(each.name, NO_ROWS).plus(each.counts)
-        return found
+                counts_by_name[each.name] = counts_by_name.get(each.name, NO_ROWS).plus(each.counts)
+        return counts_by_name
 
     def positions(self, cluster: str, key: bytes) -> dict[_LagKey, int]:
         """Return the last transactions that queries have read of a cluster."""
-        found: dict[_LagKey, int] = {}
+        marks_by_key: dict[_LagKey, int] = {}
         with self._lock:
             for query in self._queries.values():
                 for source, end in enumerate(query.ends):
@@ -123,8 +124,8 @@ class _Queries:
                         continue
                     for partition, mark in end.marks.items():
                         position = _LagKey(cluster, query.name, source, partition)
-                        found[position] = min(mark, found.get(position, mark))
-        return found
+                        marks_by_key[position] = min(mark, marks_by_key.get(position, mark))
+        return marks_by_key
 
 
 _queries: Final = _Queries()
@@ -134,25 +135,25 @@ class _ProgressListener(StreamingQueryListener):
     """Passes the events of one session's queries on."""
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
-        """Begin with a query."""
+        """Record the start of a query."""
         open_counts(str(event.id))
         _queries.begin(str(event.id), str(event.runId), event.name or str(event.id))
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
-        """Note the position of a query."""
+        """Record the position of a query."""
         progress = event.progress
         query = str(progress.id)
         open_counts(query)  # it may have started before the export
         ends = [offset_of(each["endOffset"]) for each in progress["sources"]]
-        found = [each for each in ends if each is not None]
-        now = _Progress(progress.name or query, str(progress.runId), found, read_counts(query))
+        log_ends = [each for each in ends if each is not None]
+        now = _Progress(progress.name or query, str(progress.runId), log_ends, read_counts(query))
         _queries.note(query, now)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
         """Do nothing: the last position is still valid."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
-        """End with a query."""
+        """Record the end of a query."""
         query, has_failed = str(event.id), event.exception is not None
         if _queries.end(query, str(event.runId), has_failed=has_failed):
             remove_counts(query)
@@ -162,7 +163,7 @@ _connects: Final[dict[str, None]] = {}
 
 
 class _LagRequest:
-    """Requests the lags of all queries at a cluster, in a thread of its own (rule 3)."""
+    """Requests the lags of all queries at a cluster, in a separate thread (rule 3)."""
 
     def __init__(self, connect: str) -> None:
         self._connect = connect

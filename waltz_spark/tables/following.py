@@ -19,7 +19,7 @@ from waltz_core.tables.follower import (
     CONFLICTS_MAX,
     Follower,
     TableProgress,
-    check_others,
+    check_other_commits,
     errors_of_table,
 )
 from waltz_core.tables.row_changes import (
@@ -89,7 +89,7 @@ def follow(
     delete_headers: Sequence[int] = (),
     delete_where: str | None = None,
     changes: str | None = None,
-    **more: Any,  # noqa: ANN401 - the other arguments
+    **other_arguments: Any,  # noqa: ANN401 - the other arguments
 ) -> dict[int, int]: ...
 
 
@@ -99,7 +99,7 @@ def follow(
     connect: str,
     *,
     tables: Mapping[str, Table],
-    **more: Any,  # noqa: ANN401 - the other arguments
+    **other_arguments: Any,  # noqa: ANN401 - the other arguments
 ) -> dict[str, dict[int, int]]: ...
 
 
@@ -141,8 +141,8 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
         key: the key column or columns; none for Parquet.
         schema: the columns of the table: those of the payload, and those of the log by their names.
             The table has two more columns, `_partition` and `_transaction_id`. Without a schema,
-            columns are found in the payloads, which must be msgpack or JSON; this works for Delta
-            tables only.
+            columns are inferred from the payloads, which must be msgpack or JSON; this works for
+            Delta tables only.
         format: the format of a new table: delta (default), iceberg, or parquet. A Parquet table
             only gains rows, and each call for it needs `format`.
         headers: the headers of transactions that belong to the table; default: all transactions.
@@ -183,21 +183,21 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     """
     if interval_s <= 0:
         raise BadConfig(f"interval_s: expected more than 0, found {interval_s:g}")
-    one = Table(key, schema, headers, delete_headers, delete_where, changes, format)
-    given = _tables_by_name(table, one, tables)
+    single_table = Table(key, schema, headers, delete_headers, delete_where, changes, format)
+    tables_by_name = _tables_by_name(table, single_table, tables)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
         state_reader = LogStateReader(client_of(connect), interval_s=interval_s)
-        opened = [
+        opened_tables = [
             _open_checked_table(session, connect, name, each, options)
-            for name, each in given.items()
+            for name, each in tables_by_name.items()
         ]
         log: SparkFollowedLog | SharedSparkFollowedLog
         if tables is None:
-            log = _create_log_of_one_table(session, state_reader, opened[0])
+            log = _create_log_of_one_table(session, state_reader, opened_tables[0])
         else:
-            log = _create_log_of_several_tables(session, state_reader, opened)
-        marks = _start_marks(connect, start, opened[0].read_options)
+            log = _create_log_of_several_tables(session, state_reader, opened_tables)
+        marks = _start_marks(connect, start, opened_tables[0].read_options)
         loop = Follower(
             log,
             [
@@ -206,16 +206,18 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
                     each.name,
                     TableMarks(follower, cluster, marks, each.rules.stored_rules(each.headers)),
                 )
-                for each in opened
+                for each in opened_tables
             ],
             batch_transactions=batch_transactions,
             on_progress=on_progress,
         )
         try:
-            found = loop.run(_end_marks(state_reader, until))
+            final_marks = loop.run(_end_marks(state_reader, until))
         finally:
             log.release()
-    by_table = {each.name: dict(mark.marks) for each, mark in zip(opened, found, strict=True)}
+    by_table = {
+        each.name: dict(mark.marks) for each, mark in zip(opened_tables, final_marks, strict=True)
+    }
     return by_table if table is None else by_table[table]
 
 
@@ -231,17 +233,17 @@ class _CheckedTable(NamedTuple):
 
 
 def _tables_by_name(
-    table: str | None, one: Table, tables: Mapping[str, Table] | None
+    table: str | None, single_table: Table, tables: Mapping[str, Table] | None
 ) -> Mapping[str, Table]:
     """Return the tables of a call by name, from either of the two forms of arguments."""
     if tables is None:
-        if table is None or not (one.key or one.format == "parquet"):
-            found = "neither" if table is None else "table without key"
+        if table is None or not (single_table.key or single_table.format == "parquet"):
+            found_text = "neither" if table is None else "table without key"
             raise BadConfig(
-                f"follow: expected the arguments table and key, or tables; found {found}"
+                f"follow: expected the arguments table and key, or tables; found {found_text}"
             )
-        return {table: one}
-    if table is not None or one != Table():
+        return {table: single_table}
+    if table is not None or single_table != Table():
         raise BadConfig(
             "follow: expected either the argument tables, or table with "
             f"{', '.join(Table._fields)}; found both"
@@ -261,9 +263,10 @@ def _open_checked_table(
     """Check the arguments for a table, and open it."""
     with errors_of_table(name):
         headers = tuple(table.headers)
-        if headers and (unread := set(table.delete_headers) - set(headers)):
+        if headers and (unread_headers := set(table.delete_headers) - set(headers)):
             raise BadConfig(
-                f"delete_headers: header {min(unread)} is not one of the headers of the table, "
+                f"delete_headers: header {min(unread_headers)} is not one of the headers of the "
+                "table, "
                 f"{sorted(headers)}. Hint: add it to them."
             )
         declared_columns = None
@@ -281,24 +284,24 @@ def _open_checked_table(
 def _create_log_of_one_table(
     session: SparkSession, state_reader: LogStateReader, table: _CheckedTable
 ) -> SparkFollowedLog:
-    known: StructType | Callable[[], StructType] | None = table.declared_columns
-    if known is None:
+    known_columns: StructType | Callable[[], StructType] | None = table.declared_columns
+    if known_columns is None:
         assert isinstance(table.target, MergedDeltaTable), "other formats have a schema"
-        known = table.target.columns
-    return SparkFollowedLog(session, state_reader, known, table.rules, table.read_options)
+        known_columns = table.target.columns
+    return SparkFollowedLog(session, state_reader, known_columns, table.rules, table.read_options)
 
 
 def _create_log_of_several_tables(
     session: SparkSession, state_reader: LogStateReader, tables: Sequence[_CheckedTable]
 ) -> SharedSparkFollowedLog:
-    found = []
+    shared_tables = []
     for each in tables:
         if each.declared_columns is None:
             raise BadConfig(
                 f"table {each.name}: expected a schema, found none. Hint: with several tables, "
                 "declare the columns of each."
             )
-        found.append(
+        shared_tables.append(
             SharedTable(
                 each.name, each.declared_columns, each.rules, each.headers, each.read_options
             )
@@ -307,7 +310,7 @@ def _create_log_of_several_tables(
     if all(each.headers for each in tables):
         headers = {header for each in tables for header in each.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
-    return SharedSparkFollowedLog(session, state_reader, found, options)
+    return SharedSparkFollowedLog(session, state_reader, shared_tables, options)
 
 
 def upsert(  # noqa: PLR0913 - a caller gives four of them
@@ -354,8 +357,8 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
         Superseded: in each attempt, another commit came first.
     """
     _check_dataframe(df)
-    given = Table(key, None, (), delete_headers, delete_where, changes)
-    rules = _create_rules(given, df.schema)
+    table_arguments = Table(key, None, (), delete_headers, delete_where, changes)
+    rules = _create_rules(table_arguments, df.schema)
     columns = _columns_of_table(df, rules)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     name = TableMarks(follower, cluster, {}, rules.stored_rules(None))
@@ -408,15 +411,15 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
             "the table has rows, or marks of another follower, but no marks of follower "
             f"{name.follower!r}. Hint: use another table."
         )
-    check_others(state.others, name)
+    check_other_commits(state.other_commits, name)
     return marks_to_continue_from(state.metadata, state.version, name)
 
 
 def _create_rules(table: Table, rows: StructType | None) -> ChangeRules:
     """Return the rules of a table; `rows` has the columns of transactions, None if not declared."""
-    where = None if table.delete_where is None else parse_condition(table.delete_where)
+    condition = None if table.delete_where is None else parse_condition(table.delete_where)
     key = [table.key] if isinstance(table.key, str) else list(table.key)
-    rules = ChangeRules(key, tuple(table.delete_headers), where)
+    rules = ChangeRules(key, tuple(table.delete_headers), condition)
     if table.changes is None:
         return rules
     if rows is None:
@@ -445,29 +448,37 @@ def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
     check_rules(rules, arrow_schema(df.schema))
     if rules.function is not None:
         return table_columns(df.schema, rules)
-    own = {"partition", "transaction_id", *(["header"] if rules.delete_headers else [])}
+    position_columns = {
+        "partition",
+        "transaction_id",
+        *(["header"] if rules.delete_headers else []),
+    }
     return StructType(
-        [StructField(part.name, part.dataType) for part in df.schema if part.name not in own]
+        [
+            StructField(part.name, part.dataType)
+            for part in df.schema
+            if part.name not in position_columns
+        ]
     )
 
 
 def _read_options(
-    connect: str, columns: StructType | None, headers: Sequence[int], given: Mapping[str, object]
+    connect: str, columns: StructType | None, headers: Sequence[int], options: Mapping[str, object]
 ) -> dict[str, str]:
-    found = option_texts(given)
-    for name in found:
+    texts = option_texts(options)
+    for name in texts:
         if name not in _READ_OPTIONS:
             raise BadConfig(
                 f"follow: expected only the options {', '.join(_READ_OPTIONS)} for reads, "
                 f"found {name!r}"
             )
-    found.setdefault("dataFormat", "msgpack")
+    texts.setdefault("dataFormat", "msgpack")
     if headers:
-        found["headers"] = ",".join(map(str, headers))
-    found["connect"] = connect
-    if columns and all(name in parse_read(found).log_columns for name in columns.names):
-        return _without_options(found, *_PAYLOAD_OPTIONS)  # the table has only columns of the log
-    return found
+        texts["headers"] = ",".join(map(str, headers))
+    texts["connect"] = connect
+    if columns and all(name in parse_read(texts).log_columns for name in columns.names):
+        return _without_options(texts, *_PAYLOAD_OPTIONS)  # the table has only columns of the log
+    return texts
 
 
 def _without_options(options: Mapping[str, str], *names: str) -> dict[str, str]:
@@ -481,9 +492,9 @@ def _start_marks(
     if start is None or isinstance(start, Mapping):
         return {int(partition): int(mark) for partition, mark in (start or {}).items()}
     text = start.isoformat() if isinstance(start, datetime) else start
-    wanted = parse_read({**options, "startingTimestamp": text})
+    read_options = parse_read({**options, "startingTimestamp": text})
     client, sources = query_replica_sets(connect, range, linearizable=True)
-    return starts(client, wanted, sources)
+    return starts(client, read_options, sources)
 
 
 def _end_marks(state_reader: LogStateReader, until: object) -> Mapping[int, int] | None:

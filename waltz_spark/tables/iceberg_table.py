@@ -5,16 +5,17 @@ from the settings of the session, so the session belongs to the table.
 
 Rules:
     1. A batch is committed to its own branch, which begins at v, the snapshot that `marks` has
-       read. Then the branch `main` is moved to the new snapshot. Iceberg rejects this move if
-       `main` is no longer at v, which raises `Superseded`. So no other commit comes between. If
-       another program drops the branch, Iceberg commits to a new branch on top of `main`. So the
-       new snapshot must have v as its parent.
+       read. Then the branch `main` is moved to the new snapshot. If `main` is no longer at v,
+       Iceberg rejects this move, which raises `Superseded`. So no other commit can come between v
+       and the new snapshot. If another program drops the branch, Iceberg commits to a new branch on
+       top of `main`. So the follower also checks that the parent of the new snapshot is v.
     2. Every snapshot in the history of `main` contains its marks and the rows up to them. So a
        rollback to such a snapshot needs no repair: the follower continues from its marks.
-    3. Snapshots that only replace files (compaction) are not commits of other programs.
+    3. Snapshots that only replace files (compaction) do not count as commits of other programs.
     4. The position columns are `_log_partition` and `_transaction_id`, because `_partition` is one
        of Iceberg's metadata columns.
-    5. Columns that the table lacks are added before the batch that has their first values.
+    5. If a batch has values for columns that the table lacks, the follower adds these columns
+       before it writes the batch.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ from waltz_spark.tables.spark_errors import ICEBERG, translate_errors
 
 _MARKS_PROPERTY = "waltz.marks"
 _MARKS_SETTING = f"spark.sql.iceberg.snapshot-property.{_MARKS_PROPERTY}"
-_PLACE_COLUMNS = PositionColumns(partition="_log_partition")  # rule 4
+_POSITION_COLUMN_NAMES = PositionColumns(partition="_log_partition")  # rule 4
 # Iceberg can create a table that has a column with such a name, but cannot read it.
 _METADATA_COLUMNS = (
     "_change_ordinal",
@@ -87,7 +88,7 @@ class MergedIcebergTable:
     def __init__(
         self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
     ) -> None:
-        check_column_names(schema, key, {*_PLACE_COLUMNS, *_METADATA_COLUMNS})
+        check_column_names(schema, key, {*_POSITION_COLUMN_NAMES, *_METADATA_COLUMNS})
         if len(split_table_name(name)) < 3:
             raise BadConfig(
                 "expected the name of an Iceberg table with its catalog and namespace, such as "
@@ -101,7 +102,7 @@ class MergedIcebergTable:
                 )
         self._session, self._name, self._key = session, name, key
         self._columns = [StructField(part.name, part.dataType) for part in schema]
-        self._schema = StructType([*self._columns, *_PLACE_COLUMNS.fields()])
+        self._schema = StructType([*self._columns, *_POSITION_COLUMN_NAMES.fields()])
         self._branch = f"{_BRANCH_PREFIX}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
         self._base_snapshot: int | None = None  # the snapshot of `main` that `marks` has read
@@ -203,8 +204,10 @@ class MergedIcebergTable:
             return False
         if head is None or head.parent != begin:
             raise Superseded(f"table {self._name}: another program has dropped {self._branch}")
-        catalog, *rest = split_table_name(self._name)
-        table = ".".join(map(quote_identifier, rest)).replace("\\", "\\\\").replace("'", "\\'")
+        catalog, *name_parts = split_table_name(self._name)
+        table = (
+            ".".join(map(quote_identifier, name_parts)).replace("\\", "\\\\").replace("'", "\\'")
+        )
         self._session.sql(
             f"CALL {quote_identifier(catalog)}.system.fast_forward(table => '{table}', "
             f"branch => 'main', to => '{self._branch}')"
@@ -218,7 +221,7 @@ class MergedIcebergTable:
         changes.createOrReplaceGlobalTempView(view)
         try:
             actions = merge_actions(
-                [part.name for part in self._columns], self._key, _PLACE_COLUMNS
+                [part.name for part in self._columns], self._key, _POSITION_COLUMN_NAMES
             )
             self._session.sql(
                 f"MERGE INTO {branch} AS target USING global_temp.{view} AS source ON {actions}"
@@ -247,21 +250,21 @@ class MergedIcebergTable:
 
     def _branches(self) -> dict[str, int]:
         """Return the ID of the newest snapshot of each branch, by name."""
-        found = self._session.sql(
+        branches = self._session.sql(
             f"SELECT name, snapshot_id FROM {self._name}.refs WHERE type = 'BRANCH'"  # noqa: S608 - the user's SQL
         )
-        return dict(map(tuple, found.collect()))
+        return dict(map(tuple, branches.collect()))
 
     def _branch_heads(self) -> dict[str, _BranchHead]:
         """Return the newest snapshot of each branch and its parent, by name."""
-        found = self._session.sql(
+        heads = self._session.sql(
             "SELECT r.name, r.snapshot_id, s.parent_id "  # noqa: S608 - the user's SQL
             f"FROM {self._name}.refs r JOIN {self._name}.snapshots s "
             "ON r.snapshot_id = s.snapshot_id WHERE r.type = 'BRANCH'"
         )
         return {
             row["name"]: _BranchHead(row["snapshot_id"], row["parent_id"])
-            for row in found.collect()
+            for row in heads.collect()
         }
 
     def _drop_branches(self) -> None:
@@ -289,9 +292,9 @@ class MergedIcebergTable:
 
     def _missing_columns(self) -> list[StructField]:
         """Return the declared columns that the table lacks."""
-        found = self._session.table(self._name).schema
-        check_table_columns(self._name, found, self._schema)
-        return [part for part in self._schema if part.name not in found.names]
+        table_schema = self._session.table(self._name).schema
+        check_table_columns(self._name, table_schema, self._schema)
+        return [part for part in self._schema if part.name not in table_schema.names]
 
     def _add_columns(self) -> None:
         """Add the declared columns that the table lacks (rule 5)."""
@@ -317,23 +320,23 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
         follower: the name and the cluster of the follower.
     """
     by_id = {row["snapshot_id"]: row for row in snapshots}
-    others: list[OtherCommit] = []
+    other_commits: list[OtherCommit] = []
     rules: StoredRules | None = None
     at = newest
     while at in by_id:
         row = by_id[at]
-        found = decode_marks(row["marks"])
-        if found is not None and found.follower == follower.follower:
-            return TableState(row["marks"], found.version, others)
+        marks = decode_marks(row["marks"])
+        if marks is not None and marks.follower == follower.follower:
+            return TableState(row["marks"], marks.version, other_commits)
         if row["operation"] != _MAINTENANCE_OPERATION:
-            name = None if found is None else found.follower
-            rules = rules or (found and found.rules)
-            others.append(OtherCommit(row["snapshot_id"], row["operation"] or "", name))
+            name = None if marks is None else marks.follower
+            rules = rules or (marks and marks.rules)
+            other_commits.append(OtherCommit(row["snapshot_id"], row["operation"] or "", name))
         at = row["parent_id"]
     has_rows = newest in by_id and by_id[newest]["rows"] != "0"
     # An expired snapshot may have had marks.
-    is_used = at is not None or any(each.follower is not None for each in others)
-    return TableState(None, None, (), has_rows=has_rows or is_used, rules=rules)
+    has_follower = at is not None or any(each.follower is not None for each in other_commits)
+    return TableState(None, None, (), has_rows=has_rows or has_follower, rules=rules)
 
 
 def _type_in_sql(kind: DataType) -> str:

@@ -42,9 +42,9 @@ from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import (
-    ChangeFinder,
-    ColumnFindingRead,
+from waltz_spark.tables.column_inference import (
+    ColumnInference,
+    ColumnInferringRead,
     decrypted_rows,
     spark_schema,
 )
@@ -65,13 +65,14 @@ class SparkFollowedLog:
     Args:
         session: runs the tasks.
         state_reader: provides the high-water marks of the log.
-        schema: the declared columns of the table. To find the columns in payloads, pass a function
-            that returns the columns that the table has so far.
+        schema: the declared columns of the table. To infer the columns from payloads, pass a
+            function that returns the columns that the table has so far.
         rules: how transactions become changes.
         options: the options of the reads.
 
     Raises:
-        BadConfig: the rules do not fit the schema, or columns cannot be found in this data format.
+        BadConfig: the rules do not fit the schema, or columns cannot be inferred from this
+            data format.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class SparkFollowedLog:
     ) -> None:
         self._session, self._state_reader = session, state_reader
         self._options, self._rules = dict(options), rules
-        self._finder = ChangeFinder(session)
-        self._find_known_columns = schema if callable(schema) else None
+        self._inference = ColumnInference(session)
+        self._read_known_columns = schema if callable(schema) else None
         if callable(schema):
             self._data_format = self._options.pop("dataFormat")
             if self._data_format not in ("msgpack", "json"):
@@ -115,7 +116,7 @@ class SparkFollowedLog:
 
     def release(self) -> None:
         """Release the data of the last changes from Spark's cache."""
-        self._finder.release()
+        self._inference.release()
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
         """Return the last change of each key after `starts[0]` and up to `ends`, as one DataFrame.
@@ -123,7 +124,7 @@ class SparkFollowedLog:
         If columns are declared, the log is read at the next action; otherwise it is read at once.
 
         Raises:
-            BadFormat, BadConfig: columns cannot be found; see `ChangeFinder`.
+            BadFormat, BadConfig: columns cannot be inferred; see `ColumnInference`.
             DataLoss: transactions have expired.
             Unavailable: a partition does not answer.
         """
@@ -134,18 +135,20 @@ class SparkFollowedLog:
         }
         reader = WaltzDataSource(options).reader(self._read_schema)
         tasks = reader.partitions()
-        if self._find_known_columns is not None:
-            known = arrow_schema(self._find_known_columns())
-            found = self._finder.changes(
-                ColumnFindingRead(reader, tasks, self._rules, known, self._data_format)
+        if self._read_known_columns is not None:
+            known_columns = arrow_schema(self._read_known_columns())
+            task_changes = self._inference.changes(
+                ColumnInferringRead(reader, tasks, self._rules, known_columns, self._data_format)
             )
         else:
             numbers = self._session.range(0, len(tasks), 1, len(tasks))
             read = LastChangesRead(
                 reader, tasks, self._rules, self._row_schema, self._changes_schema.names
             )
-            found = numbers.mapInArrow(read, self._changes_schema)
-        return [found if len(tasks) == 1 else combine_task_changes(found, self._rules.key)]
+            task_changes = numbers.mapInArrow(read, self._changes_schema)
+        return [
+            task_changes if len(tasks) == 1 else combine_task_changes(task_changes, self._rules.key)
+        ]
 
 
 @dataclass
@@ -194,8 +197,8 @@ class DataFrameReduction:
         if self.rules.function is not None:  # Spark's timestamps are in the session's time zone
             parts = (pa.Table.from_batches([batch]).cast(self.schema) for batch in rows)
             rows = (batch for part in parts for batch in part.to_batches())
-        found = reduce_batches(rows, self.rules, self.schema, self.after)
-        yield from found.select(self.columns).to_batches()
+        last_changes = reduce_batches(rows, self.rules, self.schema, self.after)
+        yield from last_changes.select(self.columns).to_batches()
 
 
 def changes_of_dataframe(
@@ -209,9 +212,9 @@ def changes_of_dataframe(
         rules: how transactions become changes.
         after: the marks of the table; transactions up to them are dropped.
     """
-    found = changes_schema(schema)
-    reduction = DataFrameReduction(rules, arrow_schema(df.schema), found.names, dict(after))
-    return df.mapInArrow(reduction, found)
+    result_schema = changes_schema(schema)
+    reduction = DataFrameReduction(rules, arrow_schema(df.schema), result_schema.names, dict(after))
+    return df.mapInArrow(reduction, result_schema)
 
 
 def transaction_columns(schema: StructType, rules: ChangeRules) -> StructType:
@@ -238,8 +241,8 @@ def with_error_column(rows: StructType, options: Mapping[str, str]) -> StructTyp
 
 def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
     """Return the declared columns of transactions and the columns of the log."""
-    used = [*_POSITION_FIELDS, *([_HEADER_FIELD] if header else [])]
-    return StructType([*schema, *(each for each in used if each.name not in schema.names)])
+    log_fields = [*_POSITION_FIELDS, *([_HEADER_FIELD] if header else [])]
+    return StructType([*schema, *(each for each in log_fields if each.name not in schema.names)])
 
 
 def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
@@ -251,14 +254,14 @@ def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
     if rules.function is None:
         return schema
     columns = rules.function.columns
-    found = spark_schema(columns)
-    for part, other in zip(columns, arrow_schema(found), strict=True):
-        if part.type != other.type:
+    columns_of_spark = spark_schema(columns)
+    for part, spark_part in zip(columns, arrow_schema(columns_of_spark), strict=True):
+        if part.type != spark_part.type:
             raise BadConfig(
                 f"result of the changes function {rules.function.name}: column {part.name!r}: "
-                f"expected a type of Spark, such as {other.type}, found {part.type}"
+                f"expected a type of Spark, such as {spark_part.type}, found {part.type}"
             )
-    return found
+    return columns_of_spark
 
 
 def changes_schema(schema: StructType) -> StructType:
@@ -278,28 +281,30 @@ def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
         return parts
     names = parts.columns
     # Rename all columns: the columns of the user may have any name.
-    numbered = {name: f"c{number}" for number, name in enumerate(names)}
-    keys, partition = [numbered[name] for name in key], numbered["partition"]
-    rest = [numbered[name] for name in names if name not in key]
-    latest = F.max_by(F.struct(*rest), F.col(numbered["transaction_id"]))
+    short_names = {name: f"c{number}" for number, name in enumerate(names)}
+    keys, partition = [short_names[name] for name in key], short_names["partition"]
+    other_columns = [short_names[name] for name in names if name not in key]
+    latest = F.max_by(F.struct(*other_columns), F.col(short_names["transaction_id"]))
     groups = (
-        parts.toDF(*numbered.values())
+        parts.toDF(*short_names.values())
         .groupBy(*keys)
         .agg(latest.alias("last"), F.min(partition).alias("low"), F.max(partition).alias("high"))
     )
-    shown = [part for name in keys for part in (F.lit(", "), F.col(name).cast("string"))][1:]
+    key_texts = [part for name in keys for part in (F.lit(", "), F.col(name).cast("string"))][1:]
     positions = (F.lit("partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
-    middle = F.lit(") has changes in two partitions, ")
+    message_text = F.lit(") has changes in two partitions, ")
     error = F.raise_error(
-        F.concat(F.lit(f"{TWO_PARTITIONS_PREFIX}("), *shown, middle, *positions, F.lit("."))
+        F.concat(
+            F.lit(f"{TWO_PARTITIONS_PREFIX}("), *key_texts, message_text, *positions, F.lit(".")
+        )
     )
 
     def column(name: str) -> Column:
-        number = numbered[name]
-        found = F.col(number) if name in key else F.col(f"last.{number}")
+        number = short_names[name]
+        value = F.col(number) if name in key else F.col(f"last.{number}")
         if name == DELETED:
-            found = F.when(F.col("low") == F.col("high"), found).otherwise(error.cast("boolean"))
-        return found.alias(name)
+            value = F.when(F.col("low") == F.col("high"), value).otherwise(error.cast("boolean"))
+        return value.alias(name)
 
     return groups.select(*map(column, names))
 

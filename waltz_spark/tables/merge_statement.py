@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig
-from waltz_core.tables.found_columns import LOG_COLUMNS
+from waltz_core.tables.inferred_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS_PREFIX
 
@@ -64,7 +64,7 @@ def merge_actions(
 
 def _delete_condition(is_deleted: str, key: Sequence[str], position: PositionColumns) -> str:
     """Return condition `is_deleted`, which fails for a row of another partition (rule 2)."""
-    shown = ", ', ', ".join(f"CAST(source.{quote_identifier(name)} AS STRING)" for name in key)
+    key_texts = ", ', ', ".join(f"CAST(source.{quote_identifier(name)} AS STRING)" for name in key)
     positions = ", ' and ', ".join(
         f"'partition ', {partition}, ', transaction ', {transaction}"
         for partition, transaction in (
@@ -74,7 +74,8 @@ def _delete_condition(is_deleted: str, key: Sequence[str], position: PositionCol
     )
     return (
         f"CASE WHEN target.{position.partition} <> source.partition THEN CAST(raise_error(concat("
-        f"'{TWO_PARTITIONS_PREFIX}(', {shown}, ') has changes in two partitions, ', {positions}, "
+        f"'{TWO_PARTITIONS_PREFIX}(', {key_texts}, ') has changes in two partitions, ', "
+        f"{positions}, "
         f"'.')) AS BOOLEAN) ELSE {is_deleted} END"
     )
 
@@ -110,26 +111,30 @@ def check_column_names(
     # A column of the log may be declared; in the `MERGE` it is not the same as the position
     # columns.
     log = [name for name in LOG_COLUMNS if name not in schema.names]
-    taken = {*reserved, *log, DELETED}
-    seen = {name: name for name in taken}
+    reserved_names = {*reserved, *log, DELETED}
+    names_by_lower = {name: name for name in reserved_names}
     for name in schema.names:
-        if name.lower() in seen:
+        if name.lower() in names_by_lower:
             raise BadConfig(
                 f"column {name!r}: expected a name that differs from all others in more than "
-                f"upper and lower case, found {seen[name.lower()]!r}, too. Reserved names are "
-                f"{', '.join(sorted(taken))}. Hint: rename the column in the declared schema."
+                f"upper and lower case, found {names_by_lower[name.lower()]!r}, too. Reserved "
+                "names are "
+                f"{', '.join(sorted(reserved_names))}. Hint: rename the column in the declared "
+                "schema."
             )
-        seen[name.lower()] = name
+        names_by_lower[name.lower()] = name
 
 
-def check_table_columns(table: str, found: StructType, declared: Iterable[StructField]) -> None:
+def check_table_columns(
+    table: str, table_schema: StructType, declared_columns: Iterable[StructField]
+) -> None:
     """Check that all columns of a table are declared with their types.
 
     Raises:
         BadConfig: the error names the table and the column.
     """
-    types = {part.name: part.dataType.simpleString() for part in declared}
-    for part in found:
+    types = {part.name: part.dataType.simpleString() for part in declared_columns}
+    for part in table_schema:
         if part.name not in types:
             raise BadConfig(
                 f"table {table}: column {part.name!r} of the table is not declared. Hint: declare "

@@ -5,20 +5,21 @@ reads both from the settings of the session, so the session belongs to the table
 
 Rules:
     1. The `txn` version of a commit is the number of transactions in the table before it, plus one.
-       So of all commits that were prepared on the same marks, Delta accepts only the first. Delta
-       skips a `MERGE` whose version the table has or had. It rejects a `MERGE` if a commit with the
-       same identifier came between its start and its end. Both raise `Superseded`.
-    2. Delta does not compare commits of other programs. Between the two newest commits of the
-       follower, there may be a `RESTORE`, or a commit of a follower with another name. It is
-       detected when the table is read again (`delta_commits.py`).
+       So of all commits that were prepared on the same marks, Delta accepts only the first. If the
+       table already has the version of a `MERGE`, or a higher one, Delta skips the `MERGE`. If a
+       commit with the same identifier came between the start and the end of a `MERGE`, Delta
+       rejects the `MERGE`. Both raise `Superseded`.
+    2. Delta does not check for commits of other programs. So a `RESTORE`, or a commit of a follower
+       with another name, may be between the two newest commits of the follower. The follower
+       detects it when it reads the table again (`delta_commits.py`).
     3. A table has the declared columns, and the position of the last change of the row:
        `_partition` and `_transaction_id`.
     4. Auto compaction is off. Otherwise Delta would run an `OPTIMIZE` in the session after the
        `MERGE`, and commit it with the metadata of the follower.
-    5. Delta stores values of partition columns as texts, in names of directories. It reads an empty
-       text as null, and also the name that represents null. Both texts are rejected: each change
-       would insert the row with such a key again. The time zone is UTC: in another zone, two
-       timestamps have the same text when daylight saving time ends.
+    5. Delta stores values of partition columns as texts, in names of directories. It reads two
+       texts as null: the empty text, and the name that represents null. The follower rejects both,
+       because each change would insert the row with such a key again. The time zone is UTC, because
+       in other zones two timestamps have the same text when daylight saving time ends.
 """
 
 import contextlib
@@ -144,7 +145,7 @@ class MergedDeltaTable:
                 or has another type than the declared one.
         """
         with self.translate_errors():
-            commits, found = self._newest_commits(follower)
+            commits, stored_state = self._newest_commits(follower)
             if not commits:
                 if self._start is None:
                     return None
@@ -154,7 +155,7 @@ class MergedDeltaTable:
             self._start = None
             self._stored_columns = self._read_table().schema
             self._check_columns()
-            state = found or self._state_without_marks(commits, follower)
+            state = stored_state or self._state_without_marks(commits, follower)
             self._next_version = 0 if state.version is None else state.version + 1
             return state
 
@@ -187,10 +188,10 @@ class MergedDeltaTable:
         return True
 
     def _columns_of_changes(self, changes: DataFrame | None) -> StructType:
-        """Return the table columns of changes; Delta may not support the name of a found column."""
-        own = {*POSITION_COLUMNS._asdict(), DELETED}
+        """Return the table columns of changes; Delta may not support the name of a column."""
+        reserved = {*POSITION_COLUMNS._asdict(), DELETED}
         schema = _nullable_columns(
-            [] if changes is None else [x for x in changes.schema if x.name not in own]
+            [] if changes is None else [x for x in changes.schema if x.name not in reserved]
         )
         if schema and not self._has_declared_schema:
             check_schema(arrow_schema(schema))
@@ -230,8 +231,8 @@ class MergedDeltaTable:
                     map(F.col, ("partition", "transaction_id")),
                 )
                 start = F.format_string(f"{NULL_TEXT_PREFIX}%d, transaction %d", *position)
-                rest = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
-                error = F.raise_error(F.concat(start, *rest)).cast("string")
+                message_parts = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
+                error = F.raise_error(F.concat(start, *message_parts)).cast("string")
                 checked[part.name] = F.when(text.isin(*_NULL_TEXTS), error).otherwise(text)
         return changes.withColumns(checked) if checked else changes
 
@@ -273,21 +274,21 @@ class MergedDeltaTable:
         while True:
             commits = list(map(_commit_of_row, self._read_history(limit)))
             is_complete = len(commits) < limit
-            if found := find_newest_commit(follower, commits, is_complete=is_complete):
-                metadata, others = found
+            if newest := find_newest_commit(follower, commits, is_complete=is_complete):
+                metadata, other_commits = newest
                 marks = decode_marks(metadata)
                 assert marks is not None, "it is of the follower"
                 # The `txn` of the follower has this version or a lower one.
-                return commits, TableState(metadata, marks.version, others)
+                return commits, TableState(metadata, marks.version, other_commits)
             if is_complete:
                 return commits, None
             limit *= 100
 
     def _read_history(self, limit: int) -> list[Row]:
         try:
-            found = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
+            history = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
             mode = F.coalesce(F.col("operationParameters")["mode"], F.lit("")).alias("mode")
-            return found.select("version", "operation", mode, "userMetadata").collect()
+            return history.select("version", "operation", mode, "userMetadata").collect()
         except PySparkException as error:
             if _NO_TABLE_ERRORS.search(str(error)):
                 return []
@@ -301,9 +302,11 @@ class MergedDeltaTable:
     def _state_without_marks(
         self, commits: Sequence[DeltaCommit], follower: TableMarks
     ) -> TableState:
-        found = [marks for each in commits if (marks := decode_marks(each.metadata)) is not None]
-        has_rows = bool(found) or bool(self._read_table().limit(1).collect())
-        rules = found[0].rules if found else None
+        other_marks = [
+            marks for each in commits if (marks := decode_marks(each.metadata)) is not None
+        ]
+        has_rows = bool(other_marks) or bool(self._read_table().limit(1).collect())
+        rules = other_marks[0].rules if other_marks else None
         return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
 
     def _stored_version(self, application: str) -> int | None:
@@ -311,12 +314,12 @@ class MergedDeltaTable:
         location = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]["location"]
         escaped = re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", location)
         reader = self._session.read.schema("txn struct<appId: string, version: bigint>")
-        found = []
+        version_rows = []
         for ending in ("json", "parquet"):
             parts = reader.format(ending).option("pathGlobFilter", f"*.{ending}")
             versions = parts.load(f"{escaped}/_delta_log").where(F.col("txn.appId") == application)
-            found += versions.agg(F.max("txn.version")).collect()
-        return max((row[0] for row in found if row[0] is not None), default=None)
+            version_rows += versions.agg(F.max("txn.version")).collect()
+        return max((row[0] for row in version_rows if row[0] is not None), default=None)
 
     def _check_columns(self) -> None:
         if self._has_checked_columns or not self._has_declared_schema:

@@ -1,7 +1,7 @@
 """A table of Parquet files that a follower in Spark writes: tasks write files, the driver marks.
 
 The layout and its rules are those of the core (`waltz_core/tables/parquet_table.py`). So a follower
-with Spark continues a table of one without Spark, and the other way round. Tasks write with
+with Spark continues a table of a follower without Spark, and vice versa. Tasks write with
 pyarrow: tasks and driver access the store of the table like `waltz-core follow`.
 """
 

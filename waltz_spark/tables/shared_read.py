@@ -34,7 +34,7 @@ from waltz_spark.options import ReadOptions, parse_read
 from waltz_spark.planning import TransactionRange
 from waltz_spark.shared_clients import client_at
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import decrypted_rows
+from waltz_spark.tables.column_inference import decrypted_rows
 from waltz_spark.tables.log_changes import (
     changes_schema,
     combine_task_changes,
@@ -147,10 +147,10 @@ class SharedSparkFollowedLog:
             Unavailable: a partition does not answer.
         """
         self.release()
-        lowest = {each: min(marks[each] for marks in starts) for each in ends}
+        lowest_starts = {each: min(marks[each] for marks in starts) for each in ends}
         options = {
             **self._options,
-            "startingHighWaterMarks": marks_as_json(lowest),
+            "startingHighWaterMarks": marks_as_json(lowest_starts),
             "endingHighWaterMarks": marks_as_json(ends),
         }
         reader = WaltzDataSource(options).reader(_LOG_SCHEMA)
@@ -158,13 +158,13 @@ class SharedSparkFollowedLog:
         numbers = self._session.range(0, len(tasks), 1, len(tasks))
         read = SharedRead(tasks, parse_read(options), self._tables, [dict(each) for each in starts])
         self._parts = numbers.mapInArrow(read, read.schema()).persist()
-        found = []
+        changes_by_table = []
         for at, table in enumerate(self._tables):
             changes = self._parts.where(f"t{at} IS NOT NULL").select(f"t{at}.*")
-            found.append(
+            changes_by_table.append(
                 combine_task_changes(changes, table.rules.key) if len(tasks) > 1 else changes
             )
-        return found
+        return changes_by_table
 
 
 @dataclass
@@ -203,7 +203,7 @@ class SharedRead:
             (*_SELECTION_COLUMNS, *(name for each in converters for name in each.columns))
         )
         kinds = [arrow_schema(each.row_schema()) for each in self.tables]
-        found = [
+        changes_by_table = [
             empty_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)
         ]
         source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
@@ -218,8 +218,8 @@ class SharedRead:
                     ]
                     readable = decrypted_rows(rows, kinds[at].names)
                     decoded = pa.Table.from_batches(readable, schema=kinds[at])
-                    found[at] = add_changes(found[at], decoded, table.rules)
-        return found
+                    changes_by_table[at] = add_changes(changes_by_table[at], decoded, table.rules)
+        return changes_by_table
 
 
 def _as_structs(changes: ArrowTable, at: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

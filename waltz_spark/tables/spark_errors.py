@@ -88,10 +88,10 @@ def translate_errors(
     try:
         yield
     except SPARK_ERRORS as failure:
-        found = error_of(failure) or _convert_message(str(failure), subject, session, library)
-        if found is None:
+        waltz_error = error_of(failure) or _convert_message(str(failure), subject, session, library)
+        if waltz_error is None:
             raise
-        raise found from failure
+        raise waltz_error from failure
 
 
 def _convert_message(
@@ -99,8 +99,8 @@ def _convert_message(
 ) -> WaltzError | None:
     if _CONSTRAINT_ERRORS.search(text):
         return None  # rule 3
-    if of_row := _error_of_row(text, subject):
-        return of_row
+    if row_error := _error_of_row(text, subject):
+        return row_error
     if conflict := _CONFLICT_ERRORS.search(text) or _TABLE_EXISTS_ERRORS.search(text):
         return Superseded(f"{subject}: another commit came first ({conflict[0]})")
     if library is not None and (missing := _NO_LIBRARY_ERRORS.search(text)):

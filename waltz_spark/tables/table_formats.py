@@ -20,7 +20,7 @@ MergedTable: TypeAlias = MergedDeltaTable | MergedIcebergTable
 def open_table(
     session: SparkSession,
     name: str,
-    given: TableFormat | None,
+    given_format: TableFormat | None,
     schema: StructType | None,
     rules: ChangeRules,
 ) -> MergedTable | SparkParquetTable:
@@ -29,37 +29,40 @@ def open_table(
     Args:
         session: a session for this table only.
         name: the name of the table, or its path or URL, which contains a slash.
-        given: the format of a new table; None: Delta. For an existing table with a name, its own
-            format counts.
-        schema: the declared columns; None: columns are found in the payloads (Delta only).
+        given_format: the format of a new table; None: Delta. For an existing table with a name,
+            its own format counts.
+        schema: the declared columns; None: columns are inferred from the payloads (Delta only).
         rules: how transactions become changes.
 
     Raises:
         BadConfig: the format is unknown or not the format of the table, or an argument does not fit
             the format.
     """
-    if given not in (None, *get_args(TableFormat)):
+    if given_format not in (None, *get_args(TableFormat)):
         raise BadConfig(
-            f"format: expected one of {', '.join(get_args(TableFormat))}, found {given!r}"
+            f"format: expected one of {', '.join(get_args(TableFormat))}, found {given_format!r}"
         )
     is_path = "/" in name
-    if is_path != (given == "parquet") and given in ("iceberg", "parquet"):
-        expected = "a path or a URL" if given == "parquet" else "a name"
-        raise BadConfig(f"expected {expected} of a table with format {given}, found {name!r}")
-    found = None if is_path else _stored_format(session, name)
-    if None not in (found, given) and found != given:
-        raise BadConfig(f"table {name}: expected format {given}, found {found}")
-    chosen = found or given or "delta"
-    if chosen != "parquet" and not rules.key:
-        raise BadConfig(f"key: expected one or more columns for format {chosen}, found none")
-    if chosen == "delta":
+    if is_path != (given_format == "parquet") and given_format in ("iceberg", "parquet"):
+        expected = "a path or a URL" if given_format == "parquet" else "a name"
+        raise BadConfig(
+            f"expected {expected} of a table with format {given_format}, found {name!r}"
+        )
+    stored_format = None if is_path else _stored_format(session, name)
+    if None not in (stored_format, given_format) and stored_format != given_format:
+        raise BadConfig(f"table {name}: expected format {given_format}, found {stored_format}")
+    table_format = stored_format or given_format or "delta"
+    if table_format != "parquet" and not rules.key:
+        raise BadConfig(f"key: expected one or more columns for format {table_format}, found none")
+    if table_format == "delta":
         return MergedDeltaTable(session, name, schema, rules.key)
     if schema is None:
         raise BadConfig(
-            f"expected a schema for a table with format {chosen}, found none. Hint: declare the "
-            "columns; they are found for Delta tables only."
+            f"expected a schema for a table with format {table_format}, found none. Hint: declare "
+            "the "
+            "columns; they are inferred for Delta tables only."
         )
-    if chosen == "parquet":
+    if table_format == "parquet":
         return SparkParquetTable(name, schema, rules)
     return MergedIcebergTable(session, name, schema, rules.key)
 
@@ -67,15 +70,15 @@ def open_table(
 def open_merged_table(
     session: SparkSession,
     name: str,
-    given: TableFormat | None,
+    given_format: TableFormat | None,
     schema: StructType,
     rules: ChangeRules,
 ) -> MergedTable:
     """Open a table that has a row for each key; errors as for `open_table`."""
-    found = open_table(session, name, given, schema, rules)
-    if isinstance(found, SparkParquetTable):
+    table = open_table(session, name, given_format, schema, rules)
+    if isinstance(table, SparkParquetTable):
         raise BadConfig("upsert: expected a table with format delta or iceberg, found parquet")
-    return found
+    return table
 
 
 def _stored_format(session: SparkSession, name: str) -> str | None:
@@ -84,5 +87,5 @@ def _stored_format(session: SparkSession, name: str) -> str | None:
         rows = session.sql(f"DESCRIBE TABLE EXTENDED {name}").collect()
     except PySparkException:
         return None  # opening the table reports the error
-    found = [row["data_type"] for row in rows if row["col_name"] == "Provider"]
-    return found[0].lower() if found else None
+    providers = [row["data_type"] for row in rows if row["col_name"] == "Provider"]
+    return providers[0].lower() if providers else None

@@ -31,8 +31,8 @@ def table_session(spark: SparkSession) -> Iterator[SparkSession]:
 
 
 def _copy_settings(spark: SparkSession, session: SparkSession) -> None:
-    found = session.conf.getAll
+    current = session.conf.getAll
     for name, value in spark.conf.getAll.items():
-        if found.get(name) != value:
+        if current.get(name) != value:
             with contextlib.suppress(PySparkException):  # a static setting: it has the same value
                 session.conf.set(name, value)

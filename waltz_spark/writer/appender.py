@@ -7,11 +7,11 @@ Rules:
     2. A lost row (the session broke, the partition moved) is known not to be in the log, so it is
        sent again. All later rows of its partition wait for it, so that rule 1 holds. A row that a
        lock rejected is never sent again, because its payload is stale.
-    3. At most `maxInFlight` batches wait for an answer. While this number of batches wait, the
-       input is not read. Nor is it read while the same amount of rejected rows wait for their
-       recomputation.
-    4. With a `recompute` function, rejected rows wait for a delay, and are sent as the function
-       returns them, after later rows of the input. Other rows do not wait for them.
+    3. At most `maxInFlight` batches wait for an answer. The input is not read while this number of
+       batches wait. It is also not read while as many rejected rows as fit into these batches wait
+       for their recomputation.
+    4. With a `recompute` function, rejected rows wait for a delay. The rows that the function
+       returns are sent after later rows of the input. Other rows do not wait for them.
 """
 
 import time
@@ -207,10 +207,10 @@ class Appender:
         bounds = [*starts.tolist(), len(order)]
         for number, partition in enumerate(partitions.tolist()):
             rows = pa.array(order[bounds[number] : bounds[number + 1]])
-            whole = len(partitions) == 1
-            append = converted.append if whole else converted.append.take(rows)
+            is_one_partition = len(partitions) == 1
+            append = converted.append if is_one_partition else converted.append.take(rows)
             identity, source = (
-                batch if batch is None or whole else batch.take(rows)
+                batch if batch is None or is_one_partition else batch.take(rows)
                 for batch in (converted.identity, converted.source)
             )
             lane = self._rows_by_partition.setdefault(partition, _PartitionRows())
@@ -272,27 +272,27 @@ class Appender:
 
     def _next_chunk(self, lane: _PartitionRows) -> _Chunk:
         """Remove up to `batchSize` rows and 4 MiB from the start of a lane, as one chunk."""
-        taken: list[_Chunk] = []
+        parts: list[_Chunk] = []
         rows = size = 0
         while lane.waiting and rows < self._batch_rows:
             chunk = lane.waiting[0]
-            fit = _rows_that_fit(
+            row_count = _rows_that_fit(
                 chunk.append, self._batch_rows - rows, BATCH_BYTES_MAX - size, self._added_bytes
             )
-            if fit == 0 and taken:
+            if row_count == 0 and parts:
                 break
-            fit = max(fit, 1)
-            head = _slice_chunk(chunk, 0, fit)
-            taken.append(head)
-            rows += fit
-            size += head.append.nbytes + fit * self._added_bytes
-            if fit == chunk.append.num_rows:
+            row_count = max(row_count, 1)
+            head = _slice_chunk(chunk, 0, row_count)
+            parts.append(head)
+            rows += row_count
+            size += head.append.nbytes + row_count * self._added_bytes
+            if row_count == chunk.append.num_rows:
                 lane.waiting.pop(0)
             else:
-                lane.waiting[0] = _slice_chunk(chunk, fit, chunk.append.num_rows - fit)
+                lane.waiting[0] = _slice_chunk(chunk, row_count, chunk.append.num_rows - row_count)
         lane.waiting_row_count -= rows
         lane.waiting_bytes = max(0, lane.waiting_bytes - size) if lane.waiting else 0
-        return _join_chunks(taken)
+        return _join_chunks(parts)
 
     def _send_chunk(self, lane: _PartitionRows, chunk: _Chunk) -> None:
         append = chunk.append
@@ -330,32 +330,32 @@ class Appender:
                 mark = pc.max(chunk.append.column(MARK_COLUMN)).as_py()
                 text_of_outcome = text.format(end=outcome.high_water_mark, mark=mark)
                 raise kind(f"partition {chunk.partition}: {text_of_outcome}")
-        lost = np.isin(reasons, [int(reason) for reason in _RETRIED_OUTCOMES])
-        if lost.any():
+        is_lost = np.isin(reasons, [int(reason) for reason in _RETRIED_OUTCOMES])
+        if is_lost.any():
             lane.order.processed_count += 1
-            lane.chunks_to_resend.append(chunk.take(np.flatnonzero(lost)))
-            lane.last_reason = RowOutcomeCode(int(reasons[lost][0]))
+            lane.chunks_to_resend.append(chunk.take(np.flatnonzero(is_lost)))
+            lane.last_reason = RowOutcomeCode(int(reasons[is_lost][0]))
             lane.last_detail = f": {outcome.detail}" if outcome.detail else ""
         elif not lane.chunks_to_resend:
             lane.failing_since_s, lane.failure_count = None, 0
-        kept = np.flatnonzero(~lost)
+        kept_indexes = np.flatnonzero(~is_lost)
         if self._recomputer is not None and chunk.retries < self._recomputer.retries_max:
-            rejected = np.flatnonzero(~lost & (reasons != RowOutcomeCode.COMMITTED))
-            kept = np.flatnonzero(reasons == RowOutcomeCode.COMMITTED)
+            rejected = np.flatnonzero(~is_lost & (reasons != RowOutcomeCode.COMMITTED))
+            kept_indexes = np.flatnonzero(reasons == RowOutcomeCode.COMMITTED)
             if len(rejected):
                 due = time.monotonic() + self._recomputer.pause_s(chunk.retries)
-                won, mark = outcome.conflicting[rejected], outcome.high_water_mark
-                lane.rejected.append(_WaitingRows(due, chunk.take(rejected), won, mark))
-        if len(kept):
+                winners, mark = outcome.conflicting[rejected], outcome.high_water_mark
+                lane.rejected.append(_WaitingRows(due, chunk.take(rejected), winners, mark))
+        if len(kept_indexes):
             identity = chunk.identity
-            if identity is not None and len(kept) < len(reasons):
-                identity = identity.take(pa.array(kept))
+            if identity is not None and len(kept_indexes) < len(reasons):
+                identity = identity.take(pa.array(kept_indexes))
             yield FinalRows(
                 chunk.partition,
                 identity,
-                outcome.transaction_ids[kept],
-                reasons[kept],
-                outcome.conflicting[kept],
+                outcome.transaction_ids[kept_indexes],
+                reasons[kept_indexes],
+                outcome.conflicting[kept_indexes],
                 outcome.high_water_mark,
                 chunk.attempt,
                 chunk.retries,
@@ -375,7 +375,7 @@ class Appender:
             recomputed = self._recomputer.recompute(
                 RejectedRows(chunk.partition, chunk.source, marks, waiting.conflicting)
             )
-            made = _Chunk(
+            recomputed_chunk = _Chunk(
                 chunk.partition,
                 recomputed.converted.append,
                 recomputed.converted.identity,
@@ -383,15 +383,19 @@ class Appender:
                 chunk.attempt,
                 chunk.retries + 1,
             )
-            lane.recomputed.extend(_split_chunk(made, self._batch_rows, self._added_bytes))
-            omitted = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
-            if len(omitted):
-                yield _omitted_rows(waiting, omitted)
+            lane.recomputed.extend(
+                _split_chunk(recomputed_chunk, self._batch_rows, self._added_bytes)
+            )
+            omitted_rows = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
+            if len(omitted_rows):
+                yield _omitted_rows(waiting, omitted_rows)
 
     def _sleep_until_recompute(self) -> None:
-        due = [each.due for lane in self._rows_by_partition.values() for each in lane.rejected]
-        if due:
-            time.sleep(max(0.0, min(due) - time.monotonic()))
+        due_times = [
+            each.due for lane in self._rows_by_partition.values() for each in lane.rejected
+        ]
+        if due_times:
+            time.sleep(max(0.0, min(due_times) - time.monotonic()))
 
     def _pause_before_resend(self, lane: _PartitionRows) -> None:
         """Sleep, longer after each failure of this lane; raise after `RETRY_SECONDS_MAX`."""
@@ -424,8 +428,8 @@ def _split_chunk(chunk: _Chunk, rows_max: int, added_bytes: int) -> Iterator[_Ch
     """Split recomputed rows into chunks of the size of an append."""
     start = 0
     while start < chunk.append.num_rows:
-        rest = chunk.append.slice(start)
-        count = max(1, _rows_that_fit(rest, rows_max, BATCH_BYTES_MAX, added_bytes))
+        remaining = chunk.append.slice(start)
+        count = max(1, _rows_that_fit(remaining, rows_max, BATCH_BYTES_MAX, added_bytes))
         yield _slice_chunk(chunk, start, count)
         start += count
 

@@ -5,14 +5,14 @@ contains plain values only, and nothing may depend on shared state, `abort` or `
 
 Rules (docs/spark.md, "Exactly once"):
     1. A write begins on the driver. So its starting marks are those of its first run, and a task
-       that finds no marks detects that the write is over. A write without `writeId` gets a new name
-       each time: only its tasks can run again.
+       that finds no marks detects that the write has ended. A write without `writeId` gets a new
+       name each time, so only its tasks can run again.
     2. `commit` first keeps the results, and then marks the write as done. So if a write is done,
        its results exist. A write without `writeId` is removed instead. The removal may fail: a job
        whose rows are all in the log must not fail because ZooKeeper does not answer. If the write
        was already done, its rows must be the same (`rows_hash.py`). If it was not done, the log
        must have no rows from tasks that only an earlier run had.
-    3. `abort` undoes and removes nothing: tasks may still run, and the write may run again.
+    3. `abort` removes nothing, because tasks may still run, and the write may run again.
 """
 
 import asyncio
@@ -94,8 +94,8 @@ def create_write_job(options: WriteOptions, schema: StructType, write: str | Non
                 "recomputed rows in the log, and fails",
             )
     if options.registry is not None:
-        packed = [part for part in arrow_schema(schema) if part.name not in WRITE_COLUMNS]
-        options = resolve_write_schema(options, packed)
+        payload_fields = [part for part in arrow_schema(schema) if part.name not in WRITE_COLUMNS]
+        options = resolve_write_schema(options, payload_fields)
     return with_client(options.connect, lambda client: _create_job(client, options, write))
 
 
@@ -110,8 +110,8 @@ def _create_job(client: WaltzClient, options: WriteOptions, write: str | None) -
     check_client_marks(options.marks, client.partition_count)
     # The marks are resolved once for the whole job: a row without its own mark counts as computed
     # from the log as of the start of the job.
-    found = client.high_water_marks(options.partitions)
-    marks = {int(partition): int(mark) for partition, mark in found.items()}
+    client_marks = client.high_water_marks(options.partitions)
+    marks = {int(partition): int(mark) for partition, mark in client_marks.items()}
     return WriteJob(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)
 
 
@@ -128,8 +128,8 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     """
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
-        named = options.write_name
-        write = named if named is not None else f"run-{secrets.token_hex(12)}"
+        write_name = options.write_name
+        write = write_name if write_name is not None else f"run-{secrets.token_hex(12)}"
         job = create_write_job(options, schema, write if options.is_exactly_once else None)
         self._job = job
         if options.is_exactly_once:
@@ -149,9 +149,9 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Keep the results, and log the outcome of the job (rule 2)."""
         write, days = self._job.write, self._job.options.retention_days
-        named = None if write is None or not self._job.is_named else NamedWrite(write, days)
-        finish_write(self._job, messages, named)
-        remove_writes(self._job, [] if write is None or named is not None else [write])
+        named_write = None if write is None or not self._job.is_named else NamedWrite(write, days)
+        finish_write(self._job, messages, named_write)
+        remove_writes(self._job, [] if write is None or named_write is not None else [write])
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Log the number of committed rows, which stay in the log."""
@@ -167,7 +167,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
 
 def finish_write(
-    job: WriteJob, messages: Sequence[WriterCommitMessage | None], named: NamedWrite | None
+    job: WriteJob, messages: Sequence[WriterCommitMessage | None], named_write: NamedWrite | None
 ) -> dict[str, Any] | None:
     """Keep the results, mark a named write as done, and log the outcome of the job.
 
@@ -176,23 +176,23 @@ def finish_write(
     Args:
         job: the common part of the tasks; for a stream, without the names of the write.
         messages: the messages of all tasks.
-        named: the write, if it has a name.
+        named_write: the write, if it has a name.
 
     Raises:
         BadRequest: an earlier run of the write had other rows.
         ConnectionSuperseded: the write was already done, and its state was removed.
     """
     tasks = [message for message in messages if isinstance(message, TaskResult)]
-    if named is not None and any(task.was_done for task in tasks):
-        _finish_repeated_write(job, tasks, named)
+    if named_write is not None and any(task.was_done for task in tasks):
+        _finish_repeated_write(job, tasks, named_write)
         return None
-    if named is not None and any(task.is_repeated for task in tasks):
-        _check_no_extra_tasks(job, named.write, len(messages))
+    if named_write is not None and any(task.is_repeated for task in tasks):
+        _check_no_extra_tasks(job, named_write.write, len(messages))
     paths = [task.results_path for task in tasks if task.results_path is not None]
     rows = _total_rows(tasks)
     summary = summarize_tasks(tasks, returns_rejected_rows=job.options.returns_rejected_rows)
-    summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
-    if named is not None:
+    summary["seconds"] = round((now_ms() - job.start_ms) / 1_000, 3)
+    if named_write is not None:
         summary |= rows.as_fields()
     if paths:
         # Spark commits a micro-batch with another writer than that of its tasks.
@@ -201,10 +201,10 @@ def finish_write(
         publish_results(
             paths[0], [task.file for task in tasks if task.file is not None], name, summary
         )
-    if named is not None:
-        keep_ms = named.retention_days * DAY_MS
-        ended = end_write(job.options.connect, named.write, summary, keep_ms=keep_ms)
-        rows.check_equal(named.write, asyncio.run(ended), hint=_CONCURRENT_RUN_HINT)
+    if named_write is not None:
+        keep_ms = named_write.retention_days * DAY_MS
+        ended = end_write(job.options.connect, named_write.write, summary, keep_ms=keep_ms)
+        rows.check_equal(named_write.write, asyncio.run(ended), hint=_CONCURRENT_RUN_HINT)
     _log.warning(
         "spark.write_committed committed=%(committed)d recomputed=%(recomputed)d "
         "rejected=%(rejected)d retry=%(retry)d rejected_by_own_rows=%(rejected_by_own_rows)d "
@@ -214,21 +214,21 @@ def finish_write(
     return summary
 
 
-def _finish_repeated_write(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
+def _finish_repeated_write(job: WriteJob, tasks: list[TaskResult], named_write: NamedWrite) -> None:
     """Check the rows of a write that was already done, and report it; nothing was appended."""
-    summary = asyncio.run(summary_of_write(job.options.connect, named.write))
+    summary = asyncio.run(summary_of_write(job.options.connect, named_write.write))
     if not summary:
         raise ConnectionSuperseded(
-            f"write {named.write!r}: an earlier run has completed it, and ZooKeeper has "
+            f"write {named_write.write!r}: an earlier run has completed it, and ZooKeeper has "
             "removed its state after writeRetention; this run has appended nothing. Hint: "
             "use another writeId only if the rows must be appended a second time."
         )
-    is_alone = all(task.was_done for task in tasks)
-    hint = named.hint if is_alone else _CONCURRENT_RUN_HINT
-    _total_rows(tasks).check_equal(named.write, summary, hint=hint)
+    is_repeated_run = all(task.was_done for task in tasks)
+    hint = named_write.hint if is_repeated_run else _CONCURRENT_RUN_HINT
+    _total_rows(tasks).check_equal(named_write.write, summary, hint=hint)
     _log.warning(
         "spark.write_already_committed write=%s rows_compared=%s",
-        named.write,
+        named_write.write,
         "rows_hash" in summary,  # earlier versions wrote no hash
     )
     path = next((task.results_path for task in tasks if task.results_path is not None), None)
@@ -238,12 +238,12 @@ def _finish_repeated_write(job: WriteJob, tasks: list[TaskResult], named: NamedW
 
 def _check_no_extra_tasks(job: WriteJob, write: str, task_count: int) -> None:
     """Check that the log has no rows of tasks that only an earlier run had."""
-    again = dataclasses.replace(job, write=write, keep_ms=None)
+    extra_task_job = dataclasses.replace(job, write=write, keep_ms=None)
     for task in asyncio.run(tasks_of_write(job.options.connect, write)):
         if task < task_count:
             continue
         try:
-            again.write_task(iter(()), task, 0)
+            extra_task_job.write_task(iter(()), task, 0)
         except BadRequest:
             raise BadRequest(
                 f"write {write!r}: an earlier run had more tasks than this run, which has "
@@ -285,10 +285,10 @@ def summarize_tasks(
     for task in tasks:
         for partition, first, last in task.id_ranges:
             id_ranges.setdefault(partition, []).append((first, last))
-    for found in id_ranges.values():
-        found.sort()
+    for ranges in id_ranges.values():
+        ranges.sort()
     rejected = sum(task.rejected for task in tasks)
-    own = sum(
+    rejected_by_own = sum(
         _is_conflict_within_write(id_ranges.get(partition, []), conflict)
         for partition, conflict in _all_conflicts(tasks)
     )
@@ -297,7 +297,7 @@ def summarize_tasks(
         "recomputed": sum(task.recomputed for task in tasks),
         "rejected": 0 if returns_rejected_rows else rejected,
         "retry": rejected if returns_rejected_rows else 0,
-        "rejected_by_own_rows": own,
+        "rejected_by_own_rows": rejected_by_own,
         "found": sum(task.found for task in tasks),
         "high_water_marks": {str(partition): mark for partition, mark in sorted(marks.items())},
     }

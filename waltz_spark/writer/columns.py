@@ -77,8 +77,8 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
                 f"column {name!r}: expected type int, found {types[name].simpleString()}"
             )
     if MARK_COLUMN in types and not isinstance(types[MARK_COLUMN], _INTEGER_TYPES):
-        found = types[MARK_COLUMN].simpleString()
-        raise BadRequest(f"column {MARK_COLUMN!r}: expected type long, found {found}")
+        found_type = types[MARK_COLUMN].simpleString()
+        raise BadRequest(f"column {MARK_COLUMN!r}: expected type long, found {found_type}")
     _check_options(types, options)
     _check_no_unused_columns(types, options)
 
@@ -88,13 +88,15 @@ def _check_spelling(types: Mapping[str, DataType]) -> None:
     for name, kind in types.items():
         if name in WRITE_COLUMNS:
             continue
-        near = [name.lower()] if name.lower() in WRITE_COLUMNS else []
+        nearest = [name.lower()] if name.lower() in WRITE_COLUMNS else []
         if isinstance(kind, ArrayType) and isinstance(kind.elementType, IntegerType):
-            near = near or difflib.get_close_matches(name.lower(), LOCK_COLUMNS, n=1, cutoff=0.85)
-        if near:
+            nearest = nearest or difflib.get_close_matches(
+                name.lower(), LOCK_COLUMNS, n=1, cutoff=0.85
+            )
+        if nearest:
             raise BadRequest(
-                f"the log has no column {name!r}; did you mean {near[0]!r}? Hint: rename the "
-                f"column to {near[0]!r}; if it has other data, choose a less similar name."
+                f"the log has no column {name!r}; did you mean {nearest[0]!r}? Hint: rename the "
+                f"column to {nearest[0]!r}; if it has other data, choose a less similar name."
             )
 
 
@@ -111,17 +113,18 @@ def _check_no_unused_columns(types: Mapping[str, DataType], options: WriteOption
     """Reject columns that would have no effect, for example a misspelled lock column."""
     if options.data_format is not None or options.recompute_function is not None:
         return  # the columns are packed, or the function may need them
-    used = {*WRITE_COLUMNS, options.partition_by, options.encryption_key_column}
+    used_columns = {*WRITE_COLUMNS, options.partition_by, options.encryption_key_column}
     if options.results_path is not None:
-        used.update(types if options.result_columns is None else options.result_columns)
-    lost = [name for name in types if name not in used]
-    if not lost:
+        used_columns.update(types if options.result_columns is None else options.result_columns)
+    unused_columns = [name for name in types if name not in used_columns]
+    if not unused_columns:
         return
-    names = ", ".join(repr(name) for name in lost)
-    near = difflib.get_close_matches(lost[0].lower(), WRITE_COLUMNS, n=1, cutoff=0.75)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    names = ", ".join(repr(name) for name in unused_columns)
+    nearest = difflib.get_close_matches(unused_columns[0].lower(), WRITE_COLUMNS, n=1, cutoff=0.75)
+    suggestion = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise BadRequest(
-        f"the log does not have column{'s' * (len(lost) > 1)} {names}{meant}: expected the "
+        f"the log does not have column{'s' * (len(unused_columns) > 1)} {names}{suggestion}: "
+        "expected the "
         f"columns {', '.join(WRITE_COLUMNS)}. Hint: use option dataFormat=msgpack without "
         f"column 'data' to pack other columns into the payload, or use .drop({names})."
     )
@@ -188,10 +191,10 @@ def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None
         )
     if options.data_format is None:
         return
-    packed = {name: kind for name, kind in types.items() if name not in WRITE_COLUMNS}
-    if not packed:
+    payload_types = {name: kind for name, kind in types.items() if name not in WRITE_COLUMNS}
+    if not payload_types:
         raise BadRequest("option 'dataFormat': the input has no column to pack into the payload")
-    for name, kind in packed.items():
+    for name, kind in payload_types.items():
         check_packed_type(name, kind)
 
 
@@ -228,9 +231,9 @@ class RowConverter:
         options: the options of the write.
         partition_count: the number of partitions of the log.
         marks: by partition, the mark for rows that have no mark of their own.
-        wants_identity: whether to keep the input columns for the results.
-        first_turn: the index of the first round-robin partition. It is the number of the task, so
-            that tasks with few rows use different partitions.
+        keeps_input_columns: whether to keep the input columns for the results.
+        first_round_robin_index: the index of the first round-robin partition. It is the number of
+            the task, so that tasks with few rows use different partitions.
     """
 
     def __init__(
@@ -239,8 +242,8 @@ class RowConverter:
         partition_count: int,
         marks: Mapping[int, int],
         *,
-        wants_identity: bool,
-        first_turn: int = 0,
+        keeps_input_columns: bool,
+        first_round_robin_index: int = 0,
     ) -> None:
         self._options = options
         self._partition_count = partition_count
@@ -248,12 +251,12 @@ class RowConverter:
             [marks.get(partition, int(BEFORE_FIRST)) for partition in range(partition_count)],
             np.int64,
         )
-        self._wants_identity = wants_identity
-        own = options.partitions
+        self._keeps_input_columns = keeps_input_columns
+        chosen_partitions = options.partitions
         self._allowed_partitions = np.array(
-            range(partition_count) if own is None else own, np.int64
+            range(partition_count) if chosen_partitions is None else chosen_partitions, np.int64
         )
-        self._next_turn = first_turn % len(self._allowed_partitions)
+        self._next_round_robin_index = first_round_robin_index % len(self._allowed_partitions)
         self._encode = payload_encoder(options)
         self._row_count = (
             0  # the rows of earlier batches; errors name a row by its position in the task
@@ -290,7 +293,7 @@ class RowConverter:
 
     def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         """Return the input columns that the results contain; None without results."""
-        if not self._wants_identity:
+        if not self._keeps_input_columns:
             return None
         names = self._options.result_columns
         if names is None:
@@ -308,14 +311,15 @@ class RowConverter:
                 )
         else:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
-            packed = [batch.column(name) for name in names]
-            data = pack_rows(packed, names, self._options.data_format, self._encode)
-        largest = pc.max(pc.binary_length(data)).as_py() or 0
-        added = 0 if self._options.encryption_keys is None else ADDED_BYTES_MAX
-        if largest > TRANSACTION_BYTES_MAX - added:
-            limit = f"limit of {TRANSACTION_BYTES_MAX - added:,}{' with encryption' * bool(added)}"
+            packed_columns = [batch.column(name) for name in names]
+            data = pack_rows(packed_columns, names, self._options.data_format, self._encode)
+        largest_bytes = pc.max(pc.binary_length(data)).as_py() or 0
+        encryption_bytes = 0 if self._options.encryption_keys is None else ADDED_BYTES_MAX
+        if largest_bytes > TRANSACTION_BYTES_MAX - encryption_bytes:
+            limit = f"limit of {TRANSACTION_BYTES_MAX - encryption_bytes:,}"
+            limit += " with encryption" * bool(encryption_bytes)
             raise TooLarge(
-                f"a payload of {largest:,} bytes is over the {limit}. Hint: store large "
+                f"a payload of {largest_bytes:,} bytes is over the {limit}. Hint: store large "
                 "objects elsewhere and write their address."
             )
         return data
@@ -335,11 +339,11 @@ class RowConverter:
     def _describe_row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:
         """Return a text for the first wrong row: its position in the task, and its values."""
         index = pc.index(is_wrong, True).as_py()
-        rest = {
+        row_values = {
             name: batch.column(name)[index].as_py() for name in batch.schema.names if name != "data"
         }
-        shown = f" ({str(rest)[:200]})" if rest else ""
-        return f"row {self._row_count + index} of its task{shown}"
+        values_text = f" ({str(row_values)[:200]})" if row_values else ""
+        return f"row {self._row_count + index} of its task{values_text}"
 
     @staticmethod
     def _header_column(batch: pa.RecordBatch, count: int) -> pa.Array:
@@ -356,56 +360,64 @@ class RowConverter:
         column = batch.column(name).cast(kind)
         # A null lock (`lock()` of a null key) is no lock; a null list is an empty one.
         if column.null_count or column.flatten().null_count:
-            kept = [[lock for lock in row or [] if lock is not None] for row in column.to_pylist()]
-            column = pa.array(kept, kind)
-        most = pc.max(pc.list_value_length(column)).as_py() or 0
-        if most > LOCKS_MAX:
+            locks_by_row = [
+                [lock for lock in row or [] if lock is not None] for row in column.to_pylist()
+            ]
+            column = pa.array(locks_by_row, kind)
+        lock_count_max = pc.max(pc.list_value_length(column)).as_py() or 0
+        if lock_count_max > LOCKS_MAX:
             raise TooLarge(
                 f"column {name!r}: expected at most {LOCKS_MAX:,} locks of a kind in a row, "
-                f"found {most:,}"
+                f"found {lock_count_max:,}"
             )
         return column
 
     def _choose_partitions(
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        chosen, is_round_robin = self._default_partitions(batch, locks, count)
-        known = np.zeros(count, dtype=np.bool_)
+        partitions, is_round_robin = self._default_partitions(batch, locks, count)
+        is_given = np.zeros(count, dtype=np.bool_)
         if "partition" in batch.schema.names:
-            given = batch.column("partition").cast(pa.int32())
-            known = np.asarray(given.is_valid())
-            chosen = np.where(known, np.asarray(pc.fill_null(given, 0)), chosen)
-            is_round_robin = is_round_robin & ~known
-            wrong = chosen[(chosen < 0) | (chosen >= self._partition_count)]
-            if len(wrong):
+            given_partitions = batch.column("partition").cast(pa.int32())
+            is_given = np.asarray(given_partitions.is_valid())
+            partitions = np.where(
+                is_given, np.asarray(pc.fill_null(given_partitions, 0)), partitions
+            )
+            is_round_robin = is_round_robin & ~is_given
+            invalid_partitions = partitions[
+                (partitions < 0) | (partitions >= self._partition_count)
+            ]
+            if len(invalid_partitions):
                 raise BadRequest(
                     "column 'partition': expected a partition in "
-                    f"0..{self._partition_count - 1}, found {int(wrong[0])}"
+                    f"0..{self._partition_count - 1}, found {int(invalid_partitions[0])}"
                 )
         if len(self._allowed_partitions) < self._partition_count:
-            self._check_allowed_partitions(batch, chosen, known)
-        return chosen.astype(np.int32), is_round_robin
+            self._check_allowed_partitions(batch, partitions, is_given)
+        return partitions.astype(np.int32), is_round_robin
 
     def _check_allowed_partitions(
         self,
         batch: pa.RecordBatch,
-        chosen: npt.NDArray[np.int64],
+        partitions: npt.NDArray[np.int64],
         is_named: npt.NDArray[np.bool_],
     ) -> None:
         """Reject a row whose partition is not in option `partitions`."""
-        is_wrong = ~np.isin(chosen, self._allowed_partitions)
+        is_wrong = ~np.isin(partitions, self._allowed_partitions)
         if not is_wrong.any():
             return
         row = int(np.flatnonzero(is_wrong)[0])
-        found = f"partition {chosen[row]} of {self._describe_row(batch, pa.array(is_wrong))}"
+        found_text = (
+            f"partition {partitions[row]} of {self._describe_row(batch, pa.array(is_wrong))}"
+        )
         allowed = first_items_text(self._allowed_partitions.tolist())
         expected = f"expected one of option 'partitions', {allowed}, found"
         if is_named[row]:
-            raise BadRequest(f"column 'partition': {expected} {found}")
+            raise BadRequest(f"column 'partition': {expected} {found_text}")
         by = self._options.partition_by
         cause = "the first lock" if by is None else f"column {by!r}"
         raise BadRequest(
-            f"{cause} chooses the partition: {expected} {found}. Hint: set a partition in "
+            f"{cause} chooses the partition: {expected} {found_text}. Hint: set a partition in "
             "column 'partition', the same for all rows with the same "
             f"{'lock' if by is None else 'key'}."
         )
@@ -413,45 +425,51 @@ class RowConverter:
     def _default_partitions(
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        turn = self._allowed_partitions[
-            (self._next_turn + np.arange(count, dtype=np.int64)) % len(self._allowed_partitions)
+        round_robin_partitions = self._allowed_partitions[
+            (self._next_round_robin_index + np.arange(count, dtype=np.int64))
+            % len(self._allowed_partitions)
         ]
-        self._next_turn = (self._next_turn + count) % len(self._allowed_partitions)
+        self._next_round_robin_index = (self._next_round_robin_index + count) % len(
+            self._allowed_partitions
+        )
         if self._options.partition_by is not None:
             hashes = _hash_column(batch.column(self._options.partition_by))
             return self._partitions_of_hashes(hashes), np.zeros(count, dtype=np.bool_)
-        chosen, is_round_robin = turn, np.ones(count, dtype=np.bool_)
+        partitions, is_round_robin = round_robin_partitions, np.ones(count, dtype=np.bool_)
         # The first lock of a row: the first of its write locks, then read locks, then append locks.
         for column in reversed(locks):
             offsets = np.asarray(column.offsets)
-            has = offsets[1:] > offsets[:-1]
-            if has.any():
+            has_lock = offsets[1:] > offsets[:-1]
+            if has_lock.any():
                 values = np.asarray(column.values)
                 first = values[np.minimum(offsets[:-1], max(len(values) - 1, 0))]
-                chosen = np.where(has, self._partitions_of_hashes(first.astype(np.uint32)), chosen)
-                is_round_robin &= ~has
-        return chosen, is_round_robin
+                partitions = np.where(
+                    has_lock, self._partitions_of_hashes(first.astype(np.uint32)), partitions
+                )
+                is_round_robin &= ~has_lock
+        return partitions, is_round_robin
 
     def _partitions_of_hashes(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Compute `record.spread` for a whole column."""
-        mixed = (hashes * _GOLDEN_RATIO).astype(np.uint64)
-        return ((mixed * np.uint64(self._partition_count)) >> np.uint64(32)).astype(np.int64)
+        mixed_hashes = (hashes * _GOLDEN_RATIO).astype(np.uint64)
+        return ((mixed_hashes * np.uint64(self._partition_count)) >> np.uint64(32)).astype(np.int64)
 
     def _marks_of_rows(
         self, batch: pa.RecordBatch, partitions: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64]:
         marks = self._marks[partitions]
         if MARK_COLUMN in batch.schema.names:
-            given = batch.column(MARK_COLUMN).cast(pa.int64())
-            is_wrong = pc.fill_null(pc.less(given, int(BEFORE_FIRST)), False)  # noqa: FBT003
+            given_marks = batch.column(MARK_COLUMN).cast(pa.int64())
+            is_wrong = pc.fill_null(pc.less(given_marks, int(BEFORE_FIRST)), False)  # noqa: FBT003
             if pc.any(is_wrong).as_py():
-                found = given.filter(is_wrong)[0]
+                first_wrong_mark = given_marks.filter(is_wrong)[0]
                 raise BadRequest(
                     f"column {MARK_COLUMN!r}: expected a transaction ID, or -1 for before "
-                    f"the first transaction, found {found} in {self._describe_row(batch, is_wrong)}"
+                    f"the first transaction, found {first_wrong_mark} in "
+                    f"{self._describe_row(batch, is_wrong)}"
                 )
             marks = np.where(
-                np.asarray(given.is_valid()), np.asarray(pc.fill_null(given, 0)), marks
+                np.asarray(given_marks.is_valid()), np.asarray(pc.fill_null(given_marks, 0)), marks
             )
         return marks
 
@@ -473,5 +491,5 @@ def _hash_column(column: pa.Array) -> npt.NDArray[np.uint32]:
         )
     else:
         keys = np.asarray(pc.fill_null(column.cast(pa.int64()), 0)).view(np.uint64)
-    folded: npt.NDArray[np.uint64] = keys ^ (keys >> np.uint64(32))
-    return folded.astype(np.uint32)
+    folded_keys: npt.NDArray[np.uint64] = keys ^ (keys >> np.uint64(32))
+    return folded_keys.astype(np.uint32)

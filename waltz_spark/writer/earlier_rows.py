@@ -5,18 +5,17 @@ The module handles the rows of an exactly-once write; the client handles its att
 Rules (docs/spark.md, "Exactly once"):
     1. The log is read after the client has mounted all partitions of the write. From then on, no
        earlier attempt of this task can append, so the result stays valid.
-    2. Rows are matched with records as a multiset of partition, header and data: an attempt may
-       have them in another order. A row with a round-robin partition matches in any partition. Rows
-       that are equal in these parts, but not in locks or mark, are not interchangeable: if a record
-       of one of them is in the log, the write fails with an error. `identityColumns` replace header
-       and data.
+    2. Rows are compared with records by partition, header and data, as multisets: an attempt may
+       have the rows in another order. A row with a round-robin partition matches in any partition.
+       Rows that differ only in locks or mark are not interchangeable: if a record of one of them is
+       in the log, the write fails with an error. `identityColumns` replace header and data.
     3. A record that no row matches shows that the input has changed: the write fails.
     4. A record that another task of an earlier run has appended does not belong to this task,
        unless the input was split into tasks differently. The two cases cannot be distinguished, so
        the write fails if a row of this task matches such a record.
-    5. Nothing is appended until rules 2 to 4 are known to hold; rows are spooled to a file. So a
-       run that fails because of these rules does not change the log, and a correct run can
-       continue.
+    5. Nothing is appended until rules 2 to 4 have been checked; until then, rows are stored in a
+       file. So a run that fails because of these rules does not change the log, and a correct run
+       can continue.
 """
 
 import tempfile
@@ -57,23 +56,27 @@ class EarlierRows:
 
     def __init__(
         self,
-        own: Mapping[bytes, Iterable[EarlierRecord]] | None = None,
-        others: frozenset[bytes] = frozenset(),
+        own_records: Mapping[bytes, Iterable[EarlierRecord]] | None = None,
+        other_keys: frozenset[bytes] = frozenset(),
         next_sequences: Mapping[int, int] | None = None,
         keys: RowKeys | None = None,
     ) -> None:
         self._keys = keys or RowKeys()
-        self._own = {key: deque(sorted(found)) for key, found in (own or {}).items()}
-        self._unmatched_records = {found for waiting in self._own.values() for found in waiting}
+        self._own_records = {
+            key: deque(sorted(records)) for key, records in (own_records or {}).items()
+        }
+        self._unmatched_records = {
+            record for waiting in self._own_records.values() for record in waiting
+        }
         self._record_count = len(self._unmatched_records)
-        self._others = others
+        self._other_keys = other_keys
         self._locks: dict[bytes, tuple[object, ...]] = {}
         self.next_sequences = dict(next_sequences or {})
 
     @property
     def is_empty(self) -> bool:
         """Whether the log has no record that a row could match."""
-        return not self._own and not self._others
+        return not self._own_records and not self._other_keys
 
     @property
     def count(self) -> int:
@@ -92,15 +95,15 @@ class EarlierRows:
         found_rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, key in enumerate(self._keys.keys_of_rows(converted)):
             # A round-robin row has no locks, but rows can differ in their encryption keys.
-            may_differ = (
+            needs_lock_check = (
                 not converted.is_round_robin[row] or KEY_ID_COLUMN in converted.append.schema.names
             )
-            if key in self._own and may_differ:
+            if key in self._own_records and needs_lock_check:
                 self._check_same_locks(key, converted, row)
-            found = self._take_record(key)
-            if found is not None:
-                found_rows[found.partition].append((row, found.transaction_id))
-            elif key in self._others:
+            record = self._take_record(key)
+            if record is not None:
+                found_rows[record.partition].append((row, record.transaction_id))
+            elif key in self._other_keys:
                 raise _split_differently_error(int(converted.partitions[row]))
             else:
                 missing.append(row)
@@ -113,20 +116,20 @@ class EarlierRows:
         return (_select_rows(converted, missing) if missing else None), answers
 
     def _take_record(self, key: bytes) -> EarlierRecord | None:
-        waiting = self._own.get(key)
+        waiting = self._own_records.get(key)
         while waiting:
-            found = waiting.popleft()
+            record = waiting.popleft()
             if (
-                found in self._unmatched_records
+                record in self._unmatched_records
             ):  # otherwise a row has matched the record by its other key
-                self._unmatched_records.remove(found)
-                return found
+                self._unmatched_records.remove(record)
+                return record
         return None
 
     @property
     def may_append(self) -> bool:
         """Whether no later row can make the write fail, except because of its locks (rule 5)."""
-        return not self._others and self.count == 0
+        return not self._other_keys and self.count == 0
 
     def missing_rows(
         self, batches: Iterable[ConvertedRows], found_rows: list[FinalRows]
@@ -140,14 +143,14 @@ class EarlierRows:
         with RowSpool() as spool:
             for converted in batches:
                 rows += converted.append.num_rows
-                rest, answers = self.split(converted)
+                unmatched, answers = self.split(converted)
                 found_rows.extend(answers)
                 if self.may_append:
                     yield from spool.take()
-                    if rest is not None:
-                        yield rest
-                elif rest is not None:
-                    spool.put(rest)
+                    if unmatched is not None:
+                        yield unmatched
+                elif unmatched is not None:
+                    spool.put(unmatched)
             self._check_all_matched(rows)
             yield from spool.take()
 
@@ -238,8 +241,8 @@ def read_earlier_rows(
     client: WaltzClient,
     marks: Mapping[int, int],
     *,
-    own: int,
-    others: set[int],
+    own_client_id: int,
+    other_client_ids: set[int],
     keys: RowKeys | None = None,
     encryption: Encryption | None = None,
 ) -> EarlierRows:
@@ -252,27 +255,27 @@ def read_earlier_rows(
     """
     keys = keys or RowKeys()
     records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
-    elsewhere: set[bytes] = set()
+    foreign_keys: set[bytes] = set()
     sequences: dict[int, int] = {}
-    wanted = np.array(sorted({own, *others}), dtype=np.int64)
+    client_ids = np.array(sorted({own_client_id, *other_client_ids}), dtype=np.int64)
     for partition, last in client.mount(marks).items():
         first = marks[partition] + 1
-        for record in _read_records(client, partition, (first, int(last)), wanted):
+        for record in _read_records(client, partition, (first, int(last)), client_ids):
             data: bytes | memoryview = record.data
             if encryption is not None:
                 data = _decrypt(record, encryption)
-            both = keys.keys_of_record(partition, record.header, data)
-            if record.client_id == own:
-                for key in both:
-                    records[key].append(record.found)
+            keys_of_both_kinds = keys.keys_of_record(partition, record.header, data)
+            if record.client_id == own_client_id:
+                for key in keys_of_both_kinds:
+                    records[key].append(record.position)
                 sequences[partition] = max(sequences.get(partition, 0), record.sequence + 1)
             else:
-                elsewhere.update(both)
-    return EarlierRows(records, frozenset(elsewhere), sequences, keys)
+                foreign_keys.update(keys_of_both_kinds)
+    return EarlierRows(records, frozenset(foreign_keys), sequences, keys)
 
 
 def _decrypt(record: "_Record", encryption: Encryption) -> bytes:
-    partition, transaction_id = record.found
+    partition, transaction_id = record.position
     payload = encryption.decrypt(bytes(record.data), partition=partition, header=record.header)
     if payload.data is None:
         raise BadRequest(
@@ -288,26 +291,28 @@ class _Record(NamedTuple):
 
     client_id: int
     sequence: int
-    found: EarlierRecord
+    position: EarlierRecord
     header: int
     data: memoryview
 
 
 def _read_records(
-    client: WaltzClient, partition: int, span: tuple[int, int], wanted: npt.NDArray[np.int64]
+    client: WaltzClient, partition: int, span: tuple[int, int], client_ids: npt.NDArray[np.int64]
 ) -> Iterator[_Record]:
     """Yield the records of the wanted clients; data is read only for chunks that contain any."""
     for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
         headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
-        positions = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
+        positions = np.flatnonzero(
+            np.isin(headers["req_id"]["client_id"].astype(np.int64), client_ids)
+        )
         if not positions.size:
             continue
         low, high = int(chunk.first) + int(positions[0]), int(chunk.first) + int(positions[-1])
-        yield from _read_whole_records(client, partition, (low, high), set(wanted.tolist()))
+        yield from _read_whole_records(client, partition, (low, high), set(client_ids.tolist()))
 
 
 def _read_whole_records(
-    client: WaltzClient, partition: int, span: tuple[int, int], wanted: set[int]
+    client: WaltzClient, partition: int, span: tuple[int, int], client_ids: set[int]
 ) -> Iterator[_Record]:
     for chunk in client.read_range(partition, *span):
         records, lengths = memoryview(chunk.records), chunk.lengths
@@ -315,7 +320,7 @@ def _read_whole_records(
         headers = raw_records.application_headers_of(records, lengths).tolist()
         starts = raw_records.offsets_of(lengths).tolist()
         for row, client_id in enumerate(req_ids["client_id"].tolist()):
-            if client_id in wanted:
+            if client_id in client_ids:
                 data = records[
                     starts[row] + _BYTES_BEFORE_DATA : starts[row + 1] - _BYTES_AFTER_DATA
                 ]
@@ -348,7 +353,7 @@ def _select_rows(converted: ConvertedRows, rows: list[int]) -> ConvertedRows:
 def _committed_rows(
     converted: ConvertedRows, partition: int, rows: list[tuple[int, int]]
 ) -> FinalRows:
-    ids = np.array([found for _, found in rows], dtype=np.int64)
+    ids = np.array([transaction_id for _, transaction_id in rows], dtype=np.int64)
     index = pa.array([row for row, _ in rows], pa.int64())
     return FinalRows(
         partition=partition,

@@ -3,8 +3,8 @@
 After a lock failure, a row is computed again; a stale payload is never sent again.
 
 Rules:
-    1. The function receives rejected rows with the same mark, and all transactions of their
-       partition since that mark, up to a later mark that includes the conflicting transactions.
+    1. The function receives rejected rows that have the same mark, and all transactions of their
+       partition from this mark to a later mark. These transactions include the conflicting ones.
     2. A recomputed row stays in its partition and has that later mark. So a transaction that the
        function has not received can reject the row.
     3. `waltz_row` is the number of the row that a recomputed row replaces. Each recomputed row
@@ -121,8 +121,8 @@ class Recomputer:
 
     def pause_s(self, retries: int) -> float:
         """Return the delay in seconds after `retries` recomputations, with jitter."""
-        doubled = min(self._options.backoff_ms << min(retries, 20), PAUSE_MS_MAX)
-        return doubled * (1 - self._random.random() / 2) / 1_000
+        pause_ms = min(self._options.backoff_ms << min(retries, 20), PAUSE_MS_MAX)
+        return pause_ms * (1 - self._random.random() / 2) / 1_000
 
     def recompute(self, rejected: RejectedRows) -> RecomputedRows:
         """Recompute rejected rows; the function may omit some or all of them.
@@ -137,11 +137,11 @@ class Recomputer:
         rows: list[int] = []
         parts = [rejected.source.slice(0, 0)]
         marks, newer_transactions = self._load_newer_transactions(rejected, mark)
-        for own in marks:
-            indexes = np.flatnonzero(rejected.marks == own)
-            newer = newer_transactions.slice(own - marks[0])  # ids are dense
-            found, part = self._call_function(rejected.take(indexes), newer)
-            rows.extend(indexes[found].tolist())
+        for old_mark in marks:
+            indexes = np.flatnonzero(rejected.marks == old_mark)
+            newer = newer_transactions.slice(old_mark - marks[0])  # ids are dense
+            row_numbers, part = self._call_function(rejected.take(indexes), newer)
+            rows.extend(indexes[row_numbers].tolist())
             parts.append(part)
         return self._convert_recomputed_rows(_concatenate_batches(parts), partition, mark, rows)
 
@@ -181,17 +181,19 @@ class Recomputer:
     ) -> RecomputedRows:
         """Return recomputed rows as append columns, and also with the input's columns (rule 2)."""
         count = batch.num_rows
-        found = {name: batch.column(name) for name in batch.schema.names}
-        placed = {
+        columns_by_name = {name: batch.column(name) for name in batch.schema.names}
+        position_columns = {
             "partition": pa.array(np.full(count, partition, np.int32)),
             MARK_COLUMN: pa.array(np.full(count, mark, np.int64)),
         }
-        converted = self._converter.convert(pa.RecordBatch.from_pydict(found | placed))
+        converted = self._converter.convert(
+            pa.RecordBatch.from_pydict(columns_by_name | position_columns)
+        )
         # The rows with the input's columns, which may lack `partition` and the mark.
-        for name, column in placed.items():
-            if name in found:
-                found[name] = column.cast(batch.schema.field(name).type)
-        source = pa.RecordBatch.from_arrays(list(found.values()), schema=batch.schema)
+        for name, column in position_columns.items():
+            if name in columns_by_name:
+                columns_by_name[name] = column.cast(batch.schema.field(name).type)
+        source = pa.RecordBatch.from_arrays(list(columns_by_name.values()), schema=batch.schema)
         identity = self._converter.identity(source)
         converted = dataclasses.replace(converted, source=source, identity=identity)
         return RecomputedRows(converted, np.array(rows, np.int64))
@@ -201,7 +203,7 @@ class Recomputer:
     ) -> pa.Table | None:
         """Return transactions first..last, unpacked like the input; None: too many (rule 4)."""
         unpacker, names = self._create_unpacker(schema)
-        found: list[pa.RecordBatch] = []
+        transaction_batches: list[pa.RecordBatch] = []
         size = 0
         if last - first >= NEWER_TRANSACTIONS_MAX:
             return None
@@ -214,22 +216,24 @@ class Recomputer:
                 partition_id=PartitionId(partition),
             ):
                 size += batch.nbytes
-                plain = (
+                decrypted = (
                     batch if self._encryption is None else _decrypt_batch(batch, self._encryption)
                 )
-                found.append(_unpack_payloads(plain, unpacker, names))
+                transaction_batches.append(_unpack_payloads(decrypted, unpacker, names))
             if size > NEWER_BYTES_MAX:
                 return None
-        own = [batches.READ_SCHEMA.field(name) for name in LOG_COLUMNS]
+        log_fields = [batches.READ_SCHEMA.field(name) for name in LOG_COLUMNS]
         fields = [pa.field(name, schema.field(name).type) for name in names]
-        whole = [pa.field(PAYLOAD_FITS_COLUMN, pa.bool_())] if names else []
-        return pa.Table.from_batches(found, schema=pa.schema([*own, *fields, *whole]))
+        fits_field = [pa.field(PAYLOAD_FITS_COLUMN, pa.bool_())] if names else []
+        return pa.Table.from_batches(
+            transaction_batches, schema=pa.schema([*log_fields, *fields, *fits_field])
+        )
 
     def _create_unpacker(self, schema: pa.Schema) -> tuple[Unpacker | None, list[str]]:
         if self._options.data_format is None:
             return None, []
-        taken = {*WRITE_COLUMNS, *LOG_COLUMNS}
-        fields = [part for part in schema if part.name not in taken]
+        reserved_names = {*WRITE_COLUMNS, *LOG_COLUMNS}
+        fields = [part for part in schema if part.name not in reserved_names]
         unpacker = Unpacker(
             fields,
             self._options.data_format,
@@ -241,8 +245,8 @@ class Recomputer:
 
 def _decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> pa.RecordBatch:
     """Return a batch with decrypted payloads; a payload that cannot be decrypted is null."""
-    found = decrypt_batch(batch, encryption)
-    columns = [found[name] for name in batch.schema.names]
+    columns_by_name = decrypt_batch(batch, encryption)
+    columns = [columns_by_name[name] for name in batch.schema.names]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
@@ -252,11 +256,11 @@ def _unpack_payloads(
     """Add the payload's columns, which are null for payloads that do not fit (rule 5)."""
     if unpacker is None:
         return batch
-    columns, is_whole = unpacker.columns_with_nulls(batch.column("data"))
-    found = {name: batch.column(name) for name in batch.schema.names}
-    found |= dict(zip(names, columns, strict=True))
-    found[PAYLOAD_FITS_COLUMN] = pa.array(is_whole)
-    return pa.RecordBatch.from_pydict(found)
+    columns, fits_schema = unpacker.columns_with_nulls(batch.column("data"))
+    columns_by_name = {name: batch.column(name) for name in batch.schema.names}
+    columns_by_name |= dict(zip(names, columns, strict=True))
+    columns_by_name[PAYLOAD_FITS_COLUMN] = pa.array(fits_schema)
+    return pa.RecordBatch.from_pydict(columns_by_name)
 
 
 def _concatenate_batches(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -271,14 +275,16 @@ def _rejected_table(rejected: RejectedRows) -> pa.Table:
     """Return the rejected rows with their number, partition, mark and conflicting transaction."""
     source = rejected.source
     count = source.num_rows
-    own: dict[str, Any] = {
+    writer_columns: dict[str, Any] = {
         ROW_NUMBER_COLUMN: pa.array(np.arange(count)),
         "partition": pa.array(np.full(count, rejected.partition, np.int32)),
         MARK_COLUMN: pa.array(rejected.marks),
         CONFLICT_COLUMN: pa.array(rejected.conflicting),
     }
-    kept = {name: source.column(name) for name in source.schema.names if name not in own}
-    return pa.table(kept | own)
+    input_columns = {
+        name: source.column(name) for name in source.schema.names if name not in writer_columns
+    }
+    return pa.table(input_columns | writer_columns)
 
 
 def _check_result(
@@ -296,11 +302,11 @@ def _check_result(
             f"expected {name} to return a pyarrow.Table, found {type(answer).__name__}"
         )
     names = answer.column_names
-    lost = {ROW_NUMBER_COLUMN, *source.schema.names} - {*_COLUMNS_SET_BY_WRITER, *names}
-    if lost:
+    missing_columns = {ROW_NUMBER_COLUMN, *source.schema.names} - {*_COLUMNS_SET_BY_WRITER, *names}
+    if missing_columns:
         raise _wrong_result_error(
             f"expected {name} to return a table with the columns of the rejected rows, found "
-            f"a table without {', '.join(sorted(lost))}"
+            f"a table without {', '.join(sorted(missing_columns))}"
         )
     if len(set(names)) != len(names):
         raise _wrong_result_error(
@@ -308,8 +314,8 @@ def _check_result(
         )
     rows = answer.column(ROW_NUMBER_COLUMN).to_pylist()
     count = source.num_rows
-    is_fit = all(type(row) is int and 0 <= row < count for row in rows)
-    if not is_fit or len(set(rows)) != len(rows):
+    are_rows_valid = all(type(row) is int and 0 <= row < count for row in rows)
+    if not are_rows_valid or len(set(rows)) != len(rows):
         raise _wrong_result_error(
             f"expected {name} to return distinct row numbers in column {ROW_NUMBER_COLUMN!r}, 0 to "
             f"{count - 1}, found {first_names_text(list(map(str, rows)), 20)}"

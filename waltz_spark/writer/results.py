@@ -3,11 +3,11 @@
 The columns of the files are an interface for users.
 
 Rules:
-    1. Each task attempt writes its own file, with the name of the write in its file name. The file
-       name begins with `_`, so readers ignore the file. The job renames the files of the attempts
-       that Spark accepted, deletes the other files of this write, and writes `_SUCCESS` last. A
-       directory without `_SUCCESS` is unfinished. The file of an attempt that outlives the job
-       stays hidden. Other files in the directory are not touched.
+    1. Each task attempt writes its own file, whose name contains the name of the write. The file
+       name begins with `_`, so readers ignore the file. At the end, the job renames the files of
+       the attempts that Spark accepted, deletes the other files of this write, and writes
+       `_SUCCESS` last. A directory without `_SUCCESS` is unfinished. If an attempt runs longer than
+       the job, its file stays hidden. The job does not touch other files in the directory.
     2. The columns are the chosen input columns, then `RESULT_FIELDS`; all are nullable.
 """
 
@@ -53,11 +53,11 @@ def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
     """
     assert answered.identity is not None
     identity = answered.identity
-    kept = [name for name in identity.schema.names if name not in _RESULT_COLUMN_NAMES]
+    input_names = [name for name in identity.schema.names if name not in _RESULT_COLUMN_NAMES]
     committed = answered.reasons == RowOutcomeCode.COMMITTED
     count = len(committed)
     marks = np.maximum(answered.conflicting, answered.high_water_mark)
-    own = [
+    outcome_columns = [
         pa.array(np.where(committed, COMMITTED, rejected_status).tolist(), pa.string()),
         pa.array(np.full(count, answered.partition, np.int32)),
         pa.array(answered.transaction_ids, pa.int64(), mask=~committed),
@@ -65,9 +65,11 @@ def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
         pa.array(answered.conflicting, pa.int64(), mask=committed),
         pa.array(marks.astype(np.int64), pa.int64(), mask=committed),
     ]
-    fields = [identity.schema.field(name).with_nullable(nullable=True) for name in kept]
-    columns = [identity.column(name) for name in kept]
-    return pa.RecordBatch.from_arrays(columns + own, schema=pa.schema([*fields, *RESULT_FIELDS]))
+    fields = [identity.schema.field(name).with_nullable(nullable=True) for name in input_names]
+    columns = [identity.column(name) for name in input_names]
+    return pa.RecordBatch.from_arrays(
+        columns + outcome_columns, schema=pa.schema([*fields, *RESULT_FIELDS])
+    )
 
 
 def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
@@ -173,11 +175,14 @@ def publish_results(
     for name in names:
         with suppress(FileNotFoundError):  # an executor has another local directory
             _make_visible(directory, name)
-    wanted = set(names)
+    published_names = set(names)
     selector = fs.FileSelector(directory.path)
     for entry in directory.file_system.get_file_info(selector):
         name = entry.base_name
-        if is_result_file_of(name.removeprefix(_HIDDEN_PREFIX), write) and name not in wanted:
+        if (
+            is_result_file_of(name.removeprefix(_HIDDEN_PREFIX), write)
+            and name not in published_names
+        ):
             directory.file_system.delete_file(entry.path)
     _write_summary(directory, summary)
 

@@ -85,9 +85,13 @@ def hash_rows(batch: pa.RecordBatch, converted: ConvertedRows, options: WriteOpt
     return RowsHash(len(hashes), int(hashes.sum()))
 
 
-def _join_halves(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> Uint64Array:
+def _join_halves(
+    low_halves: npt.NDArray[np.integer], high_halves: npt.NDArray[np.integer]
+) -> Uint64Array:
     """Combine two columns of 32-bit values into one column of 64-bit values."""
-    return low.astype(np.uint32).astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    return low_halves.astype(np.uint32).astype(np.uint64) | high_halves.astype(
+        np.uint64
+    ) << np.uint64(32)
 
 
 def _mix_bits(values: Uint64Array) -> Uint64Array:

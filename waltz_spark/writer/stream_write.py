@@ -8,12 +8,12 @@ Rules (docs/spark.md, "Exactly once"):
        local properties, and pass both to the commit in their messages. The first task of its first
        run sets the starting marks.
     2. Spark records a micro-batch after this writer's commit. If the driver dies between the two,
-       Spark repeats the batch with the same tasks. These find that the write is done, and append
-       nothing. If the rows differ, the query fails: otherwise the rows that it has computed now
-       would be lost silently.
-    3. The commit also removes the write of the previous batch, which Spark has recorded. The write
-       of the last batch is kept for a year after its end: while it exists, no task of an earlier
-       batch begins.
+       Spark repeats the batch with the same tasks. These tasks find that the write is done, and
+       append nothing. If the rows differ, the query fails, because otherwise the newly computed
+       rows would be lost without notice.
+    3. The commit also removes the write of the previous batch, because Spark has recorded that
+       batch. The write of the last batch is kept for a year after its end: while it exists, no task
+       of an earlier batch can begin.
 """
 
 import dataclasses
@@ -81,9 +81,9 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send the rows of a task; return their outcomes."""
-        written = _job_of_micro_batch(self._job).write_task(iterator, *task_attempt())
-        written.query = _task_property(_QUERY_PROPERTY)
-        return written
+        result = _job_of_micro_batch(self._job).write_task(iterator, *task_attempt())
+        result.query = _task_property(_QUERY_PROPERTY)
+        return result
 
     # -- on the driver ------------------------------------------------------------------------
 
@@ -97,8 +97,8 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
             before = [f"{write.removesuffix(str(batchId))}{batchId - 1}"]
         _log.info("spark.micro_batch_written batch=%d", batchId)
         retention_days = max(UNFINISHED_RETENTION_DAYS, self._job.options.retention_days)
-        named = None if write is None else NamedWrite(write, retention_days, _OTHER_ROWS_HINT)
-        summary = finish_write(self._job, messages, named)
+        named_write = None if write is None else NamedWrite(write, retention_days, _OTHER_ROWS_HINT)
+        summary = finish_write(self._job, messages, named_write)
         query = next((task.query for task in tasks if task.query is not None), None)
         if summary is not None and query is not None:
             rejected = summary["rejected"] + summary["retry"]

@@ -76,13 +76,13 @@ class TaskResult(WriterCommitMessage):
         mark = max(self.marks.get(final_rows.partition, -1), final_rows.high_water_mark)
         self.marks[final_rows.partition] = mark
         ids = np.sort(final_rows.transaction_ids[committed])
-        breaks = np.flatnonzero(np.diff(ids) != 1)
-        firsts = ids[np.concatenate(([0], breaks + 1))] if len(ids) else ids
-        lasts = ids[np.concatenate((breaks, [len(ids) - 1]))] if len(ids) else ids
-        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        gap_indexes = np.flatnonzero(np.diff(ids) != 1)
+        first_ids = ids[np.concatenate(([0], gap_indexes + 1))] if len(ids) else ids
+        last_ids = ids[np.concatenate((gap_indexes, [len(ids) - 1]))] if len(ids) else ids
+        for first, last in zip(first_ids.tolist(), last_ids.tolist(), strict=True):
             self._add_id_range(final_rows.partition, first, last)
-        room = CONFLICTS_MAX - len(self.conflicts)
-        for conflict in final_rows.conflicting[~committed][: max(room, 0)].tolist():
+        conflicts_left = CONFLICTS_MAX - len(self.conflicts)
+        for conflict in final_rows.conflicting[~committed][: max(conflicts_left, 0)].tolist():
             self.conflicts.append((final_rows.partition, conflict))
 
     def _add_id_range(self, partition: int, first: int, last: int) -> None:
@@ -98,7 +98,7 @@ class TaskResult(WriterCommitMessage):
 class WriteJob:
     """The common part of all tasks in one run of a write.
 
-    `marks` are the high-water marks of the log at `began_ms`, the start of the run; `options.marks`
+    `marks` are the high-water marks of the log at `start_ms`, the start of the run; `options.marks`
     are those that the user specified. `run` is the name of the run, and `write` the name of the
     write, None without `exactlyOnce`. `keep_ms` is the retention of a write that its first task
     begins.
@@ -108,7 +108,7 @@ class WriteJob:
     options: WriteOptions
     marks: dict[int, int]
     run: str
-    began_ms: int
+    start_ms: int
     write: str | None
     keep_ms: int | None = None
 
@@ -121,10 +121,10 @@ class WriteJob:
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         """Write the rows of a task; return their outcomes."""
         with write_span(self.options.traces) as counts:
-            written = self._write_rows(batches, task, attempt)
-            counts |= {"waltz.committed": written.committed, "waltz.rejected": written.rejected}
+            result = self._write_rows(batches, task, attempt)
+            counts |= {"waltz.committed": result.committed, "waltz.rejected": result.rejected}
         freeze_existing_objects("write")
-        return written
+        return result
 
     def _write_rows(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         if self.write is None:
@@ -140,18 +140,18 @@ class WriteJob:
         with WaltzClient.at(self.layout, claim=claim) as client:
             if claim.is_done:
                 path = self.options.results_path
-                written = TaskResult(write=self.write, was_done=True, results_path=path)
-                converter = self._create_converter(claim.marks, task, wants_identity=False)
-                for _ in self._convert_batches(batches, converter, written):
+                result = TaskResult(write=self.write, was_done=True, results_path=path)
+                converter = self._create_converter(claim.marks, task, keeps_input_columns=False)
+                for _ in self._convert_batches(batches, converter, result):
                     pass  # the rows are counted (rule 2), and Spark expects a full read
-                return written
+                return result
             self._check_partitions(claim)
             earlier_rows = self._find_earlier_rows(client, claim)
-            written = self._send_rows(
+            result = self._send_rows(
                 client, batches, earlier_rows or EarlierRows(), (task, attempt), claim.marks
             )
-            written.is_repeated = earlier_rows is not None
-            return written
+            result.is_repeated = earlier_rows is not None
+            return result
 
     @property
     def results_name(self) -> str:
@@ -167,25 +167,25 @@ class WriteJob:
         The marks of other partitions are unknown, so rows in them would not be read back.
         """
         if claim.marks.keys() != self.marks.keys():
-            began, now = (first_items_text(sorted(each)) for each in (claim.marks, self.marks))
+            start_s, now = (first_items_text(sorted(each)) for each in (claim.marks, self.marks))
             raise BadRequest(
-                f"write {claim.write!r} was begun for partitions {began}, but this run is "
+                f"write {claim.write!r} was begun for partitions {start_s}, but this run is "
                 f"for partitions {now}. Hint: run it again with the same option 'partitions' "
                 "as before."
             )
 
     def _find_earlier_rows(self, client: WaltzClient, claim: TaskClaim) -> EarlierRows | None:
         """Return the rows that earlier attempts or runs have appended; None if there were none."""
-        state, others = claim.state, client.other_clients()
-        if state.attempt == 1 and not others:
+        state, other_client_ids = claim.state, client.other_clients()
+        if state.attempt == 1 and not other_client_ids:
             return None
         keys = RowKeys(self.options)
-        own = int(state.client_id)
+        own_client_id = int(state.client_id)
         earlier_rows = read_earlier_rows(
             client,
             claim.marks,
-            own=own,
-            others=others,
+            own_client_id=own_client_id,
+            other_client_ids=other_client_ids,
             keys=keys,
             encryption=decryption_of(self.options),
         )
@@ -208,8 +208,8 @@ class WriteJob:
         marks: dict[int, int],
     ) -> TaskResult:
         options = self.options
-        written = TaskResult(write=self.write, results_path=options.results_path)
-        written.results_name = self.results_name
+        result = TaskResult(write=self.write, results_path=options.results_path)
+        result.results_name = self.results_name
         results = None
         if options.results_path is not None:
             rejected_status = RETRY if options.returns_rejected_rows else REJECTED
@@ -219,51 +219,51 @@ class WriteJob:
                 rejected_status=rejected_status,
             )
         converter = self._create_converter(
-            marks, attempt_numbers[0], wants_identity=results is not None
+            marks, attempt_numbers[0], keeps_input_columns=results is not None
         )
-        converted = self._convert_batches(batches, converter, written)
-        began = time.monotonic()
+        converted = self._convert_batches(batches, converter, result)
+        start_s = time.monotonic()
         found_rows: list[FinalRows] = []
-        sent = self._create_appender(client, converter).send(
+        sent_rows = self._create_appender(client, converter).send(
             earlier_rows.missing_rows(converted, found_rows)
         )
-        for final_rows in _with_found_rows(sent, found_rows, written):
-            written.count(final_rows)
+        for final_rows in _with_found_rows(sent_rows, found_rows, result):
+            result.count(final_rows)
             if results is not None:
                 results.add(final_rows)
-            if options.on_lock_failure is OnLockFailure.FAIL and written.rejected:
-                self._raise_lock_failed(written, final_rows, results)
-        written.file = None if results is None else results.close()
-        took, rows = time.monotonic() - began, written.committed + written.rejected
+            if options.on_lock_failure is OnLockFailure.FAIL and result.rejected:
+                self._raise_lock_failed(result, final_rows, results)
+        result.file = None if results is None else results.close()
+        elapsed_s, rows = time.monotonic() - start_s, result.committed + result.rejected
         _log.info(
             "spark.task_written task=%d attempt=%d rows=%d took_s=%.2f rejected=%d",
             *attempt_numbers,
             rows,
-            took,
-            written.rejected,
+            elapsed_s,
+            result.rejected,
         )
-        return written
+        return result
 
     def _create_converter(
-        self, marks: Mapping[int, int], task: int, *, wants_identity: bool
+        self, marks: Mapping[int, int], task: int, *, keeps_input_columns: bool
     ) -> RowConverter:
         return RowConverter(
             self.options,
             self.layout.cluster.partition_count,
             {**marks, **self.options.marks},
-            wants_identity=wants_identity,
-            first_turn=task,
+            keeps_input_columns=keeps_input_columns,
+            first_round_robin_index=task,
         )
 
     def _convert_batches(
-        self, batches: Iterator[pa.RecordBatch], converter: RowConverter, written: TaskResult
+        self, batches: Iterator[pa.RecordBatch], converter: RowConverter, result: TaskResult
     ) -> Iterator[ConvertedRows]:
         for batch in batches:
             if not batch.num_rows:
                 continue
             converted = converter.convert(batch)
             if self.is_named:
-                written.rows = written.rows.plus(hash_rows(batch, converted, self.options))
+                result.rows = result.rows.plus(hash_rows(batch, converted, self.options))
             yield converted
 
     def _create_appender(self, client: WaltzClient, converter: RowConverter) -> Appender:
@@ -273,13 +273,13 @@ class WriteJob:
         return Appender(client, self.options, recomputer)
 
     def _raise_lock_failed(
-        self, written: TaskResult, final_rows: FinalRows, results: ResultFile | None
+        self, result: TaskResult, final_rows: FinalRows, results: ResultFile | None
     ) -> None:
         if results is not None:
             results.close_for_failed_task()
         rejected = np.flatnonzero(final_rows.reasons != RowOutcomeCode.COMMITTED)
         conflict = int(final_rows.conflicting[rejected[0]])
-        where = (
+        hint = (
             f"Hint: {self.options.results_path} has each row's outcome."
             if results is not None
             else "Hint: use option resultsPath for each row's outcome, or onLockFailure=reject."
@@ -287,8 +287,8 @@ class WriteJob:
         raise LockFailed(
             f"partition {final_rows.partition}: a row was rejected, because transaction "
             f"{conflict} has written one of its locks after the row's high-water mark. "
-            f"{written.committed} rows of this task are in the log, and rows of other tasks "
-            f"may be as well. {where}"
+            f"{result.committed} rows of this task are in the log, and rows of other tasks "
+            f"may be as well. {hint}"
         )
 
 
@@ -299,17 +299,17 @@ def task_attempt() -> tuple[int, int]:
 
 
 def _with_found_rows(
-    sent: Iterable[FinalRows], found_rows: list[FinalRows], written: TaskResult
+    sent_rows: Iterable[FinalRows], found_rows: list[FinalRows], result: TaskResult
 ) -> Iterator[FinalRows]:
     """Yield the outcomes of sent rows, and of rows that were already in the log."""
-    for final_rows in sent:
-        yield from _yield_found_rows(found_rows, written)
+    for final_rows in sent_rows:
+        yield from _yield_found_rows(found_rows, result)
         yield final_rows
-    yield from _yield_found_rows(found_rows, written)
+    yield from _yield_found_rows(found_rows, result)
 
 
-def _yield_found_rows(found_rows: list[FinalRows], written: TaskResult) -> Iterator[FinalRows]:
+def _yield_found_rows(found_rows: list[FinalRows], result: TaskResult) -> Iterator[FinalRows]:
     while found_rows:
         final_rows = found_rows.pop(0)
-        written.found += len(final_rows.transaction_ids)
+        result.found += len(final_rows.transaction_ids)
         yield final_rows

@@ -6,10 +6,10 @@ commit adds.
 
 Rules:
     1. Without a file, a commit writes nothing.
-    2. The directory belongs to the user of the process, and no other user may write to it: it is in
-       a directory of all users.
+    2. The directory belongs to the user of the process, and no other user may write to it, because
+       its parent directory is shared by all users.
     3. A file is replaced as a whole. A query has one commit at a time.
-    4. A commit never fails because of its counts: the rows are in the log.
+    4. A commit never fails because of its counts, because its rows are already in the log.
 """
 
 import contextlib
@@ -32,7 +32,9 @@ class WriteCounts(NamedTuple):
 
     def plus(self, other: "WriteCounts") -> "WriteCounts":
         """Return the sums."""
-        return WriteCounts(*(one + more for one, more in zip(self, other, strict=True)))
+        return WriteCounts(
+            *(own_count + other_count for own_count, other_count in zip(self, other, strict=True))
+        )
 
 
 NO_ROWS = WriteCounts()
@@ -92,10 +94,12 @@ def _directory() -> Path:
 
 
 def _is_own(directory: Path) -> bool:
-    found = directory.lstat()
-    others = stat.S_IWGRP | stat.S_IWOTH
+    status = directory.lstat()
+    writable_by_others = stat.S_IWGRP | stat.S_IWOTH
     return (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and not status.st_mode & writable_by_others
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from waltz_bench import measuring
 from waltz_bench.compared import access_cost
-from waltz_bench.measuring import BenchLoad, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Meter, WorkloadResult
 from waltz_core.cli.main import main
 
 LOAD = BenchLoad("", 512, 1, batch=None, seconds=1.0, in_flight=2, rows=10)
@@ -31,16 +31,16 @@ def test_the_clusters_run_in_turn_and_the_cost_is_the_median_of_the_rounds(monke
 
     @contextmanager
     def running(_tls, access):
-        yield access_cost._Side(clusters[access], f"connect of {access}")
+        yield access_cost._ComparedCluster(clusters[access], f"connect of {access}")
 
     def workload(load, meter):
         order.append(load.connect.split()[-1])
         meter.start()
         meter.cluster.runs += 1
         meter.stop()
-        return Measured(rows=ROWS, seconds=1.0, bytes=7, lost=1, errors=2)
+        return WorkloadResult(rows=ROWS, seconds=1.0, bytes=7, lost=1, errors=2)
 
-    monkeypatch.setattr(access_cost, "_running", running)
+    monkeypatch.setattr(access_cost, "_run_cluster", running)
     monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: 0.0)
     found = access_cost.compare(workload, LOAD, None, 3)
     assert order == ["off", "on", "on", "off", "off", "on"]
@@ -55,7 +55,7 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
     cluster, client = Cluster([1.0, 10.0, 100.0]), iter([0.0, 0.5, 2.0, 2.25])
     monkeypatch.setattr(measuring, "_client_cpu_seconds", lambda _daemons: next(client))
     meter = Meter(cluster)
-    assert meter.spent() is None
+    assert meter.cpu_seconds_by_role() is None
     meter.start()
     cluster.runs = 1
     meter.stop()
@@ -63,7 +63,12 @@ def test_a_meter_adds_the_parts_of_a_load(monkeypatch):
     meter.start()
     cluster.runs = 3
     meter.stop()
-    assert meter.spent() == {"server": 101.0, "storage": 0.0, "zookeeper": 0.0, "client": 0.75}
+    assert meter.cpu_seconds_by_role() == {
+        "server": 101.0,
+        "storage": 0.0,
+        "zookeeper": 0.0,
+        "client": 0.75,
+    }
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def test_a_log_with_a_gap_in_its_updates_is_an_error(counts, wrong):
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await (await client.append(b"of another client", partition=0))
             acknowledged = await append_counts(client, counts)
-            assert await hot_lock._check(client, RUN_ID, 0, acknowledged) == wrong
-            assert await hot_lock._check(client, RUN_ID, 0, {**acknowledged, 77: 5}) == (
+            assert await hot_lock._check_log(client, RUN_ID, 0, acknowledged) == wrong
+            assert await hot_lock._check_log(client, RUN_ID, 0, {**acknowledged, 77: 5}) == (
                 1,
                 wrong[1],
             )

@@ -66,7 +66,7 @@ def test_progress_appears_on_a_terminal_after_a_while_and_is_removed(
             line.show(1, 4, "waiting for a storage")
             for _ in range(10):  # let the loop run the timers that are due
                 await asyncio.sleep(0)
-        return line.awaited
+        return line.wait_reason
 
     assert asyncio.run(work()) == "a storage"
     screen = terminal.getvalue()

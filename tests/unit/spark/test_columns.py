@@ -131,7 +131,9 @@ def test_valid_columns_and_columns_named_by_an_option_are_accepted(options: Writ
 
 
 def shaper(options: WriteOptions = PLAIN, **kwargs: int) -> RowConverter:
-    return RowConverter(options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, wants_identity=False, **kwargs)
+    return RowConverter(
+        options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, keeps_input_columns=False, **kwargs
+    )
 
 
 def test_the_first_lock_chooses_the_partition() -> None:
@@ -262,7 +264,7 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     options = replace(
         PLAIN, results_path="r", recompute_function="a:b", on_lock_failure=OnLockFailure.RETRY
     )
-    shaped = RowConverter(options, 4, {}, wants_identity=True).convert(batch)
+    shaped = RowConverter(options, 4, {}, keeps_input_columns=True).convert(batch)
     with RowSpool() as spool:
         spool.put(shaped)
         (again,) = spool.take()
@@ -278,7 +280,7 @@ def test_rows_without_a_lock_are_distributed_from_the_task_number_on() -> None:
     """Tasks of one row each spread over all partitions."""
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b"]})
     for task in range(6):
-        rows = shaper(first_turn=task)
+        rows = shaper(first_round_robin_index=task)
         found = rows.convert(batch).partitions.tolist() + rows.convert(batch).partitions.tolist()
         assert found == [turn % 4 for turn in range(task, task + 4)]
 
@@ -288,7 +290,7 @@ SOME = replace(PLAIN, partitions=(1, 3))
 
 def test_with_partitions_rows_without_a_lock_are_distributed_over_these() -> None:
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b", b"c"]})
-    rows = shaper(SOME, first_turn=3)
+    rows = shaper(SOME, first_round_robin_index=3)
     shaped = rows.convert(batch)
     assert shaped.partitions.tolist() == [3, 1, 3]
     assert shaped.append.column("client_high_water_mark").to_pylist() == [13, 11, 13]

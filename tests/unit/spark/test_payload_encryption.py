@@ -266,7 +266,7 @@ def write_options(directory: Path, **options: str):
 
 
 def shaper(options) -> RowConverter:
-    return RowConverter(options, 4, {}, wants_identity=False)
+    return RowConverter(options, 4, {}, keeps_input_columns=False)
 
 
 def decrypted(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:

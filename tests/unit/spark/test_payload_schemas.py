@@ -53,7 +53,7 @@ def written(options: dict[str, str], batch: pa.RecordBatch) -> tuple[WriteOption
     """Return the options as the driver passes them, and the append columns of a task."""
     found = resolve_write_schema(parse_write(options), list(batch.schema))
     sent: WriteOptions = CPickleSerializer().loads(CPickleSerializer().dumps(found))
-    return sent, RowConverter(sent, 4, {}, wants_identity=False).convert(batch).append
+    return sent, RowConverter(sent, 4, {}, keeps_input_columns=False).convert(batch).append
 
 
 TYPES: dict[str, types.DataType] = {
@@ -193,7 +193,7 @@ def test_identity_columns_identify_rows_of_any_other_value(registry):
     keys = RowKeys(options)
     (one, two) = append.column("data").to_pylist()
     changed = ROWS.set_column(1, "item", pa.array(["pen", "cup"]))
-    shaped = RowConverter(options, 4, {}, wants_identity=False).convert(changed).append
+    shaped = RowConverter(options, 4, {}, keeps_input_columns=False).convert(changed).append
     (other, _) = shaped.column("data").to_pylist()
     assert keys.keys_of_record(0, 0, one) == keys.keys_of_record(0, 0, other)
     assert keys.keys_of_record(0, 0, one) != keys.keys_of_record(0, 0, two)

@@ -45,7 +45,9 @@ def batch_of(rows: Sequence[Row]) -> pa.RecordBatch:
 def sum_of(
     batches: Sequence[pa.RecordBatch], options: WriteOptions = PLAIN, *, task: int = 0
 ) -> RowsHash:
-    shaper = RowConverter(options, PARTITIONS, {}, wants_identity=False, first_turn=task)
+    shaper = RowConverter(
+        options, PARTITIONS, {}, keeps_input_columns=False, first_round_robin_index=task
+    )
     sums = (hash_rows(batch, shaper.convert(batch), options) for batch in batches)
     return reduce(RowsHash.plus, sums, RowsHash())
 

@@ -68,7 +68,11 @@ def test_rows_and_marks_are_one_commit(path: Path, table: FollowedDeltaTable):
     assert table.apply(one, up_to(1, 0))
     assert rows(path) == [(1, "a", 0.5, 0, 0), (2, "a", None, 0, 1)]
     state = table.marks(START)
-    assert (decode_marks(state.metadata), state.version, state.others) == (up_to(1, 0), 3, [])
+    assert (decode_marks(state.metadata), state.version, state.other_commits) == (
+        up_to(1, 0),
+        3,
+        [],
+    )
     two = changes((1, "a", 0, 0, 2, True), (2, "a", 7.0, 0, 3, False), (2, "b", 8.0, 0, 4, False))
     assert table.apply(two, up_to(4, 0))
     assert rows(path) == [(2, "a", 7.0, 0, 3), (2, "b", 8.0, 0, 4)]
@@ -113,7 +117,7 @@ def test_a_commit_of_another_program_also_comes_first(path: Path, table: Followe
     write_deltalake(path, DeltaTable(path).to_pyarrow_table(), mode="append")
     with pytest.raises(Superseded):
         table.apply(None, up_to(0, -1))
-    assert table.marks(START).others == [OtherCommit(1, "WRITE")]
+    assert table.marks(START).other_commits == [OtherCommit(1, "WRITE")]
 
 
 def test_a_commit_of_another_follower_has_its_name(path: Path, table: FollowedDeltaTable):
@@ -121,7 +125,7 @@ def test_a_commit_of_another_follower_has_its_name(path: Path, table: FollowedDe
     second = opened(path)
     assert second.marks(other).has_rows, "so it needs a start"
     assert second.apply(None, other)
-    assert table.marks(START).others == [OtherCommit(1, "WRITE", "other")]
+    assert table.marks(START).other_commits == [OtherCommit(1, "WRITE", "other")]
 
 
 def test_a_table_is_created_once(path: Path, table: FollowedDeltaTable):
@@ -168,7 +172,7 @@ def test_an_overwrite_is_a_replacement(path: Path, table: FollowedDeltaTable):
     write_deltalake(path, rows, mode="append")
     write_deltalake(path, rows, mode="overwrite")
     DeltaTable.create(path, SCHEMA, mode="overwrite")
-    others = table.marks(START).others
+    others = table.marks(START).other_commits
     assert [each.is_replacement for each in others] == [True, True, False]
 
 
@@ -214,7 +218,7 @@ def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     state = opened(path).marks(START)
     assert decode_marks(state.metadata) == up_to(1, -1)
     expected = OtherCommit(2, "RESTORE") if is_restore else OtherCommit(2, "WRITE", "g")
-    assert state.others == [expected]
+    assert state.other_commits == [expected]
 
 
 def test_maintenance_with_the_metadata_of_the_follower_is_no_commit_of_it(
@@ -231,7 +235,7 @@ def test_maintenance_with_the_metadata_of_the_follower_is_no_commit_of_it(
     )
     state = opened(path).marks(START)
     assert decode_marks(state.metadata) == up_to(1, -1)
-    assert state.others == [OtherCommit(4, "SET TBLPROPERTIES"), OtherCommit(3, "RESTORE")]
+    assert state.other_commits == [OtherCommit(4, "SET TBLPROPERTIES"), OtherCommit(3, "RESTORE")]
 
 
 def test_the_newest_commit_of_the_follower_is_found_below_many_others(
@@ -246,9 +250,9 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
     delta.restore(0)
     state = opened(path).marks(START)
     assert decode_marks(state.metadata) == up_to(0, -1)
-    assert [each.version for each in state.others] == list(range(22, 1, -1))
-    assert state.others[0].operation == "RESTORE"
-    assert state.others[1].operation == "SET TBLPROPERTIES"
+    assert [each.version for each in state.other_commits] == list(range(22, 1, -1))
+    assert state.other_commits[0].operation == "RESTORE"
+    assert state.other_commits[1].operation == "SET TBLPROPERTIES"
 
 
 def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
@@ -266,14 +270,23 @@ def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
     monkeypatch.setattr(DeltaTable, "history", history_after_a_commit)
     late = opened(path)
     state = late.marks(START)
-    assert (decode_marks(state.metadata), state.version, state.others) == (up_to(0, -1), 1, [])
+    assert (decode_marks(state.metadata), state.version, state.other_commits) == (
+        up_to(0, -1),
+        1,
+        [],
+    )
     assert late.apply(None, up_to(1, -1))
 
 
 def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
     state = opened(path).marks(other)
-    assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), True)
+    assert (state.metadata, state.version, state.other_commits, state.has_rows) == (
+        None,
+        None,
+        (),
+        True,
+    )
     rules = StoredRules(("Id", "day"))
     marks = up_to(0, -1)._replace(rules=rules)
     table.apply(changes((1, "a", 0.5, 0, 0, False)), marks)

@@ -20,7 +20,7 @@ from tests.unit.tables.answering_store import answering
 from waltz_core.archive.store import ArchiveStore, StoreSink
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
-from waltz_core.tables.found_columns import with_found_columns
+from waltz_core.tables.inferred_columns import with_inferred_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduce_batches
 from waltz_core.tables.table_marks import (
@@ -140,7 +140,7 @@ def test_each_batch_is_a_directory_with_its_marks(uri: str):
     assert content(uri) == replayed(LOG)
     state = opened(uri).marks(START)
     assert decode_marks(state.metadata) == START._replace(marks={0: 6})
-    assert (state.version, state.others) == (7, [])
+    assert (state.version, state.other_commits) == (7, [])
     assert opened(uri).columns() == SCHEMA
 
 
@@ -298,7 +298,7 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     assert content(uri) == replayed(LOG[:5])
     state = opened(uri).marks(START)
     assert decode_marks(state.metadata).marks == {0: 2}
-    assert {each.follower for each in state.others} == {"g"}
+    assert {each.follower for each in state.other_commits} == {"g"}
 
 
 def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
@@ -359,7 +359,7 @@ def test_columns_are_found_in_payloads(tmp_path: Path):
                 [READ.field(0), READ.field(1), ("header", pa.int32()), ("data", pa.binary())]
             ),
         )
-        rows = with_found_columns(log, table.columns(), "json")
+        rows = with_inferred_columns(log, table.columns(), "json")
         changes = reduce_batches(rows.to_batches(), RULES, rows.schema)
         assert table.apply(changes, START._replace(marks={0: at}))
         table.marks(START)

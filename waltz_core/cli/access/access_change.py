@@ -125,14 +125,14 @@ class RevisionUse:
 AccessChangeFunction: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
 
 
-def access_change_command(work: Callable[..., Awaitable[AccessResult]]) -> SubcommandFunction:
+def access_change_command(function: Callable[..., Awaitable[AccessResult]]) -> SubcommandFunction:
     """Turn a function that changes permissions into a subcommand (rules 1 and 2)."""
 
     @with_wait_options
-    @functools.wraps(work)
-    async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
+    @functools.wraps(function)
+    async def run(*, connect: str, as_json: bool, timeout_s: float, **arguments: Any) -> int:  # noqa: ANN401
         return await run_access_change(
-            lambda command: work(command, **words),
+            lambda command: function(command, **arguments),
             connect=connect,
             as_json=as_json,
             timeout_s=timeout_s,
@@ -143,13 +143,13 @@ def access_change_command(work: Callable[..., Awaitable[AccessResult]]) -> Subco
 
 def with_wait_options(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the options that every change has: `--connect`, `--json` and `--timeout-s`."""
-    what = "seconds to wait until all daemons use the change"
-    with_timeout = options.timeout_option(what, default_s=APPLY_TIMEOUT_S)(function)
+    timeout_help = "seconds to wait until all daemons use the change"
+    with_timeout = options.timeout_option(timeout_help, default_s=APPLY_TIMEOUT_S)(function)
     return options.connect_option(options.json_option(with_timeout))
 
 
 async def run_access_change(
-    work: AccessChangeFunction, *, connect: str, as_json: bool, timeout_s: float
+    change_function: AccessChangeFunction, *, connect: str, as_json: bool, timeout_s: float
 ) -> int:
     """Change the permissions, wait for the daemons, and print the result; return the exit code."""
     async with open_command_session(connect) as coordinator:
@@ -157,7 +157,9 @@ async def run_access_change(
         author = Author(user_and_host(), now_ms())
         servers_before = await _servers_before_change(coordinator)
         async with audit_change(coordinator):
-            result = await work(AccessCommand(coordinator, cluster.params.partition_count, author))
+            result = await change_function(
+                AccessCommand(coordinator, cluster.params.partition_count, author)
+            )
         if not as_json:
             _print_change(result)  # before the wait: the result may contain the ID of a new token
         use = await _wait_for_daemons(coordinator, result, servers_before, timeout_s)
@@ -199,17 +201,17 @@ async def wait_until_applied(
 
     `known` has the servers before the change: their texts by name.
     """
-    begun_s = time.monotonic()
+    start_s = time.monotonic()
     while True:
-        found = await read_revision_use(coordinator, revision, servers_before)
-        took_s = time.monotonic() - begun_s
-        is_off = found.is_access_control_off and took_s >= ACCESS_OFF_WAIT_S
-        if found.is_used_by_all or is_off or took_s >= timeout_s:
-            return found
+        use = await read_revision_use(coordinator, revision, servers_before)
+        elapsed_s = time.monotonic() - start_s
+        is_off = use.is_access_control_off and elapsed_s >= ACCESS_OFF_WAIT_S
+        if use.is_used_by_all or is_off or elapsed_s >= timeout_s:
+            return use
         line.show(
-            len(found.updated_daemons),
-            found.daemon_count,
-            f"waiting until these daemons use the change: {', '.join(found.not_updated_daemons)}",
+            len(use.updated_daemons),
+            use.daemon_count,
+            f"waiting until these daemons use the change: {', '.join(use.not_updated_daemons)}",
         )
         await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -225,17 +227,19 @@ async def read_revision_use(
     use = RevisionUse(was_revision_published=await coordinator.permissions.was_revision_published())
     servers = await coordinator.read_latest_servers()
     daemons = {**_registered_server_texts(servers), **await _storage_texts(coordinator)}
-    absent = {server_node_name(each): f"server {each}" for each in servers.absent}
-    for name, text in {**absent, **(servers_before or {}), **daemons}.items():
-        used = published.get(name)
-        if used is None and name not in daemons:
+    unregistered = {server_node_name(each): f"server {each}" for each in servers.absent}
+    for name, text in {**unregistered, **(servers_before or {}), **daemons}.items():
+        used_revision = published.get(name)
+        if used_revision is None and name not in daemons:
             use.unregistered_servers.append(text)
-        elif used is None:
+        elif used_revision is None:
             use.daemons_without_revision.append(text)
-        elif used > newest:
-            use.outdated_daemons[text] = f"it uses revision {used}, and ignores older revisions"
-        elif used < revision:
-            use.outdated_daemons[text] = f"it uses revision {used}"
+        elif used_revision > newest:
+            use.outdated_daemons[text] = (
+                f"it uses revision {used_revision}, and ignores older revisions"
+            )
+        elif used_revision < revision:
+            use.outdated_daemons[text] = f"it uses revision {used_revision}"
         else:
             use.updated_daemons.append(text)
     return use
@@ -258,8 +262,12 @@ def _registered_server_texts(view: ServersView) -> dict[str, str]:
 
 async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
     """Return the storages with replicas as texts, by the name of their applied revision."""
-    held = (await coordinator.read_replica_assignment()).partitions
-    return {storage_node_name(each): f"storage {each}" for each, its in held.items() if its}
+    partitions_by_storage = (await coordinator.read_replica_assignment()).partitions
+    return {
+        storage_node_name(each): f"storage {each}"
+        for each, partitions in partitions_by_storage.items()
+        if partitions
+    }
 
 
 def _print_change(result: AccessResult) -> None:
@@ -277,9 +285,12 @@ def revision_use_lines(use: RevisionUse, revision: int) -> list[str]:
     if not use.daemon_count:
         return ["no server is registered, and no storage has replicas"]
     if use.is_access_control_off:
-        where = f"at all {use.daemon_count} daemons, or they are not connected to ZooKeeper"
+        daemons_text = f"at all {use.daemon_count} daemons, or they are not connected to ZooKeeper"
         return [
-            f"access control is off {where}: no daemon has ever published the revision that it uses"
+            (
+                f"access control is off {daemons_text}: no daemon has ever published the revision "
+                "that it uses"
+            )
         ]
     if use.is_used_by_all:
         return [f"all {use.daemon_count} daemons use revision {revision}"]

@@ -35,21 +35,23 @@ def read_export(path: Path) -> Permissions:
         ) from error
 
 
-def describe_permissions(found: Permissions) -> str:
+def describe_permissions(permissions: Permissions) -> str:
     """Return a text with the revision, the time and the number of grants, groups and tokens."""
     return (
-        f"permissions of revision {found.revision}, written at {time_text(found.changed_ms)} "
-        f"by {found.changed_by}, with {len(found.grants)} grants, {len(found.groups)} groups "
-        f"and {len(found.tokens)} tokens"
+        f"permissions of revision {permissions.revision}, written at "
+        f"{time_text(permissions.changed_ms)} "
+        f"by {permissions.changed_by}, with {len(permissions.grants)} grants, "
+        f"{len(permissions.groups)} groups "
+        f"and {len(permissions.tokens)} tokens"
     )
 
 
-def revision_json(found: Permissions) -> dict[str, object]:
+def revision_json(permissions: Permissions) -> dict[str, object]:
     """Return the revision of permissions, its author and its time, for JSON."""
     return {
-        "revision": found.revision,
-        "changed_by": found.changed_by,
-        "changed_ms": found.changed_ms,
+        "revision": permissions.revision,
+        "changed_by": permissions.changed_by,
+        "changed_ms": permissions.changed_ms,
     }
 
 
@@ -69,12 +71,12 @@ async def export(*, file: Path, connect: str, as_json: bool) -> int:
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         async with audit_change(coordinator):
-            found = await coordinator.permissions.read_existing()
-            write_private_file(file, access_node.encode_permissions(found))
+            permissions = await coordinator.permissions.read_existing()
+            write_private_file(file, access_node.encode_permissions(permissions))
     if as_json:
-        print_json({"done": True, "file": str(file), **revision_json(found)})
+        print_json({"done": True, "file": str(file), **revision_json(permissions)})
     else:
-        print_result(f"wrote the {describe_permissions(found)} to {file}")
+        print_result(f"wrote the {describe_permissions(permissions)} to {file}")
     return 0
 
 
@@ -105,20 +107,24 @@ async def import_command(
     *, file: Path, yes: bool, force: bool, connect: str, as_json: bool, timeout_s: float
 ) -> int:
     """Replace the permissions of a cluster with those of a file."""
-    saved = read_export(file)
+    exported = read_export(file)
     if not yes:
-        return await _show_preview(saved, connect, as_json=as_json)
+        return await _show_preview(exported, connect, as_json=as_json)
 
-    async def work(command: AccessCommand) -> AccessResult:
+    async def import_permissions(command: AccessCommand) -> AccessResult:
         def check(before: Permissions, after: Permissions) -> None:
             if not force:
                 check_replicate_remains(before, after, command.partition_count)
 
         permissions = command.coordinator.permissions
-        change = await permissions.replace(saved, command.author, check, new_key=new_client_key())
-        return AccessResult(change, f"the cluster now has the {describe_permissions(saved)}")
+        change = await permissions.replace(
+            exported, command.author, check, new_key=new_client_key()
+        )
+        return AccessResult(change, f"the cluster now has the {describe_permissions(exported)}")
 
-    return await run_access_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)
+    return await run_access_change(
+        import_permissions, connect=connect, as_json=as_json, timeout_s=timeout_s
+    )
 
 
 import_command.help_details = (
@@ -129,19 +135,19 @@ import_command.help_details = (
 )
 
 
-async def _show_preview(saved: Permissions, connect: str, *, as_json: bool) -> int:
+async def _show_preview(exported: Permissions, connect: str, *, as_json: bool) -> int:
     """Print the permissions of the file and of the cluster, without a change."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         try:
-            found = await coordinator.permissions.read()
-            now = "no permissions" if found is None else describe_permissions(found)
+            current = await coordinator.permissions.read()
+            now = "no permissions" if current is None else describe_permissions(current)
         except BadFormat as error:
             now = f"permissions that cannot be read: {error}"
     if as_json:
-        print_json({"done": False, "file": describe_permissions(saved), "cluster": now})
+        print_json({"done": False, "file": describe_permissions(exported), "cluster": now})
     else:
-        print_result(f"the file has {describe_permissions(saved)}")
+        print_result(f"the file has {describe_permissions(exported)}")
         print_result(f"the cluster has {now}")
         print_result(
             "nothing was changed. Hint: add --yes to replace the permissions of the cluster."

@@ -59,9 +59,10 @@ def parse_ranges(text: str, partition_count: int) -> Ranges:
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
     """Create the permissions of a cluster, without a grant."""
     first = changes.initial_permissions(new_client_key(), accepts_0_13=accepts_0_13)
-    made = await command.coordinator.permissions.create(first, command.author)
+    permissions = await command.coordinator.permissions.create(first, command.author)
     return AccessResult(
-        PermissionsChange(None, made), "the permissions were created; they contain no grant yet"
+        PermissionsChange(None, permissions),
+        "the permissions were created; they contain no grant yet",
     )
 
 
@@ -81,12 +82,13 @@ async def grant(
     command: AccessCommand, *, grantee: str, verbs: str, partitions: str, is_group: bool
 ) -> AccessResult:
     """Grant verbs to a principal or a group."""
-    named, chosen = Grantee(grantee, is_group), changes.parse_verbs(verbs)
+    grantee_value, verb_set = Grantee(grantee, is_group), changes.parse_verbs(verbs)
     ranges = parse_ranges(partitions, command.partition_count)
-    change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
+    change = await command.change(lambda old: changes.grant(old, grantee_value, verb_set, ranges))
     return AccessResult(
         change,
-        f"{named} has the verbs {_verbs_text(chosen)} for partitions {format_ranges(ranges)}",
+        f"{grantee_value} has the verbs {_verbs_text(verb_set)} for partitions "
+        f"{format_ranges(ranges)}",
     )
 
 
@@ -110,22 +112,23 @@ async def revoke(
     force: bool,
 ) -> AccessResult:
     """Revoke verbs from a principal or a group."""
-    named, chosen = Grantee(grantee, is_group), changes.parse_verbs(verbs)
+    grantee_value, verb_set = Grantee(grantee, is_group), changes.parse_verbs(verbs)
     ranges, count = parse_ranges(partitions, command.partition_count), command.partition_count
     change = await command.change(
-        lambda old: changes.revoke(old, named, chosen, ranges, partition_count=count), force=force
+        lambda old: changes.revoke(old, grantee_value, verb_set, ranges, partition_count=count),
+        force=force,
     )
     summary = (
-        f"{named} no longer has a grant of {_verbs_text(chosen)} for partitions "
+        f"{grantee_value} no longer has a grant of {_verbs_text(verb_set)} for partitions "
         f"{format_ranges(ranges)}"
     )
     numbers = parse_partitions(partitions, count)
-    kept = (
+    notes = (
         ()
         if is_group
-        else _remaining_verbs_texts(change.after, grantee, chosen, set(numbers), count)
+        else _remaining_verbs_texts(change.after, grantee, verb_set, set(numbers), count)
     )
-    return AccessResult(change, summary, kept)
+    return AccessResult(change, summary, notes)
 
 
 revoke.help_details = (
@@ -144,9 +147,9 @@ def _remaining_verbs_texts(
     """Return sentences about the verbs that a principal still has from its groups."""
     lines = []
     for each in verbs:
-        left = changes.granted_partitions(after, principal, each, count) & numbers
-        if left:
-            text = format_ranges(changes.ranges_of(left))
+        remaining = changes.granted_partitions(after, principal, each, count) & numbers
+        if remaining:
+            text = format_ranges(changes.ranges_of(remaining))
             lines.append(
                 f"{principal} still has the verb {each.value} for partitions {text}, because "
                 "its group has it"
@@ -174,40 +177,42 @@ def _verbs_text(verbs: tuple[AccessVerb, ...]) -> str:
 @click.option("--remove", is_flag=True, help="remove all limits of the principal")
 @access_change_command
 async def limit(
-    command: AccessCommand, *, principal: str, remove: bool, **given: int | None
+    command: AccessCommand, *, principal: str, remove: bool, **limit_options: int | None
 ) -> AccessResult:
     """Set or remove the limits of a principal."""
-    limits = PrincipalLimits(**given)
+    limits = PrincipalLimits(**limit_options)
     if remove == (limits != PrincipalLimits()):
-        options_text = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        options_text = ", ".join(f"--{key.replace('_', '-')}" for key in limit_options)
         raise BadConfig(f"expected one or more limits ({options_text}), or --remove; found neither")
     if remove:
         change = await command.change(lambda old: changes.remove_limits(old, principal))
         return AccessResult(change, f"{principal} has no limits of its own")
     change = await command.change(lambda old: changes.set_limits(old, principal, limits))
-    words = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
+    limits_text = ", ".join(
+        f"{key} {value}" for key, value in limit_options.items() if value is not None
+    )
     notes = (
         ()
         if _is_known_principal(change.after, principal)
         else (_unknown_principal_text(change.after, principal),)
     )
-    return AccessResult(change, f"the limits of {principal} are {words}", notes)
+    return AccessResult(change, f"the limits of {principal} are {limits_text}", notes)
 
 
-def _unknown_principal_text(found: Permissions, principal: str) -> str:
+def _unknown_principal_text(permissions: Permissions, principal: str) -> str:
     """Return a note that no grant, group or token names a principal."""
     hint = f". Hint: {principal} is a group, but only principals can have limits."
-    is_group = principal in found.groups
+    is_group = principal in permissions.groups
     return f"no permission or token names {principal} yet{hint if is_group else ''}"
 
 
-def _is_known_principal(found: Permissions, principal: str) -> bool:
+def _is_known_principal(permissions: Permissions, principal: str) -> bool:
     """Whether a grant, a group or a token names a principal."""
     return principal in {
         DEFAULT_LIMITS_KEY,
-        *(each.grantee for each in found.grants if not each.is_group),
-        *(member for members in found.groups.values() for member in members),
-        *(each.principal for each in found.tokens.values()),
+        *(each.grantee for each in permissions.grants if not each.is_group),
+        *(member for members in permissions.groups.values() for member in members),
+        *(each.principal for each in permissions.tokens.values()),
     }
 
 
@@ -230,8 +235,8 @@ async def accept_0_13(command: AccessCommand, *, state: str) -> AccessResult:
     """Set whether daemons accept the client IDs of Waltz 0.13 clients."""
     accepts = state == "on"
     change = await command.change(lambda old: changes.set_accepts_0_13(old, accepts=accepts))
-    what = "accepted" if accepts else "not accepted"
+    state_text = "accepted" if accepts else "not accepted"
     return AccessResult(
         change,
-        f"client IDs without a proof of their principal are {what}",
+        f"client IDs without a proof of their principal are {state_text}",
     )

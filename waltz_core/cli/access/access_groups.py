@@ -40,8 +40,8 @@ async def group_remove(
     change = await command.change(
         lambda old: changes.remove_from_group(old, group, members), force=force
     )
-    rest = ", ".join(change.after.groups[group]) or "no principal"
-    return AccessResult(change, f"the members of group {group} are {rest}")
+    members_text = ", ".join(change.after.groups[group]) or "no principal"
+    return AccessResult(change, f"the members of group {group} are {members_text}")
 
 
 @subcommand

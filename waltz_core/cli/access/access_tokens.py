@@ -36,13 +36,13 @@ _DAYS_MAX: Final = 3_650
 def parse_duration_ms(text: str) -> int:
     """Parse a duration such as 90d, 12h or 30m into milliseconds; raises BadConfig."""
     match = _DURATION_PATTERN.fullmatch(text)
-    found = int(match[1]) * _UNITS_MS[match[2]] if match else 0
-    if not 0 < found <= _DAYS_MAX * _UNITS_MS["d"]:
+    duration_ms = int(match[1]) * _UNITS_MS[match[2]] if match else 0
+    if not 0 < duration_ms <= _DAYS_MAX * _UNITS_MS["d"]:
         raise BadConfig(
             f"--expires: expected a duration such as 90d, 12h or 30m, and {_DAYS_MAX}d at "
             f"most, found {text!r}"
         )
-    return found
+    return duration_ms
 
 
 @subcommand
@@ -69,16 +69,16 @@ async def token_create(
     expires_ms = command.author.now_ms + parse_duration_ms(expires)
     changes.check_token_principal(principal)
     await command.coordinator.permissions.read_existing()  # fails before the file is written
-    known = StoredToken(f"t{secrets.token_hex(TOKEN_ID_BYTES)}", principal, expires_ms)
-    change = await _create_token(command, known, file)
+    token = StoredToken(f"t{secrets.token_hex(TOKEN_ID_BYTES)}", principal, expires_ms)
+    change = await _create_token(command, token, file)
     notes = (
         () if _has_grant(change.after, principal, command.partition_count) else (_NO_GRANT_NOTE,)
     )
     summary = (
-        f"created token {known.token_id} of {principal} in {file}; it expires at "
+        f"created token {token.token_id} of {principal} in {file}; it expires at "
         f"{time_text(expires_ms)}"
     )
-    values = {"token_id": known.token_id, "principal": principal, "expires_ms": expires_ms}
+    values = {"token_id": token.token_id, "principal": principal, "expires_ms": expires_ms}
     return AccessResult(change, summary, tuple(each.format(principal) for each in notes), values)
 
 
@@ -91,18 +91,18 @@ _NO_GRANT_NOTE: Final = "principal {} has no grant yet. Hint: `access grant` add
 
 
 async def _create_token(
-    command: AccessCommand, known: StoredToken, file: Path
+    command: AccessCommand, stored_token: StoredToken, file: Path
 ) -> PermissionsChange:
     """Write the token's file, then its hash to ZooKeeper (rules 1 and 2)."""
     token = Token(secrets.token_bytes(TOKEN_BYTES))
     write_private_file(file, f"{token.text}\n".encode())
     token_hash = hash_of(token.secret)
     try:
-        return await command.change(lambda old: changes.add_token(old, token_hash, known))
+        return await command.change(lambda old: changes.add_token(old, token_hash, stored_token))
     except CoordinatorOutcomeUnknown as error:
         raise CoordinatorOutcomeUnknown(
             f"the token could not be stored: {error}. Hint: `access list` shows whether token "
-            f"{known.token_id} exists; if not, delete {file}."
+            f"{stored_token.token_id} exists; if not, delete {file}."
         ) from error
     except WaltzError:
         remove_private_file(file)

@@ -29,12 +29,12 @@ async def list_command(*, connect: str, as_json: bool) -> int:
     """Show the permissions, the tokens, and the revisions that the daemons use."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
-        found = await coordinator.permissions.read_existing()
-        use = await read_revision_use(coordinator, found.revision)
+        permissions = await coordinator.permissions.read_existing()
+        use = await read_revision_use(coordinator, permissions.revision)
     if as_json:
         print_json(
             {
-                **permissions_json(found, now_ms()),
+                **permissions_json(permissions, now_ms()),
                 "applied": use.updated_daemons,
                 "late": use.outdated_daemons,
                 "without_revision": use.daemons_without_revision,
@@ -42,8 +42,8 @@ async def list_command(*, connect: str, as_json: bool) -> int:
             }
         )
         return 0
-    _print_permissions(found)
-    for text in revision_use_lines(use, found.revision):
+    _print_permissions(permissions)
+    for text in revision_use_lines(use, permissions.revision):
         print_error(text)
     return 0
 
@@ -55,21 +55,21 @@ list_command.help_details = (
 )
 
 
-def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
+def permissions_json(permissions: Permissions, at_ms: int) -> dict[str, Any]:
     """Return the permissions for JSON, without secrets; `at_ms` is the time for expired tokens."""
     return {
-        **revision_json(found),
-        "accepts_0_13": found.accepts_0_13,
-        "groups": {name: list(members) for name, members in found.groups.items()},
+        **revision_json(permissions),
+        "accepts_0_13": permissions.accepts_0_13,
+        "groups": {name: list(members) for name, members in permissions.groups.items()},
         "grants": [
             {
                 "group" if each.is_group else "principal": each.grantee,
                 "verb": each.verb.value,
                 "partitions": format_ranges(each.partitions),
             }
-            for each in found.grants
+            for each in permissions.grants
         ],
-        "limits": {name: _limits_json(its) for name, its in found.limits.items()},
+        "limits": {name: _limits_json(limits) for name, limits in permissions.limits.items()},
         "tokens": [
             {
                 "id": each.token_id,
@@ -77,7 +77,7 @@ def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
                 "expires_ms": each.expires_ms,
                 "is_expired": each.expires_ms <= at_ms,
             }
-            for each in found.tokens.values()
+            for each in permissions.tokens.values()
         ],
     }
 
@@ -87,36 +87,42 @@ def _limits_json(limits: PrincipalLimits) -> Mapping[str, int]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _print_permissions(found: Permissions) -> None:
+def _print_permissions(permissions: Permissions) -> None:
     print_result(
-        f"revision {found.revision}, written at {time_text(found.changed_ms)} by "
-        f"{found.changed_by}; client IDs of Waltz 0.13 clients are "
-        f"{'accepted' if found.accepts_0_13 else 'not accepted'}"
+        f"revision {permissions.revision}, written at {time_text(permissions.changed_ms)} by "
+        f"{permissions.changed_by}; client IDs of Waltz 0.13 clients are "
+        f"{'accepted' if permissions.accepts_0_13 else 'not accepted'}"
     )
     verbs: dict[tuple[Grantee, str], list[str]] = {}
-    for each in found.grants:
+    for each in permissions.grants:
         key = Grantee(each.grantee, each.is_group), format_ranges(each.partitions)
         verbs.setdefault(key, []).append(each.verb.value)
     print_table(
         ("grantee", "verbs", "partitions"),
-        [(grantee, ",".join(words), where) for (grantee, where), words in verbs.items()],
+        [
+            (grantee, ",".join(verb_names), partitions_text)
+            for (grantee, partitions_text), verb_names in verbs.items()
+        ],
     )
-    if found.groups:
-        rows = [(name, ", ".join(members) or "-") for name, members in found.groups.items()]
+    if permissions.groups:
+        rows = [(name, ", ".join(members) or "-") for name, members in permissions.groups.items()]
         print_table(("group", "members"), rows)
-    if found.limits:
+    if permissions.limits:
         names = tuple(PrincipalLimits.__dataclass_fields__)
         print_table(
             ("limits of", *(name.replace("_", " ") for name in names)),
             [
-                (name, *("-" if (each := getattr(its, key)) is None else each for key in names))
-                for name, its in found.limits.items()
+                (name, *("-" if (each := getattr(limits, key)) is None else each for key in names))
+                for name, limits in permissions.limits.items()
             ],
         )
-    if found.tokens:
+    if permissions.tokens:
         print_table(
             ("token", "principal", "expires"),
-            [(t.token_id, t.principal, time_text(t.expires_ms)) for t in found.tokens.values()],
+            [
+                (t.token_id, t.principal, time_text(t.expires_ms))
+                for t in permissions.tokens.values()
+            ],
         )
 
 
@@ -143,37 +149,39 @@ async def check(
     changes.check_principal(principal)
     async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
-        found = await coordinator.permissions.read_existing()
+        permissions = await coordinator.permissions.read_existing()
     if partition is not None and not 0 <= partition < count:
         raise BadConfig(f"--partition: expected a partition in 0..{count - 1}, found {partition}")
-    is_all = _has_verb_for_all(found, principal, AccessVerb(verb))
-    held = changes.granted_partitions(found, principal, AccessVerb(verb), count)
-    is_permitted = is_all if partition is None else partition in held
+    is_all = _has_verb_for_all(permissions, principal, AccessVerb(verb))
+    permitted_partitions = changes.granted_partitions(
+        permissions, principal, AccessVerb(verb), count
+    )
+    is_permitted = is_all if partition is None else partition in permitted_partitions
     if as_json:
         print_json(
             {
                 "permitted": is_permitted,
                 "principal": principal,
                 "verb": verb,
-                "partitions": sorted(held),
-                "revision": found.revision,
+                "partitions": sorted(permitted_partitions),
+                "revision": permissions.revision,
             }
         )
     else:
-        text = "all" if is_all else format_ranges(changes.ranges_of(held))
-        if len(held) == count and not is_permitted:
+        text = "all" if is_all else format_ranges(changes.ranges_of(permitted_partitions))
+        if len(permitted_partitions) == count and not is_permitted:
             text += ", but not for `all`"
         print_result(
             f"{'permitted' if is_permitted else 'denied'}: {principal} has the verb {verb} "
-            f"for partitions {text}; the permissions have revision {found.revision}"
+            f"for partitions {text}; the permissions have revision {permissions.revision}"
         )
     return 0 if is_permitted else EXIT_DENIED
 
 
-def _has_verb_for_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
+def _has_verb_for_all(permissions: Permissions, principal: str, verb: AccessVerb) -> bool:
     """Whether a principal has a verb for `all`; a grant that lists all partitions is not enough."""
     required = Requirement((verb,), Scope.ALL, needs_all=True)
-    return Grants(found).for_principal(principal).missing_verb(required, None) is None
+    return Grants(permissions).for_principal(principal).missing_verb(required, None) is None
 
 
 check.help_details = (

@@ -83,7 +83,7 @@ async def expire(
             "--before: a transaction ID also needs --partition, because each partition has "
             "its own IDs. Hint: add --partition P."
         )
-    shown: dict[int, dict[str, int]] = {}
+    rows: dict[int, dict[str, int]] = {}
     waits_for = "the servers"
     async with (
         open_command_session(connect) as coordinator,
@@ -92,8 +92,8 @@ async def expire(
             timeout_s, lambda: f"{waits_for}; if it fails, the owner logs archive.expiry_failed"
         ),
     ):
-        chosen = None if partition is None else [partition]
-        sets = await client.replica_sets(chosen)
+        partition_ids = None if partition is None else [partition]
+        sets = await client.replica_sets(partition_ids)
         archived = {number: each.archived for number, each in sets.items() if each.archived}
         for number in sorted(sets.keys() - archived.keys()):
             print_error(f"partition {number}: no transaction is archived")
@@ -103,17 +103,17 @@ async def expire(
                     waits_for = f"the owner of partition {number} to record the expiry"
                     await _expire_partition(client, PartitionId(number), bounds)
             sets = await client.replica_sets(archived)
-        for number, known in archived.items():
-            now = sets[number].archived or known
-            shown[number] = {
+        for number, archived_range in archived.items():
+            now = sets[number].archived or archived_range
+            rows[number] = {
                 "first_available": now.first,
-                "first_available_before": known.first,
+                "first_available_before": archived_range.first,
                 "archived": now.last,
             }
     if as_json:
-        print_json({"done": yes, "partitions": shown})
+        print_json({"done": yes, "partitions": rows})
         return 0
-    for number, row in shown.items():
+    for number, row in rows.items():
         available = f"the archive has transactions {row['first_available']}..{row['archived']}"
         if yes:
             change = f"before, the first available one was {row['first_available_before']}"

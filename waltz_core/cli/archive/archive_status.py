@@ -64,15 +64,17 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
         facts = await _query_cluster(coordinator)
     url = archive or archive_url_in(facts)
     rows, errors = await _partition_rows(facts, url, lists_objects=objects)
-    pins: list[str] = []
+    pinning_clusters: list[str] = []
     if url and not errors:
-        pins = await _call_store(
+        pinning_clusters = await _call_store(
             url,
             "reading the pins of restored clusters",
             lambda: pins_of(ArchiveStore(url), key.bytes),
         )
     if as_json:
-        print_json({"archive": url or None, "partitions": rows, "pins": pins, "errors": errors})
+        print_json(
+            {"archive": url or None, "partitions": rows, "pins": pinning_clusters, "errors": errors}
+        )
     else:
         cells = [
             [row[each.replace(" ", "_").replace("-", "_")] for each in COLUMN_TITLES]
@@ -82,7 +84,7 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
             COLUMN_TITLES, [["-" if cell is None else cell for cell in row] for row in cells]
         )
         print_error(f"archive: {url or 'no storage reports one'}")
-        for each in pins:
+        for each in pinning_clusters:
             print_error(
                 f"no object is deleted from the archive, because the restored cluster {each} may "
                 "use it"
@@ -111,23 +113,23 @@ async def _query_cluster(coordinator: Coordinator) -> ClusterFacts:
 
 def archive_url_in(facts: ClusterFacts) -> str:
     """Return the URL that the storages report, or ""; raises BadConfig if their URLs differ."""
-    found = {each.archive.url for each in facts.storages.values() if each.archive is not None}
-    if len(found) > 1:
+    urls = {each.archive.url for each in facts.storages.values() if each.archive is not None}
+    if len(urls) > 1:
         raise BadConfig(
-            f"the storages have different settings archive_url: {', '.join(sorted(found))}. "
+            f"the storages have different settings archive_url: {', '.join(sorted(urls))}. "
             "Hint: choose one with --archive URL."
         )
-    return next(iter(found), "")
+    return next(iter(urls), "")
 
 
 async def query_archive_url(coordinator: Coordinator) -> str:
     """Query the storages for the archive's URL; raises BadConfig if none reports one."""
-    found = archive_url_in(await _query_cluster(coordinator))
-    if not found:
+    url = archive_url_in(await _query_cluster(coordinator))
+    if not url:
         raise BadConfig(
             "no storage that answers has the setting archive_url. Hint: use --archive URL."
         )
-    return found
+    return url
 
 
 async def _partition_rows(
@@ -182,8 +184,8 @@ def _mark_cells(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[st
     }
 
 
-async def _call_store(url: str, what: str, call: Callable[[], ResultT]) -> ResultT:
-    return await call_store(url, call, lambda: (what, 0))
+async def _call_store(url: str, activity_text: str, call: Callable[[], ResultT]) -> ResultT:
+    return await call_store(url, call, lambda: (activity_text, 0))
 
 
 async def _read_objects(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:

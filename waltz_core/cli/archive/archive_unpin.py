@@ -48,8 +48,8 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
 
 unpin.help_details = (
     "A restored cluster uses the archived objects of the cluster that was backed up. A pin, a file "
-    "in the archive, prevents that storages delete these objects. `archive status` lists the pins. "
-    "Use the command if the restored cluster will never run again, or if its restore was "
+    "in the archive, prevents the storages from deleting these objects. `archive status` lists the "
+    "pins. Use the command if the restored cluster will never run again, or if its restore was "
     "interrupted. Otherwise the restored cluster can lose transactions. The command refuses to "
     "remove the pin of an existing cluster only if this cluster is in the same ZooKeeper."
 )

@@ -1,7 +1,7 @@
 """`waltz-core archive verify`: verify every file of the archive that a manifest lists.
 
 The command needs ZooKeeper and the archive. It needs storages only to find the URL of the archive,
-and no servers. It can be interrupted: it prints from where to continue.
+and no servers. If the command is interrupted, it prints the options with which to continue.
 
 With `--repair`, the owner of the partition lets a storage write each wrong object again from its
 log. The command repeats this request until the repair has ended, so a move of the partition to
@@ -80,8 +80,8 @@ async def verify(  # noqa: PLR0913 - one for each option
 ) -> int:
     """Read and verify the archive of the chosen partitions, and repair it with `--repair`."""
     if first < 0 or (last is not None and last < first):
-        found = f"--first {first}" if last is None else f"--first {first} and --last {last}"
-        raise BadConfig(f"expected 0 <= --first <= --last, found {found}")
+        options_text = f"--first {first}" if last is None else f"--first {first} and --last {last}"
+        raise BadConfig(f"expected 0 <= --first <= --last, found {options_text}")
     async with open_command_session(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         count = cluster.params.partition_count
@@ -92,7 +92,7 @@ async def verify(  # noqa: PLR0913 - one for each option
         url = archive or await query_archive_url(coordinator)
         store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
         show = print_error if as_json else print_result
-        shown: dict[int, dict[str, Any]] = {}
+        results: dict[int, dict[str, Any]] = {}
         for number in range(count) if partition is None else (partition,):
             check = ArchiveCheck(
                 store,
@@ -101,22 +101,22 @@ async def verify(  # noqa: PLR0913 - one for each option
                 first=TransactionId(first),
                 last=None if last is None else TransactionId(last),
             )
-            shown[number] = await _verify_partition(
+            results[number] = await _verify_partition(
                 coordinator, PartitionId(number), check, show, repairs=repair
             )
-        if repair and any(each["problems"] for each in shown.values()):
+        if repair and any(each["problems"] for each in results.values()):
             async with audit_change(coordinator), AsyncWaltzClient.connect(connect) as client:
-                for number, row in shown.items():
+                for number, row in results.items():
                     for problem in row["problems"]:
                         await _repair_object(client, PartitionId(number), problem, show)
-    wrong = any(
-        not problem["is_repaired"] for each in shown.values() for problem in each["problems"]
+    has_problem = any(
+        not problem["is_repaired"] for each in results.values() for problem in each["problems"]
     )
     is_range = first > 0 or last is not None
-    is_nothing = is_range and all(each["last"] is None for each in shown.values())
-    has_passed = not (wrong or is_nothing)
+    is_range_absent = is_range and all(each["last"] is None for each in results.values())
+    has_passed = not (has_problem or is_range_absent)
     if as_json:
-        print_json({"passed": has_passed, "archive": url, "partitions": shown})
+        print_json({"passed": has_passed, "archive": url, "partitions": results})
     else:
         print_result("passed" if has_passed else "failed")
     return 0 if has_passed else 1
@@ -190,7 +190,7 @@ async def _verify_partition(
 
 
 def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
-    """Return a text about requested transactions that are not archived, and whether all are not.
+    """Return a text about requested transactions that are not archived, and if none is archived.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.
@@ -214,18 +214,19 @@ def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> t
     return f"transactions {expired} have expired; the first available one is {available}", is_empty
 
 
-def _action_text(wrong: BadArchiveFile, *, repairs: bool) -> str:
-    return REPAIR_ACTION if wrong.is_object and not repairs else RESTORE_ACTION
+def _action_text(bad_file: BadArchiveFile, *, repairs: bool) -> str:
+    return REPAIR_ACTION if bad_file.is_object and not repairs else RESTORE_ACTION
 
 
 async def _repair_object(
     client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any], show: ShowText
 ) -> None:
     """Request the repair of an object; print the outcome, and add it to `problem`."""
-    what = f"partition {partition_id}, file {problem['name']}"
+    file_text = f"partition {partition_id}, file {problem['name']}"
     if not problem["is_object"]:
         show(
-            f"{what}: not repaired, because storages cannot write this kind of file again. Hint: "
+            f"{file_text}: not repaired, because storages cannot write this kind of file again. "
+            "Hint: "
             f"{RESTORE_ACTION}."
         )
         return
@@ -243,11 +244,11 @@ async def _repair_object(
             if answer.storage
             else ("the object had been replaced before")
         )
-        show(f"{what}: {done}")
+        show(f"{file_text}: {done}")
         return
     problem["failures"] = list(answer.failures)
     show(
-        f"{what}: not repaired, because no storage has written transactions "
+        f"{file_text}: not repaired, because no storage has written transactions "
         f"{problem['first']}..{problem['last']} again: {'; '.join(answer.failures)}. Hint: "
         f"{RESTORE_ACTION}."
     )
@@ -264,7 +265,7 @@ class _PartitionCheck(NamedTuple):
 
     async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
         """Check all files; continue with the newer manifest if this one was replaced."""
-        check, is_begun, shown = self.check, False, 0
+        check, is_begun, shown_count = self.check, False, 0
         while True:
             try:
                 if not is_begun:
@@ -281,18 +282,22 @@ class _PartitionCheck(NamedTuple):
                 else:
                     check.note_missing_file(error)
                 is_continued = is_begun
-            for each in check.bad_files[shown:]:
+            for each in check.bad_files[shown_count:]:
                 self._show_problem(each)
-            shown = len(check.bad_files)
+            shown_count = len(check.bad_files)
             if not is_continued:
                 return
-            done, whole = check.next_id, recorded.last + 1
-            line.show(done, whole, f"transactions of partition {self.partition_id} verified")
+            done, total = check.next_id, recorded.last + 1
+            line.show(done, total, f"transactions of partition {self.partition_id} verified")
 
     async def _call_store(self, call: Callable[[], ResultT]) -> ResultT:
         return await call_store(self.check.store_url, call, lambda: self.check.read_progress)
 
-    def _show_problem(self, wrong: BadArchiveFile) -> None:
-        where = f"partition {self.partition_id}, transactions {wrong.first}..{wrong.last}"
-        hint = "" if self.is_repair_requested else f" Hint: {_action_text(wrong, repairs=False)}."
-        self.show(f"{where}, file {wrong.name}: {wrong.problem}.{hint}")
+    def _show_problem(self, bad_file: BadArchiveFile) -> None:
+        range_text = (
+            f"partition {self.partition_id}, transactions {bad_file.first}..{bad_file.last}"
+        )
+        hint = (
+            "" if self.is_repair_requested else f" Hint: {_action_text(bad_file, repairs=False)}."
+        )
+        self.show(f"{range_text}, file {bad_file.name}: {bad_file.problem}.{hint}")

@@ -52,37 +52,40 @@ async def backup(
     *, archive: str | None, output: str, connect: str, as_json: bool, timeout_s: float
 ) -> int:
     """Write a backup of the cluster to a new file."""
-    place = BackupLocation.parse(output)
-    await asyncio.to_thread(place.check_absent)
+    location = BackupLocation.parse(output)
+    await asyncio.to_thread(location.check_absent)
     with ProgressLine() as line:
         async with (
             open_command_session(connect) as coordinator,
             AsyncWaltzClient.connect(connect) as client,
-            time_limit(timeout_s, lambda: line.awaited or "ZooKeeper", hint=TIMEOUT_HINT),
+            time_limit(timeout_s, lambda: line.wait_reason or "ZooKeeper", hint=TIMEOUT_HINT),
         ):
             store = ArchiveStore(archive or await query_archive_url(coordinator))
-            taken = await take_backup(
+            backup_content = await take_backup(
                 coordinator,
                 lambda: client.high_water_marks(linearizable=True),
                 store,
                 line,
                 now_ms=time.time_ns() // 1_000_000,
             )
-        size_bytes = await asyncio.to_thread(place.write, taken)
+        size_bytes = await asyncio.to_thread(location.write, backup_content)
     if as_json:
         print_json(
             {
-                "cluster_key": str(taken.cluster_key),
+                "cluster_key": str(backup_content.cluster_key),
                 "output": output,
                 "bytes": size_bytes,
-                "partitions": taken.marks,
-                "writes": sorted(taken.writes),
+                "partitions": backup_content.marks,
+                "writes": sorted(backup_content.writes),
             }
         )
     else:
-        when = datetime.fromtimestamp(taken.taken_ms / 1000, UTC).isoformat(timespec="seconds")
+        when = datetime.fromtimestamp(backup_content.taken_ms / 1000, UTC).isoformat(
+            timespec="seconds"
+        )
         print_result(
-            f"wrote the backup of {len(taken.partitions)} partitions of {taken.name} as of "
+            f"wrote the backup of {len(backup_content.partitions)} partitions of "
+            f"{backup_content.name} as of "
             f"{when} to {output}, {size_bytes} bytes"
         )
     return 0
@@ -122,7 +125,7 @@ async def take_backup(
         partitions.append(
             PartitionBackup(marks[number], metadata.session_id, metadata.generation, manifest)
         )
-    taken = Backup(
+    backup_content = Backup(
         cluster.params.name,
         cluster.store.cluster_key,
         now_ms,
@@ -133,8 +136,8 @@ async def take_backup(
         await coordinator.permissions.read(),
         issued_client_id,
     )
-    taken.check()
-    return taken
+    backup_content.check()
+    return backup_content
 
 
 async def _read_manifest_with_mark(
@@ -172,6 +175,6 @@ async def _wait_until_archived(
         archived = None if marker is None else marker.archived
         if archived is not None and archived.last >= mark:
             return archived
-        found = BEFORE_FIRST if archived is None else archived.last
-        show(f"waiting until partition {partition_id} is archived: {found} of {mark}")
+        archived_mark = BEFORE_FIRST if archived is None else archived.last
+        show(f"waiting until partition {partition_id} is archived: {archived_mark} of {mark}")
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -41,10 +41,10 @@ class RequestedEnds(NamedTuple):
     @classmethod
     def parse(cls, marks: Sequence[str], until: str | None, backup: Backup) -> "RequestedEnds":
         """Parse options `--mark` and `--until`; raises BadConfig."""
-        found: dict[PartitionId, TransactionId] = {}
+        marks_by_partition: dict[PartitionId, TransactionId] = {}
         for text in marks:
-            partition, equals, last = text.partition("=")
-            is_valid = equals and partition.isdigit() and (last.isdigit() or last == "-1")
+            partition, separator, last = text.partition("=")
+            is_valid = separator and partition.isdigit() and (last.isdigit() or last == "-1")
             if not is_valid or int(partition) >= len(backup.partitions):
                 raise BadConfig(
                     "--mark: expected PARTITION=ID with a partition in "
@@ -56,26 +56,30 @@ class RequestedEnds(NamedTuple):
                     f"--mark: expected a transaction ID of at most {backup.marks[number]}, "
                     f"the last one of partition {number} in the backup, found {mark}"
                 )
-            found[number] = mark
-        return cls(found, None if until is None else _parse_until_ms(until))
+            marks_by_partition[number] = mark
+        return cls(marks_by_partition, None if until is None else _parse_until_ms(until))
 
 
 def _parse_until_ms(text: str) -> int:
     try:
-        found = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
-        found = None
-    if found is None or found.tzinfo is None:
+        time = None
+    if time is None or time.tzinfo is None:
         raise BadConfig(
             "--until: expected a time with a time zone such as 2026-11-28T10:00:00Z, found "
             f"{text!r}"
         )
-    return int(found.timestamp() * 1000)
+    return int(time.timestamp() * 1000)
 
 
 @subcommand
 @click.option(
-    "--backup", "place", required=True, metavar="FILE", help="the file of the backup, or its URL"
+    "--backup",
+    "backup_path",
+    required=True,
+    metavar="FILE",
+    help="the file of the backup, or its URL",
 )
 @click.option(
     "--archive",
@@ -116,15 +120,15 @@ def _parse_until_ms(text: str) -> int:
     "missing object is an error",
 )
 @change_command(may_create_cluster=True)
-async def restore(command: ChangeCommand, **words: Any) -> ChangeResult:  # noqa: ANN401
+async def restore(command: ChangeCommand, **arguments: Any) -> ChangeResult:  # noqa: ANN401
     """Create a cluster from a backup and the archive."""
-    return await _restore_cluster(command, **words)
+    return await _restore_cluster(command, **arguments)
 
 
 async def _restore_cluster(  # noqa: PLR0913 - one for each option
     command: ChangeCommand,
     *,
-    place: str,
+    backup_path: str,
     archive: str,
     storage: tuple[str, ...],
     until: str | None,
@@ -134,14 +138,14 @@ async def _restore_cluster(  # noqa: PLR0913 - one for each option
 ) -> ChangeResult:
     coordinator, store = command.coordinator, ArchiveStore(archive)
     command.report_wait("the backup")
-    backup = await asyncio.to_thread(BackupLocation.parse(place).read)
+    backup = await asyncio.to_thread(BackupLocation.parse(backup_path).read)
     limits = RequestedEnds.parse(marks, until, backup)
     key = backup.cluster_key if same_key else uuid.uuid4()  # noqa: TID251 - a new cluster's key
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
     new = NewCluster(backup.name, len(backup.partitions), key, storages)
     await _check_no_cluster(coordinator, backup, same_key=same_key)
     ids = first_id_after_loss(int(time.time()))  # noqa: TID251
-    pins = await asyncio.to_thread(_pin_objects, store, backup, key.bytes)
+    pin_names = await asyncio.to_thread(_pin_objects, store, backup, key.bytes)
     ends: dict[PartitionId, ArchivedMark | None] = {}
     ranges: list[RestoredRange] = []
     is_creating = False
@@ -152,25 +156,29 @@ async def _restore_cluster(  # noqa: PLR0913 - one for each option
                 f"the archive of partition {number}", number, len(backup.partitions)
             )
             session_id = next_session_id(backup, partition_id, ids)
-            work = _Restoration(store, key.bytes, session_id, limits, without_expired, ranges)
-            ends[partition_id] = await asyncio.to_thread(work.restore_partition, partition_id, each)
+            restoration = _Restoration(
+                store, key.bytes, session_id, limits, without_expired, ranges
+            )
+            ends[partition_id] = await asyncio.to_thread(
+                restoration.restore_partition, partition_id, each
+            )
         # A garbage collection by the source cluster, begun before the pins, may have deleted
         # objects.
-        for found in ranges:
-            await asyncio.to_thread(found.check_objects_exist)
+        for restored_range in ranges:
+            await asyncio.to_thread(restored_range.check_objects_exist)
         command.report_wait("ZooKeeper")
         # Another command may have restored the backup in the meantime.
         await _check_no_cluster(coordinator, backup, same_key=same_key)
         is_creating = True
-        restored = restored_cluster(backup, key.bytes, ends, ids, new_client_key())
-        await coordinator.create_restored_cluster(new, restored)
+        znodes = restored_cluster(backup, key.bytes, ends, ids, new_client_key())
+        await coordinator.create_restored_cluster(new, znodes)
     except WaltzError as error:
         # After an unknown outcome, the cluster may exist.
         if not is_creating or isinstance(error, CoordinatorConflict):
             # With the same key, the cluster of another command may depend on the same pins.
-            written = [] if same_key else list(pins)
-            written += [name for each in ranges for name in each.written_files]
-            await asyncio.to_thread(_delete_files, store, written)
+            written_files = [] if same_key else list(pin_names)
+            written_files += [name for each in ranges for name in each.written_files]
+            await asyncio.to_thread(_delete_files, store, written_files)
         raise
     return _restore_result(coordinator, backup, key, ends)
 
@@ -185,10 +193,13 @@ def _restore_result(
     lines = []
     for partition_id, end in ends.items():
         mark = backup.marks[partition_id]
-        kept = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
-        is_whole = mark == (BEFORE_FIRST if end is None else end.last) and not (end and end.first)
+        range_text = "no transactions" if end is None else f"transactions {end.first}..{end.last}"
+        is_complete = mark == (BEFORE_FIRST if end is None else end.last) and not (
+            end and end.first
+        )
         lines.append(
-            f"partition {partition_id}: restored {kept}{'' if is_whole else f' of 0..{mark}'}"
+            f"partition {partition_id}: restored "
+            f"{range_text}{'' if is_complete else f' of 0..{mark}'}"
         )
     if backup.permissions is not None:
         lines.append(
@@ -214,13 +225,13 @@ def _restore_result(
 async def _check_no_cluster(coordinator: Coordinator, backup: Backup, *, same_key: bool) -> None:
     """Raise BadRequest if a cluster exists at this root, or with `same_key` one with that key."""
     try:
-        found = await coordinator.read_cluster()
+        cluster = await coordinator.read_cluster()
     except BadConfig:
         pass
     else:
         raise BadRequest(
             f"a cluster exists already at {coordinator.connect_string}, with cluster key "
-            f"{found.store.cluster_key}"
+            f"{cluster.store.cluster_key}"
         )
     if not same_key:
         return
@@ -241,8 +252,8 @@ def _pin_objects(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
     }
     # If an object is missing, the cluster that was backed up may have written another one later.
     sources |= {each.manifest.cluster_key for each in manifests}
-    pins = [pin_objects(store, source, key) for source in sorted(sources) if source != key]
-    return [name for name in pins if name is not None]
+    pin_names = [pin_objects(store, source, key) for source in sorted(sources) if source != key]
+    return [name for name in pin_names if name is not None]
 
 
 def _delete_files(store: ArchiveStore, names: Sequence[str]) -> None:
@@ -267,21 +278,28 @@ class _Restoration(NamedTuple):
     restored_ranges: list[RestoredRange]  # `end_of` appends its range
 
     def restore_partition(
-        self, partition_id: PartitionId, saved: PartitionBackup
+        self, partition_id: PartitionId, partition_backup: PartitionBackup
     ) -> ArchivedMark | None:
         """Write a partition's manifest; return the end of its log, None if the log is empty."""
-        limit = self.requested_ends.marks.get(partition_id, saved.high_water_mark)
-        if saved.manifest is None or limit == BEFORE_FIRST:
+        limit = self.requested_ends.marks.get(partition_id, partition_backup.high_water_mark)
+        if partition_backup.manifest is None or limit == BEFORE_FIRST:
             return None
-        found = RestoredRange(self.store, saved.manifest, may_have_expired=self.may_have_expired)
-        self.restored_ranges.append(found)
+        restored_range = RestoredRange(
+            self.store, partition_backup.manifest, may_have_expired=self.may_have_expired
+        )
+        self.restored_ranges.append(restored_range)
         if self.requested_ends.until_ms is not None:
-            limit = min(limit, found.last_committed_until(self.requested_ends.until_ms))
-        end = found.batch_end_at(limit)
+            limit = min(limit, restored_range.last_committed_until(self.requested_ends.until_ms))
+        end = restored_range.batch_end_at(limit)
         if end is None:
             return None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        made = found.write_manifest(self.cluster_key, self.session_id, nonce, end)
+        manifest = restored_range.write_manifest(self.cluster_key, self.session_id, nonce, end)
         return ArchivedMark(
-            made.last, made.chain, made.stamp_ms, found.first, made.file_crc, made.name
+            manifest.last,
+            manifest.chain,
+            manifest.stamp_ms,
+            restored_range.first,
+            manifest.file_crc,
+            manifest.name,
         )

@@ -88,21 +88,21 @@ def _check_options(function: SubcommandFunction) -> SubcommandFunction:
     return function
 
 
-def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
+def _partitions_of(options: CheckOptions, client: AsyncWaltzClient) -> list[int]:
     """Return the chosen partitions; raises BadConfig if an option is not valid."""
     for name in ("transactions", "partitions", "clients"):
-        if getattr(chosen, name) < 1:
-            raise BadConfig(f"--{name}: expected 1 or more, found {getattr(chosen, name)}")
-    if chosen.timeout_s <= 0:
-        raise BadConfig(f"--timeout-s: expected more than 0, found {chosen.timeout_s}")
-    if chosen.interval_ms < 0:
-        raise BadConfig(f"--interval-ms: expected 0 or more, found {chosen.interval_ms}")
-    if chosen.partitions > client.partition_count:
+        if getattr(options, name) < 1:
+            raise BadConfig(f"--{name}: expected 1 or more, found {getattr(options, name)}")
+    if options.timeout_s <= 0:
+        raise BadConfig(f"--timeout-s: expected more than 0, found {options.timeout_s}")
+    if options.interval_ms < 0:
+        raise BadConfig(f"--interval-ms: expected 0 or more, found {options.interval_ms}")
+    if options.partitions > client.partition_count:
         raise BadConfig(
             f"--partitions: expected at most {client.partition_count}, the partition count of "
-            f"the cluster, found {chosen.partitions}"
+            f"the cluster, found {options.partitions}"
         )
-    return list(range(chosen.partitions))
+    return list(range(options.partitions))
 
 
 # --- writing
@@ -156,21 +156,21 @@ class WrittenTransactions:
 
 async def _append_transactions(
     client: AsyncWaltzClient,
-    chosen: CheckOptions,
+    options: CheckOptions,
     first: int,
     written: WrittenTransactions,
     line: ProgressLine,
 ) -> None:
     """Append one client's transactions, round-robin to the partitions."""
-    for turn in range(chosen.transactions):
-        partition = (first + turn) % chosen.partitions
-        context = NumberedContext(partition, chosen.timeout_s)
+    for number_in_run in range(options.transactions):
+        partition = (first + number_in_run) % options.partitions
+        context = NumberedContext(partition, options.timeout_s)
         result = await (await client.submit(context))
         assert result is not None, "it never aborts"
         written.add(partition, result, context.attempts)
         line.show(written.written_count, written.wanted_count, "written")
-        if chosen.interval_ms:
-            await asyncio.sleep(chosen.interval_ms / 1000)
+        if options.interval_ms:
+            await asyncio.sleep(options.interval_ms / 1000)
 
 
 # --- reading
@@ -185,7 +185,7 @@ class CheckCallbacks(AsyncCallbacks):
         self.seen_count = 0
         self.errors: list[str] = []
         self.is_stopped = False
-        self._changed = asyncio.Event()
+        self._progress_event = asyncio.Event()
 
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the high-water mark after which the check continues."""
@@ -200,7 +200,7 @@ class CheckCallbacks(AsyncCallbacks):
         self.errors += errors_in_transaction(partition, last, transaction.transaction_id, data)
         self.marks[partition] = transaction.transaction_id
         self.seen_count += 1
-        self._changed.set()
+        self._progress_event.set()
 
     async def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
@@ -210,36 +210,36 @@ class CheckCallbacks(AsyncCallbacks):
         if policy is PoisonPolicy.STOP:
             self.errors.append(f"partition {partition}, transaction {transaction_id}: {error}")
             self.is_stopped = True
-            self._changed.set()
+            self._progress_event.set()
         return policy
 
     async def wait_until_seen(self, count: int, on_progress: Callable[[], None]) -> None:
         """Wait until `count` transactions were checked, or a feed has ended."""
         while self.seen_count < count and not self.is_stopped:
             on_progress()
-            self._changed.clear()
-            await self._changed.wait()
+            self._progress_event.clear()
+            await self._progress_event.wait()
 
     async def wait_until_reached(self, ends: Mapping[int, int]) -> None:
         """Wait until the transactions up to `ends` were checked, or a feed has ended."""
         while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
-            self._changed.clear()
-            await self._changed.wait()
+            self._progress_event.clear()
+            await self._progress_event.wait()
 
 
 def errors_in_transaction(
     partition: int, previous_id: int, transaction_id: int, data: bytes
 ) -> list[str]:
     """Return the errors in a transaction that follows the transaction with ID `last`."""
-    where = f"partition {partition}, transaction {transaction_id}"
-    found = []
+    position = f"partition {partition}, transaction {transaction_id}"
+    texts = []
     if transaction_id != previous_id + 1:
-        found.append(f"{where}: expected transaction ID {previous_id + 1} after {previous_id}")
+        texts.append(f"{position}: expected transaction ID {previous_id + 1} after {previous_id}")
     if data != expected_data(transaction_id):
-        found.append(
-            f"{where}: expected the transaction's own ID as data, found {bytes(data)!r:.60}"
+        texts.append(
+            f"{position}: expected the transaction's own ID as data, found {bytes(data)!r:.60}"
         )
-    return found
+    return texts
 
 
 # --- the subcommands
@@ -249,34 +249,34 @@ def errors_in_transaction(
 @click.option("--clients", type=int, default=2, metavar="N", help="number of clients [default: 2]")
 @_interval_option
 @_check_options
-async def validate(chosen: CheckOptions) -> int:
+async def validate(options: CheckOptions) -> int:
     """Append with several clients, and check that each of them receives the same correct log."""
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(AsyncWaltzClient.connect(chosen.connect))
-        partitions, clients = _partitions_of(chosen, first), [first]
-        for _ in range(chosen.clients - 1):
-            other = AsyncWaltzClient.connect(chosen.connect)
-            clients.append(await stack.enter_async_context(other))
+        first = await stack.enter_async_context(AsyncWaltzClient.connect(options.connect))
+        partitions, clients = _partitions_of(options, first), [first]
+        for _ in range(options.clients - 1):
+            next_client = AsyncWaltzClient.connect(options.connect)
+            clients.append(await stack.enter_async_context(next_client))
         starts = {each: await first.high_water_mark(each) for each in partitions}
         checks = [CheckCallbacks(starts) for _ in clients]
-        written = WrittenTransactions(chosen.clients * chosen.transactions)
+        written = WrittenTransactions(options.clients * options.transactions)
 
-        async def work() -> None:
+        async def run_check() -> None:
             for client, check in zip(clients, checks, strict=True):
                 await client.subscribe(check, partitions)
-            await _append_with_all(clients, chosen, written)
+            await _append_with_all(clients, options, written)
             for check in checks:
                 await check.wait_until_reached(written.last_ids)
 
         await _run_with_timeout(
-            chosen, work(), lambda: f"{written}, and {_received_text(checks, written)}"
+            options, run_check(), lambda: f"{written}, and {_received_text(checks, written)}"
         )
-    wrong = list(dict.fromkeys(fault for check in checks for fault in check.errors))
+    error_texts = list(dict.fromkeys(fault for check in checks for fault in check.errors))
     foreign_count = (
         sum(end - starts[each] for each, end in written.last_ids.items()) - written.written_count
     )
     if foreign_count:
-        wrong.append(
+        error_texts.append(
             f"found {foreign_count} more transactions than the clients have written: "
             "duplicates, or transactions of other clients"
         )
@@ -287,27 +287,27 @@ async def validate(chosen: CheckOptions) -> int:
         "checked": sum(check.seen_count for check in checks),
         "ids": _new_id_ranges(starts, written.last_ids),
     }
-    return _print_result(chosen, wrong, result)
+    return _print_result(options, error_texts, result)
 
 
 @subcommand
 @_interval_option
 @_check_options
-async def produce(chosen: CheckOptions) -> int:
+async def produce(options: CheckOptions) -> int:
     """Append the transactions of one client, for `consume` to check."""
-    async with AsyncWaltzClient.connect(chosen.connect) as client:
-        partitions = _partitions_of(chosen, client)
+    async with AsyncWaltzClient.connect(options.connect) as client:
+        partitions = _partitions_of(options, client)
         starts = {each: await client.high_water_mark(each) for each in partitions}
-        written = WrittenTransactions(chosen.transactions)
+        written = WrittenTransactions(options.transactions)
         await _run_with_timeout(
-            chosen, _append_with_all([client], chosen, written), lambda: str(written)
+            options, _append_with_all([client], options, written), lambda: str(written)
         )
     result = {
         "written": written.written_count,
         "attempts": written.attempt_count,
         "ids": _new_id_ranges(starts, written.last_ids),
     }
-    return _print_result(chosen, None, result)
+    return _print_result(options, None, result)
 
 
 @subcommand
@@ -318,37 +318,39 @@ async def produce(chosen: CheckOptions) -> int:
     help="the first transaction to read, by its ID [default: only new transactions]",
 )
 @_check_options
-async def consume(chosen: CheckOptions) -> int:
+async def consume(options: CheckOptions) -> int:
     """Read and check transactions that `produce` or `validate` has appended."""
-    async with AsyncWaltzClient.connect(chosen.connect) as client:
-        partitions = _partitions_of(chosen, client)
-        first: int | None = chosen.first
+    async with AsyncWaltzClient.connect(options.connect) as client:
+        partitions = _partitions_of(options, client)
+        first: int | None = options.first
         starts = {
             each: await client.high_water_mark(each)
             if first is None
             else high_water_mark_before(first)
             for each in partitions
         }
-        wanted: int = chosen.transactions
-        check = CheckCallbacks(starts, wanted)
-        if not chosen.as_json:
-            begins = ", ".join(
+        expected_count: int = options.transactions
+        check = CheckCallbacks(starts, expected_count)
+        if not options.as_json:
+            starts_text = ", ".join(
                 f"{each} from transaction {mark + 1}" for each, mark in starts.items()
             )
-            print_error(f"checking {wanted} transactions of partitions {begins}")
+            print_error(f"checking {expected_count} transactions of partitions {starts_text}")
 
-        async def work() -> None:
+        async def run_check() -> None:
             await client.subscribe(check, partitions)
             with ProgressLine() as line:
                 await check.wait_until_seen(
-                    wanted, lambda: line.show(check.seen_count, wanted, "checked")
+                    expected_count, lambda: line.show(check.seen_count, expected_count, "checked")
                 )
 
         await _run_with_timeout(
-            chosen, work(), lambda: f"{check.seen_count} of {wanted} transactions were checked"
+            options,
+            run_check(),
+            lambda: f"{check.seen_count} of {expected_count} transactions were checked",
         )
     result = {"checked": check.seen_count, "ids": _new_id_ranges(starts, check.marks)}
-    return _print_result(chosen, check.errors, result)
+    return _print_result(options, check.errors, result)
 
 
 def high_water_mark_before(first: int) -> int:
@@ -359,14 +361,14 @@ def high_water_mark_before(first: int) -> int:
 
 
 async def _append_with_all(
-    clients: list[AsyncWaltzClient], chosen: CheckOptions, written: WrittenTransactions
+    clients: list[AsyncWaltzClient], options: CheckOptions, written: WrittenTransactions
 ) -> None:
     """Append with all clients concurrently; afterwards, raise the first error."""
     failures: list[WaltzError] = []
 
     async def write(number: int, client: AsyncWaltzClient, line: ProgressLine) -> None:
         try:
-            await _append_transactions(client, chosen, number, written, line)
+            await _append_transactions(client, options, number, written, line)
         except WaltzError as error:
             failures.append(error)
 
@@ -379,24 +381,24 @@ async def _append_with_all(
 
 
 async def _run_with_timeout(
-    chosen: CheckOptions, work: Coroutine[Any, Any, None], progress: Callable[[], str]
+    options: CheckOptions, work: Coroutine[Any, Any, None], progress: Callable[[], str]
 ) -> None:
     """Run the work of a check; at the timeout, raise Unavailable with `progress()`."""
     try:
-        async with asyncio.timeout(chosen.timeout_s):
+        async with asyncio.timeout(options.timeout_s):
             await work
     except TimeoutError:
         raise Unavailable(
-            f"the command did not finish within {chosen.timeout_s:.0f} s: {progress()}"
+            f"the command did not finish within {options.timeout_s:.0f} s: {progress()}"
         ) from None
 
 
 def _received_text(checks: list[CheckCallbacks], written: WrittenTransactions) -> str:
     """Return a text with the number of clients that have received all transactions."""
-    reached = [
+    has_received = [
         all(check.marks[each] >= end for each, end in written.last_ids.items()) for check in checks
     ]
-    return f"{sum(reached)} of {len(checks)} clients have received all transactions"
+    return f"{sum(has_received)} of {len(checks)} clients have received all transactions"
 
 
 def _new_id_ranges(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
@@ -405,14 +407,16 @@ def _new_id_ranges(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[i
 
 
 def _print_result(
-    chosen: CheckOptions, wrong: Sequence[str] | None, result: Mapping[str, object]
+    options: CheckOptions, error_texts: Sequence[str] | None, result: Mapping[str, object]
 ) -> int:
-    if chosen.as_json:
-        verdict = (
-            {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:ERRORS_SHOWN_MAX]}
+    if options.as_json:
+        validity = (
+            {}
+            if error_texts is None
+            else {"is_valid": not error_texts, "wrong": error_texts[:ERRORS_SHOWN_MAX]}
         )
-        print_json({**verdict, **result})
-        return 1 if wrong else 0
+        print_json({**validity, **result})
+        return 1 if error_texts else 0
     for name, value in result.items():
         text = value
         if isinstance(value, dict):
@@ -421,11 +425,11 @@ def _print_result(
                 for p, (first, last) in value.items()
             )
         print_result(f"{name}: {text}")
-    if wrong is None:
+    if error_texts is None:
         return 0
-    for fault in wrong[:ERRORS_SHOWN_MAX]:
+    for fault in error_texts[:ERRORS_SHOWN_MAX]:
         print_result(fault)
-    if len(wrong) > ERRORS_SHOWN_MAX:
-        print_result(f"and {len(wrong) - ERRORS_SHOWN_MAX} more errors")
-    print_result("failed" if wrong else "passed")
-    return 1 if wrong else 0
+    if len(error_texts) > ERRORS_SHOWN_MAX:
+        print_result(f"and {len(error_texts) - ERRORS_SHOWN_MAX} more errors")
+    print_result("failed" if error_texts else "passed")
+    return 1 if error_texts else 0

@@ -41,9 +41,9 @@ from waltz_core.records.record import TransactionId
     "--partitions",
     "partitions",
     metavar="PARTITIONS",
-    help="the partitions to append to, for example 3 or 0-3,7; several are used in turn; with "
-    "--write-lock only one is allowed [default: the partition of the first lock, otherwise "
-    "all in turn]",
+    help="the partitions to append to, for example 3 or 0-3,7; rows go to several partitions "
+    "round-robin; --write-lock permits only one [default: the partition of the first lock, "
+    "otherwise all partitions round-robin]",
 )
 @click.option(
     "--header",
@@ -79,7 +79,9 @@ def append(  # noqa: PLR0913 - one for each option
     """Append one transaction for each argument or line of input; print their IDs."""
     locks = [_parse_lock(text) for text in write_lock]
     with WaltzClient(connect) as client:
-        chosen = _partitions_in_turn(partitions, client.partition_count, has_locks=bool(locks))
+        row_partitions = _partitions_in_turn(
+            partitions, client.partition_count, has_locks=bool(locks)
+        )
         futures = [
             client.append(
                 payload,
@@ -88,7 +90,7 @@ def append(  # noqa: PLR0913 - one for each option
                 write_locks=locks,
                 client_high_water_mark=high_water_mark,
             )
-            for payload, partition in zip(_read_payloads(data), chosen, strict=False)
+            for payload, partition in zip(_read_payloads(data), row_partitions, strict=False)
         ]
         ids, failures = _wait_for_outcomes(futures)
     if as_json:
@@ -98,8 +100,8 @@ def append(  # noqa: PLR0913 - one for each option
             print_result(str(transaction_id))
     if failures:
         # Without this line, a user may repeat the command and append the other transactions twice.
-        where = "; their IDs are printed above" if ids else ""
-        print_error(f"{len(ids)} of {len(futures)} transactions were appended{where}")
+        ids_hint = "; their IDs are printed above" if ids else ""
+        print_error(f"{len(ids)} of {len(futures)} transactions were appended{ids_hint}")
         raise failures[0]
     return 0
 
@@ -108,10 +110,10 @@ def _partitions_in_turn(text: str | None, count: int, *, has_locks: bool) -> Ite
     """Yield the partition of each row, endlessly; None: the client chooses it."""
     if text is None:
         return itertools.repeat(None)
-    chosen = parse_partitions(text, count)
-    if has_locks and len(chosen) > 1:  # a lock applies to one partition only
+    partition_ids = parse_partitions(text, count)
+    if has_locks and len(partition_ids) > 1:  # a lock applies to one partition only
         raise BadConfig(f"--partition: expected one partition with --write-lock, found {text!r}")
-    return itertools.cycle(chosen)
+    return itertools.cycle(partition_ids)
 
 
 def _wait_for_outcomes(
@@ -127,10 +129,10 @@ def _wait_for_outcomes(
     return ids, failures
 
 
-def _read_payloads(words: tuple[str, ...]) -> Iterator[bytes]:
+def _read_payloads(arguments: tuple[str, ...]) -> Iterator[bytes]:
     """Yield the payloads: the arguments, otherwise the lines of standard input."""
-    if words:
-        yield from (word.encode() for word in words)
+    if arguments:
+        yield from (word.encode() for word in arguments)
     else:
         yield from (line.rstrip(b"\n") for line in sys.stdin.buffer)
 
@@ -219,11 +221,11 @@ async def watch(
         raise BadConfig(f"--transactions: expected 1 or more, found {transactions}")
     async with AsyncWaltzClient.connect(connect) as client:
         mark = LATEST if first is None else client_check.high_water_mark_before(first)
-        printing = _PrintCallbacks(mark, transactions, as_json=as_json)
-        await client.subscribe(printing, [partition])
-        await printing.finished.wait()
-    if printing.error is not None:
-        raise printing.error
+        callbacks = _PrintCallbacks(mark, transactions, as_json=as_json)
+        await client.subscribe(callbacks, [partition])
+        await callbacks.finished.wait()
+    if callbacks.error is not None:
+        raise callbacks.error
     return 0
 
 

@@ -87,7 +87,7 @@ class FollowOptions(NamedTuple):
     metavar="NAME",
     help="a key column; repeat the option for several",
 )
-@payload_columns.column_option("the columns are found in the payloads")
+@payload_columns.column_option("the columns are inferred from the payloads")
 @payload_columns.payload_format_options
 @click.option(
     "--encryption-keys",
@@ -167,55 +167,60 @@ class FollowOptions(NamedTuple):
 )
 @options.json_option
 @options.connect_option
-def follow(chosen: FollowOptions) -> int:
+def follow(options: FollowOptions) -> int:
     """Apply the log to one or several tables, batch by batch."""
-    if chosen.interval_s <= 0:
-        raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
+    if options.interval_s <= 0:
+        raise BadConfig(f"--interval-s: expected more than 0, found {options.interval_s:g}")
     payloads = payload_columns.payload_format(
-        chosen.data_format, chosen.schema_registry, chosen.schema_registry_auth_file
+        options.data_format, options.schema_registry, options.schema_registry_auth_file
     )
-    tables = _table_options(chosen)
+    tables = _table_options(options)
     if any(each.changes for each in tables) and "" not in sys.path:
         sys.path.insert(0, "")  # the function may be in the current directory
-    opened = []
+    tables_and_decoders = []
     for each in tables:
         with errors_of_table(each.location):
-            declared = each.declared_columns()
-            rules = each.change_rules(declared)
-            columns = declared if rules.function is None else rules.function.columns
+            declared_columns = each.declared_columns()
+            rules = each.change_rules(declared_columns)
+            columns = declared_columns if rules.function is None else rules.function.columns
             table = _open_table(each, columns, rules)
-            schema = table.columns if declared is None else declared
+            schema = table.columns if declared_columns is None else declared_columns
             decoder = ChangeDecoder(
                 each.location,
                 schema=schema,
                 rules=rules,
                 data_format=payloads,
                 headers=each.headers,
-                has_keys=bool(chosen.encryption_keys),
+                has_keys=bool(options.encryption_keys),
             )
-        opened.append((table, decoder))
-    given = _parse_start_marks(chosen)
-    since_ms = _parse_start_time(chosen)
+        tables_and_decoders.append((table, decoder))
+    start_marks = _parse_start_marks(options)
+    since_ms = _parse_start_time(options)
     config = ClientConfig(
-        encryption_keys=chosen.encryption_keys, encryption_required=chosen.require_encryption
+        encryption_keys=options.encryption_keys, encryption_required=options.require_encryption
     )
-    with WaltzClient(chosen.connect, config) as client, ProgressLine() as line:
-        state_reader = LogStateReader(client, interval_s=chosen.interval_s)
+    with WaltzClient(options.connect, config) as client, ProgressLine() as line:
+        state_reader = LogStateReader(client, interval_s=options.interval_s)
         if since_ms is not None:
-            given = _marks_before_time(client, state_reader, since_ms)
-        name = TableMarks(chosen.follower, client.cluster().key.hex(), given)
+            start_marks = _marks_before_time(client, state_reader, since_ms)
+        name = TableMarks(options.follower, client.cluster().key.hex(), start_marks)
         follower = Follower(
-            ClientFollowedLog(client, state_reader, [decoder for _, decoder in opened]),
+            ClientFollowedLog(
+                client, state_reader, [decoder for _, decoder in tables_and_decoders]
+            ),
             [
                 TableProgress(table, decoder.location, name._replace(rules=decoder.stored_rules))
-                for table, decoder in opened
+                for table, decoder in tables_and_decoders
             ],
-            batch_transactions=chosen.batch_transactions,
+            batch_transactions=options.batch_transactions,
             on_progress=lambda done, total: line.show(done, total, "transactions applied"),
         )
-        marks = follower.run(dict(state_reader.state().marks) if chosen.until else None)
-    found = {decoder.location: each for (_, decoder), each in zip(opened, marks, strict=True)}
-    return _print_marks(chosen, found)
+        marks = follower.run(dict(state_reader.state().marks) if options.until else None)
+    marks_by_location = {
+        decoder.location: each
+        for (_, decoder), each in zip(tables_and_decoders, marks, strict=True)
+    }
+    return _print_marks(options, marks_by_location)
 
 
 follow.help_details = (
@@ -237,36 +242,38 @@ def _open_table(
     return FollowedDeltaTable(table.location, columns, rules.key)
 
 
-def _table_options(chosen: FollowOptions) -> list[TableOptions]:
+def _table_options(options: FollowOptions) -> list[TableOptions]:
     """Return the table that the options describe, or the tables that the file describes."""
-    options_of_table = {name: getattr(chosen, name) for name in TableOptions._fields[1:]}
-    if chosen.tables is None:
-        if chosen.table is None or not (chosen.key or chosen.format == "parquet"):
-            found = "neither" if chosen.table is None else "TABLE without --key"
-            raise BadConfig(f"follow: expected TABLE and --key, or --tables FILE; found {found}")
-        return [TableOptions(chosen.table, **options_of_table)]
-    if chosen.table is not None or any(options_of_table.values()):
+    options_of_table = {name: getattr(options, name) for name in TableOptions._fields[1:]}
+    if options.tables is None:
+        if options.table is None or not (options.key or options.format == "parquet"):
+            found_text = "neither" if options.table is None else "TABLE without --key"
+            raise BadConfig(
+                f"follow: expected TABLE and --key, or --tables FILE; found {found_text}"
+            )
+        return [TableOptions(options.table, **options_of_table)]
+    if options.table is not None or any(options_of_table.values()):
         raise BadConfig(
             "--tables: expected that only the file names tables and their options, found TABLE "
             f"or one of the options {', '.join(options_of_table)} on the command line"
         )
-    return read_tables(chosen.tables)
+    return read_tables(options.tables)
 
 
-def _parse_start_marks(chosen: FollowOptions) -> MarkMap:
+def _parse_start_marks(options: FollowOptions) -> MarkMap:
     """Parse `--start-marks`; without this option, return no marks."""
-    if chosen.start_marks is None:
+    if options.start_marks is None:
         return {}
-    if chosen.start_time is not None:
+    if options.start_time is not None:
         raise BadConfig("expected either --start-marks or --start-time, found both")
     try:
-        value = json.loads(chosen.start_marks)
+        value = json.loads(options.start_marks)
     except ValueError:
         value = None
     if not isinstance(value, dict) or not value or not all(map(_is_mark, value, value.values())):
         raise BadConfig(
             '--start-marks: expected a mark for each partition, such as {"0": 41, "1": -1}, found '
-            f"{chosen.start_marks!r}"
+            f"{options.start_marks!r}"
         )
     return {int(partition): mark for partition, mark in value.items()}
 
@@ -275,18 +282,18 @@ def _is_mark(partition: str, mark: object) -> bool:
     return partition.isascii() and partition.isdecimal() and type(mark) is int and mark >= -1
 
 
-def _parse_start_time(chosen: FollowOptions) -> int | None:
+def _parse_start_time(options: FollowOptions) -> int | None:
     """Parse `--start-time` into milliseconds since 1970; None without the option."""
-    if chosen.start_time is None:
+    if options.start_time is None:
         return None
     try:
-        moment = datetime.fromisoformat(chosen.start_time)
+        moment = datetime.fromisoformat(options.start_time)
     except ValueError:
         moment = None
     if moment is None or moment.tzinfo is None:
         raise BadConfig(
             "--start-time: expected a time with a time zone such as 2026-11-28T10:00:00Z, found "
-            f"{chosen.start_time!r}"
+            f"{options.start_time!r}"
         )
     return int(moment.timestamp() * 1000)
 
@@ -296,25 +303,25 @@ def _marks_before_time(
 ) -> Mapping[int, int]:
     """Return the marks before the first transactions that may be committed at or after a time."""
     log = state_reader.state()
-    found = {}
+    start_marks = {}
     for partition, mark in log.marks.items():
-        first = log.firsts[partition]
+        first = log.first_available_ids[partition]
         at = first_since(partial(stamp_ms_of, client, partition), mark, since_ms, first - 1)
         # If no available transaction is older than the time, expired transactions may match it,
         # too. The follower reports them as lost.
-        found[partition] = at - 1 if 0 < first == at + 1 else at
-    return found
+        start_marks[partition] = at - 1 if 0 < first == at + 1 else at
+    return start_marks
 
 
-def _print_marks(chosen: FollowOptions, found: Mapping[str, TableMarks]) -> int:
-    if chosen.as_json:
+def _print_marks(options: FollowOptions, marks_by_location: Mapping[str, TableMarks]) -> int:
+    if options.as_json:
         marks = {
             location: {"marks": {str(part): mark for part, mark in sorted(each.marks.items())}}
-            for location, each in found.items()
+            for location, each in marks_by_location.items()
         }
-        print_json({"tables": marks} if chosen.table is None else marks[chosen.table])
+        print_json({"tables": marks} if options.table is None else marks[options.table])
         return 0
-    for location, each in found.items():
-        shown = ",".join(f"{part}:{mark}" for part, mark in sorted(each.marks.items()))
-        print_error(f"table {location} contains the log up to the marks {shown}")
+    for location, each in marks_by_location.items():
+        marks_text = ",".join(f"{part}:{mark}" for part, mark in sorted(each.marks.items()))
+        print_error(f"table {location} contains the log up to the marks {marks_text}")
     return 0

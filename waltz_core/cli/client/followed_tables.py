@@ -33,26 +33,28 @@ class TableOptions(NamedTuple):
     delete_where: str | None = None
     changes: str | None = None
 
-    def change_rules(self, declared: ArrowSchema | None) -> ChangeRules:
+    def change_rules(self, declared_columns: ArrowSchema | None) -> ChangeRules:
         """Return the rules by which transactions change the table.
 
         Raises:
             BadConfig: an option is not valid, or the changes function does not exist.
             BadRequest: the result of the changes function is not valid.
         """
-        where = None if self.delete_where is None else parse_condition(self.delete_where)
+        condition = None if self.delete_where is None else parse_condition(self.delete_where)
         function = None
         if self.changes is not None:
-            if declared is None:
+            if declared_columns is None:
                 raise BadConfig(
                     f"changes function {self.changes}: expected declared columns of the "
                     "transactions, found none. Hint: declare them, or the column data."
                 )
-            function = changes_function(self.changes, transactions_schema(declared), self.key)
-        return ChangeRules(self.key, self.delete_headers, where, function)
+            function = changes_function(
+                self.changes, transactions_schema(declared_columns), self.key
+            )
+        return ChangeRules(self.key, self.delete_headers, condition, function)
 
     def declared_columns(self) -> ArrowSchema | None:
-        """Return the declared columns; None if they are to be found in the payloads."""
+        """Return the declared columns; None if the follower infers them from the payloads."""
         return payload_columns.declared_schema(self.columns)
 
 
@@ -68,36 +70,40 @@ def read_tables(file: Path) -> list[TableOptions]:
     """
     try:
         with file.open("rb") as stream:
-            found = tomllib.load(stream)
+            sections = tomllib.load(stream)
     except (OSError, ValueError) as error:
         raise BadConfig(f"--tables {file}: {error}") from None
-    if not found or not all(isinstance(each, dict) for each in found.values()):
+    if not sections or not all(isinstance(each, dict) for each in sections.values()):
         raise BadConfig(
             f'--tables {file}: expected a section such as ["/lake/accounts"] for each table'
         )
     return [
         TableOptions(location, **_parse_section(file, location, each))
-        for location, each in found.items()
+        for location, each in sections.items()
     ]
 
 
 def _parse_section(file: Path, location: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    where = f'--tables {file}, section ["{location}"]'
-    found: dict[str, Any] = {}
+    location_text = f'--tables {file}, section ["{location}"]'
+    options: dict[str, Any] = {}
     for name, value in section.items():
         if name not in _LIST_OPTIONS and name not in _TEXT_OPTIONS:
-            known = [*_LIST_OPTIONS, *_TEXT_OPTIONS]
-            raise BadConfig(f"{where}: unknown option {name!r}{nearest_name_hint(name, known)}")
+            option_names = [*_LIST_OPTIONS, *_TEXT_OPTIONS]
+            raise BadConfig(
+                f"{location_text}: unknown option {name!r}{nearest_name_hint(name, option_names)}"
+            )
         kind = _LIST_OPTIONS.get(name, str)
         parts = value if isinstance(value, list) and name in _LIST_OPTIONS else [value]
         if not all(type(part) is kind for part in parts):
             expected = "a number" if kind is int else "text"
-            several = " or a list of them" if name in _LIST_OPTIONS else ""
+            list_note = " or a list of them" if name in _LIST_OPTIONS else ""
             raise BadConfig(
-                f"{where}, option {name}: expected {expected}{several}, found {value!r}"
+                f"{location_text}, option {name}: expected {expected}{list_note}, found {value!r}"
             )
-        found[name] = tuple(parts) if name in _LIST_OPTIONS else value
-    if found.get("format") not in (None, *TABLE_FORMATS):
+        options[name] = tuple(parts) if name in _LIST_OPTIONS else value
+    if options.get("format") not in (None, *TABLE_FORMATS):
         expected = " or ".join(TABLE_FORMATS)
-        raise BadConfig(f"{where}, option format: expected {expected}, found {found['format']!r}")
-    return found
+        raise BadConfig(
+            f"{location_text}, option format: expected {expected}, found {options['format']!r}"
+        )
+    return options

@@ -66,7 +66,8 @@ def payload_format(name: str, registry: str | None, auth_file: Path | None) -> D
     """Return the format of payloads that the options describe.
 
     Raises:
-        BadConfig: the format needs a schema registry and there is none, or the other way round.
+        BadConfig: the format needs a schema registry and none is given, or a schema registry
+            is given and the format needs none.
     """
     kind = _SCHEMA_FORMATS.get(name)
     if kind is not None and registry is not None:
@@ -114,9 +115,9 @@ def declared_schema(columns: Sequence[str]) -> ArrowSchema | None:
 def _parse_type(name: str, kind: str) -> pa.DataType:
     if kind in _COLUMN_TYPES:
         return _COLUMN_TYPES[kind]
-    if found := _DECIMAL_PATTERN.fullmatch(kind):
+    if match := _DECIMAL_PATTERN.fullmatch(kind):
         try:
-            return pa.decimal128(int(found[1]), int(found[2]))
+            return pa.decimal128(int(match[1]), int(match[2]))
         except ValueError as error:
             raise BadConfig(f"--column {name}: {error}") from None
     raise BadConfig(

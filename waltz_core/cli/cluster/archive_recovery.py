@@ -1,23 +1,26 @@
 """Finds the archived marks of partitions in the archive after ZooKeeper's data was lost.
 
-Only the archive and the replicas' logs remain. The newest manifest that continues in the chosen log
-is as good as the recorded one, because a chain hash identifies the whole log up to it.
+Only the archive and the replicas' logs remain. If the chosen log has the chain hash of a manifest,
+the log and the archive are equal up to this point. So the newest such manifest replaces the one
+that ZooKeeper recorded.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
-       version. Later manifests of an owner follow its earlier ones, and AR 7 holds between them.
+       version. Later manifests of an owner replace its earlier ones, and AR 7 (the first available
+       ID never decreases) holds between them.
     2. A manifest fits if its checksums and pages are valid, all available objects exist with the
        size that it states, and the chosen log has the manifest's chain hash at its end. It does not
        matter if ZooKeeper never recorded the manifest: a storage verified its objects before the
        manifest was written.
     3. The manifest must not end below the start of any replica's log. A replica removes only
-       archived transactions, so a manifest that ends earlier would have lost transactions.
-    4. If manifests exist and none fits, the partition is refused, even if no log lacks
+       archived transactions, so a manifest that ends earlier lacks transactions.
+    4. If manifests exist and none fits, the command rejects the partition, even if no log lacks
        transactions. Otherwise the archiver would begin again at 0, and garbage collection would
        delete objects that backups need.
     5. Only committed batches are archived. So if a newer manifest ends above the chosen log, this
-       log lacks committed transactions, and the partition is refused. With an older manifest, the
-       first garbage collection would delete the only object that has these transactions.
+       log lacks committed transactions, and the command rejects the partition. With an older
+       manifest, the first garbage collection would delete the only object that has these
+       transactions.
 """
 
 import asyncio
@@ -76,7 +79,9 @@ async def reported_archive_url(coordinator: Coordinator, show: ShowProgress) -> 
     from waltz_core.administration.cluster_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     facts = await query_cluster(
-        coordinator, timeout_s=ANSWER_TIMEOUT_S, on_progress=lambda _done, _count, what: show(what)
+        coordinator,
+        timeout_s=ANSWER_TIMEOUT_S,
+        on_progress=lambda _done, _count, progress_text: show(progress_text),
     )
     return archive_url_in(facts)
 
@@ -98,29 +103,29 @@ class ArchiveRecovery:
         """Return the archived mark of a partition; None if nothing of it is archived.
 
         Raises:
-            BadRequest: the partition is refused because of one of the rules 3 to 5.
+            BadRequest: the partition is rejected because of one of the rules 3 to 5.
             ArchiveUnavailable: the object store does not answer.
             The error that a storage returns.
         """
-        where = "no archive is configured" if self._store is None else self._store.url
+        archive_text = "no archive is configured" if self._store is None else self._store.url
         names = await asyncio.to_thread(self._manifest_names, log.partition_id)
         problems: list[str] = []
         for name in names:
             try:
-                found = await asyncio.to_thread(self._read_manifest, name, log.partition_id)
+                candidate = await asyncio.to_thread(self._read_manifest, name, log.partition_id)
             except _MANIFEST_ERRORS as error:
                 problems.append(f"{name}: {error}")
                 continue
-            if found.mark.last > log.last_id:
+            if candidate.mark.last > log.last_id:
                 raise BadRequest(
                     f"partition {log.partition_id}: the log of the storages ends at "
                     f"transaction {log.last_id}, before the end of the archive, "
-                    f"{found.mark.last} (manifest {name} in {where}). Hint: start the "
+                    f"{candidate.mark.last} (manifest {name} in {archive_text}). Hint: start the "
                     "storages of the other replicas. If their logs are lost, move this "
                     "manifest out of the archive; the transactions that only the archive has "
                     "are then lost"
                 )
-            problem = await self._manifest_problem(found, log)
+            problem = await self._manifest_problem(candidate, log)
             if problem:
                 problems.append(f"{name}: {problem}")
                 continue
@@ -128,51 +133,52 @@ class ArchiveRecovery:
                 self._on_skipped(
                     f"partition {log.partition_id}: a newer manifest is ignored: {each}"
                 )
-            return found.mark
+            return candidate.mark
         replica, start = max(log.replica_start_ids.items(), key=lambda each: each[1])
         if not names and start == BEFORE_FIRST:
             return None
-        shown = (
+        found_text = (
             (f"{len(names)} manifests, of which the newest cannot be used: {problems[0]}")
             if names
             else "none"
         )
         raise BadRequest(
             f"partition {log.partition_id}: the log of {replica} begins at transaction "
-            f"{start + 1}, so the archive ({where}) must have a manifest that ends at a "
-            f"transaction in {max(start, log.start_id)}..{log.last_id}; found {shown}. {DOCS_HINT}"
+            f"{start + 1}, so the archive ({archive_text}) must have a manifest that ends at a "
+            f"transaction in {max(start, log.start_id)}..{log.last_id}; found {found_text}. "
+            f"{DOCS_HINT}"
         )
 
     def _manifest_names(self, partition_id: PartitionId) -> list[str]:
         """Return the names of a partition's manifests, the newest first (rule 1)."""
         if self._store is None:
             return []
-        ranked = []
+        sortable_names = []
         for name in self._store.list_names(manifests_folder(self._cluster_key, partition_id)):
             version, origin = manifest_version_of(name), origin_of(name)
             if version is not None and origin is not None:
-                ranked.append((origin.session_id, origin.attempt, version, name))
-        return [name for *_, name in sorted(ranked, reverse=True)]
+                sortable_names.append((origin.session_id, origin.attempt, version, name))
+        return [name for *_, name in sorted(sortable_names, reverse=True)]
 
-    async def _manifest_problem(self, found: _CandidateManifest, log: RecoveredLog) -> str:
+    async def _manifest_problem(self, candidate: _CandidateManifest, log: RecoveredLog) -> str:
         """Return the reason why a manifest does not fit; empty if it fits (rules 2 and 3).
 
         Raises the error that a storage returns.
         """
-        last, chain = found.mark.last, found.mark.chain
-        lowest = max(log.start_id, *log.replica_start_ids.values())
-        if not lowest <= last <= log.last_id:
+        last, chain = candidate.mark.last, candidate.mark.chain
+        last_min = max(log.start_id, *log.replica_start_ids.values())
+        if not last_min <= last <= log.last_id:
             return (
-                f"expected that it ends at a transaction in {lowest}..{log.last_id}, found {last}"
+                f"expected that it ends at a transaction in {last_min}..{log.last_id}, found {last}"
             )
-        chain_there = await log.request_chain(last)
-        if chain_there != chain:
-            shown = "no batch that ends there" if chain_there is None else chain_there.hex()
+        log_chain = await log.request_chain(last)
+        if log_chain != chain:
+            chain_text = "no batch that ends there" if log_chain is None else log_chain.hex()
             return (
                 f"it ends at transaction {last} with chain hash {chain.hex()}, but the log has "
-                f"{shown}"
+                f"{chain_text}"
             )
-        return await asyncio.to_thread(self._objects_problem, found.objects)
+        return await asyncio.to_thread(self._objects_problem, candidate.objects)
 
     def _read_manifest(self, name: str, partition_id: PartitionId) -> _CandidateManifest:
         """Read the head and the pages of a manifest; the call blocks.
@@ -183,11 +189,11 @@ class ArchiveRecovery:
         assert self._store is not None
         saved = SavedManifest.read(self._store, name, crc32(self._store.read(name)))
         manifest, entries = saved.manifest, saved.entries()
-        found = manifest.cluster_key, manifest.partition_id
-        if found != (self._cluster_key, partition_id):
+        identity = manifest.cluster_key, manifest.partition_id
+        if identity != (self._cluster_key, partition_id):
             raise BadFormat(
                 f"expected the manifest of partition {partition_id} of this cluster, found "
-                f"that of partition {found[1]} of cluster {found[0].hex()}"
+                f"that of partition {identity[1]} of cluster {identity[0].hex()}"
             )
         if entries and entries[-1].chain != manifest.chain:
             raise BadFormat(
@@ -213,11 +219,11 @@ class ArchiveRecovery:
             file.name: file.byte_count for each in folders for file in self._store.list_files(each)
         }
         for each in entries:
-            found = sizes.get(each.name)
-            if found != each.file_bytes:
-                shown = "none" if found is None else f"one of {found} bytes"
+            size_bytes = sizes.get(each.name)
+            if size_bytes != each.file_bytes:
+                found_text = "none" if size_bytes is None else f"one of {size_bytes} bytes"
                 return (
                     f"expected object {each.name} (transactions {each.first}..{each.last}) "
-                    f"with {each.file_bytes} bytes, found {shown}"
+                    f"with {each.file_bytes} bytes, found {found_text}"
                 )
         return ""

@@ -30,7 +30,7 @@ from waltz_core.records.record import PartitionId
     multiple=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
     help="a storage; repeat the option for each. Each group of storages gets one replica of each "
-    "partition; a storage without GROUP is a group of its own",
+    "partition; a storage without GROUP gets a separate group",
 )
 @click.option("--if-absent", is_flag=True, help="exit successfully if the cluster already exists")
 @with_cluster_argument
@@ -52,12 +52,12 @@ async def create(
         cluster_key=uuid.uuid4(),  # noqa: TID251 - the only place that generates a key
         storages=storages,
     )
-    async with open_command_session(connect, wait_s) as found:
-        if if_absent and await _cluster_exists(found):
+    async with open_command_session(connect, wait_s) as coordinator:
+        if if_absent and await _cluster_exists(coordinator):
             print_error(f"a cluster exists already at {connect}")
             return 0
-        async with audit_change(found, may_create_cluster=True):
-            await found.create_cluster(new)
+        async with audit_change(coordinator, may_create_cluster=True):
+            await coordinator.create_cluster(new)
         print_error(
             f"created cluster {new.name} at {connect}: {new.partition_count} partitions, "
             f"{len(new.storages)} storages, cluster key {new.cluster_key}"
@@ -83,8 +83,8 @@ async def protect(*, connect: str, wait_s: float) -> int:
         raise BadConfig(f"there is no cluster at {connect}: ZooKeeper has no such znode")
     # The audit entry is written with the same credentials.
     async with (
-        open_command_session(connect, wait_s) as found,
-        audit_change(found, may_create_cluster=True),
+        open_command_session(connect, wait_s) as coordinator,
+        audit_change(coordinator, may_create_cluster=True),
     ):
         print_error(f"restricted the access to {count} znodes")
     return 0
@@ -96,14 +96,14 @@ async def protect(*, connect: str, wait_s: float) -> int:
 @options.zookeeper_timeout_option
 async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
     """Show the servers, storages and partitions of a cluster."""
-    async with open_command_session(connect, wait_s) as found:
-        cluster = await found.read_cluster()
-        servers = await found.read_servers()
-        layout = await found.storages.read_layout()
+    async with open_command_session(connect, wait_s) as coordinator:
+        cluster = await coordinator.read_cluster()
+        servers = await coordinator.read_servers()
+        layout = await coordinator.storages.read_layout()
         partitions = {}
         for number in range(cluster.params.partition_count):
             partition = PartitionId(number)
-            view = await found.read_partition(partition)
+            view = await coordinator.read_partition(partition)
             owner = servers.owners.get(partition)
             name = None
             if owner is not None and owner.server_id in servers.servers:
@@ -118,8 +118,8 @@ async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
             int(key): f"{server.host}:{server.port}" for key, server in servers.servers.items()
         },
         "storages": {
-            str(address): [int(p) for p in held]
-            for address, held in layout.assignment.partitions.items()
+            str(address): [int(p) for p in partition_ids]
+            for address, partition_ids in layout.assignment.partitions.items()
         },
         "groups": dict(layout.groups),
         "admin_ports": dict(layout.admin_ports),
@@ -158,9 +158,9 @@ def _print_cluster(summary: dict[str, Any]) -> None:
                 name,
                 summary["admin_ports"].get(name, "-"),
                 summary["groups"].get(name, "-"),
-                len(held),
+                len(partition_ids),
             )
-            for name, held in storages.items()
+            for name, partition_ids in storages.items()
         ],
     )
     print_table(

@@ -40,14 +40,14 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
             str(each) for each in (await coordinator.storages.read_layout()).assignment.partitions
         ]
     with ProgressLine() as line:
-        found = await _check_all_servers(servers, storages, line)
-    is_healthy = bool(servers) and all(each.is_reached for each in found)
+        checks = await _check_all_servers(servers, storages, line)
+    is_healthy = bool(servers) and all(each.is_reached for each in checks)
     if as_json:
-        print_json({"is_healthy": is_healthy, "connections": [each._asdict() for each in found]})
+        print_json({"is_healthy": is_healthy, "connections": [each._asdict() for each in checks]})
         return 0 if is_healthy else 1
     rows = [
         (each.origin, each.target, "reached" if each.is_reached else each.reason or "NOT REACHED")
-        for each in found
+        for each in checks
     ]
     print_table(("from", "to", "found"), rows or [("-", "-", "no server is registered")])
     return 0 if is_healthy else 1
@@ -65,17 +65,17 @@ async def _check_all_servers(
                 address, CheckConnectivityResponse, CheckConnectivityRequest
             )
         except WaltzError as error:
-            found = [
+            checks = [
                 ConnectionCheck(
                     THIS_COMMAND, f"server {address}", is_reached=False, reason=str(error)
                 )
             ]
         else:
-            found = connection_checks_of_server(address, storages, dict(answer.reachable))
+            checks = connection_checks_of_server(address, storages, dict(answer.reachable))
         done.append(address)
-        waits = ", ".join(each for each in servers if each not in done)
-        line.show(len(done), len(servers), f"waiting for {waits}")
-        return found
+        waiting_for = ", ".join(each for each in servers if each not in done)
+        line.show(len(done), len(servers), f"waiting for {waiting_for}")
+        return checks
 
     async with asyncio.TaskGroup() as tasks:
         started = [tasks.create_task(check_server(each), name=each) for each in servers]
@@ -87,11 +87,11 @@ def connection_checks_of_server(
 ) -> list[ConnectionCheck]:
     """Return a server's connection to each storage, including storages that it does not use yet."""
     name = f"server {server}"
-    found = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
+    checks = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):
-        unknown = None if storage in reported else "the server does not connect to this storage yet"
+        reason = None if storage in reported else "the server does not connect to this storage yet"
         is_reached = reported.get(storage, False)
-        found.append(
-            ConnectionCheck(name, f"storage {storage}", is_reached=is_reached, reason=unknown)
+        checks.append(
+            ConnectionCheck(name, f"storage {storage}", is_reached=is_reached, reason=reason)
         )
-    return found
+    return checks

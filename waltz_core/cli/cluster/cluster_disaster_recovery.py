@@ -93,7 +93,7 @@ class _ReplicaAnswers:
 
     @property
     def logs(self) -> dict[ReplicaId, ReportedLog]:
-        return {each: reported_log(prepared) for each, prepared in self.prepared.items()}
+        return {each: reported_log(answer) for each, answer in self.prepared.items()}
 
     def close(self) -> None:
         for link in self.connections.values():
@@ -174,13 +174,13 @@ async def _query_replicas(
     session = ClaimedSession(session_id, secrets.token_bytes(NONCE_BYTES))
     claimed = replace(metadata, session_id=session_id)
     marker = replace(marker, session_id=session_id, nonce=session.nonce)
-    prepared: dict[ReplicaId, Prepared] = {}
+    answers_by_replica: dict[ReplicaId, Prepared] = {}
     try:
         versions = await coordinator.write_partition(partition_id, claimed, marker, view.versions)
         for address, link in links.items():
             answer = (await link.prepare({partition_id: session}))[partition_id]
             if isinstance(answer, Prepared):
-                prepared[address] = answer
+                answers_by_replica[address] = answer
             else:
                 _check_not_fenced(address, answer, session_id)
                 unanswered[address] = answer.message
@@ -190,7 +190,7 @@ async def _query_replicas(
         raise
     after = PartitionView(claimed, versions.metadata, marker, versions.marker)
     return _ReplicaAnswers(
-        session, after, prepared, links, unanswered, newest > metadata.session_id
+        session, after, answers_by_replica, links, unanswered, newest > metadata.session_id
     )
 
 
@@ -203,40 +203,42 @@ async def _choose_and_declare_log(
     command: ChangeCommand,
     partition_id: PartitionId,
     answers: _ReplicaAnswers,
-    requested: tuple[str | None, str | None, bool],
+    requested_options: tuple[str | None, str | None, bool],
 ) -> ChangeResult:
     """Choose a log and show the possible losses; with `--yes`, declare it to be the log."""
-    logs, (replica, archive, is_accepted) = answers.logs, requested
-    chosen = _choose_replica(replica, partition_id, logs)
-    lost = rebuilding.describe_missing_in_chosen(logs[chosen], logs)
-    lost += [
+    logs, (replica, archive, is_accepted) = answers.logs, requested_options
+    chosen_replica = _choose_replica(replica, partition_id, logs)
+    possible_losses = rebuilding.describe_missing_in_chosen(logs[chosen_replica], logs)
+    possible_losses += [
         f"{each} did not answer: {reason.removeprefix(f'{each}: ')}"
         for each, reason in answers.errors.items()
     ]
-    shown: dict[str, object] = {
+    result: dict[str, object] = {
         "partition": partition_id,
-        "chosen": chosen,
+        "chosen": chosen_replica,
         "replicas": {each: log.to_json() for each, log in logs.items()},
         "unanswered": answers.errors,
-        "may_be_lost": lost,
+        "may_be_lost": possible_losses,
         "accepted": is_accepted,
     }
     if not command.as_json:
         _show_replicas(logs, answers.errors)
-    for each in lost:
+    for each in possible_losses:
         command.note_step(each)
     if not is_accepted:
         return {
-            **shown,
-            "summary": f"nothing was changed. Hint: add --yes to make the log of {chosen} the log "
-            f"of partition {partition_id}. Records that only other replicas have are then lost.",
+            **result,
+            "summary": f"nothing was changed. Hint: add --yes to make the log of {chosen_replica} "
+            f"the log of partition {partition_id}. Records that only other replicas have are then "
+            "lost.",
         }
     _check_is_needed(partition_id, answers)
-    archived = await _find_archived_mark(command, partition_id, answers, (chosen, archive))
-    members = await _declare_chosen_log(command, partition_id, answers, chosen, archived)
+    archived = await _find_archived_mark(command, partition_id, answers, (chosen_replica, archive))
+    members = await _declare_chosen_log(command, partition_id, answers, chosen_replica, archived)
     return {
-        **shown,
-        "summary": f"the log of {chosen}, transactions 0..{logs[chosen].last_synced_id}, is now "
+        **result,
+        "summary": f"the log of {chosen_replica}, transactions "
+        f"0..{logs[chosen_replica].last_synced_id}, is now "
         f"the log of partition {partition_id}; its replicas are {', '.join(members)}",
     }
 
@@ -264,19 +266,19 @@ def _check_is_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> Non
 
 
 def _choose_replica(
-    requested: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, ReportedLog]
+    requested_replica: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, ReportedLog]
 ) -> ReplicaId:
     if not logs:
         raise Unavailable(
             f"partition {partition_id}: no replica answers. Hint: start a storage that has one."
         )
-    if requested is None:
+    if requested_replica is None:
         return max(logs, key=lambda each: _log_sort_key(logs[each]))
-    if requested not in logs:
+    if requested_replica not in logs:
         raise BadConfig(
-            f"storage {requested} did not answer as a replica of partition {partition_id}"
+            f"storage {requested_replica} did not answer as a replica of partition {partition_id}"
         )
-    return ReplicaId(requested)
+    return ReplicaId(requested_replica)
 
 
 def _log_sort_key(log: ReportedLog) -> tuple[bool, int, int, bool]:
@@ -304,16 +306,16 @@ async def _find_archived_mark(
     command: ChangeCommand,
     partition_id: PartitionId,
     answers: _ReplicaAnswers,
-    requested: tuple[ReplicaId, str | None],
+    replica_and_url: tuple[ReplicaId, str | None],
 ) -> ArchivedMark | None:
     """Return the archived mark from ZooKeeper; while it is being rebuilt, from the archive."""
-    marker, (chosen, url) = answers.partition_view.marker, requested
+    marker, (chosen_replica, url) = answers.partition_view.marker, replica_and_url
     assert marker is not None
     if not rebuilding.is_undecided(answers.partition_view.metadata, marker):
         return marker.archived
     cluster_key = (await command.coordinator.read_cluster()).store.cluster_key
     recovery = await _open_archive(command, url, cluster_key)
-    link = answers.connections[chosen]
+    link = answers.connections[chosen_replica]
     log = _recovered_log(partition_id, answers.session, link, answers.prepared)
     return await recovery.find_archived_mark(log)
 
@@ -322,21 +324,21 @@ async def _declare_chosen_log(
     command: ChangeCommand,
     partition_id: PartitionId,
     answers: _ReplicaAnswers,
-    chosen: ReplicaId,
+    chosen_replica: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
     """Declare one replica's log to be the log; the other replicas copy the missing records."""
     session_id, logs = answers.session.session_id, answers.logs
-    others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
-    members = (chosen, *(each for each in others if each != chosen))
-    decision = RebuildDecision(partition_id, chosen, logs[chosen], members).with_log_session(
-        session_id
-    )
+    ranked_replicas = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
+    members = (chosen_replica, *(each for each in ranked_replicas if each != chosen_replica))
+    decision = RebuildDecision(
+        partition_id, chosen_replica, logs[chosen_replica], members
+    ).with_log_session(session_id)
     metadata = answers.partition_view.metadata
     assert metadata is not None
     operations = _CommandOperations(command.coordinator, decision, answers, archived)
     await rebuilding.declare_log(decision.metadata(metadata.generation, session_id), operations)
-    command.note_step(f"partition {partition_id}: the log of {chosen} is accepted")
+    command.note_step(f"partition {partition_id}: the log of {chosen_replica} is accepted")
     layout = await command.coordinator.storages.read_layout()
     await command.carry_out_plan(
         ReplicaPlan.for_placement({partition_id: members}, layout.assignment)
@@ -365,8 +367,8 @@ class _CommandOperations:
     async def mark(self) -> None:
         """Set the low-water mark of the chosen replica, which makes its log trusted."""
         source = self.decision.source
-        prepared, link = self.answers.prepared[source], self.answers.connections[source]
-        await link.set_low_water_mark(self.decision.partition_id, self.answers.session, prepared)
+        reply, link = self.answers.prepared[source], self.answers.connections[source]
+        await link.set_low_water_mark(self.decision.partition_id, self.answers.session, reply)
 
     async def assign(self) -> None:
         """Assign the first replicas of the partition to their storages."""
@@ -377,15 +379,15 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
     """Assign the first replicas of partitions with a chosen log (rebuilding.py, rule 2)."""
 
     def with_decisions(old: ReplicaAssignments) -> ReplicaAssignments:
-        held = {each: list(its) for each, its in old.partitions.items()}
+        assigned = {each: list(ids) for each, ids in old.partitions.items()}
         for decision in decisions:
-            for address, its in held.items():
+            for address, ids in assigned.items():
                 is_member = address in decision.first_members
-                if decision.partition_id in its and not is_member:
-                    its.remove(decision.partition_id)
-                elif decision.partition_id not in its and is_member:
-                    its.append(decision.partition_id)
-        return ReplicaAssignments({each: tuple(sorted(its)) for each, its in held.items()})
+                if decision.partition_id in ids and not is_member:
+                    ids.remove(decision.partition_id)
+                elif decision.partition_id not in ids and is_member:
+                    ids.append(decision.partition_id)
+        return ReplicaAssignments({each: tuple(sorted(ids)) for each, ids in assigned.items()})
 
     await coordinator.storages.change_layout(
         lambda old: replace(old, assignment=with_decisions(old.assignment))
@@ -458,9 +460,9 @@ class FormerCluster(NamedTuple):
     help="a file that `access export` has written, if the cluster had permissions",
 )
 @change_command(may_create_cluster=True)
-async def rebuild_metadata(command: ChangeCommand, **words: Any) -> ChangeResult:  # noqa: ANN401
+async def rebuild_metadata(command: ChangeCommand, **arguments: Any) -> ChangeResult:  # noqa: ANN401
     """Rebuild the znodes of a cluster from the data of its storages."""
-    return await _rebuild_cluster(command, FormerCluster(**words))
+    return await _rebuild_cluster(command, FormerCluster(**arguments))
 
 
 rebuild_metadata.help_details = (
@@ -470,10 +472,10 @@ rebuild_metadata.help_details = (
 )
 
 
-async def _rebuild_cluster(command: ChangeCommand, chosen: FormerCluster) -> ChangeResult:
-    new, missing = _described_cluster(chosen), [ReplicaId(each) for each in chosen.missing]
-    saved = None if chosen.access_file is None else read_export(chosen.access_file)
-    replica_count = chosen.replicas or len(set(new.groups.values()))
+async def _rebuild_cluster(command: ChangeCommand, former: FormerCluster) -> ChangeResult:
+    new, missing = _described_cluster(former), [ReplicaId(each) for each in former.missing]
+    permissions = None if former.access_file is None else read_export(former.access_file)
+    replica_count = former.replicas or len(set(new.groups.values()))
     for each in missing:
         if each not in new.groups:
             raise BadConfig(
@@ -481,9 +483,9 @@ async def _rebuild_cluster(command: ChangeCommand, chosen: FormerCluster) -> Cha
                 f"{', '.join(map(str, new.groups))}"
             )
     await _create_znodes(command, new)
-    if saved is not None:
-        await _restore_permissions(command, saved)
-    if chosen.only_znodes:
+    if permissions is not None:
+        await _restore_permissions(command, permissions)
+    if former.only_znodes:
         key = str(new.cluster_key)
         return {
             "cluster_key": key,
@@ -493,7 +495,7 @@ async def _rebuild_cluster(command: ChangeCommand, chosen: FormerCluster) -> Cha
     present_storages = [each for each in new.groups if each not in missing]
     links = await _await_storages(command, present_storages, expected)
     try:
-        decisions, failures = await _choose_and_write_logs(command, chosen, new, missing, links)
+        decisions, failures = await _choose_and_write_logs(command, former, new, missing, links)
     finally:
         for link in links.values():
             link.close()
@@ -507,25 +509,25 @@ async def _rebuild_cluster(command: ChangeCommand, chosen: FormerCluster) -> Cha
 
 async def _choose_and_write_logs(
     command: ChangeCommand,
-    chosen: FormerCluster,
+    former: FormerCluster,
     new: NewCluster,
     missing: Sequence[ReplicaId],
     links: Mapping[ReplicaId, OwnerConnection],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
     """Choose the log of each partition and write its metadata; also return errors."""
-    undecided = [
+    pending = [
         partition_id
         for partition_id in map(PartitionId, range(new.partition_count))
         if await _is_undecided(command.coordinator, partition_id)
     ]
-    sessions, prepared = await _prepare_all(undecided, links)
-    replica_count = chosen.replicas or len(set(new.groups.values()))
-    decisions, failures = _choose_logs(undecided, prepared, new.groups, replica_count, missing)
-    recovery = await _open_archive(command, chosen.archive, new.cluster_key)
+    sessions, replies = await _prepare_all(pending, links)
+    replica_count = former.replicas or len(set(new.groups.values()))
+    decisions, failures = _choose_logs(pending, replies, new.groups, replica_count, missing)
+    recovery = await _open_archive(command, former.archive, new.cluster_key)
     marks: dict[PartitionId, ArchivedMark | None] = {}
     for decision in decisions:
         each, link = decision.partition_id, links[decision.source]
-        answers = {name: its[each] for name, its in prepared.items() if each in its}
+        answers = {name: reply[each] for name, reply in replies.items() if each in reply}
         try:
             log = _recovered_log(each, sessions[each], link, answers)
             marks[each] = await recovery.find_archived_mark(log)
@@ -534,30 +536,30 @@ async def _choose_and_write_logs(
     decisions = [each for each in decisions if each.partition_id in marks]
     newest = {
         decision.partition_id: await _highest_ids(
-            command, decision, sessions[decision.partition_id], links, prepared
+            command, decision, sessions[decision.partition_id], links, replies
         )
         for decision in decisions
     }
     # Raise the IDs before any partition can be opened. So no server gets a generation that was
     # used.
-    issued = max((each.issued_id for each in newest.values()), default=0)
-    await command.coordinator.issued_ids.increase_to(ClientId(issued))
+    issued_id = max((each.issued_id for each in newest.values()), default=0)
+    await command.coordinator.issued_ids.increase_to(ClientId(issued_id))
     await command.coordinator.increase_ids(
         ClientId(max((each.client_id for each in newest.values()), default=0)),
-        {each: Generation(its.generation + 1) for each, its in newest.items()},
+        {each: Generation(ids.generation + 1) for each, ids in newest.items()},
     )
     for decision in decisions:
         each, archived = decision.partition_id, marks[decision.partition_id]
         generation = Generation(newest[each].generation + 1)
         marker = _open_marker(sessions[each], archived)
         await _write_decision(command.coordinator, decision, marker, generation)
-        shown = (
+        step_text = (
             f"partition {each}: transactions 0..{decision.log.last_synced_id} of the log of "
             f"{decision.source}"
         )
         if archived is not None:
-            shown += f", of which the archive has {archived.first}..{archived.last}"
-        command.note_step(shown)
+            step_text += f", of which the archive has {archived.first}..{archived.last}"
+        command.note_step(step_text)
     return decisions, failures
 
 
@@ -566,20 +568,22 @@ async def _open_archive(
 ) -> ArchiveRecovery:
     """Open the archive at a URL, by default at the URL that the storages report."""
     command.report_wait("the storages")
-    found = url or await reported_archive_url(command.coordinator, command.report_wait)
-    command.report_wait(f"the archive {found}")
-    return ArchiveRecovery(found, cluster_key.bytes, command.note_step)
+    archive_url = url or await reported_archive_url(command.coordinator, command.report_wait)
+    command.report_wait(f"the archive {archive_url}")
+    return ArchiveRecovery(archive_url, cluster_key.bytes, command.note_step)
 
 
 def _recovered_log(
     partition_id: PartitionId,
     session: ClaimedSession,
     link: OwnerConnection,
-    prepared: Mapping[ReplicaId, Prepared],
+    replies: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
     """Describe the log of the chosen replica, at `link`, for the search in the archive."""
-    source = prepared[link.address]
-    starts = {each: TransactionId(max(its.start, BEFORE_FIRST)) for each, its in prepared.items()}
+    source = replies[link.address]
+    starts = {
+        each: TransactionId(max(answer.start, BEFORE_FIRST)) for each, answer in replies.items()
+    }
     return RecoveredLog(
         partition_id,
         starts[link.address],
@@ -590,17 +594,17 @@ def _recovered_log(
 
 
 def _choose_logs(
-    undecided: Sequence[PartitionId],
-    prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
+    pending: Sequence[PartitionId],
+    replies: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
     groups: Mapping[ReplicaId, int],
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
-    """Choose the log of each partition; also return the errors of the others."""
+    """Choose the log of each partition; also return the errors of partitions without a log."""
     decisions: list[RebuildDecision] = []
     failures: list[WaltzError] = []
-    for each in undecided:
-        logs = {name: reported_log(its[each]) for name, its in prepared.items() if each in its}
+    for each in pending:
+        logs = {name: reported_log(reply[each]) for name, reply in replies.items() if each in reply}
         try:
             decision = rebuilding.choose_log(
                 each, logs, groups=groups, replica_count=replica_count, unanswered=missing
@@ -612,14 +616,14 @@ def _choose_logs(
     return decisions, failures
 
 
-def _described_cluster(chosen: FormerCluster) -> NewCluster:
+def _described_cluster(former: FormerCluster) -> NewCluster:
     """Return the cluster that the options describe."""
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415 - as above
 
-    key, count = chosen.cluster_key, chosen.partitions
-    if chosen.from_directory is not None:
-        path = chosen.from_directory / CONTROL_NAME
+    key, count = former.cluster_key, former.partitions
+    if former.from_directory is not None:
+        path = former.from_directory / CONTROL_NAME
         try:
             header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
         except OSError as error:
@@ -632,24 +636,24 @@ def _described_cluster(chosen: FormerCluster) -> NewCluster:
             "expected --cluster-key and --partitions, or --from-directory with the directory "
             "of a storage, which contains both; found neither"
         )
-    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(chosen.storage))
-    return NewCluster(chosen.name, count, key, storages)
+    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(former.storage))
+    return NewCluster(former.name, count, key, storages)
 
 
 async def _create_znodes(command: ChangeCommand, new: NewCluster) -> None:
     """Create the znodes, unless an earlier run has created them."""
     coordinator = command.coordinator
     try:
-        found = await coordinator.read_cluster()
+        cluster = await coordinator.read_cluster()
     except BadConfig:
         first_id = rebuilding.first_id_after_loss(int(time.time()))  # noqa: TID251
         await coordinator.create_rebuilt_cluster(new, first_id)
         command.note_step(f"created the znodes of the cluster with key {new.cluster_key}")
         return
-    if found.store.cluster_key != new.cluster_key:
+    if cluster.store.cluster_key != new.cluster_key:
         raise BadRequest(
             f"another cluster exists at {coordinator.connect_string}, with cluster key "
-            f"{found.store.cluster_key}"
+            f"{cluster.store.cluster_key}"
         )
     for number in range(new.partition_count):
         if await _is_undecided(coordinator, PartitionId(number)):
@@ -661,16 +665,16 @@ async def _create_znodes(command: ChangeCommand, new: NewCluster) -> None:
     )
 
 
-async def _restore_permissions(command: ChangeCommand, saved: Permissions) -> None:
+async def _restore_permissions(command: ChangeCommand, exported: Permissions) -> None:
     """Create the permissions from a file, unless an earlier run has created them."""
     permissions = command.coordinator.permissions
     if await permissions.read() is None:
         author = Author(user_and_host(), now_ms())
         change = await permissions.replace(
-            saved, author, lambda _before, _after: None, new_key=new_client_key()
+            exported, author, lambda _before, _after: None, new_key=new_client_key()
         )
-        what = f"restored the {describe_permissions(saved)}"
-        command.note_step(f"{what}, as revision {change.after.revision}")
+        step_text = f"restored the {describe_permissions(exported)}"
+        command.note_step(f"{step_text}, as revision {change.after.revision}")
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
@@ -710,24 +714,24 @@ async def _prepare_all(
     nonce = secrets.token_bytes(NONCE_BYTES)
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
-        requested = await link.prepare(
+        answers_of_link = await link.prepare(
             {each: ClaimedSession(SessionId(0), nonce) for each in partitions}
         )
-        for each, answer in requested.items():
+        for each, answer in answers_of_link.items():
             if isinstance(answer, Nack):
                 newest[each] = max(newest[each], SessionId(answer.promised))
     # Add 2: a storage that has lost the nonce of its promise accepts only the following session.
     sessions = {each: ClaimedSession(SessionId(newest[each] + 2), nonce) for each in partitions}
-    prepared: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
+    replies: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
         answers = await link.prepare(sessions)
-        prepared[address] = {
+        replies[address] = {
             each: answer for each, answer in answers.items() if isinstance(answer, Prepared)
         }
         for each, rejected in answers.items():
             if isinstance(rejected, Nack) and rejected.error_code != UnknownPartition.code:
                 raise Unavailable(f"{address}, partition {each}: {rejected.message}")
-    return sessions, prepared
+    return sessions, replies
 
 
 async def _highest_ids(
@@ -735,10 +739,10 @@ async def _highest_ids(
     decision: RebuildDecision,
     session: ClaimedSession,
     links: Mapping[ReplicaId, OwnerConnection],
-    prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
+    replies: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> MaximumIds:
     """Return the highest IDs in the last records of the chosen log (rebuilding.py, rule 5)."""
-    answer = prepared[decision.source][decision.partition_id]
+    answer = replies[decision.source][decision.partition_id]
     try:
         return await links[decision.source].highest_ids(decision.partition_id, session, answer)
     except Damaged as error:
@@ -767,8 +771,8 @@ async def _write_decision(
     # The generation must not decrease: a server that has not read it yet cannot claim the
     # partition.
     generation = max(metadata.generation, generation)
-    written: PartitionMetadata = decision.metadata(generation, marker.session_id)
-    await coordinator.write_partition(decision.partition_id, written, marker, view.versions)
+    new_metadata: PartitionMetadata = decision.metadata(generation, marker.session_id)
+    await coordinator.write_partition(decision.partition_id, new_metadata, marker, view.versions)
 
 
 async def _open_partitions(
@@ -782,9 +786,9 @@ async def _open_partitions(
     await _assign_replicas(command.coordinator, decisions)
     groups = {each: group for each, group in new.groups.items() if each not in missing}
     members = {each.partition_id: each.members for each in decisions}
-    wanted = fill_up_replicas(members, groups, min(replica_count, len(groups)))
+    placement = fill_up_replicas(members, groups, min(replica_count, len(groups)))
     layout = await command.coordinator.storages.read_layout()
-    await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
+    await command.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     return {
         "cluster_key": str(new.cluster_key),
         "partitions": {each.partition_id: each.log.last_synced_id for each in decisions},

@@ -19,7 +19,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
 
-# A session needs a root. If the connect string has none, use a root that is never a cluster's.
+# A session needs a root. If the connect string has none, use this root, which no cluster has.
 ROOT_FOR_CONNECTING = "/zookeeper"
 DETAIL_COLUMNS = ("servers", "storages", "key")
 
@@ -32,9 +32,9 @@ DETAIL_COLUMNS = ("servers", "storages", "key")
 @options.json_option
 async def list_command(*, connect: str, as_json: bool) -> int:
     """List the clusters in a ZooKeeper ensemble, or below one of its znodes."""
-    place, below = _split_search_path(connect)
+    connect_string, below = _split_search_path(connect)
     rows: list[dict[str, object]] = []
-    async with open_command_session(place) as session:
+    async with open_command_session(connect_string) as session:
         for root, params in await session.find_clusters(below):
             row: dict[str, object] = {
                 "root": root,
@@ -49,8 +49,8 @@ async def list_command(*, connect: str, as_json: bool) -> int:
     if as_json:
         print_json(rows)
     elif rows:
-        shown = [["-" if cell is None else cell for cell in row.values()] for row in rows]
-        print_table(tuple(rows[0]), shown)
+        cells = [["-" if cell is None else cell for cell in row.values()] for row in rows]
+        print_table(tuple(rows[0]), cells)
     else:
         print_result(f"there is no cluster at {below} or below it")
     return 0
@@ -67,8 +67,8 @@ async def _read_details(cluster: Coordinator) -> dict[str, object]:
 
 def _split_search_path(text: str) -> tuple[str, str]:
     """Return a connect string with a root, and the znode below which to search for clusters."""
-    place, question, query = text.partition("?")
-    hosts, _, path = place.partition("/")
+    address, question, query = text.partition("?")
+    hosts, _, path = address.partition("/")
     if path.strip("/"):
         return text, "/" + path.strip("/")
     return f"{hosts}{ROOT_FOR_CONNECTING}{question}{query}", "/"
@@ -132,12 +132,13 @@ async def delete(command: ChangeCommand, *, name: str, force: bool) -> ChangeRes
     count = await coordinator.delete_cluster(show_progress)
     if not count:
         raise BadRequest(f"there is no cluster at {coordinator.connect_string} to delete")
-    what = f"{name}, cluster key {key}" if key else "remains of a cluster"
+    cluster_text = f"{name}, cluster key {key}" if key else "remains of a cluster"
     return {
         "name": name,
         "cluster_key": key,
         "nodes": count,
-        "summary": f"deleted {count} znodes of {what}. The storages' directories are unchanged",
+        "summary": f"deleted {count} znodes of {cluster_text}. The storages' directories are "
+        "unchanged",
     }
 
 
@@ -145,7 +146,7 @@ async def _check_all_stopped(command: ChangeCommand) -> None:
     """Raise BadRequest if a server is registered or a storage answers."""
     coordinator = command.coordinator
     servers = (await coordinator.read_servers()).servers
-    found = [f"server {each.address}" for each in servers.values()]
+    running = [f"server {each.address}" for each in servers.values()]
     storages = list((await coordinator.storages.read_layout()).assignment.partitions)
     command.report_wait("the check that all storages are stopped")
     async with asyncio.TaskGroup() as tasks:
@@ -153,9 +154,9 @@ async def _check_all_stopped(command: ChangeCommand) -> None:
             each: tasks.create_task(is_answering(WireProtocol.STORAGE, each), name=f"query {each}")
             for each in storages
         }
-    found += [f"storage {each}" for each, task in queried.items() if task.result()]
-    if found:
+    running += [f"storage {each}" for each, task in queried.items() if task.result()]
+    if running:
         raise BadRequest(
-            f"nothing was deleted, because servers or storages still run: {', '.join(found)}. "
+            f"nothing was deleted, because servers or storages still run: {', '.join(running)}. "
             "Hint: stop them, or use --force to delete the cluster nevertheless."
         )

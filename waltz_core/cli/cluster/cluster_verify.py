@@ -37,29 +37,32 @@ async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: 
 
     async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
-        chosen = replica_steps.parse_partitions(partitions, count)
+        partition_ids = replica_steps.parse_partitions(partitions, count)
         with ProgressLine() as line:
             facts = await query_cluster(
                 coordinator, timeout_s=ANSWER_TIMEOUT_S, on_progress=line.show
             )
-    found = check_cluster(facts, chosen)
-    failed = {each: names_of_failed_checks(found, each) for each in chosen}
+    failures = check_cluster(facts, partition_ids)
+    failed = {each: names_of_failed_checks(failures, each) for each in partition_ids}
     if as_json:
-        shown: dict[str, object] = {"passed": not found, "findings": [each.text for each in found]}
+        result: dict[str, object] = {
+            "passed": not failures,
+            "findings": [each.text for each in failures],
+        }
         if by_partition:
-            shown["partitions"] = {
-                int(each): {name: name not in its for name in CHECK_CONDITIONS}
-                for each, its in failed.items()
+            result["partitions"] = {
+                int(each): {name: name not in failed_checks for name in CHECK_CONDITIONS}
+                for each, failed_checks in failed.items()
             }
-        print_json(shown)
-        return 1 if found else 0
+        print_json(result)
+        return 1 if failures else 0
     if by_partition:
         rows = [
-            (int(each), *("FAILED" if name in its else "ok" for name in CHECK_CONDITIONS))
-            for each, its in failed.items()
+            (int(each), *("FAILED" if name in failed_checks else "ok" for name in CHECK_CONDITIONS))
+            for each, failed_checks in failed.items()
         ]
         print_table(("partition", *CHECK_CONDITIONS), rows)
-    for finding in found:
+    for finding in failures:
         print_result(finding.text)
-    print_result("failed" if found else "passed")
-    return 1 if found else 0
+    print_result("failed" if failures else "passed")
+    return 1 if failures else 0

@@ -59,24 +59,31 @@ def dump_control_file(
     numbers = sorted({*entries, *slot_paths})
     missing = set(partitions or ()) - set(numbers)
     if missing:
-        found = f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
-        raise BadRequest(f"{path}: there is no partition {min(missing)}; expected one of {found}")
-    shown = [number for number in numbers if partitions is None or number in partitions]
+        numbers_text = f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
+        raise BadRequest(
+            f"{path}: there is no partition {min(missing)}; expected one of {numbers_text}"
+        )
+    shown_numbers = [number for number in numbers if partitions is None or number in partitions]
     if assigned:
-        shown = [number for number in shown if is_assigned(entries.get(number))]
-    slots = {number: read_slots(path) for number, path in slot_paths.items() if number in shown}
+        shown_numbers = [number for number in shown_numbers if is_assigned(entries.get(number))]
+    slots = {
+        number: read_slots(path) for number, path in slot_paths.items() if number in shown_numbers
+    }
     if as_json:
         value = {
             "control_file": None if control is None else _header_json(control),
             "storage_id": None if identity is None else _storage_id_json(identity),
             "partitions": [
-                _partition_json(number, entries.get(number), slots.get(number)) for number in shown
+                _partition_json(number, entries.get(number), slots.get(number))
+                for number in shown_numbers
             ],
         }
         print_json(value)
         return 0
     if control is not None:
-        _print_control(control, {number: entries[number] for number in shown if number in entries})
+        _print_control(
+            control, {number: entries[number] for number in shown_numbers if number in entries}
+        )
         print_result("")
     if identity is not None:
         storage, errors = decode_storage_id(identity)
@@ -97,8 +104,8 @@ def _read_control_files(
     if path.is_file() and path.name == CONTROL_NAME:
         return read_control(path), None, {}
     if path.is_dir() and is_storage_directory(path):
-        held = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
-        return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), held
+        slot_paths = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
+        return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), slot_paths
     if path.is_dir() and (path / SLOTS_NAME).exists():
         return None, None, {_partition_number(path.absolute()): path / SLOTS_NAME}
     raise BadRequest(f"{path}: expected a directory with {CONTROL_NAME} or {SLOTS_NAME}")
@@ -114,10 +121,10 @@ def _errors_text(errors: tuple[str, ...]) -> str:
     return f"; wrong: {'; '.join(errors)}" if errors else ""
 
 
-def _flag_names(flags: int, known: dict[int, str]) -> list[str]:
-    names = [name for bit, name in known.items() if flags & bit]
-    rest = flags & ~sum(known)
-    return [*names, f"{rest:#x}"] if rest else names
+def _flag_names(flags: int, names_by_bit: dict[int, str]) -> list[str]:
+    names = [name for bit, name in names_by_bit.items() if flags & bit]
+    unknown_bits = flags & ~sum(names_by_bit)
+    return [*names, f"{unknown_bits:#x}"] if unknown_bits else names
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,8 +225,8 @@ def _print_control(control: DecodedControlFile, entries: dict[int, ControlEntry]
     titles = ("partition", "structure", "", "session", "low-water mark", "local mark", "flags")
     print_table((*titles, "sequence", "CRC and values"), rows)
     for entry in entries.values():
-        for what in entry.errors:
-            print_result(f"partition {entry.number}: {what}")
+        for error in entry.errors:
+            print_result(f"partition {entry.number}: {error}")
 
 
 def _print_slots(number: int, slots: tuple[ControlSlot, ControlSlot]) -> None:
@@ -237,7 +244,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
     provisional = "-"
     if slot.flags & PROVISIONAL:
         provisional = f"{slot.provisional_mark} of session {slot.provisional_session}"
-    shortened = (
+    shortened_text = (
         f", shortens batch {slot.shortened[0]}..{slot.shortened[1]}"
         if slot.flags & SHORTENED
         else ""
@@ -260,6 +267,6 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "chain hash before it": slot.start_chain.hex(),
         "acked ID": str(slot.acked),
         "chain there": slot.acked_chain.hex(),
-        "truncate to": f"{slot.truncate_to}{shortened}" if slot.flags & TRUNCATE else "-",
+        "truncate to": f"{slot.truncate_to}{shortened_text}" if slot.flags & TRUNCATE else "-",
         "damaged": " ".join(f"{first}..{last}" for first, last in slot.damaged) or "-",
     }

@@ -95,38 +95,40 @@ class DumpArguments(NamedTuple):
 )
 @options.storage_file_options("a .seg file, a partition's directory or a storage directory")
 @options.gather_options(DumpArguments)
-def dump_segment(chosen: DumpArguments, *, path: Path, partitions: list[int] | None) -> int:
+def dump_segment(arguments: DumpArguments, *, path: Path, partitions: list[int] | None) -> int:
     """Print the header, records and batches of segments."""
-    wanted = _parse_dump_arguments(chosen)
+    options = _parse_dump_arguments(arguments)
     paths = segments_at(path, partitions)
-    for each, behind in zip(paths, [*paths[1:], None], strict=True):
-        is_next = behind is not None and behind.parent == each.parent
-        ends_before = is_next and behind is not None and int(behind.stem) <= wanted.first
-        begins_after = wanted.last is not None and int(each.stem) > wanted.last
+    for each, next_path in zip(paths, [*paths[1:], None], strict=True):
+        has_next_segment = next_path is not None and next_path.parent == each.parent
+        ends_before = (
+            has_next_segment and next_path is not None and int(next_path.stem) <= options.first
+        )
+        begins_after = options.last is not None and int(each.stem) > options.last
         if not ends_before and not begins_after:
-            _dump_segment(each, wanted)
+            _dump_segment(each, options)
     return 0
 
 
-def _parse_dump_arguments(chosen: DumpArguments) -> _DumpOptions:
-    first, last = chosen.first, chosen.last
-    if chosen.transaction is not None:
+def _parse_dump_arguments(arguments: DumpArguments) -> _DumpOptions:
+    first, last = arguments.first, arguments.last
+    if arguments.transaction is not None:
         if first is not None or last is not None:
             raise BadConfig("--transaction cannot be used with --first or --last")
-        first = last = chosen.transaction
+        first = last = arguments.transaction
     for option, value in (("--first", first), ("--last", last)):
         if value is not None and value < 0:
             raise BadConfig(f"{option}: expected a transaction ID of at least 0, found {value}")
-    is_part = chosen.metadata or chosen.record or chosen.batches
-    name = chosen.deserializer or ("bytes" if chosen.data else None)
+    selects_part = arguments.metadata or arguments.record or arguments.batches
+    name = arguments.deserializer or ("bytes" if arguments.data else None)
     return _DumpOptions(
-        header=chosen.metadata or not is_part,
-        records=chosen.record or not is_part,
-        batches=chosen.batches,
+        header=arguments.metadata or not selects_part,
+        records=arguments.record or not selects_part,
+        batches=arguments.batches,
         first=first or 0,
         last=last,
         deserializer=None if name is None else find_deserializer(name),
-        as_json=chosen.as_json,
+        as_json=arguments.as_json,
     )
 
 
@@ -134,77 +136,77 @@ def _parse_dump_arguments(chosen: DumpArguments) -> _DumpOptions:
 # One segment
 
 
-def _dump_segment(path: Path, wanted: _DumpOptions) -> None:
+def _dump_segment(path: Path, options: _DumpOptions) -> None:
     first = int(path.stem)
-    batches = _read_batches(path, wanted) if wanted.batches else iter(())
+    batches = _read_batches(path, options) if options.batches else iter(())
     with OpenFile(path) as file:
         header = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
-        if wanted.header:
-            _show_header(path, header, file.size(), wanted)
-        if wanted.records:
-            batches = _dump_records(file, path, first, wanted, batches)
+        if options.header:
+            _show_header(path, header, file.size(), options)
+        if options.records:
+            batches = _dump_records(file, path, first, options, batches)
     for batch in batches:
-        _show_batch(batch, wanted)
+        _show_batch(batch, options)
 
 
 def _dump_records(
-    file: OpenFile, path: Path, first: int, wanted: _DumpOptions, batches: Iterator[BatchEntry]
+    file: OpenFile, path: Path, first: int, options: _DumpOptions, batches: Iterator[BatchEntry]
 ) -> Iterator[BatchEntry]:
     """Print records, and each batch after its last record; return the remaining batches."""
-    if not wanted.as_json:
-        _show_record_titles(wanted)
+    if not options.as_json:
+        _show_record_titles(options)
     batch = next(batches, None)
-    for part in walk_records(file, *_start_position(file, path, first, wanted.first)):
-        if wanted.last is not None and part.first > wanted.last:
+    for part in walk_records(file, *_start_position(file, path, first, options.first)):
+        if options.last is not None and part.first > options.last:
             break
         if isinstance(part, Gap):
-            _show_gap(part, wanted)
+            _show_gap(part, options)
             continue
-        run = part.starting_at(wanted.first)
-        if wanted.last is not None:
-            run = run.up_to(wanted.last)
+        run = part.starting_at(options.first)
+        if options.last is not None:
+            run = run.up_to(options.last)
         for position in range(run.length):
             start, end = run.bounds[position], run.bounds[position + 1]
-            _show_record(run.offset + start, run.data[start:end], wanted)
+            _show_record(run.offset + start, run.data[start:end], options)
             while batch is not None and batch.last <= run.first + position:
-                _show_batch(batch, wanted)
+                _show_batch(batch, options)
                 batch = next(batches, None)
     return iter(()) if batch is None else _prepend_batch(batch, batches)
 
 
-def _prepend_batch(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchEntry]:
+def _prepend_batch(batch: BatchEntry, batches: Iterator[BatchEntry]) -> Iterator[BatchEntry]:
     yield batch
-    yield from rest
+    yield from batches
 
 
-def _start_position(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
+def _start_position(file: OpenFile, path: Path, first: int, wanted_id: int) -> tuple[int, int]:
     """Return the ID and the offset of the first record to read, from the index if possible."""
     index = segment_path(path.parent, first, ".idx")
-    if wanted > first and index.exists():
+    if wanted_id > first and index.exists():
         with OpenFile(index) as entries:
-            at = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted - first)
+            at = FILE_HEADER_BYTES + OFFSET_BYTES * (wanted_id - first)
             offset = int.from_bytes(entries.pread(OFFSET_BYTES, at), "big", signed=True)
-        if is_record_at(file, wanted, offset):
-            return wanted, offset
+        if is_record_at(file, wanted_id, offset):
+            return wanted_id, offset
     return first, FILE_HEADER_BYTES
 
 
-def _read_batches(path: Path, wanted: _DumpOptions) -> Iterator[BatchEntry]:
+def _read_batches(path: Path, options: _DumpOptions) -> Iterator[BatchEntry]:
     chain_path = segment_path(path.parent, int(path.stem), ".chn")
     if not chain_path.exists():
         return
     with OpenFile(chain_path) as file:
-        for placed in batches_of(file, header_of(file).segment_crc):
-            batch = placed.batch
-            if batch.last < wanted.first:
+        for placed_entry in batches_of(file, header_of(file).segment_crc):
+            batch = placed_entry.batch
+            if batch.last < options.first:
                 continue
-            if wanted.last is not None and batch.first > wanted.last and not batch.errors:
+            if options.last is not None and batch.first > options.last and not batch.errors:
                 return
             yield batch
 
 
-def _show_header(path: Path, header: FileHeader, size: int, wanted: _DumpOptions) -> None:
-    if wanted.as_json:
+def _show_header(path: Path, header: FileHeader, size: int, options: _DumpOptions) -> None:
+    if options.as_json:
         print_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
         return
     print_result(
@@ -241,69 +243,69 @@ _RECORD_TITLES = (
 _RECORD_ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
 
 
-def _show_record_titles(wanted: _DumpOptions) -> None:
+def _show_record_titles(options: _DumpOptions) -> None:
     print_result(
         (
             _RECORD_ROW.format(*_RECORD_TITLES)
-            + ("  data" if wanted.deserializer is not None else "")
+            + ("  data" if options.deserializer is not None else "")
         ).rstrip()
     )
 
 
-def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
-    found = record_fields(record)
+def _show_record(offset: int, record: bytes, options: _DumpOptions) -> None:
+    fields = record_fields(record)
     data = record[36:-4]
-    stated = int.from_bytes(record[-4:], "big")
-    has_valid_crc = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
-    if wanted.as_json:
+    stated_crc = int.from_bytes(record[-4:], "big")
+    has_valid_crc = crc32(record[:-4]) == stated_crc and crc32(data) == fields.data_crc
+    if options.as_json:
         print_json(
-            _record_json(found, offset, stated, has_valid_crc=has_valid_crc)
-            | _data_json(wanted, data)
+            _record_json(fields, offset, stated_crc, has_valid_crc=has_valid_crc)
+            | _data_json(options, data)
         )
         return
-    identity = f"{found.client}/{found.generation}/{found.partition}/{found.sequence}"
+    identity = f"{fields.client}/{fields.generation}/{fields.partition}/{fields.sequence}"
     row = _RECORD_ROW.format(
-        found.transaction_id,
+        fields.transaction_id,
         offset,
         identity,
-        found.header,
-        found.data_bytes,
-        f"{stated:08x}",
-        f"{found.data_crc:08x}",
+        fields.header,
+        fields.data_bytes,
+        f"{stated_crc:08x}",
+        f"{fields.data_crc:08x}",
         "yes" if has_valid_crc else "NO",
     )
     print_result(
         row.rstrip()
-        if wanted.deserializer is None
-        else f"{row}  {payload_text(wanted.deserializer, data)}"
+        if options.deserializer is None
+        else f"{row}  {payload_text(options.deserializer, data)}"
     )
 
 
 def _record_json(
-    found: RecordFields, offset: int, crc: int, *, has_valid_crc: bool
+    fields: RecordFields, offset: int, crc: int, *, has_valid_crc: bool
 ) -> dict[str, object]:
     return {
         "kind": "record",
-        "transaction_id": found.transaction_id,
+        "transaction_id": fields.transaction_id,
         "offset": offset,
-        "client_id": found.client,
-        "generation": found.generation,
-        "partition": found.partition,
-        "sequence": found.sequence,
-        "header": found.header,
-        "data_bytes": found.data_bytes,
+        "client_id": fields.client,
+        "generation": fields.generation,
+        "partition": fields.partition,
+        "sequence": fields.sequence,
+        "header": fields.header,
+        "data_bytes": fields.data_bytes,
         "crc": f"{crc:08x}",
-        "data_crc": f"{found.data_crc:08x}",
+        "data_crc": f"{fields.data_crc:08x}",
         "is_valid": has_valid_crc,
     }
 
 
-def _data_json(wanted: _DumpOptions, data: bytes) -> dict[str, object]:
-    return {} if wanted.deserializer is None else payload_json(wanted.deserializer, data)
+def _data_json(options: _DumpOptions, data: bytes) -> dict[str, object]:
+    return {} if options.deserializer is None else payload_json(options.deserializer, data)
 
 
-def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
-    if wanted.as_json:
+def _show_gap(gap: Gap, options: _DumpOptions) -> None:
+    if options.as_json:
         print_json(
             {
                 "kind": "gap",
@@ -315,14 +317,14 @@ def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
             }
         )
         return
-    what = f"records from {gap.first} on"
+    records = f"records from {gap.first} on"
     if gap.next_id is not None:
-        what = records_text(gap.first, gap.next_id - 1)
-    print_result(f"  {what}: bytes {gap.offset}..{gap.end - 1} cannot be read: {gap.reason}")
+        records = records_text(gap.first, gap.next_id - 1)
+    print_result(f"  {records}: bytes {gap.offset}..{gap.end - 1} cannot be read: {gap.reason}")
 
 
-def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
-    if wanted.as_json:
+def _show_batch(batch: BatchEntry, options: _DumpOptions) -> None:
+    if options.as_json:
         value = {"kind": "batch", **fields_json(batch), "chain": batch.chain.hex()}
         print_json({**value, "stamp": utc_text(batch.stamp_ms)})
         return
@@ -342,95 +344,106 @@ def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
 @options.storage_file_options("a .seg file, a partition's directory or a storage directory")
 def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool) -> int:
     """Print sizes, IDs, batches and sessions of segments."""
-    found = (statistic_of(path) for path in segments_at(path, partitions))
+    statistics = (statistic_of(path) for path in segments_at(path, partitions))
     if as_json:
-        print_json([_statistic_json(statistic) for statistic in found])
+        print_json([_statistic_json(statistic) for statistic in statistics])
         return 0
-    for statistic in found:
+    for statistic in statistics:
         _print_statistic(statistic)
     return 0
 
 
-def _sizes_json(found: SegmentStatistic) -> dict[str, object] | None:
-    if not found.records:
+def _sizes_json(statistic: SegmentStatistic) -> dict[str, object] | None:
+    if not statistic.records:
         return None
     return {
-        "min": min(found.sizes),
-        "mean": round(found.data_bytes / found.records, 1),
-        "max": max(found.sizes),
-        **{f"p{percent}": percentile(found.sizes, percent) for percent in PERCENTILES},
+        "min": min(statistic.sizes),
+        "mean": round(statistic.data_bytes / statistic.records, 1),
+        "max": max(statistic.sizes),
+        **{f"p{percent}": percentile(statistic.sizes, percent) for percent in PERCENTILES},
     }
 
 
-def _statistic_json(found: SegmentStatistic) -> dict[str, object]:
-    batches: dict[str, object] = {"count": found.batches, "wrong": found.invalid_batches}
-    if found.batches:
-        batches["records_min"] = min(found.batch_records)
-        records = sum(size * count for size, count in found.batch_records.items())
-        batches["records_mean"] = round(records / found.batches, 1)
-        batches["records_max"] = max(found.batch_records)
+def _statistic_json(statistic: SegmentStatistic) -> dict[str, object]:
+    batches: dict[str, object] = {"count": statistic.batches, "wrong": statistic.invalid_batches}
+    if statistic.batches:
+        batches["records_min"] = min(statistic.batch_records)
+        records = sum(size * count for size, count in statistic.batch_records.items())
+        batches["records_mean"] = round(records / statistic.batches, 1)
+        batches["records_max"] = max(statistic.batch_records)
     return {
-        "file": str(found.path),
-        **_header_json(found.header),
-        "bytes": found.file_bytes,
-        "records": found.records,
-        "last": found.last,
-        "unreadable_bytes": found.unreadable_bytes,
-        "data_bytes": found.data_bytes,
-        "data_size": _sizes_json(found),
-        "clients": len(found.clients),
+        "file": str(statistic.path),
+        **_header_json(statistic.header),
+        "bytes": statistic.file_bytes,
+        "records": statistic.records,
+        "last": statistic.last,
+        "unreadable_bytes": statistic.unreadable_bytes,
+        "data_bytes": statistic.data_bytes,
+        "data_size": _sizes_json(statistic),
+        "clients": len(statistic.clients),
         "batches": batches,
         "sessions": [
             {
                 "session": session,
-                "batches": statistic.batches,
-                "first": statistic.first,
-                "last": statistic.last,
-                "first_stamp_ms": statistic.first_stamp_ms,
-                "last_stamp_ms": statistic.last_stamp_ms,
+                "batches": session_statistic.batches,
+                "first": session_statistic.first,
+                "last": session_statistic.last,
+                "first_stamp_ms": session_statistic.first_stamp_ms,
+                "last_stamp_ms": session_statistic.last_stamp_ms,
             }
-            for session, statistic in found.sessions.items()
+            for session, session_statistic in statistic.sessions.items()
         ],
-        "first_stamp_ms": found.first_stamp_ms,
-        "last_stamp_ms": found.last_stamp_ms,
-        "index_entries": found.index_entries,
-        "index_density": found.index_density,
+        "first_stamp_ms": statistic.first_stamp_ms,
+        "last_stamp_ms": statistic.last_stamp_ms,
+        "index_entries": statistic.index_entries,
+        "index_density": statistic.index_density,
     }
 
 
-def _print_statistic(found: SegmentStatistic) -> None:
-    value = _statistic_json(found)
+def _print_statistic(statistic: SegmentStatistic) -> None:
+    value = _statistic_json(statistic)
     print_result(
-        f"{found.path}: {found.file_bytes} bytes, created {utc_text(found.header.created_ms)}"
+        f"{statistic.path}: {statistic.file_bytes} bytes, created "
+        f"{utc_text(statistic.header.created_ms)}"
     )
-    ids = "none" if found.last is None else f"{found.last - found.records + 1}..{found.last}"
-    if found.unreadable_bytes:
-        ids = f"{found.header.first}..{found.last}; {found.unreadable_bytes} bytes cannot be read"
+    ids = (
+        "none"
+        if statistic.last is None
+        else f"{statistic.last - statistic.records + 1}..{statistic.last}"
+    )
+    if statistic.unreadable_bytes:
+        ids = (
+            f"{statistic.header.first}..{statistic.last}; "
+            f"{statistic.unreadable_bytes} bytes cannot be read"
+        )
     print_result(
-        f"  records   {found.records}, transaction IDs {ids}, of {len(found.clients)} clients"
+        f"  records   {statistic.records}, transaction IDs {ids}, of {len(statistic.clients)} "
+        "clients"
     )
-    sizes = _sizes_json(found)
+    sizes = _sizes_json(statistic)
     if sizes is not None:
-        shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        print_result(f"  data      {found.data_bytes} bytes: {shown}")
+        sizes_text = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        print_result(f"  data      {statistic.data_bytes} bytes: {sizes_text}")
     batches = value["batches"]
     assert isinstance(batches, dict)
-    if found.batches:
+    if statistic.batches:
         print_result(
-            f"  batches   {found.batches}, of {batches['records_min']} to "
+            f"  batches   {statistic.batches}, of {batches['records_min']} to "
             f"{batches['records_max']} records, mean {batches['records_mean']}"
         )
-    if found.invalid_batches:
-        print_result(f"  batches   {found.invalid_batches} entries are wrong")
-    for session, statistic in found.sessions.items():
-        ids = f"{statistic.first}..{statistic.last}"
-        print_result(f"  session   {session}: {statistic.batches} batches, {ids}")
-    if found.first_stamp_ms is not None and found.last_stamp_ms is not None:
-        seconds = (found.last_stamp_ms - found.first_stamp_ms) / 1000
-        span = f"{utc_text(found.first_stamp_ms)} to {utc_text(found.last_stamp_ms)}"
+    if statistic.invalid_batches:
+        print_result(f"  batches   {statistic.invalid_batches} entries are wrong")
+    for session, session_statistic in statistic.sessions.items():
+        ids = f"{session_statistic.first}..{session_statistic.last}"
+        print_result(f"  session   {session}: {session_statistic.batches} batches, {ids}")
+    if statistic.first_stamp_ms is not None and statistic.last_stamp_ms is not None:
+        seconds = (statistic.last_stamp_ms - statistic.first_stamp_ms) / 1000
+        span = f"{utc_text(statistic.first_stamp_ms)} to {utc_text(statistic.last_stamp_ms)}"
         print_result(f"  committed {span}, {seconds:.1f} s")
-    density = found.index_density
-    shown = (
-        "missing" if density is None else f"{found.index_entries} entries, {density:.2f} a record"
+    entries_per_record = statistic.index_density
+    index_text = (
+        "missing"
+        if entries_per_record is None
+        else f"{statistic.index_entries} entries, {entries_per_record:.2f} a record"
     )
-    print_result(f"  index     {shown}")
+    print_result(f"  index     {index_text}")

@@ -56,18 +56,18 @@ def find_deserializer(name: str) -> Deserializer:
     # As for `python -m`, modules in the current directory can be imported.
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = attrgetter(path)(import_module(module))
+        deserializer = attrgetter(path)(import_module(module))
     except (ImportError, AttributeError) as error:
         raise BadConfig(f"--deserializer {name}: {error}") from error
     finally:
         sys.path.pop(0)
-    if isinstance(found, type) and hasattr(found, "deserialize"):
-        found = found()
-    read = getattr(found, "deserialize", found)
+    if isinstance(deserializer, type) and hasattr(deserializer, "deserialize"):
+        deserializer = deserializer()
+    read = getattr(deserializer, "deserialize", deserializer)
     if not callable(read):
         raise BadConfig(
             f"--deserializer {name}: expected a function that takes bytes, or an object with "
-            f"a method `deserialize`, found {type(found).__name__}"
+            f"a method `deserialize`, found {type(deserializer).__name__}"
         )
     return read  # type: ignore[no-any-return]  # the user states that it takes bytes
 
@@ -85,9 +85,9 @@ def payload_json(deserializer: Deserializer, data: bytes) -> dict[str, object]:
 
 def payload_text(deserializer: Deserializer, data: bytes) -> str:
     """Deserialize a payload, and return it as one line of text."""
-    shown = payload_json(deserializer, data)
-    if "data_error" in shown:
-        return f"({shown['data_error']})"
-    if "data_hex" in shown:
-        return to_one_line(bytes.fromhex(str(shown["data_hex"])))
-    return json.dumps(shown["data"], default=str, ensure_ascii=False)
+    value = payload_json(deserializer, data)
+    if "data_error" in value:
+        return f"({value['data_error']})"
+    if "data_hex" in value:
+        return to_one_line(bytes.fromhex(str(value["data_hex"])))
+    return json.dumps(value["data"], default=str, ensure_ascii=False)

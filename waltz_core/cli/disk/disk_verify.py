@@ -35,18 +35,18 @@ def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: boo
     """Verify the checksums and chain hashes of a storage directory; exit code 1 if one is wrong."""
     if limit < 0:
         raise BadConfig(f"--limit: expected a number of at least 0, found {limit}")
-    found = verify_at(path, partitions, limit)
+    result = verify_at(path, partitions, limit)
     if as_json:
-        print_json(_verification_json(found))
+        print_json(_verification_json(result))
     else:
-        _print_verification(found)
-    return 1 if found.findings.error_count else 0
+        _print_verification(result)
+    return 1 if result.findings.error_count else 0
 
 
-def _verification_json(found: VerificationResult) -> dict[str, object]:
-    findings = found.findings
+def _verification_json(result: VerificationResult) -> dict[str, object]:
+    findings = result.findings
     return {
-        "path": str(found.path),
+        "path": str(result.path),
         "wrong": findings.error_count,
         "notes": findings.note_count,
         "findings": [
@@ -61,19 +61,19 @@ def _verification_json(found: VerificationResult) -> dict[str, object]:
         "partitions": [
             {
                 "partition": None if number < 0 else number,
-                "segments": seen.segment_count,
-                "records": seen.record_count,
-                "last": seen.last,
-                "bytes": seen.bytes_read,
-                "checksums": seen.checksum_count,
-                "batches": seen.batch_count,
-                "unchecked_batches": seen.unchecked_batch_count,
-                "chain": None if seen.end is None else seen.end.chain.hex(),
-                "unreadable": seen.unreadable,
+                "segments": log.segment_count,
+                "records": log.record_count,
+                "last": log.last,
+                "bytes": log.bytes_read,
+                "checksums": log.checksum_count,
+                "batches": log.batch_count,
+                "unchecked_batches": log.unchecked_batch_count,
+                "chain": None if log.end is None else log.end.chain.hex(),
+                "unreadable": log.unreadable,
             }
-            for number, seen in found.logs.items()
+            for number, log in result.logs.items()
         ],
-        "seconds": round(found.seconds, 3),
+        "seconds": round(result.seconds, 3),
     }
 
 
@@ -81,14 +81,14 @@ def _finding_kind(finding: FileFinding) -> str:
     return "wrong" if finding.is_error else "note"
 
 
-def _print_verification(found: VerificationResult) -> None:
-    findings = found.findings
+def _print_verification(result: VerificationResult) -> None:
+    findings = result.findings
     for finding in findings.kept:
-        where = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
-        print_result(f"{_finding_kind(finding)}: {where}: {finding.what}")
+        location = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
+        print_result(f"{_finding_kind(finding)}: {location}: {finding.what}")
     if findings.omitted_count:
         print_result(f"{findings.omitted_count} more findings were omitted; --limit shows more")
-    if found.logs and next(iter(found.logs)) >= 0:
+    if result.logs and next(iter(result.logs)) >= 0:
         print_table(
             (
                 "partition",
@@ -100,28 +100,28 @@ def _print_verification(found: VerificationResult) -> None:
                 "last ID",
                 "chain",
             ),
-            [_log_row(number, seen) for number, seen in found.logs.items()],
+            [_log_row(number, checked_log) for number, checked_log in result.logs.items()],
         )
-    logs = found.logs.values()
+    logs = result.logs.values()
     print_result(
         f"checked {sum(log.checksum_count for log in logs)} checksums of "
         f"{sum(log.record_count for log in logs)} records, "
-        f"{sum(log.bytes_read for log in logs)} bytes, in {found.seconds:.1f} s: "
+        f"{sum(log.bytes_read for log in logs)} bytes, in {result.seconds:.1f} s: "
         f"{findings.error_count} wrong, {findings.note_count} notes"
     )
 
 
-def _log_row(number: int, seen: FoundLog) -> tuple[object, ...]:
-    chain = "-" if seen.end is None else seen.end.chain.hex()
-    unchecked = seen.unchecked_batch_count
+def _log_row(number: int, log: FoundLog) -> tuple[object, ...]:
+    chain = "-" if log.end is None else log.end.chain.hex()
+    unchecked = log.unchecked_batch_count
     return (
         number,
-        seen.segment_count,
-        seen.record_count,
-        seen.bytes_read,
-        seen.batch_count,
+        log.segment_count,
+        log.record_count,
+        log.bytes_read,
+        log.batch_count,
         unchecked,
-        seen.last,
+        log.last,
         chain,
     )
 
@@ -176,12 +176,14 @@ def _repair_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.is_valid:
         return f"{index.path}: correct, {index.entries} entries; unchanged"
     done = "would be rebuilt" if dry_run else "rebuilt"
-    found = "missing" if index.old_entries is None else f"{index.difference_count} wrong entries"
+    problem_text = (
+        "missing" if index.old_entries is None else f"{index.difference_count} wrong entries"
+    )
     if index.difference_count == 1 and index.old_entries is not None:
-        found = "1 wrong entry"
-    kept = (
+        problem_text = "1 wrong entry"
+    kept_text = (
         (f"; {index.kept} of them belong to records that cannot be read, and were kept")
         if index.kept
         else ""
     )
-    return f"{index.path}: {found}; {done}, {index.entries} entries{kept}"
+    return f"{index.path}: {problem_text}; {done}, {index.entries} entries{kept_text}"

@@ -67,15 +67,15 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     connect, local = _find_cluster(connect, directory)
     member_connections.use_settings_of(connect)
     member_connections.ssl_context()  # raises BadConfig for the files of ?tls= before any query
-    facts, found = await lasting_findings(
+    facts, findings = await lasting_findings(
         connect, timeout_s=timeout_s, local=None if local is None else _local_facts(local)
     )
     if as_json:
-        print_json(findings_json(facts, found))
+        print_json(findings_json(facts, findings))
     else:
-        for line in findings_text(facts, found):
+        for line in findings_text(facts, findings):
             print_result(line)
-    return 0 if _is_healthy(facts, found) else 1
+    return 0 if _is_healthy(facts, findings) else 1
 
 
 doctor.help_details = (
@@ -89,8 +89,8 @@ doctor.help_details = (
 
 def find_local_cluster(directory: Path) -> LocalCluster | None:
     """Return the local cluster in a directory, or None if there is none."""
-    found = LocalCluster(directory)
-    return found if found.exists() else None
+    local_cluster = LocalCluster(directory)
+    return local_cluster if local_cluster.exists() else None
 
 
 def _local_facts(local: LocalCluster) -> LocalFacts:
@@ -114,39 +114,39 @@ def _find_cluster(connect: str | None, directory: Path) -> tuple[str, LocalClust
     return connect, local if local and local.connect == connect else None
 
 
-def findings_text(facts: Facts, found: list[Finding]) -> list[str]:
+def findings_text(facts: Facts, findings: list[Finding]) -> list[str]:
     """Return the findings as lines of text."""
-    if not found:
+    if not findings:
         if facts.cluster is None:
             return ["no lasting problem was found, but the cluster could not be queried: try again"]
         return [f"no problems: {cluster_summary(facts)}", f"clocks: {_clocks_text(facts)}"]
     lines = []
-    for number, each in enumerate(found, 1):
+    for number, each in enumerate(findings, 1):
         lines += [f"{number}. {each.sentence}", f"   {each.command}"]
     return lines
 
 
 def _clocks_text(facts: Facts) -> str:
     assert facts.cluster is not None
-    apart = [each.clock_ahead_ms for each in facts.cluster.storages.values()]
-    known = [0.0, *(each for each in apart if each is not None)]
-    if len(known) == 1:
+    reported_ms = [each.clock_ahead_ms for each in facts.cluster.storages.values()]
+    known_ms = [0.0, *(each for each in reported_ms if each is not None)]
+    if len(known_ms) == 1:
         return "no storage reports its clock"
     return (
-        f"the clocks of {len(known) - 1} storages and of this machine differ by at most "
-        f"{max(known) - min(known):.0f} ms; servers and ZooKeeper do not report their clocks"
+        f"the clocks of {len(known_ms) - 1} storages and of this machine differ by at most "
+        f"{max(known_ms) - min(known_ms):.0f} ms; servers and ZooKeeper do not report their clocks"
     )
 
 
-def _is_healthy(facts: Facts, found: list[Finding]) -> bool:
-    return not found and facts.cluster is not None
+def _is_healthy(facts: Facts, findings: list[Finding]) -> bool:
+    return not findings and facts.cluster is not None
 
 
-def findings_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
+def findings_json(facts: Facts, findings: list[Finding]) -> dict[str, object]:
     """Return the findings and the facts as one value for JSON."""
     return {
         "connect": facts.connect,
-        "is_healthy": _is_healthy(facts, found),
+        "is_healthy": _is_healthy(facts, findings),
         "findings": [
             {
                 "name": each.name,
@@ -156,7 +156,7 @@ def findings_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
                 "sentence": each.sentence,
                 "command": each.command,
             }
-            for each in found
+            for each in findings
         ],
         "facts": _facts_json(facts),
         "not_measured": list(NOT_MEASURED),

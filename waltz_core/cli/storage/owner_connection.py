@@ -82,7 +82,7 @@ class OwnerConnection:
         link = await member_connections.dial(
             WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S
         )
-        made = OwnerConnection(address, link, expected)
+        connection = OwnerConnection(address, link, expected)
         opening = OpenRequest(
             _NO_CLIENT_ID,
             _NO_CLIENT_ID,
@@ -91,12 +91,12 @@ class OwnerConnection:
             expected.partition_count,
         )
         try:
-            (answer,) = await made._request([opening])
-            made._check_answer(answer, SuccessResponse)
+            (answer,) = await connection._request([opening])
+            connection._check_answer(answer, SuccessResponse)
         except BaseException:
-            made.close()
+            connection.close()
             raise
-        return made
+        return connection
 
     async def prepare(
         self, sessions: Mapping[PartitionId, ClaimedSession]
@@ -115,19 +115,19 @@ class OwnerConnection:
             for number, (partition_id, session) in enumerate(sessions.items())
         ]
         answers = await self._request(requests)
-        found: dict[PartitionId, Prepared | Nack] = {}
+        answers_by_partition: dict[PartitionId, Prepared | Nack] = {}
         for answer in answers:
             if not isinstance(answer, Prepared | Nack):
                 raise self._unexpected_answer_error(answer)
-            found[PartitionId(answer.partition_id)] = answer
-        return found
+            answers_by_partition[PartitionId(answer.partition_id)] = answer
+        return answers_by_partition
 
     async def set_low_water_mark(
-        self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
+        self, partition_id: PartitionId, session: ClaimedSession, prepare_answer: Prepared
     ) -> None:
         """Store the session and the low-water mark at the end of the log, which is then trusted."""
         fields = (session.session_id, 1_000_000, partition_id)
-        mark = SetLowWaterMark(*fields, prepared.synced_max, bytes(prepared.chain))
+        mark = SetLowWaterMark(*fields, prepare_answer.synced_max, bytes(prepare_answer.chain))
         (answer,) = await self._request([mark])
         self._check_answer(answer, ReplicaEnd)
 
@@ -144,18 +144,18 @@ class OwnerConnection:
         )
         self._check_answer(answer, LineageResponse)
         assert isinstance(answer, LineageResponse)
-        begins = not answer.lineage or answer.lineage[0].first == first
-        return Chain(bytes(answer.chain_before)) if begins else None
+        is_batch_start = not answer.lineage or answer.lineage[0].first == first
+        return Chain(bytes(answer.chain_before)) if is_batch_start else None
 
     async def highest_ids(
-        self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
+        self, partition_id: PartitionId, session: ClaimedSession, prepare_answer: Prepared
     ) -> MaximumIds:
         """Return the highest client ID and generation in the last `ID_RECORDS_MAX` records on disk.
 
         Raises the error in the storage's answer, also if it cannot read a record.
         """
-        last = prepared.synced_max
-        first = max(0, prepared.start + 1, last - ID_RECORDS_MAX + 1)
+        last = prepare_answer.synced_max
+        first = max(0, prepare_answer.start + 1, last - ID_RECORDS_MAX + 1)
         fields = (session.session_id, 1_000_001, partition_id)
         size = RECORD_HEADER.size * ID_RECORDS_MAX
         newest = NO_IDS
@@ -167,8 +167,8 @@ class OwnerConnection:
             assert isinstance(answer, RangeBytes)
             if not answer.count:
                 raise self._unexpected_answer_error(answer)
-            for _, packed, _ in RECORD_HEADER.iter_unpack(answer.records):
-                client_id, generation, *_ = REQ_ID.unpack(packed)
+            for _, packed_req_id, _ in RECORD_HEADER.iter_unpack(answer.records):
+                client_id, generation, *_ = REQ_ID.unpack(packed_req_id)
                 newest = newest.greater_of_each(MaximumIds.of_record(client_id, generation))
             first += answer.count
         return newest
@@ -228,13 +228,15 @@ async def open_connections(
     return {each: connections[each] for each in storages if each in connections}, failures
 
 
-def reported_log(prepared: Prepared) -> ReportedLog:
+def reported_log(prepare_answer: Prepared) -> ReportedLog:
     """Return the description of a replica's log from its answer."""
-    pairs = memoryview(prepared.damaged)
-    lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
+    pairs = memoryview(prepare_answer.damaged)
+    last_damaged_ids = (
+        int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16)
+    )
     return ReportedLog(
-        SessionId(prepared.last_session),
-        TransactionId(prepared.synced_max),
-        prepared.suspect,
-        any(last > prepared.low_water_mark for last in lasts),
+        SessionId(prepare_answer.last_session),
+        TransactionId(prepare_answer.synced_max),
+        prepare_answer.suspect,
+        any(last > prepare_answer.low_water_mark for last in last_damaged_ids),
     )

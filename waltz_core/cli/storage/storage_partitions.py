@@ -63,25 +63,25 @@ _force_option = click.option(
 
 
 async def _change_partitions(
-    where: StorageChoice,
+    choice: StorageChoice,
     partitions: str,
     subcommand_name: str,
     change: Callable[[StorageAdmin, int], Awaitable[object]],
 ) -> int:
     """Apply a change to each partition of a storage, and report the completed ones (rule 1)."""
-    chosen = parse_partition_numbers(partitions)
-    target = await find_one_storage(where)
+    partition_numbers = parse_partition_numbers(partitions)
+    target = await find_one_storage(choice)
     done: list[int] = []
     try:
         async with (
-            audit_storage_change(where),
+            audit_storage_change(choice),
             admin_connection(target.admin_address, ssl=member_connections.ssl_context()) as admin,
         ):
-            for partition in chosen:
+            for partition in partition_numbers:
                 await change(admin, partition)
                 done.append(partition)
     finally:
-        if where.as_json:
+        if choice.as_json:
             print_json({"storage": str(target), "subcommand": subcommand_name, "done": done})
         elif done:
             print_error(f"{target}: {subcommand_name}. Partitions already done: {_ranges(done)}")
@@ -95,13 +95,13 @@ def _ranges(numbers: list[int]) -> str:
 @subcommand
 @partitions_option
 @with_storage_options()
-async def add_partition(where: StorageChoice, *, partitions: str) -> int:
+async def add_partition(choice: StorageChoice, *, partitions: str) -> int:
     """Assign partitions to a storage."""
 
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
 
-    return await _change_partitions(where, partitions, "add-partition", change)
+    return await _change_partitions(choice, partitions, "add-partition", change)
 
 
 @subcommand
@@ -110,7 +110,7 @@ async def add_partition(where: StorageChoice, *, partitions: str) -> int:
 @_force_option
 @with_storage_options()
 async def remove_partition(
-    where: StorageChoice, *, partitions: str, delete_files: bool, force: bool
+    choice: StorageChoice, *, partitions: str, delete_files: bool, force: bool
 ) -> int:
     """Remove partitions from a storage."""
 
@@ -120,7 +120,7 @@ async def remove_partition(
         else:
             await admin.request(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's
 
-    return await _change_partitions(where, partitions, "remove-partition", change)
+    return await _change_partitions(choice, partitions, "remove-partition", change)
 
 
 @subcommand
@@ -132,39 +132,39 @@ async def remove_partition(
     help="true: servers use the replica (online); false: they do not (offline)",
 )
 @with_storage_options()
-async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
+async def availability(choice: StorageChoice, *, partitions: str, online: str) -> int:
     """Take replicas online or offline."""
 
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAvailable, (partition,), online == "true")
 
-    return await _change_partitions(where, partitions, f"availability {online}", change)
+    return await _change_partitions(choice, partitions, f"availability {online}", change)
 
 
 @subcommand
 @partitions_option
 @_force_option
 @with_storage_options()
-async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) -> int:
+async def mark_suspect(choice: StorageChoice, *, partitions: str, force: bool) -> int:
     """Mark replicas as suspect."""
 
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, MarkSuspect, partition, force)
 
-    return await _change_partitions(where, partitions, "mark-suspect", change)
+    return await _change_partitions(choice, partitions, "mark-suspect", change)
 
 
 @subcommand
 @partitions_option
 @_force_option
 @with_storage_options()
-async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
+async def re_seed(choice: StorageChoice, *, partitions: str, force: bool) -> int:
     """Delete the logs of replicas, and copy them from the other replicas."""
 
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, ReSeed, partition, force)
 
-    return await _change_partitions(where, partitions, "re-seed", change)
+    return await _change_partitions(choice, partitions, "re-seed", change)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
 )
 @with_storage_options()
 async def recover_partition(
-    where: StorageChoice,
+    choice: StorageChoice,
     *,
     partitions: str,
     source: str | None,
@@ -204,9 +204,9 @@ async def recover_partition(
             "expected either --from or --from-admin, found both or neither",
             click.get_current_context(),
         )
-    chosen = parse_partition_numbers(partitions)
-    target = await find_one_storage(where)
-    source_target = await _copy_source(where, source, from_admin)
+    partition_numbers = parse_partition_numbers(partitions)
+    target = await find_one_storage(choice)
+    source_target = await _copy_source(choice, source, from_admin)
     if source_target.admin_address == target.admin_address:
         raise BadConfig(
             f"expected another storage as the source of the copy, found {target} itself"
@@ -215,7 +215,7 @@ async def recover_partition(
         raise BadConfig(f"--batch-bytes: expected at least 1, found {batch_bytes}")
     results: list[tuple[int, int, int]] = []
     async with (
-        audit_storage_change(where),
+        audit_storage_change(choice),
         admin_connection(
             source_target.admin_address, ssl=member_connections.ssl_context()
         ) as source_admin,
@@ -224,15 +224,15 @@ async def recover_partition(
         ) as target_admin,
     ):
         with ProgressLine() as line:
-            for partition in chosen:
-                line.show(len(results), len(chosen), f"copying partition {partition}")
+            for partition in partition_numbers:
+                line.show(len(results), len(partition_numbers), f"copying partition {partition}")
                 before = await _query_last_id(target_admin, target, partition)
                 after = await copy_partition(
                     source_admin, target_admin, partition, before + 1, bytes_max=batch_bytes
                 )
                 results.append((partition, before, after))
     titles = ("partition", "last before", "last after")
-    if where.as_json:
+    if choice.as_json:
         print_json([dict(zip(titles, row, strict=True)) for row in results])
     else:
         print_table(titles, results)
@@ -240,16 +240,16 @@ async def recover_partition(
 
 
 async def _copy_source(
-    where: StorageChoice, source: str | None, from_admin: str | None
+    choice: StorageChoice, source: str | None, from_admin: str | None
 ) -> StorageTarget:
     """Return the storage from which to copy."""
     if from_admin is not None:
         return StorageTarget(from_admin, None)
-    if where.cluster_connect is None or source is None:
+    if choice.cluster_connect is None or source is None:
         raise BadConfig(
             "--from needs --connect. Hint: without --connect, use --from-admin HOST:ADMIN_PORT."
         )
-    facts = await read_cluster_storages(where)
+    facts = await read_cluster_storages(choice)
     return StorageTarget(facts.admin_address(source), source)
 
 
@@ -276,25 +276,25 @@ async def _query_last_id(admin: StorageAdmin, target: StorageTarget, partition: 
 
 @subcommand
 @with_storage_options(works_on_cluster=True)
-async def sync_partitions(where: StorageChoice) -> int:
+async def sync_partitions(choice: StorageChoice) -> int:
     """Assign partitions to storages, and remove them, as ZooKeeper records it."""
-    facts = await read_cluster_storages(where)
-    targets = choose_storages(facts, where)
+    facts = await read_cluster_storages(choice)
+    targets = choose_storages(facts, choice)
     rows: list[tuple[str, str, object, str]] = []
-    async with audit_storage_change(where):
+    async with audit_storage_change(choice):
         with ProgressLine() as line:
             for at, target in enumerate(targets):
                 line.show(at, len(targets), f"storage {target}")
-                wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
+                assigned = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with admin_connection(
                         target.admin_address, ssl=member_connections.ssl_context()
                     ) as admin:
-                        rows += await _sync_storage(admin, target, [int(each) for each in wanted])
+                        rows += await _sync_storage(admin, target, [int(each) for each in assigned])
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))
         failed_count = sum(outcome != "done" for *_, outcome in rows)
-        _print_synced(rows, is_done=not failed_count, as_json=where.as_json)
+        _print_synced(rows, is_done=not failed_count, as_json=choice.as_json)
         if failed_count:
             raise WaltzError(
                 f"{failed_count} of {len(rows)} steps failed; the column `outcome` has the reasons"
@@ -315,14 +315,14 @@ def _print_synced(
 
 
 async def _sync_storage(
-    admin: StorageAdmin, target: StorageTarget, wanted: list[int]
+    admin: StorageAdmin, target: StorageTarget, assigned: list[int]
 ) -> list[tuple[str, str, object, str]]:
     """Change a storage's partitions to those that are assigned to it; never delete files."""
-    held = [
+    present = [
         partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
     ]
-    steps = [(partition, True) for partition in wanted if partition not in held]
-    steps += [(partition, False) for partition in held if partition not in wanted]
+    steps = [(partition, True) for partition in assigned if partition not in present]
+    steps += [(partition, False) for partition in present if partition not in assigned]
     rows: list[tuple[str, str, object, str]] = []
     for partition, is_assigned in steps:
         outcome = "done"

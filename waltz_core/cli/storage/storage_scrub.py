@@ -41,31 +41,31 @@ _TITLES: Final = ("partition", "next ID", "last ID", "passes", "damaged", "error
 @click.option("--status", is_flag=True, help="only show the progress of the scrub")
 @options.timeout_option()
 @with_storage_options(has_timeout=True)
-async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_s: float) -> int:
+async def scrub(choice: StorageChoice, *, partitions: str, status: bool, timeout_s: float) -> int:
     """Verify the records of partitions on disk now, and wait for the result."""
-    chosen = parse_partition_numbers(partitions)
-    target = await find_one_storage(where)
+    partition_numbers = parse_partition_numbers(partitions)
+    target = await find_one_storage(choice)
     with ProgressLine() as line:
-        line.show(0, len(chosen), f"waiting for {target} to answer")
+        line.show(0, len(partition_numbers), f"waiting for {target} to answer")
         async with (
-            time_limit(timeout_s, lambda: line.awaited, hint=_CONTINUE_HINT),
+            time_limit(timeout_s, lambda: line.wait_reason, hint=_CONTINUE_HINT),
             admin_connection(target.admin_address, ssl=member_connections.ssl_context()) as admin,
         ):
             if not admin.is_current:
                 raise BadRequest(
                     f"{target}: expected a storage that supports scrubs, found a Waltz 0.13 storage"
                 )
-            found = [
+            states = [
                 await _scrub_state(admin, partition, line, is_requested=not status)
-                for partition in chosen
+                for partition in partition_numbers
             ]
-    if where.as_json:
-        print_json({"storage": str(target), "partitions": found})
+    if choice.as_json:
+        print_json({"storage": str(target), "partitions": states})
     else:
         print_table(
-            _TITLES, [["-" if cell is None else cell for cell in row.values()] for row in found]
+            _TITLES, [["-" if cell is None else cell for cell in row.values()] for row in states]
         )
-    bad = [row["partition"] for row in found if row["damaged"] or row["error"]]
+    bad = [row["partition"] for row in states if row["damaged"] or row["error"]]
     if bad:
         print_error(
             f"{target}: partitions {bad} are damaged or were not read completely; the servers "

@@ -35,9 +35,9 @@ class ClusterStorages(NamedTuple):
         """Return the address of a storage's admin port; raises BadConfig if unknown."""
         port = self.admin_ports.get(ReplicaId(storage))
         if port is None:
-            known = ", ".join(self.admin_ports) or "none"
+            known_text = ", ".join(self.admin_ports) or "none"
             raise BadConfig(
-                f"--storage: expected a storage of this cluster ({known}), found {storage!r}"
+                f"--storage: expected a storage of this cluster ({known_text}), found {storage!r}"
             )
         return f"{split_address(storage)[0]}:{port}"
 
@@ -64,7 +64,7 @@ class StorageChoice(NamedTuple):
 
     @property
     def cluster_connect(self) -> str | None:
-        """The connect string; without `--connect` and `--admin`, that of $WALTZ_CONNECT."""
+        """The connect string; without `--connect` and `--admin`, the value of $WALTZ_CONNECT."""
         if self.connect is None and self.admin is None:
             return os.environ.get(options.CONNECT_VARIABLE)
         return self.connect
@@ -90,12 +90,12 @@ def with_storage_options(
         help=f"connect string, for example {options.CONNECT_EXAMPLE} "
         f"[default without --admin: ${options.CONNECT_VARIABLE}]",
     )
-    which = (
+    storage_help = (
         "the storage, by its address [default: all]"
         if works_on_cluster
         else "address of the storage, as `cluster show` prints it"
     )
-    storage = click.option("--storage", metavar="HOST:PORT", help=which)
+    storage = click.option("--storage", metavar="HOST:PORT", help=storage_help)
     admin = click.option(
         "--admin",
         metavar="HOST:ADMIN_PORT",
@@ -104,13 +104,18 @@ def with_storage_options(
     # A hidden option of earlier versions: the timeout for ZooKeeper only.
     hidden = click.option("--wait-s", type=float, default=options.CONNECT_TIMEOUT_S, hidden=True)
     wait_s = hidden if has_timeout else options.zookeeper_timeout_option
-    declared = [options.gather_options(StorageChoice), options.json_option, wait_s, storage]
-    declared += (
+    option_decorators = [
+        options.gather_options(StorageChoice),
+        options.json_option,
+        wait_s,
+        storage,
+    ]
+    option_decorators += (
         [options.connect_option] if works_on_cluster else [connect, options.tls_option, admin]
     )
 
     def decorate(function: SubcommandFunction) -> SubcommandFunction:
-        for declare in declared:
+        for declare in option_decorators:
             function = declare(function)
         return function
 
@@ -118,13 +123,13 @@ def with_storage_options(
 
 
 @asynccontextmanager
-async def audit_storage_change(where: StorageChoice) -> AsyncIterator[None]:
+async def audit_storage_change(choice: StorageChoice) -> AsyncIterator[None]:
     """Write an audit entry for the block, unless the options name only an admin port."""
-    if where.cluster_connect is None:
+    if choice.cluster_connect is None:
         yield
         return
     async with (
-        open_command_session(where.cluster_connect, where.wait_s) as coordinator,
+        open_command_session(choice.cluster_connect, choice.wait_s) as coordinator,
         audit_change(coordinator),
     ):
         yield
@@ -132,10 +137,10 @@ async def audit_storage_change(where: StorageChoice) -> AsyncIterator[None]:
 
 def parse_partition_numbers(text: str) -> tuple[int, ...]:
     """Parse `--partition` into numbers in the given order, each once; raises BadConfig."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
+        first, separator, last = part.strip().partition("-")
+        last = last if separator else first
         if not (first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal()):
             raise BadConfig(
                 f"--partition: expected partitions or ranges such as 0-6,7, found {part.strip()!r}"
@@ -145,51 +150,51 @@ def parse_partition_numbers(text: str) -> tuple[int, ...]:
                 "--partition: expected a range from a lower to a higher number, found "
                 f"{part.strip()!r}"
             )
-        found += range(int(first), int(last) + 1)
-    return tuple(dict.fromkeys(found))
+        numbers += range(int(first), int(last) + 1)
+    return tuple(dict.fromkeys(numbers))
 
 
-async def read_cluster_storages(where: StorageChoice) -> ClusterStorages:
+async def read_cluster_storages(choice: StorageChoice) -> ClusterStorages:
     """Read a cluster's storages from ZooKeeper; raises CoordinatorUnavailable, BadConfig."""
-    async with open_command_session(where.cluster_connect or "", where.wait_s) as found:
+    async with open_command_session(choice.cluster_connect or "", choice.wait_s) as coordinator:
         ids = {
             address: storage_id.bytes
-            for address, storage_id in (await found.read_storage_ids()).items()
+            for address, storage_id in (await coordinator.read_storage_ids()).items()
         }
         return ClusterStorages(
-            await found.read_cluster(),
-            await found.read_replica_assignment(),
-            dict((await found.read_connections()).admin_ports),
+            await coordinator.read_cluster(),
+            await coordinator.read_replica_assignment(),
+            dict((await coordinator.read_connections()).admin_ports),
             ids,
         )
 
 
-async def find_storages(where: StorageChoice) -> tuple[StorageTarget, ...]:
+async def find_storages(choice: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage, or all storages of a cluster; raises BadConfig if neither."""
-    if where.admin is not None and (where.connect is not None or where.storage is not None):
+    if choice.admin is not None and (choice.connect is not None or choice.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
-    if where.admin is not None:
-        split_address(where.admin)
-        return (StorageTarget(where.admin, None),)
-    if where.cluster_connect is None:
+    if choice.admin is not None:
+        split_address(choice.admin)
+        return (StorageTarget(choice.admin, None),)
+    if choice.cluster_connect is None:
         raise BadConfig(
             "expected --admin HOST:ADMIN_PORT, or --connect with --storage HOST:PORT; found neither"
         )
-    return choose_storages(await read_cluster_storages(where), where)
+    return choose_storages(await read_cluster_storages(choice), choice)
 
 
-def choose_storages(storages: ClusterStorages, where: StorageChoice) -> tuple[StorageTarget, ...]:
+def choose_storages(storages: ClusterStorages, choice: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage of a cluster, or all of its storages."""
-    names = storages.admin_ports if where.storage is None else (where.storage,)
+    names = storages.admin_ports if choice.storage is None else (choice.storage,)
     return tuple(StorageTarget(storages.admin_address(name), str(name)) for name in names)
 
 
-async def find_one_storage(where: StorageChoice) -> StorageTarget:
+async def find_one_storage(choice: StorageChoice) -> StorageTarget:
     """Return the chosen storage; raises BadConfig unless exactly one storage is chosen."""
-    if where.admin is None and where.cluster_connect is not None and where.storage is None:
+    if choice.admin is None and choice.cluster_connect is not None and choice.storage is None:
         raise BadConfig(
             "this command works on one storage: expected --storage HOST:PORT in addition to "
             "--connect, found none"
         )
-    (target,) = await find_storages(where)
+    (target,) = await find_storages(choice)
     return target

@@ -55,11 +55,11 @@ class ReplicaRow(NamedTuple):
 
 @subcommand
 @with_storage_options()
-async def list_command(where: StorageChoice) -> int:
+async def list_command(choice: StorageChoice) -> int:
     """List the replicas of storages, and the state of each."""
     rows: list[ReplicaRow] = []
-    unreached: dict[str, str] = {}
-    for target in await find_storages(where):
+    errors_by_storage: dict[str, str] = {}
+    for target in await find_storages(choice):
         try:
             async with admin_connection(
                 target.admin_address, ssl=member_connections.ssl_context()
@@ -68,15 +68,15 @@ async def list_command(where: StorageChoice) -> int:
         except WaltzError as error:
             if target.name is None:
                 raise
-            unreached[str(target)] = str(error)
-    if where.as_json:
-        print_json({"replicas": [row._asdict() for row in rows], "unreached": unreached})
+            errors_by_storage[str(target)] = str(error)
+    if choice.as_json:
+        print_json({"replicas": [row._asdict() for row in rows], "unreached": errors_by_storage})
     else:
         titles = [name.replace("_", " ") for name in ReplicaRow._fields]
         print_table(titles, [["-" if cell is None else cell for cell in row] for row in rows])
-        for name, why in unreached.items():
-            print_error(f"{name}: {why}")
-    return 1 if unreached else 0
+        for name, error_text in errors_by_storage.items():
+            print_error(f"{name}: {error_text}")
+    return 1 if errors_by_storage else 0
 
 
 async def _replica_rows(admin: StorageAdmin, name: str) -> list[ReplicaRow]:
@@ -112,14 +112,14 @@ def replica_state_text(replica: ReplicaResponse) -> str:
     """Return the state of a replica in words: online, offline, suspect and so on."""
     if not replica.is_held:
         return "not held"
-    words = ["online" if replica.is_served else "not served"]
+    states = ["online" if replica.is_served else "not served"]
     if not replica.is_available:
-        words = ["offline"]
+        states = ["offline"]
     if replica.is_suspect:
-        words.append("suspect")
+        states.append("suspect")
     if replica.reason:
-        words.append(f"unreadable: {replica.reason}")
-    return ", ".join(words)
+        states.append(f"unreadable: {replica.reason}")
+    return ", ".join(states)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -128,24 +128,24 @@ def replica_state_text(replica: ReplicaResponse) -> str:
 
 @subcommand
 @with_storage_options(works_on_cluster=True)
-async def validate(where: StorageChoice) -> int:
+async def validate(choice: StorageChoice) -> int:
     """Check that each storage of a cluster answers at both of its ports."""
-    facts = await read_cluster_storages(where)
+    facts = await read_cluster_storages(choice)
     results = {
         str(target): {
             "data_port": await _data_port_problem(str(target)),
             "admin_port": await _admin_port_problem(facts, target),
         }
-        for target in choose_storages(facts, where)
+        for target in choose_storages(facts, choice)
     }
-    is_healthy = all(wrong is None for ports in results.values() for wrong in ports.values())
-    if where.as_json:
+    is_healthy = all(problem is None for ports in results.values() for problem in ports.values())
+    if choice.as_json:
         print_json({"is_healthy": is_healthy, "storages": results})
     else:
         rows = [
-            (name, port, wrong or "ok")
+            (name, port, problem or "ok")
             for name, ports in results.items()
-            for port, wrong in ports.items()
+            for port, problem in ports.items()
         ]
         print_table(("storage", "port", "found"), rows)
     return 0 if is_healthy else 1
@@ -163,7 +163,7 @@ async def _data_port_problem(address: str) -> str | None:
 
 
 async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> str | None:
-    """Return an error unless the admin port is that of the registered storage."""
+    """Return an error unless the admin port belongs to the registered storage."""
     store = facts.view.store
     try:
         async with admin_connection(
@@ -172,12 +172,12 @@ async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> 
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_current:
                 response = await admin.request(StorageResponse, StorageRequest)
-                registered = facts.storage_ids.get(ReplicaId(str(target)))
-                if registered != bytes(response.storage_id):
-                    known = "none" if registered is None else registered.hex()
+                registered_id = facts.storage_ids.get(ReplicaId(str(target)))
+                if registered_id != bytes(response.storage_id):
+                    registered_text = "none" if registered_id is None else registered_id.hex()
                     raise StorageIdMismatch(
                         f"the storage at {target} is not the registered one: expected storage "
-                        f"ID {known}, found {bytes(response.storage_id).hex()}"
+                        f"ID {registered_text}, found {bytes(response.storage_id).hex()}"
                     )
     except WaltzError as error:
         return str(error)
@@ -191,28 +191,28 @@ async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> 
 @subcommand
 @partitions_option
 @with_storage_options()
-async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
+async def max_transaction_id(choice: StorageChoice, *, partitions: str) -> int:
     """Print the last transaction ID of replicas on a storage."""
-    chosen = parse_partition_numbers(partitions)
-    target = await find_one_storage(where)
-    found: dict[int, int] = {}
+    partition_numbers = parse_partition_numbers(partitions)
+    target = await find_one_storage(choice)
+    last_ids: dict[int, int] = {}
     async with admin_connection(
         target.admin_address, ssl=member_connections.ssl_context()
     ) as admin:
-        for partition in chosen:
+        for partition in partition_numbers:
             replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.reason:
-                why = (
+                reason = (
                     replica.reason
                     if replica.is_held
                     else ("the partition is not assigned to the storage")
                 )
                 raise WaltzError(
-                    f"{target}: the replica of partition {partition} cannot be queried ({why})"
+                    f"{target}: the replica of partition {partition} cannot be queried ({reason})"
                 )
-            found[partition] = replica.synced_max
-    if where.as_json:
-        print_json(found)
+            last_ids[partition] = replica.synced_max
+    if choice.as_json:
+        print_json(last_ids)
     else:
-        print_table(("partition", "max transaction ID"), list(found.items()))
+        print_table(("partition", "max transaction ID"), list(last_ids.items()))
     return 0

@@ -16,7 +16,7 @@ from waltz_core.administration.change_run import now_ms
 _REQUIRED: Final = Requirement((ADMINISTER,), Scope.ALL, needs_all=True)
 
 
-def check_administrator(permissions: Permissions, token_hash: str, doing: str) -> str:
+def check_administrator(permissions: Permissions, token_hash: str, action: str) -> str:
     """Return the principal of a token; an empty hash is a caller without a token.
 
     Raises:
@@ -26,7 +26,7 @@ def check_administrator(permissions: Permissions, token_hash: str, doing: str) -
     principal = _principal_of(permissions, token_hash)
     if Grants(permissions).for_principal(principal).missing_verb(_REQUIRED, None) is not None:
         raise errors.PermissionDenied(
-            f"principal {principal!r} may not {doing}: it needs the verb administer for all "
+            f"principal {principal!r} may not {action}: it needs the verb administer for all "
             "partitions. Hint: `waltz-core access grant` grants it."
         )
     return principal

@@ -64,12 +64,12 @@ class ChangeKind(NamedTuple):
 
     def command_words(self, arguments: Mapping[str, str]) -> list[str]:
         """Return the words of the subcommand with these arguments, as users type them."""
-        words = ["cluster", self.name]
+        command_parts = ["cluster", self.name]
         for each in self.parameters:
             value = arguments.get(each.name, "")
             if value:
-                words += [each.option, value] if each.option else [value]
-        return words
+                command_parts += [each.option, value] if each.option else [value]
+        return command_parts
 
     def keyword_arguments(self, arguments: Mapping[str, str]) -> dict[str, Any]:
         """Return the keyword arguments for the function; raises RequestRejected."""
@@ -224,17 +224,19 @@ def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
     kind = CHANGE_KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise RequestRejected("field name", expected=", ".join(CHANGE_KINDS), found=name)
-    known = [each.name for each in kind.parameters]
-    if not isinstance(arguments, dict) or not set(arguments) <= set(known):
+    parameter_names = [each.name for each in kind.parameters]
+    if not isinstance(arguments, dict) or not set(arguments) <= set(parameter_names):
         raise RequestRejected(
-            "field arguments", expected=f"an object with {', '.join(known)}", found=arguments
+            "field arguments",
+            expected=f"an object with {', '.join(parameter_names)}",
+            found=arguments,
         )
     for key, value in arguments.items():
         if not isinstance(value, str) or len(value) > TEXT_CHARACTERS_MAX:
             raise RequestRejected(f"arguments.{key}", expected="a short text", found=value)
-    given = {key: value.strip() for key, value in arguments.items()}
-    kind.keyword_arguments(given)  # reports a missing or malformed argument
-    return kind, given
+    values = {key: value.strip() for key, value in arguments.items()}
+    kind.keyword_arguments(values)  # reports a missing or malformed argument
+    return kind, values
 
 
 def change_in_command(command: str) -> dict[str, Any] | None:
@@ -243,35 +245,40 @@ def change_in_command(command: str) -> dict[str, Any] | None:
     A placeholder of the command is an empty argument.
     """
     try:
-        words = shlex.split(command)
+        command_parts = shlex.split(command)
     except ValueError:
         return None
-    kind = CHANGE_KINDS.get(words[2]) if words[:2] == _COMMAND_WORDS and len(words) > 2 else None
+    kind = (
+        CHANGE_KINDS.get(command_parts[2])
+        if command_parts[:2] == _COMMAND_WORDS and len(command_parts) > 2
+        else None
+    )
     if kind is None:
         return None
-    given, arguments = _options_and_arguments(words[3:])
-    given.pop("--connect", None)
+    option_values, arguments = _options_and_arguments(command_parts[3:])
+    option_values.pop("--connect", None)
     required = [each for each in kind.parameters if not each.option]
     options = {each.option: each.name for each in kind.parameters if each.option}
-    if len(arguments) != len(required) or not given.keys() <= options.keys():
+    if len(arguments) != len(required) or not option_values.keys() <= options.keys():
         return None
-    found = {each.name: word for each, word in zip(required, arguments, strict=True)}
-    found |= {options[name]: value for name, value in given.items()}
+    values_by_name = {each.name: word for each, word in zip(required, arguments, strict=True)}
+    values_by_name |= {options[name]: value for name, value in option_values.items()}
     return {
         "name": kind.name,
         "arguments": {
-            name: "" if _PLACEHOLDER.fullmatch(value) else value for name, value in found.items()
+            name: "" if _PLACEHOLDER.fullmatch(value) else value
+            for name, value in values_by_name.items()
         },
     }
 
 
-def _options_and_arguments(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def _options_and_arguments(command_parts: list[str]) -> tuple[dict[str, str], list[str]]:
     options: dict[str, str] = {}
     arguments: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    remaining_words = iter(command_parts)
+    for word in remaining_words:
         if word.startswith("--"):
-            options[word] = next(rest, "")
+            options[word] = next(remaining_words, "")
         else:
             arguments.append(word)
     return options, arguments
@@ -279,20 +286,20 @@ def _options_and_arguments(words: list[str]) -> tuple[dict[str, str], list[str]]
 
 def _parse_value(parameter: ChangeParameter, text: str) -> object:
     """Return the value of an argument; raises RequestRejected if it is missing or malformed."""
-    where = f"arguments.{parameter.name}"
+    field_name = f"arguments.{parameter.name}"
     if not text:
         if parameter.is_required:
-            raise RequestRejected(where, expected=parameter.text, found=None)
+            raise RequestRejected(field_name, expected=parameter.text, found=None)
         return None
     if parameter.kind is ParameterKind.INTEGER:
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise RequestRejected(where, expected="a number", found=text)
+            raise RequestRejected(field_name, expected="a number", found=text)
         return int(text)
     if parameter.kind is ParameterKind.PARTITIONS and not _PARTITIONS_TEXT.fullmatch(text):
-        raise RequestRejected(where, expected="partitions such as 0-3,7, or all", found=text)
+        raise RequestRejected(field_name, expected="partitions such as 0-3,7, or all", found=text)
     if parameter.kind in (ParameterKind.STORAGE, ParameterKind.SERVER, ParameterKind.ADDRESS):
         try:
             check_address(text)
         except WaltzError as error:
-            raise RequestRejected(where, expected="host:port", found=text) from error
+            raise RequestRejected(field_name, expected="host:port", found=text) from error
     return (text,) if parameter.is_list else text

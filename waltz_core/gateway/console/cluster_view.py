@@ -1,17 +1,18 @@
 """The state of the cluster as JSON for the console: members, partitions, replicas and findings.
 
 Rules (decision 069):
-    1. Servers and storages are queried with the token of the caller. A member that denies its
-       requests has the state "unknown". If members deny the caller and no server answers it, the
-       whole request is denied.
+    1. Servers and storages are queried with the token of the caller. A member that denies the
+       requests has the state "unknown". If members deny the caller and no server answers, the
+       gateway denies the whole request.
     2. ZooKeeper is read through the session of the gateway (`snapshot_reader.py`). If it does not
        answer, the view has the members of the last read, with the error.
     3. A query waits `TIMEOUT_S` for each answer, because the page shows a failure within seconds.
        Storages read no records for it.
-    4. Requests of one caller at the same time share one answer or error. It is used for a moment,
-       at least for as long as the query took. So many open pages cause no more queries than one.
+    4. Concurrent requests of one caller share one answer or error. The answer is reused for a short
+       time, at least for as long as the query took. So many open pages cause no more queries than
+       one.
     5. If no member answers, no member has checked the token of the caller. Then the gateway checks
-       that its principal may administer all partitions.
+       that the caller's principal may administer all partitions.
     6. Findings do not show the paths of the gateway's files. Commands have placeholders for them.
 """
 
@@ -73,27 +74,27 @@ class SharedAnswers(Generic[AnswerT]):
         lock = self._locks.setdefault(caller, asyncio.Lock())
         async with lock:
             self._forget_old_answers()
-            known = self._answers.get(caller)
-            if known is None:
-                known = self._answers[caller] = await self._query(query)
-        if known.error is not None:
-            raise known.error.with_traceback(None)
-        assert known.answer is not None
-        return known.answer
+            cached = self._answers.get(caller)
+            if cached is None:
+                cached = self._answers[caller] = await self._query(query)
+        if cached.error is not None:
+            raise cached.error.with_traceback(None)
+        assert cached.answer is not None
+        return cached.answer
 
     async def _query(self, query: Callable[[], Awaitable[AnswerT]]) -> _SharedAnswer[AnswerT]:
-        answer, error, begun_s = None, None, time.monotonic()
+        answer, error, start_s = None, None, time.monotonic()
         try:
             answer = await query()
         except errors.WaltzError as failure:
             error = failure
         now_s = time.monotonic()
-        return _SharedAnswer(now_s + max(self._age_s_max, now_s - begun_s), answer, error)
+        return _SharedAnswer(now_s + max(self._age_s_max, now_s - start_s), answer, error)
 
     def _forget_old_answers(self) -> None:
         now_s = time.monotonic()
-        for caller, known in list(self._answers.items()):
-            if known.until_s < now_s:
+        for caller, cached in list(self._answers.items()):
+            if cached.until_s < now_s:
                 del self._answers[caller]
         for caller, lock in list(self._locks.items()):
             if not lock.locked() and caller not in self._answers:
@@ -106,7 +107,7 @@ class ClusterViewer:
     def __init__(
         self, connect: str, coordinator: Callable[[], Coordinator], tasks: asyncio.TaskGroup
     ) -> None:
-        self._connect, self._place = connect, parse_connect_string(connect)
+        self._connect, self._address = connect, parse_connect_string(connect)
         self._reader = SnapshotReader(coordinator, tasks)
 
     def close(self) -> None:
@@ -116,7 +117,7 @@ class ClusterViewer:
     async def view(self, token_hash: str) -> Fields:
         """Return the members, partitions and replicas of the cluster (rules 1 to 3).
 
-        `token_hash` is that of the caller; empty: it has no token.
+        `token_hash` is the hash of the caller's token, empty without a token.
 
         Raises:
             PermissionDenied, AuthenticationFailed: the caller has no permission.
@@ -125,7 +126,7 @@ class ClusterViewer:
         # NB: not in the task group, which would wrap its error in an ExceptionGroup.
         snapshot, error = await self._reader.read()
         async with asyncio.TaskGroup() as tasks:
-            zookeepers = tasks.create_task(query_zookeeper_servers(self._place, TIMEOUT_S))
+            zookeepers = tasks.create_task(query_zookeeper_servers(self._address, TIMEOUT_S))
             cluster = await snapshot.probe(TIMEOUT_S, reads_logs=False)
         await self._check_permitted(cluster, token_hash)
         return {
@@ -151,19 +152,22 @@ class ClusterViewer:
 
         Raises PermissionDenied, AuthenticationFailed, CoordinatorUnavailable as `view`.
         """
-        place = self._place
+        address = self._address
         placeholder = str(
             replace(
-                place,
-                auth_file=_PLACEHOLDER if place.auth_file else "",
-                tls=_PLACEHOLDER if place.tls else "",
+                address,
+                auth_file=_PLACEHOLDER if address.auth_file else "",
+                tls=_PLACEHOLDER if address.tls else "",
             )
         )
-        facts, found = await lasting_findings(
-            self._connect, timeout_s=FINDINGS_TIMEOUT_S, shown_connect=placeholder
+        facts, lasting_problems = await lasting_findings(
+            self._connect, timeout_s=FINDINGS_TIMEOUT_S, displayed_connect=placeholder
         )
         await self._check_permitted(facts.cluster, token_hash)
-        return {"time_ms": now_ms(), "findings": [self._finding_fields(each) for each in found]}
+        return {
+            "time_ms": now_ms(),
+            "findings": [self._finding_fields(each) for each in lasting_problems],
+        }
 
     def _finding_fields(self, finding: Finding) -> Fields:
         return {
@@ -178,7 +182,7 @@ class ClusterViewer:
 
     def _without_paths(self, text: str) -> str:
         """Replace the paths of the gateway's files, which errors may contain (rule 6)."""
-        for path in (self._place.auth_file, self._place.tls):
+        for path in (self._address.auth_file, self._address.tls):
             if "/" in path:
                 text = text.replace(path, _PLACEHOLDER)
         return text
@@ -354,7 +358,7 @@ def _unavailable_text(storage: StorageFacts, replica: ReplicaFacts | None) -> st
         return storage.failure or storage.admin_failure
     if not storage.belongs_to_cluster:
         return OTHER_CLUSTER_TEXT
-    why = None if replica is None else unavailable_reason(replica)
-    if replica is None or why is None:
+    reason = None if replica is None else unavailable_reason(replica)
+    if replica is None or reason is None:
         return ""
-    return replica.open_error or why.name.lower()
+    return replica.open_error or reason.name.lower()

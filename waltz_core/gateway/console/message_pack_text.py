@@ -13,10 +13,10 @@ JSON lacks some values of MessagePack. They are shown as objects with one marked
     with a repeated key
 
 Rules:
-    1. Only a complete map or array is MessagePack. Any byte is a valid small integer, so numbers
-       and texts are no evidence.
-    2. A length is compared with the bytes that follow before it is used. An element has at least
-       one byte, so a short payload cannot claim a large count.
+    1. Only a complete map or array is recognized as MessagePack. Numbers and texts are not, because
+       any byte is a valid small integer.
+    2. Before a length is used, it is compared with the number of bytes that follow. An element has
+       at least one byte, so a short payload cannot claim a large count.
     3. The reader stops when the text has reached its limit. It does not check the bytes after
        this position.
     4. The depth is at most `DEPTH_MAX`, and the key of a map is not a map or an array.
@@ -139,10 +139,10 @@ class _Reader:
         return self._read_map(count, depth) if is_map else self._read_array(count, depth)
 
     def _read_array(self, count: int, depth: int) -> list[Any]:
-        found: list[Any] = []
-        while len(found) < count and not self.is_full():
-            found.append(self.read_value(depth + 1))
-        return found
+        values: list[Any] = []
+        while len(values) < count and not self.is_full():
+            values.append(self.read_value(depth + 1))
+        return values
 
     def _read_map(self, count: int, depth: int) -> dict[str, Any]:
         pairs: list[tuple[Any, Any]] = []
@@ -154,9 +154,9 @@ class _Reader:
                 break
             pairs.append((key, self.read_value(depth + 1)))
         if all(isinstance(key, str) for key, _ in pairs):
-            found = dict(pairs)
-            if len(found) == len(pairs):
-                return found
+            value_by_key = dict(pairs)
+            if len(value_by_key) == len(pairs):
+                return value_by_key
         return {"$map": [list(pair) for pair in pairs]}
 
     # --- flat values

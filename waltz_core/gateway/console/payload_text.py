@@ -15,12 +15,12 @@ first of these formats that it fits:
     binary       all other bytes, as a dump (`hex_dump.py`)
 
 Rules:
-    1. Any bytes have a text: nothing here raises an error for a payload.
+    1. Every payload has a text: no payload raises an error.
     2. A text has at most `bytes_max` bytes in UTF-8, and no unpaired surrogate. `is_shortened`
        states that the text does not show the complete payload.
     3. The work is bounded by `bytes_max`, apart from copies of the payload, and from one
        decompression of at most 4 MiB. Neither the schema registry nor encryption keys are used.
-    4. A payload over `bytes_max` is never `json`: a part of a JSON text is not valid JSON.
+    4. A payload over `bytes_max` is never `json`, because a part of a JSON text is not valid JSON.
 """
 
 import codecs
@@ -57,11 +57,11 @@ class PayloadText(NamedTuple):
 def decode_payload(data: bytes, bytes_max: int) -> PayloadText:
     """Return a payload as text of at most `bytes_max` bytes, by the module's rules."""
     assert bytes_max > 0
-    found = _decode_outer(data, bytes_max)
-    encoded = found.text.encode()
+    decoded = _decode_outer(data, bytes_max)
+    encoded = decoded.text.encode()
     if len(encoded) <= bytes_max:
-        return found
-    return found._replace(
+        return decoded
+    return decoded._replace(
         text=encoded[:bytes_max].decode("utf-8", "ignore"), is_shortened=True
     )  # rule 2
 
@@ -90,12 +90,12 @@ def _decode_content(data: bytes, bytes_max: int) -> PayloadText:
         return _dump("schema", f"schema {schema_id}", data, prefix_bytes, bytes_max)
     if len(data) <= bytes_max and (text := _json_text(data)) is not None:  # rule 4
         return PayloadText("json", text, is_shortened=False)
-    packed = message_pack_to_json(data, characters_max=bytes_max)
-    if packed is not None:
-        return PayloadText("messagepack", *packed)
-    plain = _plain_text(data, bytes_max)
-    if plain is not None:
-        return PayloadText("text", plain, is_shortened=len(data) > bytes_max)
+    json_text = message_pack_to_json(data, characters_max=bytes_max)
+    if json_text is not None:
+        return PayloadText("messagepack", *json_text)
+    plain_text = _plain_text(data, bytes_max)
+    if plain_text is not None:
+        return PayloadText("text", plain_text, is_shortened=len(data) > bytes_max)
     return _dump("binary", "", data, 0, bytes_max)
 
 

@@ -21,8 +21,8 @@ async def read_rejections(client: AsyncWaltzClient, partition: int) -> list[dict
         PermissionDenied: the caller may neither read nor administer the partition.
         BadRequest: the server is too old.
     """
-    found = await client.recent_rejections(partition)
-    client_ids = await _client_ids_of_winners(client, partition, found)
+    rejections = await client.recent_rejections(partition)
+    client_ids = await _client_ids_of_winners(client, partition, rejections)
     return [
         {
             "time_ms": each.time_ms,
@@ -32,15 +32,15 @@ async def read_rejections(client: AsyncWaltzClient, partition: int) -> list[dict
             "winner": each.conflicting,
             "winner_client_id": client_ids.get(each.conflicting),
         }
-        for each in found
+        for each in rejections
     ]
 
 
 async def _client_ids_of_winners(
-    client: AsyncWaltzClient, partition: int, found: Sequence[Rejection]
+    client: AsyncWaltzClient, partition: int, rejections: Sequence[Rejection]
 ) -> dict[TransactionId, int]:
     """Return the client IDs of the newest winners, as far as the caller may read them."""
-    winners = dict.fromkeys(each.conflicting for each in found if each.conflicting >= 0)
+    winners = dict.fromkeys(each.conflicting for each in rejections if each.conflicting >= 0)
     client_ids: dict[TransactionId, int] = {}
     for winner in list(winners)[:WINNERS_MAX]:
         query = RangeQuery(winner, winner, RangeForm.HEADERS)

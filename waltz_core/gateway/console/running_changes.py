@@ -10,10 +10,10 @@ Rules (decision 069):
     4. A change has an audit entry with the caller's principal. It continues when the page is
        closed. When the gateway stops, it is interrupted: the same change then continues after the
        completed steps.
-    5. The gateway does not start a change while it runs the same one: a browser may send a request
-       twice.
-    6. The end of the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log. Without
-       ZooKeeper, an interrupted change keeps the outcome "begun".
+    5. The gateway does not start a change while the same change is running, because a browser may
+       send a request twice.
+    6. At shutdown, the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log.
+       Without ZooKeeper, an interrupted change keeps the outcome "begun".
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class ConsoleChange:
             "outcome": self.outcome,
             "summary": self.summary,
             "steps": [] if run is None else list(run.steps),
-            "waits_for": run.awaited if run is not None and is_running else "",
+            "waits_for": run.wait_reason if run is not None and is_running else "",
         }
 
 
@@ -133,10 +133,13 @@ class ConsoleChanges:
         if len(self._running) >= RUNNING_MAX:  # not before the wait, in which others can start
             raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
         command = shlex.join(kind.command_words(arguments))
-        same = [each for each in self._changes if each.ended_ms is None and each.command == command]
-        if same:  # rule 5
+        same_changes = [
+            each for each in self._changes if each.ended_ms is None and each.command == command
+        ]
+        if same_changes:  # rule 5
             raise errors.BadRequest(
-                f"nothing was changed, because the same change runs as number {same[0].number} at "
+                "nothing was changed, because the same change runs as number "
+                f"{same_changes[0].number} at "
                 "this gateway. Hint: wait until it ends."
             )
         self._last_number += 1
@@ -171,8 +174,8 @@ class ConsoleChanges:
         for task in running:
             task.cancel()
         if running:
-            _, late = await asyncio.wait(running, timeout=INTERRUPTION_S_MAX)
-            for task in late:  # again: it waits for ZooKeeper
+            _, pending = await asyncio.wait(running, timeout=INTERRUPTION_S_MAX)
+            for task in pending:  # again: it waits for ZooKeeper
                 task.cancel()
 
     async def fields(self) -> dict[str, Any]:
@@ -214,7 +217,7 @@ class ConsoleChanges:
             run = change.run = ChangeRun(coordinator)
             async with (
                 record_change(coordinator, entry),
-                time_limit(TIMEOUT_S, lambda: run.awaited or "ZooKeeper"),
+                time_limit(TIMEOUT_S, lambda: run.wait_reason or "ZooKeeper"),
             ):
                 result = await change.kind.function(run, **keywords) or {}
         return str(result.get("summary", "done"))

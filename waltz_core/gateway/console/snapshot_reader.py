@@ -1,11 +1,11 @@
 """Reads the state of the cluster in ZooKeeper, for all callers of the console together.
 
 Rules:
-    1. There is at most one read at a time, and a pause after it that is as long as the read, up to
-       `PAUSE_S_MAX`. So many callers load ZooKeeper as one caller does.
-    2. A request waits for a read for a limited time, and then uses the state of the last one. The
-       read continues: the read of many partitions takes longer than a request may wait.
-    3. If a read is not over in time, one small read shows whether ZooKeeper answers.
+    1. At most one read runs at a time. The pause after a read is as long as the read, up to
+       `PAUSE_S_MAX`. So many callers cause no more load on ZooKeeper than one caller.
+    2. A request waits for a read for a limited time, and then uses the result of the previous read.
+       The read continues, because a read of many partitions takes longer than a request may wait.
+    3. If a read does not end in time, one small read shows whether ZooKeeper answers.
 """
 
 import asyncio
@@ -36,28 +36,28 @@ class SnapshotReader:
     def __init__(self, coordinator: Callable[[], Coordinator], tasks: asyncio.TaskGroup) -> None:
         self._coordinator, self._tasks = coordinator, tasks
         self._snapshot: ClusterSnapshot | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._read_task: asyncio.Task[None] | None = None
         self._failure: errors.WaltzError | None = None  # of the last read
-        self._begun_s = self._next_s = 0.0
+        self._read_start_s = self._next_read_s = 0.0
         self._permissions: Permissions | errors.BadConfig | None = None
 
     async def read(self) -> tuple[ClusterSnapshot, str]:
-        """Return the state in ZooKeeper, and the error if it is that of an earlier read.
+        """Return the state in ZooKeeper; if it is from an earlier read, also return the error.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
         """
-        if self._reading is None and _now_s() >= self._next_s:
-            self._begun_s = _now_s()
-            self._reading = self._tasks.create_task(self._read(), name="console_snapshot")
-        if self._reading is not None:
+        if self._read_task is None and _now_s() >= self._next_read_s:
+            self._read_start_s = _now_s()
+            self._read_task = self._tasks.create_task(self._read(), name="console_snapshot")
+        if self._read_task is not None:
             await asyncio.wait(
-                [self._reading], timeout=FIRST_WAIT_S if self._snapshot is None else WAIT_S
+                [self._read_task], timeout=FIRST_WAIT_S if self._snapshot is None else WAIT_S
             )
         if self._failure is not None and not isinstance(self._failure, errors.Unavailable):
             raise self._failure.with_traceback(None)
         error = "" if self._failure is None else str(self._failure) or NO_ANSWER_TEXT
-        if self._reading is not None and not error:
+        if self._read_task is not None and not error:
             error = await self._zookeeper_error()
         if self._snapshot is None:
             raise errors.CoordinatorUnavailable(error or NO_ANSWER_TEXT)
@@ -90,8 +90,8 @@ class SnapshotReader:
 
     def close(self) -> None:
         """Stop reading, because the gateway stops."""
-        if self._reading is not None:
-            self._reading.cancel()
+        if self._read_task is not None:
+            self._read_task.cancel()
 
     async def _read(self) -> None:
         """Read the state once; an error is kept for the requests."""
@@ -112,9 +112,9 @@ class SnapshotReader:
         else:
             self._failure = None
         finally:
-            self._reading = None
-            pause_s = min(max(PAUSE_S_MIN, _now_s() - self._begun_s), PAUSE_S_MAX)
-            self._next_s = _now_s() + (pause_s if self._failure is None else 0.0)
+            self._read_task = None
+            pause_s = min(max(PAUSE_S_MIN, _now_s() - self._read_start_s), PAUSE_S_MAX)
+            self._next_read_s = _now_s() + (pause_s if self._failure is None else 0.0)
 
 
 async def _read_permissions(coordinator: Coordinator) -> "Permissions | errors.BadConfig | None":

@@ -4,18 +4,18 @@ A page has up to `count` transactions, as the dicts of the console's JSON interf
 filter it has only matching transactions, and the server reads all transactions in between.
 
 Rules:
-    1. A request is bounded: it sends at most `FETCHES_MAX` queries for transactions, each answered
-       from about `PAGE_BYTES_MAX` bytes of the log. It sends no further query when the page has
-       about `PAGE_BYTES_MAX` bytes of records. So a page may have fewer transactions than
-       requested, or none, although the log has more.
+    1. The work of a request is bounded: it sends at most `FETCHES_MAX` queries for transactions,
+       and the server reads about `PAGE_BYTES_MAX` bytes of the log for each. When the page has
+       about `PAGE_BYTES_MAX` bytes of records, the request sends no further query. So a page may
+       have fewer transactions than requested, or none, although the log has more.
     2. Each page makes progress: `next` is above `first`, and `previous` is below `last`, unless the
        log ends there. The caller continues with `next`, or with `previous` until it is -1.
-    3. Consecutive pages have every matching transaction exactly once.
-    4. A page backwards is read in windows of IDs, from the newest to older ones. A window that is
-       not read to its end is dropped, because its newest transactions are missing; a smaller one
-       replaces it. A window of one ID is always read to its end.
-    5. A page backwards ends at the first available transaction, even if transactions expire at the
-       same time. A page forwards from an expired transaction raises BeforeLogStart.
+    3. Together, consecutive pages contain every matching transaction exactly once.
+    4. A backward page is read in windows of IDs, from newer to older IDs. If a window is not read
+       completely, its newest transactions are missing. So it is dropped, and a smaller window
+       replaces it. A window of one ID is always read completely.
+    5. A backward page ends at the first available transaction, even if transactions expire at the
+       same time. A forward page that begins at an expired transaction raises BeforeLogStart.
     6. A payload has at most `TEXT_BYTES_MAX` bytes of text. When the texts of a page have about
        512 KiB, its other payloads have at most `SHORT_TEXT_BYTES_MAX`. A page with one transaction
        always has its longest text.
@@ -80,9 +80,9 @@ async def read_page_from(
         chunk = await fetches.fetch(following, last)
         if chunk.next <= following:
             break  # another server has opened the partition, with a lower mark
-        found = _rows_of(chunk)
-        rows += found[:missing]
-        is_cut = len(found) > missing
+        chunk_rows = _rows_of(chunk)
+        rows += chunk_rows[:missing]
+        is_cut = len(chunk_rows) > missing
         following = rows[-1].transaction_id + 1 if is_cut else int(chunk.next)
     return {
         "transactions": await _transaction_fields(rows),
@@ -146,13 +146,13 @@ async def first_transaction_at(
     while True:
         try:
             stamp_ms_of = partial(async_stamp_ms_of, client, partition)
-            older = await async_first_since(stamp_ms_of, ends.mark, time_ms, first - 1)
+            last_older_id = await async_first_since(stamp_ms_of, ends.mark, time_ms, first - 1)
         except errors.BeforeLogStart as error:
             first = _available_start_in(error, first)
             if first > ends.mark:
                 return {"transaction_id": first, "high_water_mark": ends.mark}
         else:
-            return {"transaction_id": older + 1, "high_water_mark": ends.mark}
+            return {"transaction_id": last_older_id + 1, "high_water_mark": ends.mark}
 
 
 # --- the log
@@ -166,14 +166,14 @@ class _LogEnds(NamedTuple):
 
 
 async def _read_log_ends(client: AsyncWaltzClient, partition: int) -> _LogEnds:
-    found = await client.replicas(partition)
-    first = int(found.archived.first) if found.archived else 0
-    return _LogEnds(first, int(found.high_water_mark))
+    replica_set = await client.replicas(partition)
+    first = int(replica_set.archived.first) if replica_set.archived else 0
+    return _LogEnds(first, int(replica_set.high_water_mark))
 
 
-def _available_start_in(error: errors.BeforeLogStart, known: int) -> int:
+def _available_start_in(error: errors.BeforeLogStart, known_first: int) -> int:
     """Return the first available ID that an error states; raise the error if it is not new."""
-    if error.first_available <= known:
+    if error.first_available <= known_first:
         raise error
     return error.first_available
 
@@ -256,17 +256,17 @@ class _BackwardSearch:
         ):
             low = max(self.first_available, self.end - self._size + 1)
             try:
-                found = await self._read_window(low)
+                window_rows = await self._read_window(low)
             except errors.BeforeLogStart as error:  # rule 5
                 self.first_available = _available_start_in(error, self.first_available)
                 continue
-            if found is not None:
-                self._add(found, low)
+            if window_rows is not None:
+                self._add(window_rows, low)
 
-    def _add(self, found: list[_PageRow], low: int) -> None:
+    def _add(self, window_rows: list[_PageRow], low: int) -> None:
         missing = self._count - len(self.rows)
-        self.rows = found[-missing:] + self.rows
-        self.end = (self.rows[0].transaction_id if len(found) > missing else low) - 1
+        self.rows = window_rows[-missing:] + self.rows
+        self.end = (self.rows[0].transaction_id if len(window_rows) > missing else low) - 1
 
     async def _read_window(self, low: int) -> list[_PageRow] | None:
         """Return the transactions of the window low..end.
@@ -274,7 +274,7 @@ class _BackwardSearch:
         Return None if the window is too large, or if the log does not have it any more. Set the
         size of the next window.
         """
-        found: list[_PageRow] = []
+        window_rows: list[_PageRow] = []
         first, chunk_ids = low, 0
         while first <= self.end:
             if first > low and not self._may_complete(self.end - first + 1, chunk_ids):
@@ -285,12 +285,12 @@ class _BackwardSearch:
             if chunk.next <= first:  # another server has opened the partition, with a lower mark
                 self.end = first - 1
                 return None
-            found += _rows_of(chunk)
+            window_rows += _rows_of(chunk)
             self._read_bytes += len(chunk.records)
             chunk_ids = max(chunk_ids, int(chunk.next) - first)
             first = int(chunk.next)
         self._size = self._next_size(self.end - low + 1, chunk_ids)
-        return found
+        return window_rows
 
     def _may_complete(self, ids: int, chunk_ids: int) -> bool:
         """Whether the rest of a window fits the limits, if later queries return as many IDs."""
@@ -302,8 +302,8 @@ class _BackwardSearch:
         `chunk_ids` is the maximum number of IDs that one query of the last window returned.
         """
         self._read_ids += window_ids
-        fitting = self._fetches.left_bytes * self._read_ids // max(1, self._read_bytes)
-        sizes = [window_ids * _WINDOW_GROWTH, fitting, _WINDOW_IDS_MAX]
+        ids_within_limit = self._fetches.left_bytes * self._read_ids // max(1, self._read_bytes)
+        sizes = [window_ids * _WINDOW_GROWTH, ids_within_limit, _WINDOW_IDS_MAX]
         if chunk_ids < window_ids:
             sizes.append(chunk_ids * self._fetches.left_count * 3 // 4)  # records differ in size
         if not self._fetches.is_filtered:
@@ -338,13 +338,13 @@ def _time_ms_of(transaction_id: int, stamps: list[tuple[int, int, int]]) -> int 
 
 async def _transaction_fields(rows: list[_PageRow]) -> list[dict[str, Any]]:
     """Return the JSON fields of transactions."""
-    shown = []
+    fields = []
     text_bytes = 0
     for row in rows:
         is_short = text_bytes >= _PAGE_TEXT_BYTES  # rule 6
         payload = decode_payload(row.data, SHORT_TEXT_BYTES_MAX if is_short else TEXT_BYTES_MAX)
         text_bytes += len(payload.text.encode())
-        shown.append(
+        fields.append(
             {
                 "transaction_id": row.transaction_id,
                 "header": row.header,
@@ -358,4 +358,4 @@ async def _transaction_fields(rows: list[_PageRow]) -> list[dict[str, Any]]:
             }
         )
         await asyncio.sleep(0)  # decoding a hostile payload takes up to 30 ms
-    return shown
+    return fields

@@ -406,9 +406,9 @@ def test_a_deleted_cluster_is_an_error(world):
 def findings_of(world, facts=None, *, connect=CONNECT, token_hash=""):
     facts = facts or world.case.facts
 
-    async def lasting_findings(found_connect, *, timeout_s, shown_connect):
+    async def lasting_findings(found_connect, *, timeout_s, displayed_connect):
         assert found_connect == connect
-        shown = dataclasses.replace(facts, connect=shown_connect)
+        shown = dataclasses.replace(facts, connect=displayed_connect)
         return shown, diagnose(shown)
 
     async def run():

@@ -144,7 +144,7 @@ function showBanner() {
 // ---- keyboard ----------------------------------------------------------------------------------
 
 function startKeyboard() {
-  let chord_until = 0;
+  let chordEnd_ms = 0;
   document.addEventListener("keydown", (event) => {
     const isTyping = event.target.closest?.("input, select, textarea, [contenteditable]");
     if (
@@ -156,10 +156,10 @@ function startKeyboard() {
     )
       return;
     if (!find("use-shortcuts").checked) return;
-    const isChord = event.timeStamp < chord_until;
-    chord_until = 0;
+    const isChord = event.timeStamp < chordEnd_ms;
+    chordEnd_ms = 0;
     if (event.key === "?") find("help-dialog").showModal();
-    else if (event.key === "g") chord_until = event.timeStamp + CHORD_MS;
+    else if (event.key === "g") chordEnd_ms = event.timeStamp + CHORD_MS;
     else if (isChord && Object.hasOwn(SHORTCUTS, event.key)) location.hash = SHORTCUTS[event.key];
     else return;
     event.preventDefault();

@@ -23,13 +23,13 @@ const POST_TIMEOUT_MS = 30000;
 const RETRY_MS = 10000;
 const ADDRESS = /^(\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):\d{1,5}$/;
 
-const state = { kinds: null, loading: null, retry_at: 0, isOpen: 0 };
+const state = { kinds: null, loading: null, retry_at: 0, closeCount: 0 };
 let dialog = null;
 
 export function startChangeDialog() {
   dialog = el("dialog", { id: "change-dialog", "aria-labelledby": "change-title" });
   dialog.addEventListener("close", () => {
-    state.isOpen += 1;
+    state.closeCount += 1;
   });
   document.body.append(dialog);
 }
@@ -105,8 +105,8 @@ function showForm(kind, given) {
   );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    const wrong = fields.filter((each) => !check(each));
-    if (wrong.length > 0) wrong[0].input.focus();
+    const invalidFields = fields.filter((each) => !check(each));
+    if (invalidFields.length > 0) invalidFields[0].input.focus();
     else showReview(kind, fields);
   });
   dialog.replaceChildren(form);
@@ -138,7 +138,7 @@ function createField(parameter, value) {
 }
 
 function createInput(parameter, { id, value }) {
-  const common = {
+  const commonAttributes = {
     id,
     name: parameter.name,
     "data-kind": parameter.kind,
@@ -147,26 +147,26 @@ function createInput(parameter, { id, value }) {
     spellcheck: "false",
   };
   if (parameter.kind === "storage" || parameter.kind === "server")
-    return createSelect(parameter, { common, value });
-  const more = {
+    return createSelect(parameter, { commonAttributes, value });
+  const kindAttributes = {
     integer: { inputmode: "numeric" },
     address: { placeholder: "host:port" },
     partitions: { placeholder: "0-3,7" },
   };
-  const input = el("input", { type: "text", ...common, ...more[parameter.kind] });
+  const input = el("input", { type: "text", ...commonAttributes, ...kindAttributes[parameter.kind] });
   input.value = value;
   return input;
 }
 
-function createSelect(parameter, { common, value }) {
-  const known = itemsOf(parameter.kind);
+function createSelect(parameter, { commonAttributes, value }) {
+  const items = itemsOf(parameter.kind);
   const select = el(
     "select",
-    common,
+    commonAttributes,
     el("option", { value: "" }, parameter.is_required ? `Choose a ${parameter.kind}` : "None"),
-    ...known.map((each) => el("option", { value: each.address }, describe(parameter.kind, each))),
+    ...items.map((each) => el("option", { value: each.address }, describe(parameter.kind, each))),
   );
-  if (value !== "" && !known.some((each) => each.address === value)) {
+  if (value !== "" && !items.some((each) => each.address === value)) {
     select.append(el("option", { value }, `${value} (not in the cluster)`));
   }
   select.value = value;
@@ -220,16 +220,16 @@ function problemOf(parameter, value) {
 
 // All values are text, as in a command; the gateway reads the numbers.
 function argumentsOf(fields) {
-  const found = {};
+  const values = {};
   for (const { parameter, input } of fields) {
     const value = input.value.trim();
     if (value === "") continue;
-    found[parameter.name] = parameter.kind === "partitions" ? value.replace(/\s+/g, "") : value;
+    values[parameter.name] = parameter.kind === "partitions" ? value.replace(/\s+/g, "") : value;
   }
-  return found;
+  return values;
 }
 
-// As users type it: arguments and options in the order of the parameters.
+// The command as users type it: arguments and options in the order of the parameters.
 function commandOf(kind, values) {
   const words = ["waltz-core", "cluster", kind.name];
   for (const { name, option } of kind.parameters) {
@@ -239,15 +239,15 @@ function commandOf(kind, values) {
   return words.join(" ");
 }
 
-// What the user types for a disruptive change (rule 3).
+// The text that the user types to confirm a disruptive change (rule 3).
 function nameToType(kind, values) {
-  const first = (kinds) =>
+  const firstOfKind = (kinds) =>
     kind.parameters.find((each) => kinds.includes(each.kind) && Object.hasOwn(values, each.name));
-  const subject = first(["storage", "server"]) ?? first(["address"]);
+  const subject = firstOfKind(["storage", "server"]) ?? firstOfKind(["address"]);
   return subject === undefined ? kind.name : String(values[subject.name]);
 }
 
-function inWords(parameter, value) {
+function valueText(parameter, value) {
   if (parameter.kind === "partitions") {
     const { partitions } = format.parsePartitions(
       String(value),
@@ -301,7 +301,7 @@ function showReview(kind, fields) {
           "div",
           {},
           el("dt", {}, sentence(each.text || each.name)),
-          el("dd", {}, inWords(each, values[each.name])),
+          el("dd", {}, valueText(each, values[each.name])),
         ),
       ),
     ),
@@ -352,7 +352,7 @@ function confirmation(page, name) {
 }
 
 async function start(page, kind, values) {
-  const opened = state.isOpen;
+  const closeCount = state.closeCount;
   page.start.disabled = true;
   page.back.disabled = true;
   setText(page.start, "Starting…");
@@ -361,7 +361,7 @@ async function start(page, kind, values) {
       body: { name: kind.name, arguments: values },
       timeout_ms: POST_TIMEOUT_MS,
     });
-    if (opened !== state.isOpen) return; // the user has closed the dialog
+    if (closeCount !== state.closeCount) return; // the user has closed the dialog
     dialog.close();
     location.hash = `#/changes?id=${encodeURIComponent(id)}`;
   } catch (error) {

@@ -24,7 +24,7 @@ const STEPS_MAX = 100;
 
 export function changesPage(root, { query }) {
   const page = build(root);
-  page.wanted = query.get("id");
+  page.newChangeId = query.get("id");
   const polling = poll(
     (signal) => load(page, signal),
     () => (page.isRunning ? POLL_RUNNING_MS : POLL_MS),
@@ -33,8 +33,8 @@ export function changesPage(root, { query }) {
     title: "Changes",
     stop: () => polling.stop(),
     onQuery: (next) => {
-      page.wanted = next.get("id");
-      polling.hurry();
+      page.newChangeId = next.get("id");
+      polling.pollNow();
     },
   };
 }
@@ -42,7 +42,7 @@ export function changesPage(root, { query }) {
 function build(root) {
   const page = {
     isRunning: false,
-    wanted: null,
+    newChangeId: null,
     error: errorBox(),
     reason: el("p", { class: "note", id: "cannot-change", hidden: true }),
     running: el("div", { class: "changes", id: "running-changes" }),
@@ -107,7 +107,7 @@ function show(page, answer) {
     create: createChange,
     update: updateChange,
   });
-  focusWanted(page);
+  focusNewChange(page);
   setText(page.reason, `You cannot change the cluster: ${answer.cannot_change_reason}`);
   setHidden(page.reason, answer.can_change);
   const kinds = answer.kinds.map((each) => ({ ...each, canStart: answer.can_change }));
@@ -124,10 +124,11 @@ function show(page, answer) {
 }
 
 // The change that the dialog has just started gets the focus, once.
-function focusWanted(page) {
-  const node = page.wanted === null ? undefined : page.running.keyedNodes.get(page.wanted);
+function focusNewChange(page) {
+  const node =
+    page.newChangeId === null ? undefined : page.running.keyedNodes.get(page.newChangeId);
   if (node === undefined) return;
-  page.wanted = null;
+  page.newChangeId = null;
   node.focus();
 }
 
@@ -157,25 +158,27 @@ function createChange(item) {
 }
 
 function updateChange(node, item) {
-  const named = parts(node);
+  const nodes = parts(node);
   const outcome = outcomeOf(item.outcome);
   setAttribute(node, "data-state", outcome);
-  setState(named.state, outcome);
+  setState(nodes.state, outcome);
   const end_ms = item.ended_ms ?? Date.now();
   setText(
-    named.times,
+    nodes.times,
     `Begun ${format.time(item.begun_ms)}, ${item.ended_ms === null ? "running for" : "took"} ${format.duration(end_ms - item.begun_ms)}, by ${item.user}`,
   );
-  const first = Math.max(0, item.steps.length - STEPS_MAX);
-  const steps = item.steps.slice(first).map((text, index) => ({ text, number: first + index + 1 }));
-  keyed(named.steps, steps, {
+  const firstStep = Math.max(0, item.steps.length - STEPS_MAX);
+  const steps = item.steps
+    .slice(firstStep)
+    .map((text, index) => ({ text, number: firstStep + index + 1 }));
+  keyed(nodes.steps, steps, {
     key: (each) => `${each.number} ${each.text}`,
     create: (each) => el("li", { value: each.number }, each.text),
   });
-  setText(named.waits, item.waits_for);
-  setHidden(named.waits_row, !item.waits_for || item.ended_ms !== null);
+  setText(nodes.waits, item.waits_for);
+  setHidden(nodes.waits_row, !item.waits_for || item.ended_ms !== null);
   setText(
-    named.outcome,
+    nodes.outcome,
     outcome === "begun" ? "" : [sentenceOf(item.outcome), item.summary].filter(Boolean).join(" "),
   );
 }
@@ -222,11 +225,11 @@ function createKind(kind) {
 const updateKind = (node, kind) => setHidden(parts(node).start, !kind.canStart);
 
 function showHistory(page, history) {
-  const seen = new Map();
+  const countByName = new Map();
   const items = history.map((each) => {
     const name = `${each.begun_ms} ${each.user} ${each.command}`;
-    seen.set(name, (seen.get(name) ?? 0) + 1);
-    return { ...each, key: `${name} ${seen.get(name)}` };
+    countByName.set(name, (countByName.get(name) ?? 0) + 1);
+    return { ...each, key: `${name} ${countByName.get(name)}` };
   });
   keyed(page.history, items, {
     key: (each) => each.key,
@@ -247,14 +250,17 @@ const historyRow = (item) =>
   );
 
 function updateHistoryRow(row, item) {
-  const named = parts(row);
+  const nodes = parts(row);
   setText(
-    named.duration,
+    nodes.duration,
     item.ended_ms === null || item.ended_ms === undefined
       ? format.NONE
       : format.duration(item.ended_ms - item.begun_ms),
   );
   const outcome = outcomeOf(item.outcome);
-  const words = { failed: item.outcome, begun: "no outcome yet: it runs, or its process was killed" };
-  setState(named.outcome, outcome, words[outcome] ?? null);
+  const textByOutcome = {
+    failed: item.outcome,
+    begun: "no outcome yet: it runs, or its process was killed",
+  };
+  setState(nodes.outcome, outcome, textByOutcome[outcome] ?? null);
 }

@@ -26,7 +26,7 @@ const state = {
   sent: null,
   total: [],
   series: new Map(),
-  seen: new Map(), // server -> the time of the last answer that had it
+  lastSeen: new Map(), // server -> the time of the last answer that listed it
 };
 const listeners = new Set();
 let polling = null;
@@ -35,16 +35,16 @@ export const cluster = () => state.cluster;
 export const totalPoints = () => state.total;
 export const ratePoints = (partition) => state.series.get(partition)?.rates ?? [];
 export const rateOf = (partition) =>
-  state.series.get(partition)?.isKnown ? lastOf(ratePoints(partition)) : null;
-export const totalRate = () => lastOf(state.total);
+  state.series.get(partition)?.isKnown ? lastValue(ratePoints(partition)) : null;
+export const totalRate = () => lastValue(state.total);
 
-const lastOf = (points) => (points.length === 0 ? null : points[points.length - 1][1]);
+const lastValue = (points) => (points.length === 0 ? null : points[points.length - 1][1]);
 
 export function startClusterData() {
   polling = poll(load, () => POLL_MS);
 }
 
-export const refreshCluster = () => polling?.hurry();
+export const refreshCluster = () => polling?.pollNow();
 
 // Call `listener` now and after each change, until the returned function is called.
 export function onClusterData(listener) {
@@ -79,13 +79,13 @@ async function load(signal) {
   notify();
 }
 
-// What is wrong with the data itself: null, or {error, age_ms}; age_ms is null without any data.
+// The reason why the shown data is stale: null, or {error, age_ms}; age_ms is null without data.
 export function staleness() {
   const now = performance.now();
   const age_ms = state.cluster === null ? null : now - state.received;
   if (state.problem !== null) return { error: state.problem, age_ms };
-  const waits_ms = state.sent === null ? 0 : now - state.sent;
-  if (waits_ms < SLOW_MS) return null;
+  const wait_ms = state.sent === null ? 0 : now - state.sent;
+  if (wait_ms < SLOW_MS) return null;
   return {
     error: { message: "the gateway has not answered yet", hint: "", isAnswer: false },
     age_ms,
@@ -93,10 +93,10 @@ export function staleness() {
 }
 
 function addLostServers(answer) {
-  for (const each of answer.servers) state.seen.set(each.address, answer.time_ms);
-  for (const [address, seen_ms] of state.seen) {
+  for (const each of answer.servers) state.lastSeen.set(each.address, answer.time_ms);
+  for (const [address, seen_ms] of state.lastSeen) {
     if (seen_ms === answer.time_ms) continue;
-    if (answer.time_ms - seen_ms > REMEMBERED_MS) state.seen.delete(address);
+    if (answer.time_ms - seen_ms > REMEMBERED_MS) state.lastSeen.delete(address);
     else answer.servers.push(lostServer(address, seen_ms));
   }
   answer.servers.sort((a, b) => (a.address < b.address ? -1 : Number(a.address > b.address)));
@@ -117,7 +117,7 @@ function addSamples(answer) {
     series.isKnown = each.high_water_mark !== null;
     if (!series.isKnown) continue;
     addSample(series, answer.time_ms, each.high_water_mark);
-    total += lastOf(series.rates) ?? 0;
+    total += lastValue(series.rates) ?? 0;
   }
   if ([...state.series.values()].some((each) => each.rates.length > 0)) {
     addPoint(state.total, answer.time_ms, total);
@@ -167,33 +167,33 @@ export function problemsOf(data) {
 }
 
 function zookeeperProblems(data) {
-  const found = [];
+  const problems = [];
   if (data.zookeeper_error)
-    found.push({
+    problems.push({
       level: "bad",
       text: `ZooKeeper does not answer, so no partition can move to another server (${data.zookeeper_error})`,
     });
   addNamed(
-    found,
+    problems,
     "warn",
     data.zookeeper.filter((each) => each.state === "down"),
     "ZooKeeper server",
     "down",
   );
-  return found;
+  return problems;
 }
 
 function processProblems(data) {
-  const found = [];
+  const problems = [];
   addNamed(
-    found,
+    problems,
     "bad",
     data.storages.filter((each) => each.state === "down"),
     "storage",
     "down",
   );
   addNamed(
-    found,
+    problems,
     "bad",
     data.servers.filter((each) => each.state === "down" && !each.hasLeft),
     "server",
@@ -201,14 +201,14 @@ function processProblems(data) {
   );
   // It may have been stopped on purpose; if its partitions are not open, that is a problem.
   addNamed(
-    found,
+    problems,
     "warn",
     data.servers.filter((each) => each.hasLeft),
     "server",
     "not registered any more",
   );
   addNamed(
-    found,
+    problems,
     "bad",
     data.storages.filter((each) => each.is_full),
     "storage",
@@ -221,68 +221,71 @@ function processProblems(data) {
     // A storage that is down is named already.
     const unreachable = each.unreachable_storages.filter((storage) => !down.has(storage));
     if (unreachable.length > 0) {
-      found.push({
+      problems.push({
         level: "warn",
         text: `Server ${each.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}`,
       });
     }
   }
-  return found;
+  return problems;
 }
 
 function partitionProblems(data) {
-  const found = [];
+  const problems = [];
   const inState = (state) =>
     data.partitions.filter((each) => each.state === state).map((each) => each.partition);
-  const without = { closed: "no open session", no_owner: "no owner", no_quorum: "no quorum" };
-  for (const [state, what] of Object.entries(without)) {
+  const textByState = { closed: "no open session", no_owner: "no owner", no_quorum: "no quorum" };
+  for (const [state, problemText] of Object.entries(textByState)) {
     const partitions = inState(state);
     const verb = partitions.length === 1 ? "accepts" : "accept";
-    addPartitions(found, "bad", partitions, `${what}, and ${verb} no appends`);
+    addPartitions(problems, "bad", partitions, `${problemText}, and ${verb} no appends`);
   }
-  const having = (state) =>
+  const partitionsWithReplica = (state) =>
     data.partitions
       .filter((each) => each.replicas.some((replica) => replica.state === state))
       .map((each) => each.partition);
-  addPartitions(found, "warn", having("out_of_sync"), "a replica out of sync");
-  addPartitions(found, "warn", having("unavailable"), "an unavailable replica");
-  return found;
+  addPartitions(problems, "warn", partitionsWithReplica("out_of_sync"), "a replica out of sync");
+  addPartitions(problems, "warn", partitionsWithReplica("unavailable"), "an unavailable replica");
+  return problems;
 }
 
 function diskProblems(data) {
-  const low = data.storages.filter(
+  const nearlyFull = data.storages.filter(
     (each) =>
       !each.is_full && each.days_until_full !== null && each.days_until_full < DISK_DAYS_LOW,
   );
-  if (low.length === 0) return [];
-  const named = low.map((each) => `${each.address} (${format.days(each.days_until_full)})`);
+  if (nearlyFull.length === 0) return [];
+  const storageTexts = nearlyFull.map(
+    (each) => `${each.address} (${format.days(each.days_until_full)})`,
+  );
   return [
     {
       level: "warn",
-      text: `The disk of ${format.count(low.length, "storage")} is full in less than ${DISK_DAYS_LOW} days: ${named.join(", ")}`,
+      text: `The disk of ${format.count(nearlyFull.length, "storage")} is full in less than ${DISK_DAYS_LOW} days: ${storageTexts.join(", ")}`,
     },
   ];
 }
 
-function addNamed(found, level, items, noun, word) {
+function addNamed(problems, level, items, noun, stateText) {
   if (items.length === 0) return;
   const verb = items.length === 1 ? "is" : "are";
-  found.push({
+  problems.push({
     level,
-    text: `${format.count(items.length, noun)} ${verb} ${word}: ${items.map((each) => each.address).join(", ")}`,
+    text: `${format.count(items.length, noun)} ${verb} ${stateText}: ${items.map((each) => each.address).join(", ")}`,
   });
 }
 
-function addPartitions(found, level, partitions, what) {
+function addPartitions(problems, level, partitions, problemText) {
   if (partitions.length === 0) return;
   const verb = partitions.length === 1 ? "has" : "have";
-  found.push({
+  problems.push({
     level,
-    text: `${format.count(partitions.length, "partition")} ${verb} ${what}: ${format.ranges(partitions)}`,
+    text: `${format.count(partitions.length, "partition")} ${verb} ${problemText}: ${format.ranges(partitions)}`,
   });
 }
 
-// Notes are no problems: what continues, where help is, and what the console cannot see.
+// Notes are not problems: they state that appends continue, where repair commands are listed, and
+// how many states are unknown.
 export function notesOf(data) {
   const notes = [];
   if (problemsOf(data).length > 0) {
@@ -306,13 +309,13 @@ export function notesOf(data) {
 export function healthText(data, problems) {
   if (problems.length > 0) return `${problems[0].text}.`;
   const known = (items) => items.filter((each) => each.state !== "unknown").length;
-  const words = [
+  const countTexts = [
     format.count(known(data.storages), "storage"),
     format.count(known(data.servers), "server"),
     format.count(known(data.partitions), "partition"),
   ];
-  const all = known(data.storages) > 1 ? "All " : "";
-  return `${all}${words[0]}, ${words[1]} and ${words[2]} are up.`;
+  const prefix = known(data.storages) > 1 ? "All " : "";
+  return `${prefix}${countTexts[0]}, ${countTexts[1]} and ${countTexts[2]} are up.`;
 }
 
 export function hasProblem(partition) {

@@ -130,17 +130,17 @@ function show(page) {
     span_ms: data.SPARKLINE_MS,
     label: data.rateLabel(data.totalPoints()),
   });
-  keyed(page.zookeeper, named(cluster.zookeeper), {
+  keyed(page.zookeeper, withShortNames(cluster.zookeeper), {
     key: (each) => each.address,
     create: zookeeperCard,
     update: updateZookeeper,
   });
-  keyed(page.servers, named(cluster.servers), {
+  keyed(page.servers, withShortNames(cluster.servers), {
     key: (each) => each.address,
     create: serverCard,
     update: updateServer,
   });
-  keyed(page.storages, named(withReplicas(cluster)), {
+  keyed(page.storages, withShortNames(withReplicaProblems(cluster)), {
     key: (each) => each.address,
     create: storageCard,
     update: updateStorage,
@@ -162,12 +162,12 @@ function showHealth(page, cluster, problems) {
 }
 
 // The part of an address that differs from the others stands out in long host names.
-function named(items) {
+function withShortNames(items) {
   const names = format.shortNames(items.map((each) => each.address));
   return items.map((each) => ({ ...each, short: names.get(each.address) }));
 }
 
-function withReplicas(cluster) {
+function withReplicaProblems(cluster) {
   const counts = new Map();
   for (const partition of cluster.partitions) {
     for (const replica of partition.replicas) {
@@ -231,21 +231,21 @@ const serverCard = (item) =>
 
 function updateServer(node, item) {
   updateCard(node, item);
-  const named = parts(node);
+  const nodes = parts(node);
   const list = (partitions) =>
     partitions.length === 0
       ? "none"
       : `${format.count(partitions.length, "partition")}: ${format.ranges(partitions)}`;
-  setText(named.open, list(item.open));
-  setText(named.not_open, list(item.not_open));
-  setHidden(named.not_open_row, item.not_open.length === 0);
-  setAttribute(named.not_open_row, "data-level", "bad");
-  setText(named.preferred, format.ranges(item.preferred));
+  setText(nodes.open, list(item.open));
+  setText(nodes.not_open, list(item.not_open));
+  setHidden(nodes.not_open_row, item.not_open.length === 0);
+  setAttribute(nodes.not_open_row, "data-level", "bad");
+  setText(nodes.preferred, format.ranges(item.preferred));
   // A process that is down has no latency now.
-  setText(named.latency, format.milliseconds(item.state === "down" ? null : item.latency_ms));
-  setText(named.unreachable, item.unreachable_storages.join(", "));
-  setHidden(named.unreachable_row, item.unreachable_storages.length === 0);
-  setAttribute(named.unreachable_row, "data-level", "bad");
+  setText(nodes.latency, format.milliseconds(item.state === "down" ? null : item.latency_ms));
+  setText(nodes.unreachable, item.unreachable_storages.join(", "));
+  setHidden(nodes.unreachable_row, item.unreachable_storages.length === 0);
+  setAttribute(nodes.unreachable_row, "data-level", "bad");
 }
 
 function storageCard(item) {
@@ -275,21 +275,22 @@ function storageCard(item) {
 function updateStorage(node, item) {
   updateCard(node, item);
   setAttribute(node, "data-full", item.is_full);
-  const named = parts(node);
-  const rest = item.not_in_sync === 0 ? "" : `, ${format.integer(item.not_in_sync)} not in sync`;
-  setText(named.replicas, `${format.integer(item.replica_count)}${rest}`);
-  setAttribute(named.replicas_row, "data-level", item.not_in_sync > 0 ? "warn" : null);
-  showDisk(named, item);
+  const nodes = parts(node);
+  const outOfSyncText =
+    item.not_in_sync === 0 ? "" : `, ${format.integer(item.not_in_sync)} not in sync`;
+  setText(nodes.replicas, `${format.integer(item.replica_count)}${outOfSyncText}`);
+  setAttribute(nodes.replicas_row, "data-level", item.not_in_sync > 0 ? "warn" : null);
+  showDisk(nodes, item);
   setText(
-    named.append,
+    nodes.append,
     format.milliseconds(item.state === "down" ? null : item.append_latency_ms),
   );
-  setText(named.group, `group ${item.group ?? format.NONE}`);
+  setText(nodes.group, `group ${item.group ?? format.NONE}`);
 }
 
-function showDisk(named, item) {
+function showDisk(nodes, item) {
   const isKnown = item.size_bytes > 0;
-  const used = isKnown
+  const usedPercent = isKnown
     ? Math.min(100, Math.max(0, 100 * (1 - item.free_bytes / item.size_bytes)))
     : 0;
   const level = item.is_full
@@ -298,16 +299,17 @@ function showDisk(named, item) {
       ? "warn"
       : null;
   setText(
-    named.disk,
-    isKnown ? `${used.toFixed(0)}% of ${format.size(item.size_bytes)}` : format.NONE,
+    nodes.disk,
+    isKnown ? `${usedPercent.toFixed(0)}% of ${format.size(item.size_bytes)}` : format.NONE,
   );
-  setHidden(named.bar, !isKnown);
-  setAttribute(named.bar, "aria-valuenow", used.toFixed(0));
-  setAttribute(named.bar, "data-level", level ?? (used >= 90 ? "warn" : "good"));
-  named.bar.firstChild.style.setProperty("--used", `${used.toFixed(1)}%`);
-  const days = item.days_until_full === null ? "not filling" : format.days(item.days_until_full);
-  setText(named.full, item.is_full ? "full" : isKnown ? days : format.NONE);
-  setAttribute(named.full_row, "data-level", level);
+  setHidden(nodes.bar, !isKnown);
+  setAttribute(nodes.bar, "aria-valuenow", usedPercent.toFixed(0));
+  setAttribute(nodes.bar, "data-level", level ?? (usedPercent >= 90 ? "warn" : "good"));
+  nodes.bar.firstChild.style.setProperty("--used", `${usedPercent.toFixed(1)}%`);
+  const fullText =
+    item.days_until_full === null ? "not filling" : format.days(item.days_until_full);
+  setText(nodes.full, item.is_full ? "full" : isKnown ? fullText : format.NONE);
+  setAttribute(nodes.full_row, "data-level", level);
 }
 
 // ---- partitions x storages ---------------------------------------------------------------------
@@ -400,14 +402,14 @@ function createRow({ partition }) {
 }
 
 function updateRow(row, item, { storages, servers }) {
-  const named = parts(row);
+  const nodes = parts(row);
   setAttribute(row, "data-state", item.state);
-  setState(named.state, item.state);
-  setAttribute(named.state, "title", item.error || null);
-  setText(named.owner, servers.get(item.owner) ?? item.owner ?? format.NONE);
-  setAttribute(named.owner, "title", item.owner);
-  setText(named.mark, format.mark(item.high_water_mark));
-  setText(named.rate, format.rate(data.rateOf(item.partition)));
+  setState(nodes.state, item.state);
+  setAttribute(nodes.state, "title", item.error || null);
+  setText(nodes.owner, servers.get(item.owner) ?? item.owner ?? format.NONE);
+  setAttribute(nodes.owner, "title", item.owner);
+  setText(nodes.mark, format.mark(item.high_water_mark));
+  setText(nodes.rate, format.rate(data.rateOf(item.partition)));
   row.replicaCells ??= new Map();
   updateCells(row, item, storages);
 }
@@ -420,15 +422,15 @@ function updateCells(row, item, storages) {
       row.replicaCells.delete(address);
     }
   }
-  let before = row.children[FIXED.length - 1];
+  let previousCell = row.children[FIXED.length - 1];
   for (const address of storages) {
     let cell = row.replicaCells.get(address);
     if (cell === undefined) {
       cell = el("td", { class: "replica", "data-storage": address }, stateMark("none"));
       row.replicaCells.set(address, cell);
     }
-    if (before.nextSibling !== cell) before.after(cell);
-    before = cell;
+    if (previousCell.nextSibling !== cell) previousCell.after(cell);
+    previousCell = cell;
     const replica = replicas.get(address);
     setState(cell.firstChild, replica?.state ?? "none");
     setAttribute(cell, "title", replica ? replica.reason || null : null);

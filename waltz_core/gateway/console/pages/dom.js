@@ -37,25 +37,25 @@ export function setHidden(node, isHidden) {
 // Make the children of `parent` equal to `items`; `create` and `update` get (item) and (node, item).
 export function keyed(parent, items, { key, create, update }) {
   parent.keyedNodes ??= new Map();
-  const known = parent.keyedNodes;
-  const wanted = new Set(items.map((item) => String(key(item))));
-  for (const [each, node] of known) {
-    if (!wanted.has(each)) {
+  const nodesByKey = parent.keyedNodes;
+  const keys = new Set(items.map((item) => String(key(item))));
+  for (const [existingKey, node] of nodesByKey) {
+    if (!keys.has(existingKey)) {
       node.remove();
-      known.delete(each);
+      nodesByKey.delete(existingKey);
     }
   }
-  let place = parent.firstChild;
+  let nextNode = parent.firstChild;
   for (const item of items) {
-    const name = String(key(item));
-    let node = known.get(name);
+    const itemKey = String(key(item));
+    let node = nodesByKey.get(itemKey);
     if (node === undefined) {
       node = create(item);
-      known.set(name, node);
+      nodesByKey.set(itemKey, node);
     }
     update?.(node, item);
-    if (node === place) place = place.nextSibling;
-    else parent.insertBefore(node, place);
+    if (node === nextNode) nextNode = nextNode.nextSibling;
+    else parent.insertBefore(node, nextNode);
   }
 }
 
@@ -76,7 +76,7 @@ export function part(tag, name, attributes = {}, ...children) {
 
 // A table that scrolls in its own box; a column that starts with # has numbers.
 export function scrollTable({ caption, id, columns, body }, attributes = {}) {
-  const heads = columns.map((each) =>
+  const headerCells = columns.map((each) =>
     el(
       "th",
       { scope: "col", class: each.startsWith("#") ? "number" : null },
@@ -90,7 +90,7 @@ export function scrollTable({ caption, id, columns, body }, attributes = {}) {
       "table",
       { id },
       el("caption", { class: "visually-hidden" }, caption),
-      el("thead", {}, el("tr", {}, ...heads)),
+      el("thead", {}, el("tr", {}, ...headerCells)),
       body,
     ),
   );
@@ -98,7 +98,7 @@ export function scrollTable({ caption, id, columns, body }, attributes = {}) {
 
 export const hiddenText = (text) => el("span", { class: "visually-hidden" }, text);
 
-// Symbols and words of all states; the color comes from the level.
+// The symbol, the word and the level of each state; the level determines the color.
 const STATES = {
   up: ["✓", "up", "good"],
   down: ["✕", "down", "bad"],
@@ -121,10 +121,10 @@ const STATES = {
 };
 
 // A state of a newer gateway, or a hostile one, is shown as it is.
-const look = (state) =>
+const styleOf = (state) =>
   Object.hasOwn(STATES, state) ? STATES[state] : ["?", String(state), "muted"];
 
-export const stateWord = (state) => look(state)[1];
+export const stateWord = (state) => styleOf(state)[1];
 
 export function stateMark(state, attributes = {}) {
   const node = el(
@@ -138,11 +138,11 @@ export function stateMark(state, attributes = {}) {
 }
 
 export function setState(node, state, word = null) {
-  const [symbol, usual, level] = look(state);
+  const [symbol, defaultWord, level] = styleOf(state);
   setAttribute(node, "data-state", state);
   setAttribute(node, "data-level", level);
   setText(node.firstChild, symbol);
-  setText(node.lastChild, word ?? usual);
+  setText(node.lastChild, word ?? defaultWord);
 }
 
 export function copyButton(textOf, label = "Copy") {
@@ -211,13 +211,13 @@ export function sparkline() {
 // `points` are [ms, value] in the order of time; the axis ends at the last point.
 export function drawSparkline(svg, points, { span_ms, label }) {
   setAttribute(svg, "aria-label", label);
-  const last = points.length === 0 ? 0 : points[points.length - 1][0];
-  const shown = points.filter(([ms]) => ms >= last - span_ms);
-  const top = shown.reduce((highest, [, value]) => Math.max(highest, value * 1.1), 1e-9);
-  const place = ([ms, value]) =>
-    `${(WIDTH * (1 - (last - ms) / span_ms)).toFixed(1)},${(HEIGHT - 2 - (HEIGHT - 4) * (value / top)).toFixed(1)}`;
-  const line = shown.length < 2 ? "" : `M${shown.map(place).join("L")}`;
-  const first = shown.length < 2 ? "" : place(shown[0]).split(",")[0];
-  setAttribute(svg.firstChild, "d", line && `${line}L${WIDTH},${HEIGHT}L${first},${HEIGHT}Z`);
+  const end_ms = points.length === 0 ? 0 : points[points.length - 1][0];
+  const shownPoints = points.filter(([ms]) => ms >= end_ms - span_ms);
+  const maximum = shownPoints.reduce((highest, [, value]) => Math.max(highest, value * 1.1), 1e-9);
+  const pointText = ([ms, value]) =>
+    `${(WIDTH * (1 - (end_ms - ms) / span_ms)).toFixed(1)},${(HEIGHT - 2 - (HEIGHT - 4) * (value / maximum)).toFixed(1)}`;
+  const line = shownPoints.length < 2 ? "" : `M${shownPoints.map(pointText).join("L")}`;
+  const startX = shownPoints.length < 2 ? "" : pointText(shownPoints[0]).split(",")[0];
+  setAttribute(svg.firstChild, "d", line && `${line}L${WIDTH},${HEIGHT}L${startX},${HEIGHT}Z`);
   setAttribute(svg.lastChild, "d", line);
 }

@@ -62,7 +62,7 @@ export function findingsPage(root) {
     list: el("ul", { class: "findings", id: "findings-list" }),
     check: el(
       "button",
-      { type: "button", id: "check-again", click: () => polling.hurry() },
+      { type: "button", id: "check-again", click: () => polling.pollNow() },
       "Check again",
     ),
     reason: el("p", { class: "note", hidden: true }),
@@ -99,11 +99,12 @@ function show(page) {
   const reason = data.cluster()?.cannot_change_reason ?? "";
   setText(page.reason, `You cannot run changes from the console: ${reason}`);
   setHidden(page.reason, canChange || reason === "");
-  const seen = new Map();
+  const countByName = new Map();
   const items = (state.answer?.findings ?? []).map((each) => {
     const name = JSON.stringify([each.name, each.subject, each.partition]);
-    seen.set(name, (seen.get(name) ?? 0) + 1);
-    return { ...each, key: `${name} ${seen.get(name)}`, canRun: canChange && each.change !== null };
+    countByName.set(name, (countByName.get(name) ?? 0) + 1);
+    const canRun = canChange && each.change !== null;
+    return { ...each, key: `${name} ${countByName.get(name)}`, canRun };
   });
   keyed(page.list, items, { key: (each) => each.key, create: createItem, update: updateItem });
 }
@@ -112,8 +113,8 @@ function statusText() {
   if (state.answer === null)
     return state.isChecking ? "The gateway checks the cluster. This takes up to 5 s." : "";
   const number = state.answer.findings.length;
-  const found = number === 0 ? "No findings." : `${format.count(number, "finding")}.`;
-  return `${found} Checked at ${format.clock(state.answer.time_ms)}, again every ${POLL_MS / 1000} s.`;
+  const countText = number === 0 ? "No findings." : `${format.count(number, "finding")}.`;
+  return `${countText} Checked at ${format.clock(state.answer.time_ms)}, again every ${POLL_MS / 1000} s.`;
 }
 
 function createItem(finding) {
@@ -157,9 +158,9 @@ function createItem(finding) {
 
 function updateItem(node, finding) {
   node.finding = finding;
-  const named = parts(node);
-  setText(named.sentence, finding.sentence);
-  setText(named.command, finding.command ?? "");
-  setHidden(named.command_row, !finding.command && !finding.canRun);
-  setHidden(named.run, !finding.canRun);
+  const nodes = parts(node);
+  setText(nodes.sentence, finding.sentence);
+  setText(nodes.command, finding.command ?? "");
+  setHidden(nodes.command_row, !finding.command && !finding.canRun);
+  setHidden(nodes.run, !finding.canRun);
 }

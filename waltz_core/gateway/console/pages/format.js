@@ -56,8 +56,8 @@ export function time(ms, { hasMilliseconds = false } = {}) {
   const date = new Date(ms);
   if (Number.isNaN(date.getTime())) return String(ms);
   const [day, month, year] = DAY.format(date).split("/");
-  const rest = hasMilliseconds ? `.${String(date.getMilliseconds()).padStart(3, "0")}` : "";
-  return `${year}-${month}-${day} ${TIME.format(date)}${rest}`;
+  const fraction = hasMilliseconds ? `.${String(date.getMilliseconds()).padStart(3, "0")}` : "";
+  return `${year}-${month}-${day} ${TIME.format(date)}${fraction}`;
 }
 
 export const clock = (ms) => TIME.format(new Date(ms));
@@ -72,19 +72,19 @@ export function duration(ms) {
 export function timeZone() {
   const minutes = -new Date().getTimezoneOffset();
   const hours = `${Math.floor(Math.abs(minutes) / 60)}`.padStart(2, "0");
-  const rest = `${Math.abs(minutes) % 60}`.padStart(2, "0");
+  const restMinutes = `${Math.abs(minutes) % 60}`.padStart(2, "0");
   const name = Intl.DateTimeFormat().resolvedOptions().timeZone ?? "local time";
-  return `${name}, UTC${minutes < 0 ? "-" : "+"}${hours}:${rest}`;
+  return `${name}, UTC${minutes < 0 ? "-" : "+"}${hours}:${restMinutes}`;
 }
 
-// [0, 1, 2, 5] -> "0-2, 5"; after `most` ranges the rest is a number
-export function ranges(numbers, most = 10) {
+// [0, 1, 2, 5] -> "0-2, 5"; after `countMax` ranges, the remaining ones are counted
+export function ranges(numbers, countMax = 10) {
   const sorted = [...numbers].sort((a, b) => a - b);
   const texts = [];
   for (let start = 0; start < sorted.length;) {
     let end = start;
     while (end + 1 < sorted.length && sorted[end + 1] === sorted[end] + 1) end += 1;
-    if (texts.length === most) {
+    if (texts.length === countMax) {
       texts.push(`and ${sorted.length - start} more`);
       break;
     }
@@ -114,10 +114,11 @@ export function shortNames(addresses) {
 
 // "0-2,5" or "all" -> the partitions, or an error text
 export function parsePartitions(text, partitionCount) {
-  const compact = text.replace(/\s+/g, "");
-  if (compact === "all") return { partitions: [...Array(partitionCount ?? 0).keys()], error: "" };
-  const found = new Set();
-  for (const each of compact.split(",")) {
+  const compactText = text.replace(/\s+/g, "");
+  if (compactText === "all")
+    return { partitions: [...Array(partitionCount ?? 0).keys()], error: "" };
+  const numbers = new Set();
+  for (const each of compactText.split(",")) {
     const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(each);
     if (match === null)
       return {
@@ -133,49 +134,50 @@ export function parsePartitions(text, partitionCount) {
         error: `The cluster has no partition ${last}; the last one is ${partitionCount - 1}.`,
       };
     }
-    for (let number = first; number <= last && found.size < 100000; number += 1) found.add(number);
+    for (let number = first; number <= last && numbers.size < 100000; number += 1)
+      numbers.add(number);
   }
-  return { partitions: [...found].sort((a, b) => a - b), error: "" };
+  return { partitions: [...numbers].sort((a, b) => a - b), error: "" };
 }
 
 // Indent JSON without parsing it: numbers stay exact, and a shortened document is indented, too.
 export function indentJson(text) {
-  const out = [];
+  const parts = [];
   let depth = 0;
   let at = 0;
-  const newLine = () => out.push("\n", "  ".repeat(Math.min(depth, 40)));
+  const newLine = () => parts.push("\n", "  ".repeat(Math.min(depth, 40)));
   while (at < text.length) {
     const char = text[at];
     if (char === '"') {
       let end = at + 1;
       while (end < text.length && text[end] !== '"') end += text[end] === "\\" ? 2 : 1;
-      out.push(text.slice(at, end + 1));
+      parts.push(text.slice(at, end + 1));
       at = end + 1;
       continue;
     }
-    const closed = /^[[{]\s*[\]}]/.exec(text.slice(at, at + 40));
-    if (closed !== null) {
-      out.push(char, closed[0][closed[0].length - 1]);
-      at += closed[0].length;
+    const emptyContainer = /^[[{]\s*[\]}]/.exec(text.slice(at, at + 40));
+    if (emptyContainer !== null) {
+      parts.push(char, emptyContainer[0][emptyContainer[0].length - 1]);
+      at += emptyContainer[0].length;
       continue;
     }
     if (char === "{" || char === "[") {
-      out.push(char);
+      parts.push(char);
       depth += 1;
       newLine();
     } else if (char === "}" || char === "]") {
       depth = Math.max(0, depth - 1);
       newLine();
-      out.push(char);
+      parts.push(char);
     } else if (char === ",") {
-      out.push(char);
+      parts.push(char);
       newLine();
     } else if (char === ":") {
-      out.push(": ");
+      parts.push(": ");
     } else if (!/\s/.test(char)) {
-      out.push(char);
+      parts.push(char);
     }
     at += 1;
   }
-  return out.join("");
+  return parts.join("");
 }

@@ -154,14 +154,14 @@ function show(page, partition) {
   setState(page.state, item.state);
   setText(page.error, item.error);
   setHidden(page.error, !item.error);
-  const named = parts(page.facts);
-  setText(named.high_water, format.mark(item.high_water_mark));
+  const nodes = parts(page.facts);
+  setText(nodes.high_water, format.mark(item.high_water_mark));
   setText(
-    named.archived,
+    nodes.archived,
     item.archived_mark === -1 ? "nothing is archived" : format.integer(item.archived_mark),
   );
-  setText(named.session, format.integer(item.session_id));
-  setText(named.owner, item.owner ?? "no owner");
+  setText(nodes.session, format.integer(item.session_id));
+  setText(nodes.owner, item.owner ?? "no owner");
   const points = data.ratePoints(partition);
   setText(page.rate, format.rate(data.rateOf(partition)));
   drawSparkline(page.line, points, { span_ms: data.SPARKLINE_MS, label: data.rateLabel(points) });
@@ -195,11 +195,11 @@ const replicaRow = ({ storage }) =>
   );
 
 function updateReplica(row, item) {
-  const named = parts(row);
-  setState(named.state, item.state);
-  setText(named.last, format.mark(item.last_id));
-  setText(named.lag, item.lag === null ? format.NONE : format.count(item.lag, "transaction"));
-  setText(named.reason, item.reason ?? "");
+  const nodes = parts(row);
+  setState(nodes.state, item.state);
+  setText(nodes.last, format.mark(item.last_id));
+  setText(nodes.lag, item.lag === null ? format.NONE : format.count(item.lag, "transaction"));
+  setText(nodes.reason, item.reason ?? "");
 }
 
 function showActions(page, cluster, item) {
@@ -247,20 +247,20 @@ async function loadRejections(page, partition, signal) {
 function rejectedClientsText(rejections) {
   const counts = new Map();
   for (const { client_id } of rejections) counts.set(client_id, (counts.get(client_id) ?? 0) + 1);
-  const sorted = [...counts].sort(([, a], [, b]) => b - a);
-  const named = sorted
+  const sortedClients = [...counts].sort(([, a], [, b]) => b - a);
+  const clientTexts = sortedClients
     .slice(0, CLIENTS_MAX)
     .map(([client, number]) => `${client} (${format.integer(number)})`);
-  const rest = sorted.length - named.length;
-  return `Most rejected clients: ${named.join(", ")}${rest > 0 ? ` and ${format.integer(rest)} more` : ""}.`;
+  const otherCount = sortedClients.length - clientTexts.length;
+  return `Most rejected clients: ${clientTexts.join(", ")}${otherCount > 0 ? ` and ${format.integer(otherCount)} more` : ""}.`;
 }
 
 function showRejections(page, partition, rejections) {
-  const seen = new Map();
+  const countByName = new Map();
   const items = rejections.map((each) => {
     const name = `${each.request_id} ${each.time_ms}`;
-    seen.set(name, (seen.get(name) ?? 0) + 1);
-    return { ...each, name: `${name} ${seen.get(name)}` };
+    countByName.set(name, (countByName.get(name) ?? 0) + 1);
+    return { ...each, name: `${name} ${countByName.get(name)}` };
   });
   keyed(page.rejections, items, {
     key: (each) => each.name,

@@ -19,7 +19,7 @@ export class GatewayError extends Error {
     this.fields = fields;
   }
 
-  // false: the gateway has not answered, so its state is not known
+  // false: the gateway has not answered, so its state is unknown
   get isAnswer() {
     return this.status !== 0;
   }
@@ -106,11 +106,12 @@ async function read(response) {
   );
 }
 
-// Call `task(signal)` every `interval_ms()` (rule 1). Returns functions to stop it and to hurry.
+// Call `task(signal)` every `interval_ms()` (rule 1). Return functions that stop it, and that poll
+// at once.
 export function poll(task, interval_ms) {
   const control = new AbortController();
   let wake = () => {};
-  let isHurried = false;
+  let isPollRequested = false;
   const pause = (ms) =>
     new Promise((resolve) => {
       const timer = setTimeout(resolve, ms);
@@ -123,7 +124,7 @@ export function poll(task, interval_ms) {
   document.addEventListener("visibilitychange", onVisible);
   const run = async () => {
     while (!control.signal.aborted) {
-      const begun = performance.now();
+      const start_ms = performance.now();
       if (document.visibilityState === "visible") {
         try {
           await task(control.signal);
@@ -132,14 +133,15 @@ export function poll(task, interval_ms) {
         }
       }
       if (control.signal.aborted) break;
-      if (!isHurried) await pause(Math.max(50, interval_ms() - (performance.now() - begun)));
-      isHurried = false;
+      if (!isPollRequested)
+        await pause(Math.max(50, interval_ms() - (performance.now() - start_ms)));
+      isPollRequested = false;
     }
   };
   run();
   return {
-    hurry: () => {
-      isHurried = true; // also if a request is under way: its answer may be too old
+    pollNow: () => {
+      isPollRequested = true; // also if a request is under way: its answer may be too old
       wake();
     },
     stop: () => {

@@ -41,9 +41,9 @@ function showButtons() {
 export function askForToken(problem) {
   if (state.pending !== null) return state.pending;
   const dialog = find("token-dialog");
-  const shown = state.token === "" ? "" : problem;
-  setText(find("token-problem"), shown);
-  setHidden(find("token-problem"), shown === "");
+  const problemText = state.token === "" ? "" : problem;
+  setText(find("token-problem"), problemText);
+  setHidden(find("token-problem"), problemText === "");
   find("token-field").value = "";
   state.pending = new Promise((resolve) => {
     state.finish = (isDeclined) => {

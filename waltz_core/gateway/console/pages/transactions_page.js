@@ -70,7 +70,7 @@ function build(root, { partition, replaceQuery, pushQuery }) {
   );
   page.box.addEventListener(
     "scroll",
-    () => page.following !== null && page.isPaused && !isReading(page) && page.following.hurry(),
+    () => page.following !== null && page.isPaused && !isReading(page) && page.following.pollNow(),
   );
   root.append(
     el(
@@ -108,7 +108,7 @@ function jumpForms(page) {
     placeholder: "7,8",
     "aria-describedby": "header-help",
   });
-  const form = (id, label, field, button, action, extra = null) =>
+  const form = (id, label, field, buttonText, action, help = null) =>
     el(
       "form",
       {
@@ -122,8 +122,8 @@ function jumpForms(page) {
         },
       },
       el("label", { for: field.id }, label),
-      el("div", { class: "joined" }, field, el("button", { type: "submit" }, button)),
-      extra,
+      el("div", { class: "joined" }, field, el("button", { type: "submit" }, buttonText)),
+      help,
     );
   return el(
     "div",
@@ -199,9 +199,9 @@ function readQuery(page, query) {
   page.following?.stop();
   page.following = null;
   page.loading?.abort();
-  page.first = numberOf(query.get("first"));
-  page.last = numberOf(query.get("last"));
-  page.open = numberOf(query.get("open"));
+  page.first = digitsOrNull(query.get("first"));
+  page.last = digitsOrNull(query.get("last"));
+  page.open = digitsOrNull(query.get("open"));
   page.header = (query.get("header") ?? "").replace(/\s+/g, "");
   page.headerField.value = page.header;
   page.isFollowing = query.get("follow") === "1";
@@ -212,7 +212,7 @@ function readQuery(page, query) {
   else loadPage(page);
 }
 
-const numberOf = (text) => (/^\d{1,18}$/.test(text ?? "") ? text : null);
+const digitsOrNull = (text) => (/^\d{1,18}$/.test(text ?? "") ? text : null);
 
 function pathOf(page, { first = null, last = null, count }) {
   const query = new URLSearchParams({ count });
@@ -280,37 +280,37 @@ const enable = (button, isEnabled) =>
 
 function showStatus(page, answer) {
   const rows = page.rows;
-  const filtered = page.header === "" ? "" : ` with header ${page.header}`;
+  const filterText = page.header === "" ? "" : ` with header ${page.header}`;
   setHidden(page.box, rows.length === 0);
   setHidden(page.empty, rows.length > 0);
-  setText(page.empty, emptyText(page, answer, filtered));
-  const shown =
+  setText(page.empty, emptyText(page, answer, filterText));
+  const shownText =
     rows.length === 0
       ? ""
-      : `${format.count(rows.length, "transaction")}${filtered}: ${rows[0].id} to ${rows[rows.length - 1].id}. `;
-  const log =
+      : `${format.count(rows.length, "transaction")}${filterText}: ${rows[0].id} to ${rows[rows.length - 1].id}. `;
+  const logText =
     answer.high_water_mark < answer.first_available
       ? "The log has no available transactions."
       : `The log has ${answer.first_available} to ${answer.high_water_mark}.`;
   setText(
     page.status,
     page.isFollowing
-      ? `Following the tail${filtered}, ${format.count(rows.length, "row")}. High-water mark: ${answer.high_water_mark}.`
-      : `${shown}${log}`,
+      ? `Following the tail${filterText}, ${format.count(rows.length, "row")}. High-water mark: ${answer.high_water_mark}.`
+      : `${shownText}${logText}`,
   );
   setAttribute(page.status, "aria-live", page.isFollowing ? "off" : "polite");
 }
 
-function emptyText(page, answer, filtered) {
-  if (page.isFollowing) return `Waiting for transactions${filtered}…`;
+function emptyText(page, answer, filterText) {
+  if (page.isFollowing) return `Waiting for transactions${filterText}…`;
   if (page.first !== null && Number(page.first) > answer.high_water_mark)
     return `The log has no transaction ${page.first} yet.`;
   if (page.first !== null && answer.next <= answer.high_water_mark)
-    return `There are no transactions${filtered} from ${page.first} to ${answer.next - 1}. Select Newer to continue.`;
+    return `There are no transactions${filterText} from ${page.first} to ${answer.next - 1}. Select Newer to continue.`;
   if (page.previous >= answer.first_available) {
-    return `There are no transactions${filtered} from ${page.previous + 1} on. Select Older to continue.`;
+    return `There are no transactions${filterText} from ${page.previous + 1} on. Select Older to continue.`;
   }
-  return `There are no transactions${filtered} here.`;
+  return `There are no transactions${filterText} here.`;
 }
 
 // ---- jumps -------------------------------------------------------------------------------------
@@ -321,7 +321,8 @@ function fail(page, message, hint = "") {
 
 function jumpToId(page) {
   const id = page.idField.value.replace(/[\s,]+/g, ""); // pasted with separators
-  if (numberOf(id) === null) fail(page, "this is not a transaction ID", "Enter a whole number.");
+  if (digitsOrNull(id) === null)
+    fail(page, "this is not a transaction ID", "Enter a whole number.");
   else go(page, { first: id, open: id });
 }
 
@@ -418,7 +419,7 @@ async function followOnce(page, signal) {
   }
 }
 
-// Following never moves rows away from a user who has scrolled back, or has selected text.
+// Following does not move the rows while the user has scrolled back or has selected text.
 function isReading({ box }) {
   if (box.hidden) return false;
   const selection = getSelection();
@@ -433,7 +434,7 @@ function addFollowed(page, answer, { isStart }) {
   page.next = answer.next;
   page.mark = answer.high_water_mark;
   page.isLate = answer.next <= answer.high_water_mark;
-  // With a filter, only the transactions between the rows are many.
+  // With a filter, few rows are shown even if many transactions are between them.
   if (page.header === "" && answer.high_water_mark - answer.next > SKIP_OVER) {
     addGap(page, answer.high_water_mark - answer.next);
     page.next = answer.high_water_mark - PAGE_SIZE + 1;
@@ -542,8 +543,8 @@ function toggle(item, isOpen) {
 function createDetail({ id, transaction, page }) {
   const text = String(transaction.text ?? "");
   const isJson = transaction.format === "json" || /^\s*[{[]/.test(text);
-  const shown = isJson ? format.indentJson(text) : text;
-  const note = transaction.is_shortened ? " The gateway has shortened the payload." : "";
+  const shownText = isJson ? format.indentJson(text) : text;
+  const shortenedNote = transaction.is_shortened ? " The gateway has shortened the payload." : "";
   return el(
     "tr",
     { class: "detail", "data-detail": id },
@@ -556,17 +557,17 @@ function createDetail({ id, transaction, page }) {
         el(
           "p",
           { class: "meta" },
-          `${transaction.format}, ${format.count(transaction.size, "byte")}.${note}`,
-          copyButton(() => shown, "Copy payload"),
+          `${transaction.format}, ${format.count(transaction.size, "byte")}.${shortenedNote}`,
+          copyButton(() => shownText, "Copy payload"),
           el(
             "a",
             { href: `#/partitions/${page.partition}/transactions?first=${id}&open=${id}` },
             "Link to this transaction",
           ),
         ),
-        shown === ""
+        shownText === ""
           ? el("p", { class: "empty" }, "The payload has no text.")
-          : el("pre", { tabindex: "0", "aria-label": `Payload of transaction ${id}` }, shown),
+          : el("pre", { tabindex: "0", "aria-label": `Payload of transaction ${id}` }, shownText),
       ),
     ),
   );

@@ -1,4 +1,4 @@
-"""Columns that are found in payloads do not depend on the limits of batches."""
+"""Columns inferred from payloads do not depend on the limits of batches."""
 
 import json
 import tempfile
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables.delta_table import FollowedDeltaTable
-from waltz_core.tables.followed_log import compute_found_changes
+from waltz_core.tables.followed_log import compute_changes_inferring_columns
 from waltz_core.tables.follower import Follower, TableProgress
-from waltz_core.tables.found_columns import COLUMNS_MAX, with_found_columns
+from waltz_core.tables.inferred_columns import COLUMNS_MAX, with_inferred_columns
 from waltz_core.tables.row_changes import ChangeRules, parse_condition
 from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks
 
@@ -40,7 +40,7 @@ def log_rows(*payloads: Any, first: int = 0) -> pa.Table:
 
 
 def columns_of(*payloads: Any, known: pa.Schema = NONE) -> pa.Table:
-    found = with_found_columns(log_rows(*payloads), known, "json")
+    found = with_inferred_columns(log_rows(*payloads), known, "json")
     return found.select(found.schema.names[3:])
 
 
@@ -131,7 +131,7 @@ class FoundLog:
         start = starts[0][0] + 1
         rows = log_rows(*self._payloads[start : ends[0] + 1], first=start)
         parts = [rows.slice(at, 2) for at in range(0, rows.num_rows, 2)]
-        return [compute_found_changes(parts, self.rules, self._table.columns(), "json")]
+        return [compute_changes_inferring_columns(parts, self.rules, self._table.columns(), "json")]
 
     def wait(self) -> None:
         raise AssertionError("the log has an end")

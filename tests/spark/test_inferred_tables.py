@@ -1,4 +1,4 @@
-"""Delta tables of Spark whose columns are found in payloads are those of the core's follower."""
+"""Delta tables of Spark with inferred columns equal those of the core's follower."""
 
 import json
 import re
@@ -44,31 +44,31 @@ def without_spark(connect: str, table: Path, start: dict[int, int], *more: str) 
     )
 
 
-def found_rows(table: Path) -> dict[int, dict]:
+def rows_of_table(table: Path) -> dict[int, dict]:
     rows = DeltaTable(table).to_pyarrow_table().to_pylist()
     return {row["id"]: row for row in rows}
 
 
-def found_columns(table: Path) -> dict[str, str]:
+def inferred_columns(table: Path) -> dict[str, str]:
     return {part.name: str(part.type) for part in DeltaTable(table).schema().fields}
 
 
 @pytest.mark.versions
-def test_columns_are_found_as_without_spark_wherever_batches_end(
+def test_spark_infers_the_same_columns_as_the_core_for_all_batch_limits(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     start = started(connect, *((0, row) for row in ROWS))
     place = {"key": "id", "delete_where": "_d", "until": "now"}
     table = tmp_path / "without Spark"
     assert without_spark(connect, table, start).returncode == 0
-    expected = found_rows(table), found_columns(table)
+    expected = rows_of_table(table), inferred_columns(table)
     assert len(expected[1]) == 10
     for number, limits in enumerate(
         ({}, {"batch_transactions": 1}, {"batch_transactions": 3, "minPartitions": 2})
     ):
         table = tmp_path / str(number)
         marks = waltz_spark.follow(spark, connect, table=str(table), start=start, **place, **limits)
-        assert (found_rows(table), found_columns(table)) == expected, limits
+        assert (rows_of_table(table), inferred_columns(table)) == expected, limits
         newest = DeltaTable(table).history(1)[0]["userMetadata"]
         assert dict(decode_marks(newest).marks) == marks
     # Either follower continues it, with new columns.
@@ -79,9 +79,9 @@ def test_columns_are_found_as_without_spark_wherever_batches_end(
     started(connect, (0, {"id": 7, "newest": b""}))
     waltz_spark.follow(spark, connect, table=str(table), **place)
     assert without_spark(connect, tmp_path / "all", start).returncode == 0
-    assert (found_rows(table), found_columns(table)) == (
-        found_rows(tmp_path / "all"),
-        found_columns(tmp_path / "all"),
+    assert (rows_of_table(table), inferred_columns(table)) == (
+        rows_of_table(tmp_path / "all"),
+        inferred_columns(tmp_path / "all"),
     )
 
 
@@ -97,7 +97,7 @@ def test_a_table_without_columns_is_continued(
     started(connect, (0, {"id": 1, "value": 5}))
     for table in tables:
         waltz_spark.follow(spark, connect, table=str(table), **place)
-        assert found_rows(table)[1]["value"] == 5
+        assert rows_of_table(table)[1]["value"] == 5
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_table_without_columns_is_continued(
         [(0, {"id": 1, "a": {"b": [[1], ["x"]]}})],
         [(0, {"id": 1}), (0, {"a": 1})],
         [(0, {"id": 1, "A": 5, "a": 5})],
-        # `tests/unit/tables/test_found_columns.py` has the same errors without Spark.
+        # `tests/unit/tables/test_inferred_columns.py` has the same errors without Spark.
         *(
             pytest.param(rows, marks=pytest.mark.slow)
             for rows in (
@@ -121,7 +121,7 @@ def test_a_table_without_columns_is_continued(
         ),
     ],
 )
-def test_columns_that_are_not_found_fail_as_without_spark_and_leave_no_table(
+def test_failed_inference_raises_the_errors_of_the_core_and_leaves_no_table(
     spark: SparkSession, connect: str, tmp_path: Path, rows: list[tuple[int, dict]]
 ) -> None:
     start = started(connect, *rows)
@@ -159,4 +159,4 @@ def test_tasks_that_find_a_column_in_another_order_than_the_log_agree(
     waltz_spark.follow(
         spark, connect, table=str(table), key="id", start=start, until="now", minPartitions=3
     )
-    assert {row["id"]: row["a"] for row in found_rows(table).values()} == {1: [1], 2: [], 3: []}
+    assert {row["id"]: row["a"] for row in rows_of_table(table).values()} == {1: [1], 2: [], 3: []}

@@ -1,4 +1,4 @@
-"""Finds the columns of a table in payloads, if the columns are not declared.
+"""Infers the columns of a table from payloads, if the columns are not declared.
 
 Rules:
     1. The type of a column is that of its first value: boolean, 64-bit integer, double, text,
@@ -50,15 +50,17 @@ _TYPE_NAMES = {
 
 
 class _Mismatch(Exception):
-    """A value that does not fit: the path of its column, the expected and the found value."""
+    """A value that does not fit: the path of its column, the expected and the actual value."""
 
 
-def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -> ArrowTable:
-    """Return rows with the columns found in their payloads, in place of `data`.
+def with_inferred_columns(
+    rows: ArrowTable, known_columns: ArrowSchema, data_format: str
+) -> ArrowTable:
+    """Return rows with the columns inferred from their payloads, in place of `data`.
 
     Args:
         rows: transactions with the columns `LOG_COLUMNS` and `data`.
-        known: the columns that the table has so far; the result has all of them.
+        known_columns: the columns that the table has so far; the result has all of them.
         data_format: `msgpack` or `json`.
 
     Raises:
@@ -67,21 +69,22 @@ def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -
     data = rows["data"].combine_chunks()
     partitions, ids = rows["partition"], rows["transaction_id"]
 
-    def where(row: int) -> str:
+    def position_text(row: int) -> str:
         return f"partition {partitions[row]}, transaction {ids[row]}"
 
-    types: dict[str, ArrowType] = {part.name: part.type for part in known}
-    for row, payload in enumerate(Unpacker([], data_format).decoded(data, where)):
+    types: dict[str, ArrowType] = {part.name: part.type for part in known_columns}
+    for row, payload in enumerate(Unpacker([], data_format).decoded(data, position_text)):
         try:
             _add_payload(types, payload)
         except _Mismatch as error:
-            path, expected, found = error.args
+            path, expected, found_text = error.args
             raise BadFormat(
-                f"{where(row)}, column {path!r}: expected {expected}, found {found}. Hint: "
+                f"{position_text(row)}, column {path!r}: expected {expected}, found {found_text}. "
+                "Hint: "
                 "declare the columns of the table."
             ) from None
     fields = [pa.field(name, kind) for name, kind in types.items()]
-    columns = Unpacker(fields, data_format, is_case_sensitive=True).columns(data, where)
+    columns = Unpacker(fields, data_format, is_case_sensitive=True).columns(data, position_text)
     log = rows.select(LOG_COLUMNS)
     return pa.table([*log.columns, *columns], schema=pa.schema([*log.schema, *fields]))
 
@@ -91,17 +94,17 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
     for name, value in payload.items():
         if value is None:
             continue
-        known = types.get(name)
-        if known is not None and _ARROW_TYPES.get(type(value)) == known:
+        known_type = types.get(name)
+        if known_type is not None and _ARROW_TYPES.get(type(value)) == known_type:
             continue  # nearly all values
         if not isinstance(name, str) or name.lower() in _RESERVED_NAMES:
             raise _Mismatch(
                 name, f"text that is none of {', '.join(sorted(_RESERVED_NAMES))}", repr(name)
             )
-        grown = _widen_type(known, value, name)
-        if grown == known:
+        widened = _widen_type(known_type, value, name)
+        if widened == known_type:
             continue
-        types[name] = grown
+        types[name] = widened
         if field_count(types.values()) > COLUMNS_MAX:
             raise _Mismatch(name[:200], f"at most {COLUMNS_MAX} columns and fields of maps", "more")
 
@@ -113,28 +116,36 @@ def field_count(types: Iterable[ArrowType]) -> int:
     )
 
 
-def _widen_type(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:
+def _widen_type(
+    known_type: ArrowType | None, value: object, path: str, level: int = 1
+) -> ArrowType:
     """Return the type of a column after one more value (rules 1 to 3)."""
     if level > LEVELS_MAX:
         raise _Mismatch(path[:200], f"at most {LEVELS_MAX} levels of lists and maps", "more")
     if isinstance(value, list):
-        return _widen_list(known, value, path, level)
+        return _widen_list(known_type, value, path, level)
     if isinstance(value, dict):
-        return _widen_struct(known, value, path, level)
-    found = _ARROW_TYPES.get(type(value))
-    if known is not None and known not in _TYPE_NAMES and not pa.types.is_nested(known):
-        return known  # the column was declared: the conversion checks the value
-    if found is None or known not in (None, found):
-        expected = "a boolean, a number, text, binary, a list or a map" if known is None else ""
-        shown = type(value).__name__ if found is None else _TYPE_NAMES[found]
-        raise _Mismatch(path, expected or _type_text(known), shown)
-    return found
+        return _widen_struct(known_type, value, path, level)
+    arrow_type = _ARROW_TYPES.get(type(value))
+    if (
+        known_type is not None
+        and known_type not in _TYPE_NAMES
+        and not pa.types.is_nested(known_type)
+    ):
+        return known_type  # the column was declared: the conversion checks the value
+    if arrow_type is None or known_type not in (None, arrow_type):
+        expected = (
+            "a boolean, a number, text, binary, a list or a map" if known_type is None else ""
+        )
+        type_name = type(value).__name__ if arrow_type is None else _TYPE_NAMES[arrow_type]
+        raise _Mismatch(path, expected or _type_text(known_type), type_name)
+    return arrow_type
 
 
-def _widen_list(known: ArrowType | None, value: list[Any], path: str, level: int) -> ArrowType:
-    if known is not None and not pa.types.is_list(known):
-        raise _Mismatch(path, _type_text(known), "a list")
-    item = None if known is None else known.value_type
+def _widen_list(known_type: ArrowType | None, value: list[Any], path: str, level: int) -> ArrowType:
+    if known_type is not None and not pa.types.is_list(known_type):
+        raise _Mismatch(path, _type_text(known_type), "a list")
+    item = None if known_type is None else known_type.value_type
     for each in value:
         if each is not None:
             item = _widen_type(item, each, f"{path}[]", level + 1)
@@ -144,11 +155,11 @@ def _widen_list(known: ArrowType | None, value: list[Any], path: str, level: int
 
 
 def _widen_struct(
-    known: ArrowType | None, value: dict[Any, Any], path: str, level: int
+    known_type: ArrowType | None, value: dict[Any, Any], path: str, level: int
 ) -> ArrowType:
-    if known is not None and not pa.types.is_struct(known):
-        raise _Mismatch(path, _type_text(known), "a map")
-    fields = {} if known is None else {part.name: part.type for part in known}
+    if known_type is not None and not pa.types.is_struct(known_type):
+        raise _Mismatch(path, _type_text(known_type), "a map")
+    fields = {} if known_type is None else {part.name: part.type for part in known_type}
     for name, each in value.items():
         if not isinstance(name, str):
             raise _Mismatch(path, "text as key of a map", repr(name))

@@ -1,10 +1,10 @@
-"""The changes in a part of the log, for tables whose columns are found in the payloads.
+"""The changes in a part of the log, for tables whose columns are inferred from the payloads.
 
 Rules:
-    1. Tasks find columns concurrently, each in its own part of the log. If a task fails, or if two
+    1. Tasks infer columns concurrently, each in its own part of the log. If a task fails, or if two
        tasks do not agree, the tasks run one after the other. Then each task receives the columns
-       that were found before it, as in the follower without Spark. So the columns and the errors
-       are the same.
+       that earlier tasks have inferred, as in the follower without Spark. So the columns and the
+       errors are the same.
     2. Spark needs the columns of a DataFrame before it runs a task. So tasks return their changes
        as Arrow bytes, which Spark keeps until all columns are known.
 """
@@ -19,8 +19,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig, BadFormat
-from waltz_core.tables.followed_log import check_decrypted, compute_found_changes
-from waltz_core.tables.found_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
+from waltz_core.tables.followed_log import check_decrypted, compute_changes_inferring_columns
+from waltz_core.tables.inferred_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ChangeRules, combine_batches
 from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
@@ -31,12 +31,12 @@ _PART_BYTES = 8 * 1024 * 1024
 
 
 class _SchemaConflict(Exception):
-    """Tasks have found two types for a column, or too many columns in total."""
+    """Tasks have inferred two types for a column, or too many columns in total."""
 
 
 @dataclass
-class ColumnFindingRead:
-    """Reads the transactions of tasks; yields the last changes, and the columns found in them.
+class ColumnInferringRead:
+    """Reads the transactions of tasks; yields the last changes, and the inferred columns.
 
     Attributes:
         reader: reads the columns of the log, with `data`.
@@ -59,12 +59,12 @@ class ColumnFindingRead:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
                 rows = decrypted_rows(rows, [*LOG_COLUMNS, "data"])
-                found = compute_found_changes(
+                changes = compute_changes_inferring_columns(
                     combine_batches(rows), self.rules, self.known, self.data_format
                 )
-                names = [name for name in found.schema.names if name not in LOG_COLUMNS]
+                names = [name for name in changes.schema.names if name not in LOG_COLUMNS]
                 names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
-                yield from _encode_changes(number, found.select(names))
+                yield from _encode_changes(number, changes.select(names))
 
 
 def decrypted_rows(
@@ -105,8 +105,8 @@ class ArrowChangesDecoder:
     def __call__(self, parts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the changes as Arrow batches."""
         for part in parts:
-            for packed in part.column(0):
-                changes = pa.ipc.open_stream(packed.as_buffer()).read_all()
+            for arrow_bytes in part.column(0):
+                changes = pa.ipc.open_stream(arrow_bytes.as_buffer()).read_all()
                 columns = [
                     changes[each.name].cast(each.type)
                     if each.name in changes.schema.names
@@ -116,8 +116,8 @@ class ArrowChangesDecoder:
                 yield from pa.table(columns, schema=self.schema).to_batches()
 
 
-class ChangeFinder:
-    """Finds the columns of payloads and the changes in them.
+class ColumnInference:
+    """Infers the columns of payloads, and computes the changes.
 
     Spark keeps the last changes in its cache until the next call of `changes`.
 
@@ -129,7 +129,7 @@ class ChangeFinder:
         self._session = session
         self._parts: DataFrame | None = None
 
-    def changes(self, read: ColumnFindingRead) -> DataFrame:
+    def changes(self, read: ColumnInferringRead) -> DataFrame:
         """Return the changes in the transactions of tasks: the last change for each key and task.
 
         Raises:
@@ -148,8 +148,8 @@ class ChangeFinder:
         position = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
         deleted = pa.field(DELETED, pa.bool_(), nullable=False)
         schema = pa.schema([*columns, *position, deleted])
-        packed = self._parts.where("changes IS NOT NULL").select("changes")
-        return packed.mapInArrow(ArrowChangesDecoder(schema), spark_schema(schema))
+        packed_changes = self._parts.where("changes IS NOT NULL").select("changes")
+        return packed_changes.mapInArrow(ArrowChangesDecoder(schema), spark_schema(schema))
 
     def release(self) -> None:
         """Release the bytes of the last changes from Spark's cache."""
@@ -157,39 +157,41 @@ class ChangeFinder:
             self._parts.unpersist()
             self._parts = None
 
-    def _run_tasks(self, read: ColumnFindingRead) -> pa.Schema:
-        """Run the tasks, and return the columns that are known or were found."""
+    def _run_tasks(self, read: ColumnInferringRead) -> pa.Schema:
+        """Run the tasks, and return the known and the inferred columns."""
         self.release()
         numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
         self._parts = numbers.mapInArrow(read, _PART_COLUMNS).persist()
         with translate_errors("the log", self._session):
-            found = self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
-        known = read.known
-        for _, columns in sorted((row["task"], bytes(row["columns"])) for row in found):
-            known = _merge_schemas(known, pa.ipc.read_schema(pa.py_buffer(columns)))
-        if field_count(part.type for part in known) > COLUMNS_MAX:
+            column_rows = (
+                self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
+            )
+        known_columns = read.known
+        for _, columns in sorted((row["task"], bytes(row["columns"])) for row in column_rows):
+            known_columns = _merge_schemas(known_columns, pa.ipc.read_schema(pa.py_buffer(columns)))
+        if field_count(part.type for part in known_columns) > COLUMNS_MAX:
             raise _SchemaConflict
-        return known
+        return known_columns
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """Convert found columns to Spark types."""
+    """Convert inferred columns to Spark types."""
     return from_arrow_schema(schema)
 
 
-def _merge_schemas(known: pa.Schema, more: pa.Schema) -> pa.Schema:
-    return pa.schema(list(_common_type(pa.struct(list(known)), pa.struct(list(more)))))
+def _merge_schemas(first: pa.Schema, second: pa.Schema) -> pa.Schema:
+    return pa.schema(list(_common_type(pa.struct(list(first)), pa.struct(list(second)))))
 
 
-def _common_type(known: pa.DataType, more: pa.DataType) -> pa.DataType:
+def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
     """Return a type with the fields of both types; the fields of the first type come first."""
-    if known == more:
-        return known
-    if pa.types.is_list(known) and pa.types.is_list(more):
-        return pa.list_(_common_type(known.value_type, more.value_type))
-    if not (pa.types.is_struct(known) and pa.types.is_struct(more)):
+    if first == second:
+        return first
+    if pa.types.is_list(first) and pa.types.is_list(second):
+        return pa.list_(_common_type(first.value_type, second.value_type))
+    if not (pa.types.is_struct(first) and pa.types.is_struct(second)):
         raise _SchemaConflict
-    fields = {part.name: part.type for part in known}
-    for part in more:
+    fields = {part.name: part.type for part in first}
+    for part in second:
         fields[part.name] = _common_type(fields.get(part.name, part.type), part.type)
     return pa.struct(list(fields.items()))
