@@ -250,7 +250,7 @@ class _MemoryClient(AsyncWaltzClient):
         super().__init__(directory, f"{server.address}/memory", config, client_id=client_id)
         self._gate = gate
         self.ids = ClientIdentitiesInMemory(
-            directory, self.links, timeout_s=1.0, given=self.ids.current
+            directory, self.links, timeout_s=1.0, fixed_identity=self.ids.current
         )
 
     async def subscribe_consumer(self, consumer: Consumer, *rest: Any, **named: Any) -> None:  # noqa: ANN401 - passed on

@@ -118,7 +118,7 @@ class AsyncWaltzClient(OpenedByConnect):
             directory,
             self.links,
             timeout_s=config.mount_timeout_ms / 1000,
-            given=None if client_id is None else ClientIdentity(client_id),
+            fixed_identity=None if client_id is None else ClientIdentity(client_id),
         )
         self._connection_sequence = 0
         self.claim: TaskClaim | None = None
@@ -313,7 +313,7 @@ class AsyncWaltzClient(OpenedByConnect):
             return
         running = self._group.create_task(self._run_guarded(task, name), name=name)
         self._tasks[running] = None
-        running.add_done_callback(lambda done: self._tasks.pop(done, None))
+        running.add_done_callback(lambda finished: self._tasks.pop(finished, None))
 
     async def _run_guarded(self, task: Coroutine[Any, Any, None], name: str) -> None:
         try:
@@ -346,8 +346,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def client_id(self) -> int | None:
         """The client ID; None before the first mount."""
-        known = self.ids.current
-        return None if known is None else known.client_id
+        identity = self.ids.current
+        return None if identity is None else identity.client_id
 
     @property
     def has_pending(self) -> bool:
@@ -359,9 +359,9 @@ class AsyncWaltzClient(OpenedByConnect):
     def pending_reason(self) -> str:
         """Return why appends may not have their outcomes yet; any thread may call this method."""
         waiting = [
-            f"partition {each.partition_id} is not mounted: {each.stream.failure}"
-            for each in list(self._partitions.values())
-            if not each.is_ready
+            f"partition {partition.partition_id} is not mounted: {partition.stream.failure}"
+            for partition in list(self._partitions.values())
+            if not partition.is_ready
         ]
         return "; ".join(waiting[:3]) or "the servers have not answered yet"
 
@@ -389,9 +389,9 @@ class AsyncWaltzClient(OpenedByConnect):
         self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
     ) -> dict[int, TransactionId]:
         """Return the high-water marks of partitions (default: all), requested in parallel."""
-        wanted = self._partitions_or_all(partitions)
+        partition_ids = self._partitions_or_all(partitions)
         return await query_partitions(
-            wanted, partial(self._request_mark, linearizable=linearizable)
+            partition_ids, partial(self._request_mark, linearizable=linearizable)
         )
 
     async def replicas(
@@ -402,8 +402,8 @@ class AsyncWaltzClient(OpenedByConnect):
         Replicas on storages of group `group` count as nearby; `read_range` reads from them first
         [default: the client's setting].
         """
-        found = await self.replica_sets([partition], linearizable=linearizable, group=group)
-        return found[partition]
+        replica_sets = await self.replica_sets([partition], linearizable=linearizable, group=group)
+        return replica_sets[partition]
 
     async def replica_sets(
         self,
@@ -413,11 +413,13 @@ class AsyncWaltzClient(OpenedByConnect):
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
         """Return the `replicas` of several partitions (default: all), requested in parallel."""
-        wanted, near = (
+        partition_ids, nearby_group = (
             self._partitions_or_all(partitions),
             self.config.group if group is None else group,
         )
-        return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
+        return await self.requests.replica_sets(
+            partition_ids, linearizable=linearizable, group=nearby_group
+        )
 
     async def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a Waltz 0.13 server owns any of these partitions now (default: all)."""
@@ -500,35 +502,37 @@ class AsyncWaltzClient(OpenedByConnect):
         setting].
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
-        added = check_locks("append", append_locks)
-        locks = write or read or added
-        given = None if client_high_water_mark is None else check_mark(client_high_water_mark)
-        chosen = await self._partition(self._choose_partition(partition, locks))
-        if (write or read) and given is None and not chosen.is_ready:
-            await chosen.ensure_mounted()  # the mark is unknown before the mount
-        if (write or read) and given is None and chosen.is_starting:
-            await chosen.wait_for_feed()
-        mark = chosen.mark if given is None else given
+        appended = check_locks("append", append_locks)
+        locks = write or read or appended
+        checked_mark = (
+            None if client_high_water_mark is None else check_mark(client_high_water_mark)
+        )
+        client_partition = await self._partition(self._choose_partition(partition, locks))
+        if (write or read) and checked_mark is None and not client_partition.is_ready:
+            await client_partition.ensure_mounted()  # the mark is unknown before the mount
+        if (write or read) and checked_mark is None and client_partition.is_starting:
+            await client_partition.wait_for_feed()
+        mark = client_partition.mark if checked_mark is None else checked_mark
         payload, header = check_data(data), check_header(header)
         if self._encryption is not None or encryption_key_id is not None:
             payload = await encrypt_payload(
                 self._encryption,
                 payload,
-                partition=chosen.partition_id,
+                partition=client_partition.partition_id,
                 header=header,
                 key_id=encryption_key_id,
             )
         row = PendingRow(payload, header, mark)
-        row.write_locks, row.read_locks, row.append_locks = write, read, added
+        row.write_locks, row.read_locks, row.append_locks = write, read, appended
         if pipelined:
             row.set_pipelined_state(
-                initial_state(self._encryption) if pipelined is True else pipelined, given
+                initial_state(self._encryption) if pipelined is True else pipelined, checked_mark
             )
-        if not chosen.window.try_take(1, row.size_bytes):
-            await chosen.window.take(1, row.size_bytes)
+        if not client_partition.window.try_take(1, row.size_bytes):
+            await client_partition.window.take(1, row.size_bytes)
         loop = asyncio.get_running_loop()
         row.deadline_s = loop.time() + self.config.request_timeout_ms / 1000
-        chosen.appends.add(row)
+        client_partition.appends.add(row)
         return cast("asyncio.Future[TransactionId]", row.future)
 
     async def append_batch(
@@ -552,13 +556,13 @@ class AsyncWaltzClient(OpenedByConnect):
         OutcomeUnknown, rows may be in the log.
         """
         mark = check_mark(client_high_water_mark)
-        chosen = await self._partition(self._choose_partition(partition, ()))
+        client_partition = await self._partition(self._choose_partition(partition, ()))
         if row_count < 1:
             raise errors.BadRequest(
                 f"append batch: expected at least one row, found {row_count} rows"
             )
-        await chosen.window.take(row_count, len(payload))
-        return chosen.appends.add_batch(payload, row_count, mark, order)
+        await client_partition.window.take(row_count, len(payload))
+        return client_partition.appends.add_batch(payload, row_count, mark, order)
 
     async def submit(self, context: TransactionContext) -> "asyncio.Future[TransactionId | None]":
         """Run a context; return a future of its transaction ID (None if `execute` returned False).
@@ -660,8 +664,8 @@ class AsyncWaltzClient(OpenedByConnect):
             bytes_max or self.config.range_bytes_max,
         )
 
-        async def fetch_from_server(rest: RangeQuery) -> RangeChunk:
-            return await self.requests.fetch_range(partition_id, rest)
+        async def fetch_from_server(query_part: RangeQuery) -> RangeChunk:
+            return await self.requests.fetch_range(partition_id, query_part)
 
         reader = ReplicaReader(
             partition_id,
@@ -688,7 +692,7 @@ class AsyncWaltzClient(OpenedByConnect):
     def _start_fetch(self, fetch: Coroutine[Any, Any, RangeChunk]) -> "asyncio.Future[RangeChunk]":
         """Run a fetch in a task of its own, so that it finishes even if its reader is cancelled."""
         future: asyncio.Future[RangeChunk] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        future.add_done_callback(lambda finished: finished.cancelled() or finished.exception())
 
         async def run() -> None:
             outcome: RangeChunk | errors.WaltzError = errors.Unavailable(_CLOSED_TEXT)
@@ -731,42 +735,48 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _partitions_or_all(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
-        own = self._own_partitions
-        wanted = (own or range(self.partition_count)) if partitions is None else partitions
-        return [self._check_partition(each) for each in items_of("partitions", wanted)]
+        own_partitions = self._own_partitions
+        numbers = (
+            (own_partitions or range(self.partition_count)) if partitions is None else partitions
+        )
+        return [self._check_partition(number) for number in items_of("partitions", numbers)]
 
     def _check_own_partitions(self, partitions: Iterable[int]) -> tuple[PartitionId, ...]:
         name, count = self.cluster().name, self.partition_count
-        checked = {check_partition(each, name, count) for each in partitions}
-        if not checked:
+        partition_ids = {check_partition(partition, name, count) for partition in partitions}
+        if not partition_ids:
             raise errors.BadConfig(
                 "argument partitions: expected one or more partitions, found none"
             )
-        return tuple(sorted(checked))
+        return tuple(sorted(partition_ids))
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
         """Return the partition of an append; raises BadRequest if it is not one of the client's."""
-        own = self._own_partitions
+        own_partitions = self._own_partitions
         if partition is not None:
-            chosen = self._check_partition(partition)
-            if own is not None and chosen not in own:
+            partition_id = self._check_partition(partition)
+            if own_partitions is not None and partition_id not in own_partitions:
                 raise errors.BadRequest(
-                    f"partition {chosen} is not one of the partitions that this client was "
-                    f"opened for, {list(own)}"
+                    f"partition {partition_id} is not one of the partitions that this client was "
+                    f"opened for, {list(own_partitions)}"
                 )
-            return chosen
+            return partition_id
         self._check_usable()
         if locks:
-            chosen = partition_of(locks[0], self.partition_count)
-            if own is not None and chosen not in own:
+            partition_id = partition_of(locks[0], self.partition_count)
+            if own_partitions is not None and partition_id not in own_partitions:
                 raise errors.BadRequest(
-                    f"the first lock chooses partition {chosen}, which is not one of the "
-                    f"partitions that this client was opened for, {list(own)}. Hint: pass the "
-                    "argument partition, with the same value for all appends with this lock."
+                    f"the first lock chooses partition {partition_id}, which is not one of the "
+                    f"partitions that this client was opened for, {list(own_partitions)}. Hint: "
+                    "pass the argument partition, with the same value for all appends with this lock."
                 )
-            return chosen
-        self._round_robin = (self._round_robin + 1) % len(own or range(self.partition_count))
-        return own[self._round_robin] if own else PartitionId(self._round_robin)
+            return partition_id
+        self._round_robin = (self._round_robin + 1) % len(
+            own_partitions or range(self.partition_count)
+        )
+        return (
+            own_partitions[self._round_robin] if own_partitions else PartitionId(self._round_robin)
+        )
 
     async def _request_mark(
         self, partition_id: PartitionId, *, linearizable: bool
@@ -774,15 +784,15 @@ class AsyncWaltzClient(OpenedByConnect):
         mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
         # A server that has lost the partition without knowing it may return a lower mark than
         # this client received earlier; the returned mark never decreases.
-        known = max(mark, self._marks.get(partition_id, mark))
-        self._marks[partition_id] = known
-        return known
+        highest_mark = max(mark, self._marks.get(partition_id, mark))
+        self._marks[partition_id] = highest_mark
+        return highest_mark
 
     async def _partition(self, partition_id: PartitionId) -> ClientPartition:
-        found = self._partitions.get(partition_id)
-        if found is None:
+        client_partition = self._partitions.get(partition_id)
+        if client_partition is None:
             if self._closing.is_set():  # a closing client would never end the partition
                 raise errors.UsageError(_CLOSED_TEXT)
-            found = ClientPartition(partition_id, self)
-            self._partitions[partition_id] = found
-        return found
+            client_partition = ClientPartition(partition_id, self)
+            self._partitions[partition_id] = client_partition
+        return client_partition

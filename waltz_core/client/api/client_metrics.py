@@ -123,12 +123,12 @@ def _add_values(values: "MetricValues") -> None:
     for_cluster: dict[str, AppendCounts] = {}
     for (cluster, partition), counts in sorted(totals.items()):
         for_cluster.setdefault(cluster, AppendCounts()).add(counts)
-        where: dict[str, str | int] = {"cluster": cluster, "partition": partition}
-        values.add("waltz_client_appended_transactions_total", counts.committed, **where)
-        values.add("waltz_client_retried_transactions_total", counts.retried, **where)
+        labels: dict[str, str | int] = {"cluster": cluster, "partition": partition}
+        values.add("waltz_client_appended_transactions_total", counts.committed, **labels)
+        values.add("waltz_client_retried_transactions_total", counts.retried, **labels)
         for reason, count in sorted(counts.rejected.items()):
             name = "waltz_client_rejected_transactions_total"
-            values.add(name, count, reason=reason, **where)
+            values.add(name, count, reason=reason, **labels)
     for cluster, counts in for_cluster.items():
         values.add_histogram(
             "waltz_client_append_seconds", counts.bucket_counts, counts.seconds, cluster=cluster

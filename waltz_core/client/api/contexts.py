@@ -237,7 +237,9 @@ class ContextRun:
         self._row = row
         return True
 
-    async def _await_until_deadline(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
+    async def _await_until_deadline(
+        self, answer: "Awaitable[ResultT]", description: str
+    ) -> ResultT:
         """Return the awaited result; at the deadline raises _DeadlinePassed, which names `what`."""
         limit = asyncio.timeout_at(self._deadline_s)
         try:
@@ -250,7 +252,7 @@ class ContextRun:
             failure = "" if partition.is_ready else f" ({partition.stream.failure})"
             raise _DeadlinePassed(
                 f"the context for partition {partition.partition_id} timed out after "
-                f"{self._context.timeout_ms} ms (timeout_ms), because {what}{failure}"
+                f"{self._context.timeout_ms} ms (timeout_ms), because {description}{failure}"
             ) from None
 
     async def _run_step(self) -> bool:
@@ -302,15 +304,15 @@ class ContextRun:
         self._partition.appends.counts.retried += 1
         return await self._make_attempt()
 
-    def _view_behind_error(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
+    def _view_behind_error(self, required_mark: TransactionId | None) -> errors.ViewBehind | None:
         """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
         partition, applier = self._partition, self._partition.applier
-        if wanted is None or applier is None or applier.is_paused_by_application:
+        if required_mark is None or applier is None or applier.is_paused_by_application:
             return None
         applied = partition.mark if applier.mark is None else applier.mark
-        if applied >= wanted:
+        if applied >= required_mark:
             return None
-        log = max(wanted, partition.stream.high_water_mark)
+        log = max(required_mark, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
         rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
         hint = "no transaction was applied in that time; check what the callbacks wait for."

@@ -68,9 +68,9 @@ class Opening(Generic[ClientT]):
 class OpenedByConnect:
     """Base of clients that are created with `connect`, not by calling the class."""
 
-    def __new__(cls, *given: object, **_named: object) -> Self:
+    def __new__(cls, *arguments: object, **_named: object) -> Self:
         """Create a client from a directory; raises UsageError for a connect string or no value."""
-        if not given or isinstance(given[0], str):
+        if not arguments or isinstance(arguments[0], str):
             raise errors.UsageError(f"the client was not opened by `connect`. Hint: {HOW_TO_OPEN}")
         return super().__new__(cls)
 
@@ -80,9 +80,9 @@ class OpenedByConnect:
 
 def settings_of(config: ClientConfig | None) -> ClientConfig:
     """Return the given settings, the defaults for None; raises UsageError for any other object."""
-    chosen: object = ClientConfig() if config is None else config
-    if not isinstance(chosen, ClientConfig):
+    settings: object = ClientConfig() if config is None else config
+    if not isinstance(settings, ClientConfig):
         raise errors.UsageError(
-            f"argument config: expected a ClientConfig of waltz_core.config, found {chosen!r}"
+            f"argument config: expected a ClientConfig of waltz_core.config, found {settings!r}"
         )
-    return chosen
+    return settings

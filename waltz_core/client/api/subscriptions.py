@@ -96,7 +96,13 @@ class Subscriptions:
         """The partitions whose feed is applied now, in order."""
         # NB: threads of the sync client read this while the loop changes it; `list` copies
         # atomically.
-        return tuple(sorted(int(each) for each in list(self._feeds) if self._has_feed(each)))
+        return tuple(
+            sorted(
+                int(partition_id)
+                for partition_id in list(self._feeds)
+                if self._has_feed(partition_id)
+            )
+        )
 
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions; raises BadRequest if a feed is already running."""
@@ -117,16 +123,16 @@ class Subscriptions:
                 "cannot set partitions: the client has no callbacks yet. Hint: call "
                 "subscribe first."
             )
-        wanted = dict.fromkeys(partition_ids)
+        wanted_ids = dict.fromkeys(partition_ids)
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
             if isinstance(feed, _PartitionFeed) and feed.task is task:
                 raise self_wait_error(partition_id)
         self._set_count += 1
         async with self._setting:
-            for partition_id in [each for each in self._feeds if each not in wanted]:
+            for partition_id in [feed_id for feed_id in self._feeds if feed_id not in wanted_ids]:
                 await self._stop_feed(partition_id)
-            for partition_id in wanted:
+            for partition_id in wanted_ids:
                 if not self._has_feed(partition_id):
                     await self._start_feed(partition_id)
 

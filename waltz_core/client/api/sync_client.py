@@ -141,8 +141,8 @@ class WaltzClient:
         partitions: Iterable[int] | None = None,
     ) -> Self:
         """Open a client with a given layout; see `AsyncWaltzClient.at`."""
-        made = cls.__new__(cls)
-        made._begin(
+        client = cls.__new__(cls)
+        client._begin(
             lambda: AsyncWaltzClient.at(
                 layout,
                 config,
@@ -152,14 +152,14 @@ class WaltzClient:
                 partitions=partitions,
             )
         )
-        return made
+        return client
 
     @classmethod
     def wrap(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
         """Open a sync client over an asyncio client; `memory_waltz.MemoryWaltz` uses this."""
-        made = cls.__new__(cls)
-        made._begin(opening)
-        return made
+        client = cls.__new__(cls)
+        client._begin(opening)
+        return client
 
     def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
@@ -380,11 +380,11 @@ class WaltzClient:
         """
         check_callbacks(callbacks, is_async=False)
         values = check_headers(headers)
-        rest = self._client, self._appliers, self._running, self._applying
+        consumer_arguments = self._client, self._appliers, self._running, self._applying
         if isinstance(callbacks, BatchCallbacks):
-            consumer: _ThreadConsumer = _BatchConsumer(callbacks, *rest)
+            consumer: _ThreadConsumer = _BatchConsumer(callbacks, *consumer_arguments)
         else:
-            consumer = _ThreadConsumer(callbacks, *rest)
+            consumer = _ThreadConsumer(callbacks, *consumer_arguments)
         self._call(self._client.subscribe_consumer(consumer, partitions, values))
 
     @property
@@ -451,11 +451,11 @@ class WaltzClient:
         payloads; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`. Raises
         DataLoss for an ID after the end of the log, and BeforeLogStart for an expired ID.
         """
-        wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
+        partition_ids = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
         # A server that has just lost a partition may return a mark below a given ID.
         is_given = start is not None or stop is not None
-        sources = self.replica_sets(wanted, linearizable=is_given)
+        sources = self.replica_sets(partition_ids, linearizable=is_given)
         return open_scan(self, scan_ranges_of(sources, start, stop), sources, columns)
 
     # --- private
@@ -481,7 +481,7 @@ class WaltzClient:
             if inner.done():  # the loop may end before it runs a callback
                 _copy_outcome(inner, outcome)
             else:
-                inner.add_done_callback(lambda done: _copy_outcome(done, outcome))
+                inner.add_done_callback(lambda finished: _copy_outcome(finished, outcome))
 
         try:
             self._call(begin())
@@ -542,18 +542,20 @@ class WaltzClient:
         # Cancel requests for which threads still wait, such as data for a callback. A thread may
         # make another request while the cancelled requests end, hence the loop.
         end_s = time.monotonic() + CLOSE_TIMEOUT_S
-        while (left := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
-            for task in left:
+        while (unfinished_tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
+            for task in unfinished_tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_TIMEOUT_S))
+            self._loop.run_until_complete(asyncio.wait(unfinished_tasks, timeout=CLOSE_TIMEOUT_S))
         self._loop.close()
 
     def _await_callbacks(self) -> None:
         if getattr(self._applying, "partition_id", None) is not None:
             return
-        left = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
-        if left:
-            _log.warning("client.closed_while_applying callbacks=%d", len(left))
+        unfinished = wait(
+            set(self._running), self._client.config.request_timeout_ms / 1000
+        ).not_done
+        if unfinished:
+            _log.warning("client.closed_while_applying callbacks=%d", len(unfinished))
 
 
 class _Workers(ThreadPoolExecutor):
@@ -670,11 +672,13 @@ class _ThreadConsumer:
             until_s = time.monotonic() + HAND_OVER_S_MAX
             count = 0
             try:
-                for number, words in run:
+                for transaction_id, feed_header in run:
                     if not is_running():
                         break
-                    given = Transaction(partition_id, TransactionId(number), words, source)
-                    _check_not_coroutine("apply_transaction", apply(given))
+                    transaction = Transaction(
+                        partition_id, TransactionId(transaction_id), feed_header, source
+                    )
+                    _check_not_coroutine("apply_transaction", apply(transaction))
                     count += 1
                     if time.monotonic() > until_s:
                         break
@@ -713,8 +717,13 @@ class _BatchConsumer(_ThreadConsumer):
 
     is_batched = True
 
-    def __init__(self, callbacks: BatchCallbacks, client: AsyncWaltzClient, *rest: Any) -> None:  # noqa: ANN401 - handed on
-        super().__init__(callbacks, client, *rest)
+    def __init__(
+        self,
+        callbacks: BatchCallbacks,
+        client: AsyncWaltzClient,
+        *consumer_arguments: Any,  # noqa: ANN401 - passed on
+    ) -> None:
+        super().__init__(callbacks, client, *consumer_arguments)
         self._batched = callbacks
         self._cluster = client.cluster()
 
@@ -731,8 +740,9 @@ class _BatchConsumer(_ThreadConsumer):
         is_running: Callable[[], bool],
     ) -> DeliveryProgress:
         source = self._client.subscriptions.data_cache(partition_id)
-        given: Sequence[Transaction] = [
-            Transaction(partition_id, TransactionId(number), words, source) for number, words in run
+        transactions: Sequence[Transaction] = [
+            Transaction(partition_id, TransactionId(transaction_id), feed_header, source)
+            for transaction_id, feed_header in run
         ]
 
         def apply_transactions() -> DeliveryProgress:
@@ -740,7 +750,7 @@ class _BatchConsumer(_ThreadConsumer):
                 return DeliveryProgress(0, None)
             try:
                 return DeliveryProgress(
-                    self._batched.apply_transactions(partition_id, given, last), None
+                    self._batched.apply_transactions(partition_id, transactions, last), None
                 )
             except BaseException as error:  # noqa: BLE001 - the application's own
                 return DeliveryProgress(0, _error_of_thread(error))
@@ -788,12 +798,12 @@ def _error_of_thread(error: BaseException) -> Exception:
     )
 
 
-def _copy_outcome(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
-    if done.cancelled():
+def _copy_outcome(finished: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
+    if finished.cancelled():
         outcome.set_exception(
             errors.OutcomeUnknown("the client was closed before the outcome was known")
         )
-    elif (error := done.exception()) is not None:
+    elif (error := finished.exception()) is not None:
         outcome.set_exception(error)
     else:
-        outcome.set_result(done.result())
+        outcome.set_result(finished.result())

@@ -210,34 +210,34 @@ class ZooKeeperDirectory:
         if after_failure or partition_id not in self._owners:
             # The watch may be late, as it always is after a server has died.
             await self._refresh_owners()
-        found = self._owners.get(partition_id)
-        if found is None:
+        owner = self._owners.get(partition_id)
+        if owner is None:
             raise errors.NotOwned(
                 f"partition {partition_id} of {self.coordinator.connect_string} has no owner: no "
                 "running "
                 "server is assigned to it"
             )
-        return found
+        return owner
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
         servers = await self._with_timeout(self.coordinator.read_latest_servers())
-        found = _owners_in(servers).get(partition_id) if servers.is_settled else None
-        if found is None:
+        owner = _owners_in(servers).get(partition_id) if servers.is_settled else None
+        if owner is None:
             raise errors.NotOwned(
                 f"partition {partition_id} of {self.coordinator.connect_string} has no owner yet: "
                 "ZooKeeper assigns it to no server, or to one that does not run"
             )
-        return found
+        return owner
 
     def mark_suspect(self) -> None:
         """Do nothing: the ZooKeeper watch reports every move."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages by address (rule 5)."""
-        if not all(each in self._groups for each in storages):
-            found = await self._with_timeout(self.coordinator.read_groups())
-            self._groups = {str(each): group for each, group in found.groups.items()}
+        if not all(storage in self._groups for storage in storages):
+            groups_view = await self._with_timeout(self.coordinator.read_groups())
+            self._groups = {str(storage): group for storage, group in groups_view.groups.items()}
         return self._groups
 
     async def next_client_id(self) -> int:
@@ -440,11 +440,11 @@ class FixedDirectory:
             self._request_timeout = None
         key = self._fallback.cluster.key
         if key != self._cluster.key:
-            where = self._fallback.coordinator.connect_string
+            connect_string = self._fallback.coordinator.connect_string
             # The session is closed again, so that no later query is answered from the wrong
             # cluster.
             await self._fallback.close()
-            raise _other_cluster_error(self._cluster.key, key, where)
+            raise _other_cluster_error(self._cluster.key, key, connect_string)
         self._is_open = True
         self._is_suspect.set()
         self._accept_owners(self._fallback.owners)
@@ -456,21 +456,22 @@ class FixedDirectory:
 
     def _update_owners(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
         """Accept owners with a generation at least `ahead` above the known generation."""
-        known = self._known_owners
+        previous_owners = self._known_owners
         new_owners = {
-            each: owner
-            for each, owner in owners.items()
-            if each not in known or owner.generation >= known[each].generation + ahead
+            partition_id: owner
+            for partition_id, owner in owners.items()
+            if partition_id not in previous_owners
+            or owner.generation >= previous_owners[partition_id].generation + ahead
         }
-        self._known_owners = {**known, **new_owners}
+        self._known_owners = {**previous_owners, **new_owners}
         if new_owners and self._changed is not None:
             self._changed(new_owners)
 
 
-def _other_cluster_error(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:
+def _other_cluster_error(expected: bytes, actual: bytes, source: str) -> errors.ClusterKeyMismatch:
     return errors.ClusterKeyMismatch(
-        f"{where} is another cluster than before: expected cluster key {expected.hex()}, "
-        f"found {found.hex()}"
+        f"{source} is another cluster than before: expected cluster key {expected.hex()}, "
+        f"found {actual.hex()}"
     )
 
 

@@ -34,9 +34,9 @@ class ClientIdentities:
         links: ServerLinks,
         *,
         timeout_s: float,
-        given: ClientIdentity | None = None,
+        fixed_identity: ClientIdentity | None = None,
     ) -> None:
-        self.current = self._given = given
+        self.current = self._given = fixed_identity
         self._directory = directory
         self._links = links
         self._timeout_s = timeout_s

@@ -23,9 +23,11 @@ class OutageLog:
     long time.
     """
 
-    def __init__(self, partition_id: PartitionId, what: str, *, log_after_s: float = 0.0) -> None:
+    def __init__(
+        self, partition_id: PartitionId, operation: str, *, log_after_s: float = 0.0
+    ) -> None:
         self._partition_id = partition_id
-        self._what = what
+        self._what = operation
         self._log_after_s = log_after_s
         self._since_s: float | None = None
         self._logged_s: float | None = None

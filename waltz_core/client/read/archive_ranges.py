@@ -54,8 +54,10 @@ class ArchivedObjects:
 
     def objects_between(self, first: int, last: int) -> "ArchivedObjects":
         """Return the objects that contain at least one of the IDs first..last."""
-        chosen = tuple(each for each in self.entries if each.last >= first and each.first <= last)
-        return ArchivedObjects(self.url, _manifest_with_entries(self.manifest, chosen))
+        overlapping = tuple(
+            entry for entry in self.entries if entry.last >= first and entry.first <= last
+        )
+        return ArchivedObjects(self.url, _manifest_with_entries(self.manifest, overlapping))
 
 
 def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> ArchivedObjects:

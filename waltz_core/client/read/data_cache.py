@@ -123,20 +123,20 @@ class DataCache:
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""
-        found = self._find_data(transaction_id)
-        if found is not None:
-            return found
+        data = self._find_data(transaction_id)
+        if data is not None:
+            return data
         async with self._turn:
-            found = self._find_data(transaction_id)
-            if found is not None:
-                return found
+            data = self._find_data(transaction_id)
+            if data is not None:
+                return data
             return await self._fetch_data(transaction_id)
 
     def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data to a thread other than the event loop's."""
-        found = self._find_data(transaction_id)
-        if found is not None:
-            return found
+        data = self._find_data(transaction_id)
+        if data is not None:
+            return data
         reading = self.data_of(transaction_id)
         try:
             future = asyncio.run_coroutine_threadsafe(reading, self._loop)
@@ -159,8 +159,8 @@ class DataCache:
 
     def release_applied(self, mark: TransactionId) -> None:
         """Drop the chunks that the application has applied completely (rule 2)."""
-        for first, kept in list(self._kept.items()):
-            if kept.last <= mark:
+        for first, chunk in list(self._kept.items()):
+            if chunk.last <= mark:
                 self.drop(first)
 
     def drop(self, first: TransactionId) -> None:
@@ -175,8 +175,8 @@ class DataCache:
         self._budget.remove(self)
 
     def _find_data(self, transaction_id: TransactionId) -> bytes | None:
-        for kept in list(self._kept.values()):
-            data = kept.data(transaction_id)
+        for chunk in list(self._kept.values()):
+            data = chunk.data(transaction_id)
             if data is not None:
                 return data
         return None
@@ -200,9 +200,9 @@ class DataCache:
                 f"the log has lost transactions: the feed had transaction {transaction_id}, "
                 f"but the log now ends at {chunk.high_water_mark}"
             )
-        found = self._keep_chunk(chunk).data(transaction_id)
-        assert found is not None
-        return found
+        data = self._keep_chunk(chunk).data(transaction_id)
+        assert data is not None
+        return data
 
     def _keep_chunk(self, chunk: RangeChunk) -> _CachedChunk:
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
@@ -210,12 +210,12 @@ class DataCache:
         ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
         if self._header_values:
             ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
-        kept = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
+        cached_chunk = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
         if chunk.first in self._kept:
             self.drop(chunk.first)
-        self._kept[chunk.first] = kept
-        self._budget.take(self, chunk.first, kept.cost_bytes)
+        self._kept[chunk.first] = cached_chunk
+        self._budget.take(self, chunk.first, cached_chunk.cost_bytes)
         while len(self._kept) > CHUNKS_KEPT_MAX:
             self.drop(next(iter(self._kept)))
         self._expected = chunk.next
-        return kept
+        return cached_chunk

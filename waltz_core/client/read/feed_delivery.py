@@ -121,11 +121,11 @@ class LoopConsumer:
         until_s = loop.time() + HAND_OVER_S_MAX
         count = 0
         try:
-            for number, words in run:
+            for transaction_number, feed_header in run:
                 if not is_running():
                     break
-                transaction_id = TransactionId(number)
-                await apply(AsyncTransaction(partition_id, transaction_id, words, source))
+                transaction_id = TransactionId(transaction_number)
+                await apply(AsyncTransaction(partition_id, transaction_id, feed_header, source))
                 count += 1
                 if loop.time() > until_s:
                     break
@@ -280,7 +280,7 @@ class Applier:
         return True
 
     def _is_awaited(self, mark: TransactionId) -> bool:
-        return any(wanted <= mark for wanted in self._waiting.values())
+        return any(awaited_mark <= mark for awaited_mark in self._waiting.values())
 
     async def stop(self, error: Exception) -> None:
         """End a feed that cannot continue; notify the application and the callers that wait."""
@@ -373,7 +373,9 @@ class Applier:
         self._advanced_s = asyncio.get_running_loop().time()
         self._on_applied(mark)
         if self._waiting:
-            for future in [each for each, wanted in self._waiting.items() if wanted <= mark]:
+            for future in [
+                waiter for waiter, awaited_mark in self._waiting.items() if awaited_mark <= mark
+            ]:
                 del self._waiting[future]
                 if not future.done():
                     future.set_result(None)

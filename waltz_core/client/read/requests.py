@@ -101,11 +101,11 @@ class OwnerRequests:
 
     def on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         """Repeat queries on the new owner if their partition has moved (rule 5)."""
-        for each in self._waiting.values():
-            owner = owners.get(each.partition_id)
-            is_moved = owner is not None and owner.address != each.address
-            if is_moved and not each.timeout.expired():
-                each.timeout.reschedule(0.0)
+        for query in self._waiting.values():
+            owner = owners.get(query.partition_id)
+            is_moved = owner is not None and owner.address != query.address
+            if is_moved and not query.timeout.expired():
+                query.timeout.reschedule(0.0)
 
     def close(self) -> None:
         """Stop the reads from 0.13 servers, and close their connections."""
@@ -337,31 +337,38 @@ class OwnerRequests:
         async def query(reader: OwnerLink) -> bool:
             return reader.link.is_legacy_server
 
-        found = await query_partitions(
-            partition_ids, lambda each: self._query_until_answered(each, query, is_bulk=False)
+        answers = await query_partitions(
+            partition_ids,
+            lambda partition_id: self._query_until_answered(partition_id, query, is_bulk=False),
         )
-        return any(found.values())
+        return any(answers.values())
 
     async def replica_sets(
         self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
     ) -> dict[int, ReplicaSet]:
         """Return the `replicas` of each partition; those of `group` are nearby (rule 3)."""
         query = partial(self.replicas, linearizable=linearizable)
-        found = await query_partitions(partition_ids, query)
+        sets_by_partition = await query_partitions(partition_ids, query)
         if group == NO_GROUP:
-            return found
+            return sets_by_partition
         try:
-            addresses = {address for each in found.values() for address in each.replicas}
+            addresses = {
+                address
+                for replica_set in sets_by_partition.values()
+                for address in replica_set.replicas
+            }
             groups = await self._directory.groups(addresses)
         except errors.WaltzError as error:
             _log.warning("client.groups_read_failed error=%s", error)
-            return found
+            return sets_by_partition
         return {
             partition: replace(
-                each,
-                nearby=tuple(address for address in each.replicas if groups.get(address) == group),
+                replica_set,
+                nearby=tuple(
+                    address for address in replica_set.replicas if groups.get(address) == group
+                ),
             )
-            for partition, each in found.items()
+            for partition, replica_set in sets_by_partition.items()
         }
 
     async def fetch_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
@@ -455,9 +462,9 @@ async def query_partitions(
     query: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
 ) -> dict[int, ResponseT]:
     """Query all partitions in parallel; raises the first error itself, not an exception group."""
-    wanted = sorted(partition_ids)
-    found = await run_parallel(query(each) for each in wanted)
-    return dict(zip(map(int, wanted), found, strict=True))
+    sorted_ids = sorted(partition_ids)
+    answers = await run_parallel(query(partition_id) for partition_id in sorted_ids)
+    return dict(zip(map(int, sorted_ids), answers, strict=True))
 
 
 def _retry_after_ms(error: errors.WaltzError) -> int:

@@ -78,13 +78,13 @@ class ClientPartition:
         self.partition_id = partition_id
         self._services = services
         self.settings = stream_settings(config)
-        known = services.ids.current
+        identity = services.ids.current
         self.stream = PartitionStream(
-            None if known is None else known.client_id,
+            None if identity is None else identity.client_id,
             partition_id,
             self.settings,
             services.random,
-            NO_PROOF if known is None else known.proof,
+            NO_PROOF if identity is None else identity.proof,
         )
         self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
@@ -366,14 +366,14 @@ class ClientPartition:
         if link.is_legacy_server and self._services.claim is not None:
             raise legacy_server_stream.exactly_once_error(link.address)
 
-    async def _verify_owner(self, known: Owner, on_result: Callable[[bool], None]) -> None:
+    async def _verify_owner(self, expected_owner: Owner, on_result: Callable[[bool], None]) -> None:
         """Report whether the owner is unchanged, because a 0.13 server cannot prove this itself."""
         now: Owner | None = None
         try:
             now = await self._services.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
             _log.info("client.owner_read_failed partition=%d error=%s", self.partition_id, error)
-        on_result(now == known)
+        on_result(now == expected_owner)
 
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:
@@ -423,7 +423,9 @@ class ClientPartition:
         self._driver.post(stream_events.LinkLost(link, reason))
 
     def _on_mark_advanced(self, mark: TransactionId) -> None:
-        for future in [each for each, wanted in self._mark_waiters.items() if wanted <= mark]:
+        for future in [
+            waiter for waiter, awaited_mark in self._mark_waiters.items() if awaited_mark <= mark
+        ]:
             del self._mark_waiters[future]
             if not future.done():
                 future.set_result(None)

@@ -93,37 +93,39 @@ class FeedCursor:
 
     def accept_batch(self, message: FeedBatch) -> FeedAdvanced | str | None:
         """Return the new part of a batch (None: nothing is new), or a text about an error in it."""
-        fed = self._fed
-        if fed is None or self.is_lagging:
+        feed_mark = self._fed
+        if feed_mark is None or self.is_lagging:
             return None
-        picked = self._picked_ids(message)
-        if isinstance(picked, str):
-            return picked
-        if message.first > fed + 1:
+        picked_ids = self._picked_ids(message)
+        if isinstance(picked_ids, str):
+            return picked_ids
+        if message.first > feed_mark + 1:
             return (
-                f"the feed has a gap: expected the transaction after {fed}, found transaction "
-                f"{message.first}"
+                f"the feed has a gap: expected the transaction after {feed_mark}, found "
+                f"transaction {message.first}"
             )
-        known = fed + 1 - message.first
-        if known >= message.count:
+        known_count = feed_mark + 1 - message.first
+        if known_count >= message.count:
             return None
-        over = known if picked is None else bisect_left(picked, fed + 1)
-        stretch = FeedAdvanced(
-            TransactionId(fed + 1),
-            message.count - known,
-            memoryview(message.headers)[over * FEED_HEADER_BYTES :],
-            None if picked is None else picked[over:],
+        known_headers = (
+            known_count if picked_ids is None else bisect_left(picked_ids, feed_mark + 1)
         )
-        self._fed = stretch.last  # invariant 1
+        advance = FeedAdvanced(
+            TransactionId(feed_mark + 1),
+            message.count - known_count,
+            memoryview(message.headers)[known_headers * FEED_HEADER_BYTES :],
+            None if picked_ids is None else picked_ids[known_headers:],
+        )
+        self._fed = advance.last  # invariant 1
         if message.chain_at != BEFORE_FIRST:
             self.chain = (TransactionId(message.chain_at), Chain(message.chain))
-        return stretch
+        return advance
 
     def _picked_ids(self, message: FeedBatch) -> Sequence[int] | str | None:
         """Return the IDs of a batch's headers, None for all, or a text that describes an error."""
         count, size = message.count, len(message.headers)
         if count > 0 and size == count * FEED_HEADER_BYTES and not message.picked:
-            picked = None
+            picked_ids = None
         elif not self.header_values or count <= 0 or len(message.picked) % 4:
             expected = count * FEED_HEADER_BYTES
             return (
@@ -132,16 +134,16 @@ class FeedCursor:
             )
         else:
             offsets = np.frombuffer(message.picked, dtype=">i4").astype(np.int64)
-            rises = bool((np.diff(offsets, prepend=-1, append=count) > 0).all())
-            if not rises or size != offsets.size * FEED_HEADER_BYTES:
+            is_ascending = bool((np.diff(offsets, prepend=-1, append=count) > 0).all())
+            if not is_ascending or size != offsets.size * FEED_HEADER_BYTES:
                 return (
                     f"feed message with {count} transactions: expected ascending offsets, "
                     f"each with a header, found {offsets.size} offsets and {size} bytes of "
                     "headers"
                 )
-            picked = (offsets + message.first).tolist()
+            picked_ids = (offsets + message.first).tolist()
         if self.header_values:
             values = np.frombuffer(message.headers, dtype=FEED_HEADER_DTYPE)["header"]
             if not np.isin(values.astype(np.int32), self.header_values).all():
                 return "the filtered feed has a transaction whose header the client did not request"
-        return picked
+        return picked_ids

@@ -407,9 +407,11 @@ class PartitionStream:
             return
         mark = TransactionId(message.high_water_mark)
         if mark < self.high_water_mark:  # invariant 3
-            known = self.high_water_mark
+            known_mark = self.high_water_mark
             self._leave_link(
-                f"the server's high-water mark {mark} is below the known one, {known}", now_ms, out
+                f"the server's high-water mark {mark} is below the known one, {known_mark}",
+                now_ms,
+                out,
             )
             return
         self._note_mark(mark, out)
@@ -432,13 +434,13 @@ class PartitionStream:
             cursor.on_mount_succeeded()
             self._request_feed(out)
             return False
-        fed = cursor.start_at_end(mark)
-        if mark - fed <= self._settings.feed_lag_max:
-            self._send_mount(fed, now_ms, out, wants_feed=True)
+        feed_mark = cursor.start_at_end(mark)
+        if mark - feed_mark <= self._settings.feed_lag_max:
+            self._send_mount(feed_mark, now_ms, out, wants_feed=True)
             return True
         if not cursor.is_lagging:
             cursor.is_lagging = True
-            out.append(FeedLagging(fed, mark))
+            out.append(FeedLagging(feed_mark, mark))
         return False
 
     def _continue_readback(self, now_ms: int, out: list[Effect]) -> None:
@@ -630,18 +632,18 @@ class PartitionStream:
         """Report why a submission is not sent; if it is too large, it comes again in two parts."""
         out.append(SubmissionRejected(submission.token, rejection))
         if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
-            lost = BatchOutcome.uniform(
+            lost_outcome = BatchOutcome.uniform(
                 submission.row_count, RowOutcomeCode.LOST, high_water_mark=self.high_water_mark
             )
             out.extend(
                 SubmissionSettled(*settled)
-                for settled in self._outbox.fail_following(submission, lost)
+                for settled in self._outbox.fail_following(submission, lost_outcome)
             )
 
     def _end_expired(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
-        late = [pending for pending in self._tracker if pending.deadline_ms <= now_ms]
-        for pending in late:
+        expired = [pending for pending in self._tracker if pending.deadline_ms <= now_ms]
+        for pending in expired:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
             pause_ms = self.pause_ms(now_ms)
@@ -703,17 +705,17 @@ class PartitionStream:
     def _on_feed_batch(self, message: messages.FeedBatch, now_ms: int, out: list[Effect]) -> None:
         if message.req_id != self._mount_id or not self._mount_has_feed:
             return
-        stretch = self._cursor.accept_batch(message)
-        if isinstance(stretch, str):  # invariant 6
-            self._leave_link(stretch, now_ms, out)
+        advance = self._cursor.accept_batch(message)
+        if isinstance(advance, str):  # invariant 6
+            self._leave_link(advance, now_ms, out)
             return
         if self.phase is Phase.MOUNTING:
             self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
-        if stretch is not None:
-            if stretch.picked is None:  # with a filter, rows are found by reading back
-                self._tracker.match_feed(stretch.first, stretch.headers)
-            self._note_mark(stretch.last, out)
-            out.append(stretch)
+        if advance is not None:
+            if advance.picked is None:  # with a filter, rows are found by reading back
+                self._tracker.match_feed(advance.first, advance.headers)
+            self._note_mark(advance.last, out)
+            out.append(advance)
 
     def _on_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
         if self._cursor.note_applied(mark) and self.phase is Phase.READY:
