@@ -93,7 +93,7 @@ class PartitionLimits:
 
     def __post_init__(self) -> None:
         may_be_zero = ("lock_load_count_max", "archive_interval_ms")
-        for name in (each.name for each in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             assert getattr(self, name) >= (0 if name in may_be_zero else 1), name
         # A single transaction of the maximum size must fit everywhere.
         assert TRANSACTION_BYTES_MAX < self.batch_bytes_max < FRAME_BYTES_MAX

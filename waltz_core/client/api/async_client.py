@@ -768,7 +768,8 @@ class AsyncWaltzClient(OpenedByConnect):
                 raise errors.BadRequest(
                     f"the first lock chooses partition {partition_id}, which is not one of the "
                     f"partitions that this client was opened for, {list(own_partitions)}. Hint: "
-                    "pass the argument partition, with the same value for all appends with this lock."
+                    "pass the argument partition, with the same value for all appends with this "
+                    "lock."
                 )
             return partition_id
         self._round_robin = (self._round_robin + 1) % len(

@@ -139,14 +139,14 @@ class InFlightBatches:
 
         Return these, and the last ID that was submitted to the store.
         """
-        lost: list[InFlightBatch | BatchDraft] = [*self._batches]
+        lost_batches: list[InFlightBatch | BatchDraft] = [*self._batches]
         if self.gathered is not None:
-            lost.append(self.gathered)
+            lost_batches.append(self.gathered)
         self._batches.clear()
         self.gathered = None
         self.stop()
         self.submitted_bytes = 0
-        return lost, self._submitted_last
+        return lost_batches, self._submitted_last
 
     def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
         """Start to assign the IDs above `high_water_mark`.

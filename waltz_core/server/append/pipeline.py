@@ -181,14 +181,14 @@ class AppendPipeline:
         self._completions.high_water_mark = opened.high_water_mark
         for settled in self._in_flight.pop_settled_batches(last):
             self._finish_batch(settled, out, now_ms=None, is_owner=follows_own_session)
-        lost, submitted = self._in_flight.pop_lost_batches()
-        self.rejections.drop_lost(min(last, submitted))
-        for each in lost:
-            for pending in each.appends:
-                if pending.settle(min(last, submitted), self._loss_code):
+        lost_batches, submitted_last = self._in_flight.pop_lost_batches()
+        self.rejections.drop_lost(min(last, submitted_last))
+        for lost_batch in lost_batches:
+            for pending in lost_batch.appends:
+                if pending.settle(min(last, submitted_last), self._loss_code):
                     self._mounts.require_remount(pending.req_id.client_id)
                 self._finish_part(pending, out)
-            out.extend(BarrierReached(token) for token in each.waiting)
+            out.extend(BarrierReached(token) for token in lost_batch.waiting)
         self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
@@ -213,11 +213,11 @@ class AppendPipeline:
         assert self._table is not None
         self._table.on_committed(last)
         out: list[AppendOutcome] = []
-        for each in self._in_flight.pop_committed_batches(last, chain, now_ms):
-            self.proved_ms = each.submitted_ms
-            if each.appends:
-                self.counters.took_ms.append(now_ms - each.appends[0].received_ms)
-            self._finish_batch(each, out, now_ms=now_ms)
+        for batch in self._in_flight.pop_committed_batches(last, chain, now_ms):
+            self.proved_ms = batch.submitted_ms
+            if batch.appends:
+                self.counters.took_ms.append(now_ms - batch.appends[0].received_ms)
+            self._finish_batch(batch, out, now_ms=now_ms)
         return out
 
     def hold_submissions(self) -> None:
@@ -252,24 +252,24 @@ class AppendPipeline:
         queued: list[PendingAppend] = []
         # By identity: a request may be in several batches in flight, and the rest of it in its
         # lane.
-        doubtful: dict[int, PendingAppend] = {}
-        for each in self._in_flight.pop_lost_batches()[0]:
-            for pending in each.appends:
-                if isinstance(each, BatchDraft) and isinstance(pending, PendingSingle):
+        appends_in_doubt: dict[int, PendingAppend] = {}
+        for lost_batch in self._in_flight.pop_lost_batches()[0]:
+            for pending in lost_batch.appends:
+                if isinstance(lost_batch, BatchDraft) and isinstance(pending, PendingSingle):
                     queued.append(pending)  # This append was not submitted.
                 else:
-                    doubtful[id(pending)] = pending
-            out.extend(BarrierReached(token) for token in each.waiting)
+                    appends_in_doubt[id(pending)] = pending
+            out.extend(BarrierReached(token) for token in lost_batch.waiting)
         for pending in self._lanes.drop_all():
             if isinstance(pending, PendingBatch) and pending.validated_count:
-                doubtful[id(pending)] = pending
+                appends_in_doubt[id(pending)] = pending
             else:
                 queued.append(pending)
         # These were rejected, so they are not in the log either.
         queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
         out += self._completions.abandon()
         self.rejections.clear()
-        return queued, list(doubtful.values()), out
+        return queued, list(appends_in_doubt.values()), out
 
     # -----------------------------------------------------------------------------------------
     # clients
@@ -518,7 +518,7 @@ class AppendPipeline:
             draft.add(piece.part, piece.locks, piece.writers)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
             self._dependent.on_rows_admitted(piece)
-        for pending in piece.doubtful:
+        for pending in piece.unsettled:
             if isinstance(pending, PendingBatch):
                 pending.in_flight_count += 1
             draft.appends.append(pending)
@@ -541,17 +541,17 @@ class AppendPipeline:
         self.counters.committed_bytes += len(batch.records)
         if is_owner:  # Otherwise another owner may have truncated and extended the log since.
             out.append(BatchCommitted(finished.entry, batch))
-        held: list[PendingSingle] = []
+        lock_waiters: list[PendingSingle] = []
         for pending in finished.appends:
             if now_ms is not None and self._may_wait_in_lock_queue(pending):
-                held.append(pending)
+                lock_waiters.append(pending)
             else:
                 self._finish_part(pending, out)
         if now_ms is not None:
             took_ms = now_ms - finished.submitted_ms
             out += self._completions.answer_rejected(
                 self._lock_queues.on_committed(
-                    finished.appends, held, took_ms=took_ms, now_ms=now_ms
+                    finished.appends, lock_waiters, took_ms=took_ms, now_ms=now_ms
                 )
             )
         out.extend(BarrierReached(token) for token in finished.waiting)

@@ -106,7 +106,7 @@ class RecentAppends:
         """
         if self._after is None or mark < self._after or len(locks) > PREDECESSORS_LOCKS_MAX:
             return None
-        found: list[Buffer] = []
+        records: list[Buffer] = []
         size_bytes = 0
         for entry in reversed(self._entries):
             if entry.last <= mark:
@@ -118,11 +118,11 @@ class RecentAppends:
             if entry.locks.isdisjoint(locks):
                 continue
             size_bytes += len(entry.content)
-            if len(found) == PREDECESSORS_COUNT_MAX or size_bytes > PREDECESSORS_BYTES_MAX:
+            if len(records) == PREDECESSORS_COUNT_MAX or size_bytes > PREDECESSORS_BYTES_MAX:
                 return None
-            found.append(entry.content)
-        found.reverse()
-        return found
+            records.append(entry.content)
+        records.reverse()
+        return records
 
     def _add(self, entry: _AdmittedEntry) -> None:
         self._entries.append(entry)
@@ -193,7 +193,7 @@ class DependentAppends:
         part = piece.part
         assert part is not None
         end = 0
-        for pending in piece.doubtful:
+        for pending in piece.unsettled:
             if not isinstance(pending, PendingSingle):
                 self._admitted.add_rows(part.last, piece.locks)
             elif pending.transaction_id >= 0:
@@ -217,11 +217,11 @@ class DependentAppends:
         """
         if self._session_id == NO_SESSION:
             return None
-        found = self._admitted.records_above(*_mark_and_locks_of(pending))
-        if found is None:
+        predecessors = self._admitted.records_above(*_mark_and_locks_of(pending))
+        if predecessors is None:
             return None
-        lengths = struct.pack(f">{len(found)}i", *map(len, found))
-        records = b"".join(found)
+        lengths = struct.pack(f">{len(predecessors)}i", *map(len, predecessors))
+        records = b"".join(predecessors)
         last = next_id - 1
         message = Predecessors(
             pending.req_id, self._session_id, high_water_mark, last, lengths, records

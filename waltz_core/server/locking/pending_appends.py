@@ -211,8 +211,8 @@ class PendingBatch:
             return self.rows.count
         start = self.validated_count
         # The minimum size of a record bounds the number of rows that can fit.
-        near = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
-        ends = np.cumsum(self.rows.lengths[start:near] + RECORD_OVERHEAD_BYTES)
+        nearest_row = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
+        ends = np.cumsum(self.rows.lengths[start:nearest_row] + RECORD_OVERHEAD_BYTES)
         return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
 
     def cost_up_to(self, row: int) -> int:
@@ -233,11 +233,11 @@ class PendingBatch:
 
     def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
         """Mark the rows above `last` as lost, with reason `loss`; return whether there are any."""
-        lost = (self.ids > last) | (self.conflicts > last)
-        self.ids = np.where(lost, REJECTED, self.ids)
-        self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
-        self.reasons = np.where(lost, np.uint8(loss), self.reasons)
-        return bool(lost.any())
+        is_lost = (self.ids > last) | (self.conflicts > last)
+        self.ids = np.where(is_lost, REJECTED, self.ids)
+        self.conflicts = np.where(is_lost, NO_CONFLICT, self.conflicts)
+        self.reasons = np.where(is_lost, np.uint8(loss), self.reasons)
+        return bool(is_lost.any())
 
     def answer(self, high_water_mark: TransactionId) -> SendToClient:
         """Build the answer to the client."""

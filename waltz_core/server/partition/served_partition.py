@@ -306,7 +306,9 @@ class Partition:
         # Appends that wait for a proof stay, unanswered: flushes of other connections wait for
         # them.
         self._linearizable.drop(
-            lambda each: isinstance(each, RequestReceived) and each.connection == connection
+            lambda request: (
+                isinstance(request, RequestReceived) and request.connection == connection
+            )
         )
         self._route_appends(self.pipeline.close(connection))
 
@@ -598,16 +600,16 @@ class Partition:
         if isinstance(event, replication.MarkProved):
             requests, proofs = self._linearizable.on_proof_succeeded(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark
-            for each in requests:
-                self._on_request_proved(each)
+            for request in requests:
+                self._on_request_proved(request)
         else:
             requests, proofs = self._linearizable.on_proof_failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
                 f"{self._position}: no quorum of storages has confirmed the store session"
             )
             self._out.extend(
-                answers.request_error_answer(each, unproved)
-                for each in self._reject_unproved(requests)
+                answers.request_error_answer(request, unproved)
+                for request in self._reject_unproved(requests)
             )
         for proof in proofs:
             self._step_store(proof)
@@ -616,13 +618,13 @@ class Partition:
         self, requests: Sequence[RequestReceived | PendingAppend]
     ) -> list[RequestReceived]:
         """Answer appends that are ahead with NOT_MOUNTED; return the other requests (rule 6)."""
-        rest: list[RequestReceived] = []
-        for each in requests:
-            if isinstance(each, RequestReceived):
-                rest.append(each)
+        other_requests: list[RequestReceived] = []
+        for request in requests:
+            if isinstance(request, RequestReceived):
+                other_requests.append(request)
             else:
-                self._route_appends(self.pipeline.answer_ahead_of_log(each, is_proved=False))
-        return rest
+                self._route_appends(self.pipeline.answer_ahead_of_log(request, is_proved=False))
+        return other_requests
 
     # -----------------------------------------------------------------------------------------
     # release
@@ -642,25 +644,25 @@ class Partition:
         """Stop serving the partition: answer all waiting requests."""
         self._is_owned = self._is_open = False
         self._opening = None
-        queued, in_flight, reached = self.pipeline.abandon()
-        where = f"{self._position}: {reason}"
-        gone = errors.NotOwned(where)
-        unknown = errors.OutcomeUnknown(f"{where}; the transaction may or may not be in the log")
-        self._out.extend(answers.append_error_answer(pending, gone) for pending in queued)
+        queued, in_flight, barriers = self.pipeline.abandon()
+        cause = f"{self._position}: {reason}"
+        not_owned = errors.NotOwned(cause)
+        unknown = errors.OutcomeUnknown(f"{cause}; the transaction may or may not be in the log")
+        self._out.extend(answers.append_error_answer(pending, not_owned) for pending in queued)
         self._out.extend(answers.append_error_answer(pending, unknown) for pending in in_flight)
         waiting = self._waiting.take_all()
         waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.on_released()
-        self._out.extend(answers.request_error_answer(request, gone) for request in waiting)
-        assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in reached)
+        self._out.extend(answers.request_error_answer(request, not_owned) for request in waiting)
+        assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in barriers)
 
     # -----------------------------------------------------------------------------------------
     # routing between the parts
 
-    def _route_appends(self, found: Sequence[outcomes.AppendOutcome]) -> None:
-        for outcome in found:
+    def _route_appends(self, append_outcomes: Sequence[outcomes.AppendOutcome]) -> None:
+        for outcome in append_outcomes:
             match outcome:
                 case SendToClient() | Fetch() | Report():
                     self._out.append(outcome)
@@ -675,8 +677,8 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_feed(self, found: Sequence[feeds.FeedOutcome]) -> None:
-        for outcome in found:
+    def _route_feed(self, feed_outcomes: Sequence[feeds.FeedOutcome]) -> None:
+        for outcome in feed_outcomes:
             match outcome:
                 case SendToClient():
                     self._out.append(outcome)
@@ -688,27 +690,31 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, found: Sequence[ReadOutcome]) -> None:
-        for outcome in found:
+    def _route_reads(self, read_outcomes: Sequence[ReadOutcome]) -> None:
+        for outcome in read_outcomes:
             if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.on_headers_fetched(outcome))
             elif isinstance(outcome, FeedFailed):
                 requests = self.feed.on_fetch_failed(outcome.first)
                 self._out.extend(
-                    answers.request_error_answer(each, outcome.error) for each in requests
+                    answers.request_error_answer(request, outcome.error) for request in requests
                 )
             else:
                 self._out.append(outcome)
 
     def _on_barrier_reached(self, token: int) -> None:
-        found = self._waiting.take_waiting(token)
-        if found is None:
+        request_or_mount = self._waiting.take_waiting(token)
+        if request_or_mount is None:
             return  # A later mount has replaced this one, or its request was dropped.
-        request = found.request if isinstance(found, WaitingMount) else found
+        request = (
+            request_or_mount.request
+            if isinstance(request_or_mount, WaitingMount)
+            else request_or_mount
+        )
         if not self._is_open:
             # The session has ended since; the request starts again in the next session.
             self._wait_for_session(request)
-        elif isinstance(found, WaitingMount):
-            self._on_mount_drained(found)
+        elif isinstance(request_or_mount, WaitingMount):
+            self._on_mount_drained(request_or_mount)
         else:
             self._answer_mark(request)

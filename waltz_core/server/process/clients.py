@@ -543,9 +543,9 @@ class ClientConnections:
             times = self._backend.append_times()
             answer = AppendTimesResponse(
                 message.req_id,
-                tuple(each.replica for each in times),
-                tuple(each.second_count for each in times),
-                tuple(each.median_us for each in times),
+                tuple(append_time.replica for append_time in times),
+                tuple(append_time.second_count for append_time in times),
+                tuple(append_time.median_us for append_time in times),
             )
         elif isinstance(message, CheckConnectivityRequest):
             self._checks.append((connection, request))
@@ -624,12 +624,14 @@ class ClientConnections:
     ) -> None:
         """Change the preferences; answer False if a partition is unknown or none is given."""
         count = self._backend.partition_count
-        wanted = [PartitionId(number) for number in message.partitions]
-        is_done = bool(wanted) and all(0 <= number < count for number in wanted)
+        partition_ids = [PartitionId(number) for number in message.partitions]
+        is_done = bool(partition_ids) and all(0 <= number < count for number in partition_ids)
         is_added = isinstance(message, AddPreferredRequest)
         try:
             if is_done:
-                await self._backend.prefer(wanted if is_added else (), () if is_added else wanted)
+                await self._backend.prefer(
+                    partition_ids if is_added else (), () if is_added else partition_ids
+                )
         except errors.WaltzError as error:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return

@@ -77,9 +77,9 @@ class FailureDetector:
     def watch_servers(self, view: ServersView) -> None:
         """Watch exactly the other servers of this view."""
         others = {
-            (each.server_id, each.address): each
-            for each in view.servers.values()
-            if each.server_id != self._server_id
+            (server.server_id, server.address): server
+            for server in view.servers.values()
+            if server.server_id != self._server_id
         }
         for key in self._watches.keys() - others.keys():
             self._watches.pop(key).stop()

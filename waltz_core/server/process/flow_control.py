@@ -188,10 +188,12 @@ class FlowControl:
         """Stop reading the largest connections, until these account for the excess bytes."""
         over_bytes = self.bytes - self._limits.memory_bytes_max
         stopped: list[ConnectionId] = []
-        held = sorted(((account.bytes, each) for each, account in self._accounts.items()))
-        while over_bytes > 0 and held:
-            held_bytes, connection = held.pop()
-            over_bytes -= held_bytes
+        connections_by_size = sorted(
+            ((account.bytes, connection_id) for connection_id, account in self._accounts.items())
+        )
+        while over_bytes > 0 and connections_by_size:
+            size_bytes, connection = connections_by_size.pop()
+            over_bytes -= size_bytes
             if connection not in self._paused:
                 self._paused[connection] = None
                 stopped.append(connection)

@@ -266,31 +266,31 @@ class Reads:
         self, request: RequestReceived, message: TransactionDataRequest
     ) -> list[ReadOutcome]:
         """Answer a request for one transaction's data from memory, or fetch the transaction."""
-        wanted = TransactionId(message.transaction_id)
-        if not 0 <= wanted <= self._high_water_mark:
+        transaction_id = TransactionId(message.transaction_id)
+        if not 0 <= transaction_id <= self._high_water_mark:
             fault = (
-                f"transaction {wanted} of partition {self._partition_id} is not in the log, "
-                f"which ends at transaction {self._high_water_mark}"
+                f"transaction {transaction_id} of partition {self._partition_id} is not in the "
+                f"log, which ends at transaction {self._high_water_mark}"
             )
-            answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
+            answer = TransactionDataResponse(message.req_id, transaction_id, (None, fault))
             return [SendToClient(request.connection, answer, request.cost_bytes)]
-        record = self._ahead.find(wanted)
+        record = self._ahead.find(transaction_id)
         if record is not None:
             return [_data_answer(request, message, record)]
-        run = self._read_cached_run(wanted, wanted, 1, RangeForm.WHOLE)
+        run = self._read_cached_run(transaction_id, transaction_id, 1, RangeForm.WHOLE)
         if run is not None:
             return [_data_answer(request, message, run.records)]
-        return self._request_fetch(self._fetch_key_of(wanted), request)
+        return self._request_fetch(self._fetch_key_of(transaction_id), request)
 
-    def _fetch_key_of(self, wanted: TransactionId) -> _FetchKey:
+    def _fetch_key_of(self, transaction_id: TransactionId) -> _FetchKey:
         """Return the key of the fetch for a single transaction (rule 8)."""
         for key in self._reading_ahead:
-            if key.first <= wanted <= key.last:
+            if key.first <= transaction_id <= key.last:
                 return key
-        if not self._ahead.is_wanted(wanted):
-            return _single_fetch_key(wanted)
-        last = TransactionId(min(wanted + PREFETCH_COUNT_MAX - 1, self._high_water_mark))
-        key = _FetchKey(wanted, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_ahead=True)
+        if not self._ahead.is_wanted(transaction_id):
+            return _single_fetch_key(transaction_id)
+        last = TransactionId(min(transaction_id + PREFETCH_COUNT_MAX - 1, self._high_water_mark))
+        key = _FetchKey(transaction_id, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_ahead=True)
         self._reading_ahead[key] = None
         return key
 
@@ -304,7 +304,7 @@ class Reads:
     def close(self, connection: ConnectionId, awaited_firsts: Container[TransactionId]) -> None:
         """Drop the requests of a closed connection, as in `on_feeds_ended` (rule 9)."""
         for job in self._jobs.values():
-            job.waiting = [each for each in job.waiting if each.connection != connection]
+            job.waiting = [request for request in job.waiting if request.connection != connection]
         self.on_feeds_ended(awaited_firsts)
 
     def on_feeds_ended(self, awaited_firsts: Container[TransactionId]) -> None:
@@ -320,7 +320,7 @@ class Reads:
                 dropped.add(key)
         if dropped:
             self._ready = deque(job for job in self._ready if job.key not in dropped)
-            self._delayed = [each for each in self._delayed if each[1].key not in dropped]
+            self._delayed = [entry for entry in self._delayed if entry[1].key not in dropped]
         for key in dropped:
             del self._jobs[key]
             self._reading_ahead.pop(key, None)
@@ -485,8 +485,8 @@ class Reads:
         out: list[ReadOutcome] = []
         for request in job.waiting:
             assert isinstance(request.message, TransactionDataRequest)
-            wanted = TransactionId(request.message.transaction_id)
-            out += self._request_fetch(_single_fetch_key(wanted), request)
+            transaction_id = TransactionId(request.message.transaction_id)
+            out += self._request_fetch(_single_fetch_key(transaction_id), request)
         return out
 
     def _ignore_answer(self, token: int) -> list[ReadOutcome]:
@@ -520,7 +520,9 @@ class Reads:
     def _create_fetch(self, job: _RangeFetch) -> Fetch:
         untried = [replica for replica in self.replicas if replica not in job.tried_replicas]
         untried = untried or list(self.replicas)
-        trusted = [each for each in untried if self._avoided.get(each, 0) <= self.fetches]
+        trusted = [
+            replica_id for replica_id in untried if self._avoided.get(replica_id, 0) <= self.fetches
+        ]
         trusted = trusted or untried
         choice = [replica for replica in trusted if replica in self.nearby] or trusted
         replica = choice[self._turn % len(choice)]
@@ -602,8 +604,8 @@ def _range_request_error(message: RangeRequest) -> str | None:
     return None
 
 
-def _single_fetch_key(wanted: TransactionId) -> _FetchKey:
-    return _FetchKey(wanted, wanted, 1, RangeForm.WHOLE)
+def _single_fetch_key(transaction_id: TransactionId) -> _FetchKey:
+    return _FetchKey(transaction_id, transaction_id, 1, RangeForm.WHOLE)
 
 
 def _data_answer(
@@ -629,16 +631,16 @@ def _feed_headers_in(run: _RangeRecords) -> FeedHeaders:
 def _headers_of_client(run: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
     """Return the headers of one client's transactions, and their number."""
     heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
-    kept = heads[heads["req_id"]["client_id"] == client_id]
-    return kept.tobytes(), int(kept.size)
+    client_heads = heads[heads["req_id"]["client_id"] == client_id]
+    return client_heads.tobytes(), int(client_heads.size)
 
 
 def _filter_records(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
     """Return lengths, records and count of the records with one of the header values."""
     if run.form == RangeForm.HEADERS:
         heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
-        kept = heads[np.isin(heads["header"].astype(np.int32), header_values)]
-        return _NO_LENGTHS, kept.tobytes(), int(kept.size)
+        matching_heads = heads[np.isin(heads["header"].astype(np.int32), header_values)]
+        return _NO_LENGTHS, matching_heads.tobytes(), int(matching_heads.size)
     values = raw_records.application_headers_of(run.records, run.lengths)
     records, lengths = select_records(run.records, run.lengths, np.isin(values, header_values))
     return lengths, records, int(lengths.size)
