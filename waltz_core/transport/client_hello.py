@@ -55,8 +55,9 @@ def reject_reason(first: bytes) -> str:
     is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
     if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
         shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
-        known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
-        is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it knows
+        known_groups = (group for group in shares if group in _FAST_GROUPS or group in _SLOW_GROUPS)
+        # OpenSSL uses the first group that it knows.
+        is_slow = next(known_groups, None) not in _FAST_GROUPS
     return (
         ("expected a client that offers a key exchange with X25519 or P-256, found none")
         if is_slow
@@ -73,12 +74,12 @@ def _extensions(hello: bytes) -> dict[int, bytes]:
 
 def _parse_elements(data: bytes) -> dict[int, bytes]:
     """Parse a list of elements with code, size and bytes; return the bytes of each code."""
-    found, at = dict[int, bytes](), 0
-    while at + 4 <= len(data):
-        code, size = struct.unpack_from(">HH", data, at)
-        found[code] = data[at + 4 : at + 4 + size]
-        at += 4 + size
-    return found
+    bytes_by_code, offset = dict[int, bytes](), 0
+    while offset + 4 <= len(data):
+        code, size = struct.unpack_from(">HH", data, offset)
+        bytes_by_code[code] = data[offset + 4 : offset + 4 + size]
+        offset += 4 + size
+    return bytes_by_code
 
 
 def _numbers(data: bytes) -> set[int]:

@@ -208,5 +208,5 @@ class _KeepAliveConnection(_SilentConnection):
 
 def _count_queued_bytes(sock: socket.socket) -> int:
     """Return the bytes in the system that the client has not acknowledged."""
-    found = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    return int.from_bytes(found, sys.byteorder)
+    packed = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(packed, sys.byteorder)

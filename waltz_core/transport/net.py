@@ -616,11 +616,11 @@ class Link:
         self._update_reading()
 
     def _take_inbox(self) -> list[Message]:
-        taken = self._inbox
+        messages = self._inbox
         self._inbox = []
         self._inbox_bytes = 0
         self._update_reading()
-        return taken
+        return messages
 
     def _on_congestion_changed(self, *, is_congested: bool) -> None:
         if is_congested:

@@ -166,32 +166,34 @@ class _MessageLayout(NamedTuple):
 
 
 # Plans are created on demand and never change. There are a few dozen classes and few versions.
-_plans_made: dict[tuple[type[Message], int], _MessageLayout] = {}
-_tables_made: dict[tuple[WireProtocol, int], dict[int, _MessageLayout]] = {}
+_layouts_by_message: dict[tuple[type[Message], int], _MessageLayout] = {}
+_tables_by_version: dict[tuple[WireProtocol, int], dict[int, _MessageLayout]] = {}
 
 
 def _plans(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
     """Return the plans of all messages in a version of a protocol, by type code."""
-    found = _tables_made.get((protocol, version))
-    if found is None:
-        found = _tables_made[protocol, version] = _make_table(protocol, version)
-    return found
+    layouts = _tables_by_version.get((protocol, version))
+    if layouts is None:
+        layouts = _tables_by_version[protocol, version] = _make_table(protocol, version)
+    return layouts
 
 
 def _plan(message_class: type[Message], version: int) -> _MessageLayout:
-    found = _plans_made.get((message_class, version))
-    if found is None:
-        found = _plans_made[message_class, version] = _make_plan(message_class, version)
-    return found
+    layout = _layouts_by_message.get((message_class, version))
+    if layout is None:
+        layout = _layouts_by_message[message_class, version] = _make_plan(message_class, version)
+    return layout
 
 
 def _make_table(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
-    found: dict[int, _MessageLayout] = {}
+    classes_by_code: dict[int, _MessageLayout] = {}
     for message_class in message_classes(protocol):
         if _exists(message_class, version):
-            assert message_class.code not in found, "messages.py rule 3: a code is used twice"
-            found[message_class.code] = _plan(message_class, version)
-    return found
+            assert message_class.code not in classes_by_code, (
+                "messages.py rule 3: a code is used twice"
+            )
+            classes_by_code[message_class.code] = _plan(message_class, version)
+    return classes_by_code
 
 
 def message_classes(protocol: WireProtocol) -> list[type[Message]]:
@@ -277,15 +279,15 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
         out.small += pack(*values)
 
     def read(view: memoryview, at: int, values: list[Any]) -> int:
-        found = unpack_from(view, at)
+        raw_values = unpack_from(view, at)
         if unpacked:
-            converted = list(found)
+            converted = list(raw_values)
             for index, convert in unpacked:
                 assert convert is not None
                 converted[index] = convert(converted[index])
             values += converted
         else:
-            values += found
+            values += raw_values
         return at + size
 
     return write, read

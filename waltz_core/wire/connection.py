@@ -92,8 +92,8 @@ class Connection:
         self.version: int | None = None
         self.peer: Hello | None = None
         self.failure: RemoteProtocolError | None = None
-        own = protocol.versions_accepted if is_listener else protocol.versions_offered
-        self._versions = own if versions is None else versions
+        own_versions = protocol.versions_accepted if is_listener else protocol.versions_offered
+        self._versions = own_versions if versions is None else versions
         self._text = protocol.listener_text if is_listener else protocol.dialler_text
         self._frame_bytes_max = frame_bytes_max
         # Returns the size limit for received frames of more than `SMALL_FRAME_BYTES_MAX` bytes.

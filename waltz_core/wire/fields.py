@@ -161,8 +161,8 @@ def _packed(width: int) -> tuple[Putter, FieldReader]:
     """Return the layout of packed numbers of `width` bytes each."""
 
     def put(value: Buffer, out: FieldWriter) -> None:
-        count, rest = divmod(_octets(value), width)
-        if rest:
+        count, remainder = divmod(_octets(value), width)
+        if remainder:
             raise LocalProtocolError(f"expected items of {width} bytes, found {len(value)} bytes")
         out.small += _INT32.pack(count)
         out.put_bytes(value)
@@ -233,10 +233,10 @@ def _listed(
 
     def read(view: memoryview, at: int, values: list[Any]) -> int:
         count, at = _read_entries(view, at, entry_bytes_min)
-        found: list[Any] = []
+        items: list[Any] = []
         for _ in range(count):
-            at = read_one(view, at, found)
-        values.append(tuple(found))
+            at = read_one(view, at, items)
+        values.append(tuple(items))
         return at
 
     return put, read
@@ -270,9 +270,9 @@ def _put_record(value: Record, out: FieldWriter) -> None:
 
 def _read_record(view: memoryview, at: int, values: list[Any]) -> int:
     transaction_id, req_id, header = RECORD_HEADER.unpack_from(view, at)
-    found: list[Any] = []
-    at = _read_checked_blob(view, at + RECORD_HEADER.size, found)
-    data = bytes(found[0])
+    parts: list[Any] = []
+    at = _read_checked_blob(view, at + RECORD_HEADER.size, parts)
+    data = bytes(parts[0])
     values.append(Record(TransactionId(transaction_id), ReqId.from_bytes(req_id), header, data))
     return at
 
@@ -280,11 +280,11 @@ def _read_record(view: memoryview, at: int, values: list[Any]) -> int:
 def _read_checked_blob(view: memoryview, at: int, values: list[Any]) -> int:
     """Read a blob and the CRC after it. Waltz 0.13 also closes the connection if they differ."""
     at = _read_blob(view, at, values)
-    (expected,) = _UINT32.unpack_from(view, at)
-    found = crc32(values[-1])
-    if found != expected:
+    (expected_crc,) = _UINT32.unpack_from(view, at)
+    actual_crc = crc32(values[-1])
+    if actual_crc != expected_crc:
         raise RemoteProtocolError(
-            f"data before byte {at}: expected CRC {expected:08x}, found {found:08x}"
+            f"data before byte {at}: expected CRC {expected_crc:08x}, found {actual_crc:08x}"
         )
     return at + _UINT32.size
 
@@ -303,13 +303,13 @@ def _put_data_or_error(value: tuple[Buffer | None, str | None], out: FieldWriter
 
 def _read_data_or_error(view: memoryview, at: int, values: list[Any]) -> int:
     is_data, at = _read_bool(view, at)
-    found: list[Any] = []
+    parts: list[Any] = []
     if is_data:
-        at = _read_checked_blob(view, at, found)
-        values.append((found[0], None))
+        at = _read_checked_blob(view, at, parts)
+        values.append((parts[0], None))
     else:
-        at = _read_text_or_null(view, at, found)
-        values.append((None, found[0]))
+        at = _read_text_or_null(view, at, parts)
+        values.append((None, parts[0]))
     return at
 
 
@@ -319,10 +319,10 @@ def _put_text_bool(value: tuple[str, bool], out: FieldWriter) -> None:
 
 
 def _read_text_bool(view: memoryview, at: int, values: list[Any]) -> int:
-    found: list[Any] = []
-    at = read_text(view, at, found)
+    parts: list[Any] = []
+    at = read_text(view, at, parts)
     flag, at = _read_bool(view, at)
-    values.append((found[0], flag))
+    values.append((parts[0], flag))
     return at
 
 
@@ -346,12 +346,12 @@ def _put_stack_frame(value: tuple[str, str, str | None, int], out: FieldWriter) 
 
 
 def _read_stack_frame(view: memoryview, at: int, values: list[Any]) -> int:
-    found: list[Any] = []
-    at = read_text(view, at, found)
-    at = read_text(view, at, found)
-    at = _read_text_or_null(view, at, found)
-    found += _INT32.unpack_from(view, at)
-    values.append(tuple(found))
+    parts: list[Any] = []
+    at = read_text(view, at, parts)
+    at = read_text(view, at, parts)
+    at = _read_text_or_null(view, at, parts)
+    parts += _INT32.unpack_from(view, at)
+    values.append(tuple(parts))
     return at + _INT32.size
 
 

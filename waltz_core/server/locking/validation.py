@@ -45,8 +45,8 @@ class ValidatedPiece(NamedTuple):
 
     `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
     the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of its record. It is
-    empty if there are too many rows. `unsettled` appends wait for a transaction in flight, which may
-    be one of these records. `rejected` appends are validated and wait for no record of this piece.
+    empty if there are too many rows. `unsettled` appends wait for a transaction in flight, which
+    may be one of these records. `rejected` appends do not wait for a record of this piece.
     """
 
     part: EncodedBatch | None

@@ -169,9 +169,9 @@ class AuditFile:
             self._minute_end.cancel()
             self._minute_end = None
         has_room = self._has_room()
-        for each in self._denials.take_all():
-            if each.repeated_count and has_room:
-                self._put(_Line(self._encode({**each.fields, "repeated": each.repeated_count})))
+        for denial in self._denials.take_all():
+            if denial.repeated_count and has_room:
+                self._put(_Line(self._encode({**denial.fields, "repeated": denial.repeated_count})))
 
     def log_revision(self, permissions: Permissions) -> None:
         """Write a line that this revision of the permissions is now in use."""
@@ -247,10 +247,10 @@ class AuditFile:
         lines = self._kept + lines
         if not lines:
             return
-        written_count, failure = self._file.write([each.data for each in lines])
+        written_count, failure = self._file.write([line.data for line in lines])
         failed = lines[written_count:]
-        kept = [each for each in failed if each.is_kept]
-        self._kept = kept[-QUEUE_LINES_MAX:]
+        kept_lines = [line for line in failed if line.is_kept]
+        self._kept = kept_lines[-QUEUE_LINES_MAX:]
         self._lost_count += len(failed) - len(self._kept)
         error = None
         if failure is not None:
@@ -259,9 +259,9 @@ class AuditFile:
                 "log names the file (`audit.write_failed`)."
             )
         outcomes: list[tuple[BeginCallback, WaltzError | None]] = [
-            (each.on_begun, error if number >= written_count else None)
-            for number, each in enumerate(lines)
-            if each.on_begun is not None
+            (line.on_begun, error if number >= written_count else None)
+            for number, line in enumerate(lines)
+            if line.on_begun is not None
         ]
         self._log_change(failure)
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process exits.
@@ -319,8 +319,8 @@ class _DenialKind(NamedTuple):
     def from_request(peer: Peer, requirement: Requirement | str, message: Message) -> "_DenialKind":
         partitions: tuple[int, ...] = ()
         if isinstance(requirement, Requirement) and requirement.scope is Scope.NAMED:
-            named = message.named_partitions()  # a peer can name thousands
-            partitions = (len(named), *named[:_COMPARED_MAX])
+            named_partitions = message.named_partitions()  # a peer can name thousands
+            partitions = (len(named_partitions), *named_partitions[:_COMPARED_MAX])
         host = network_of(peer.address.rpartition(":")[0])
         return _DenialKind(peer.principal, host, type(message), requirement, partitions)
 
@@ -360,9 +360,9 @@ class _Denials:
         return True
 
     def take_all(self) -> list[_RecordedDenial]:
-        taken, self.taken = list(self.taken.values()), {}
+        denials, self.taken = list(self.taken.values()), {}
         self._counts.clear()
-        return taken
+        return denials
 
     def take_omitted(self) -> int:
         omitted, self.omitted_count = self.omitted_count, 0
@@ -410,16 +410,16 @@ def is_administrative(requirement: Requirement) -> bool:
 
 def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> dict[str, object]:
     if isinstance(requirement, str):
-        verbs, named = "", requirement
+        verbs, object_text = "", requirement
     else:
-        joined = " and " if requirement.needs_all else " or "
-        verbs = joined.join(each.value for each in requirement.verbs)
-        named = _object_of(requirement, message)
+        separator = " and " if requirement.needs_all else " or "
+        verbs = separator.join(verb.value for verb in requirement.verbs)
+        object_text = _object_of(requirement, message)
     return {
         "principal": peer.principal,
         "address": peer.address,
         "verb": verbs,
-        "object": named,
+        "object": object_text,
         "message": _message_text(message),
     }
 
@@ -427,32 +427,33 @@ def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> 
 def _object_of(requirement: Requirement, message: Message) -> str:
     if requirement.scope is Scope.ALL:
         return "all partitions"
-    named = message.named_partitions() if requirement.scope is Scope.NAMED else ()
-    if len(named) > _PARTITIONS_MAX:  # a peer can name millions, which would take seconds
-        return f"{len(named)} partitions"
+    named_partitions = message.named_partitions() if requirement.scope is Scope.NAMED else ()
+    # A peer can name millions, which would take seconds.
+    if len(named_partitions) > _PARTITIONS_MAX:
+        return f"{len(named_partitions)} partitions"
     return (
-        _truncate_text(f"partitions {format_ranges(ranges_of(named))}")
-        if named
+        _truncate_text(f"partitions {format_ranges(ranges_of(named_partitions))}")
+        if named_partitions
         else "any partition"
     )
 
 
 def _message_text(message: Message) -> str:
     """Return the name of a message with its fields; a long field is replaced by its size."""
-    words = [type(message).__name__]
+    parts = [type(message).__name__]
     assert dataclasses.is_dataclass(message)
-    for each in dataclasses.fields(message):
-        if each.name in _OMITTED_FIELDS or not each.repr:  # a token has no repr
+    for message_field in dataclasses.fields(message):
+        if message_field.name in _OMITTED_FIELDS or not message_field.repr:  # a token has no repr
             continue
-        found = getattr(message, each.name)
-        words.append(f"{each.name}={_value_text(found)}")
-    return _truncate_text(" ".join(words))
+        value = getattr(message, message_field.name)
+        parts.append(f"{message_field.name}={_value_text(value)}")
+    return _truncate_text(" ".join(parts))
 
 
-def _value_text(found: object) -> str:
-    if isinstance(found, Sized) and not isinstance(found, str):
-        return f"({len(found)})"
-    return found.name if isinstance(found, Enum) else str(found)
+def _value_text(value: object) -> str:
+    if isinstance(value, Sized) and not isinstance(value, str):
+        return f"({len(value)})"
+    return value.name if isinstance(value, Enum) else str(value)
 
 
 def _truncate_text(text: str) -> str:

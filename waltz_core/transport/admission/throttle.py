@@ -306,7 +306,7 @@ class Throttle:
         """Stop counting the feeds of a partition that the daemon no longer serves."""
         quota = self._access.quota
         if quota is not None:
-            for key in [each for each in quota.feeds if each[0] == partition_id]:
+            for key in [feed_key for feed_key in quota.feeds if feed_key[0] == partition_id]:
                 quota.end_feed(key, self._access)
 
 
