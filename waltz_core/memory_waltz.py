@@ -268,7 +268,7 @@ class _MemoryDirectory:
         owner = Owner(server.address, GENERATION)
         self.owners: Mapping[PartitionId, Owner] = dict.fromkeys(server.hosts, owner)
 
-    async def open(self, changed: OwnersChanged) -> None:
+    async def open(self, on_change: OwnersChanged) -> None:
         """Do nothing: owners never change."""
 
     async def run(self) -> None:

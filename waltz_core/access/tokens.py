@@ -29,7 +29,7 @@ class Token:
     def parse(text: str, source: str) -> "Token":
         """Parse a token from a file or a variable: 64 lower-case hexadecimal digits.
 
-        Raises BadConfig, whose message contains `where` but not the text.
+        Raises BadConfig, whose message contains `source` but not the text.
         """
         text = text.strip()
         if _TOKEN_PATTERN.fullmatch(text) is None:

@@ -65,7 +65,7 @@ class Config:
             setting_by_port[port] = name
 
     def _check_one_of(self, name: str, allowed_values: Collection[str]) -> None:
-        """Raise BadConfig unless the value of a setting is one of `words`."""
+        """Raise BadConfig unless the value of a setting is one of `allowed_values`."""
         value = getattr(self, name)
         if value not in allowed_values:
             allowed_text = ", ".join(allowed_value or "nothing" for allowed_value in allowed_values)

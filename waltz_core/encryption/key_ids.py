@@ -18,7 +18,7 @@ def is_key_id(key_id: str) -> bool:
 
 
 def check_key_id(key_id: object, source: str) -> str:
-    """Return a valid key ID; raises BadConfig, with its location `where`, for any other value."""
+    """Return a valid key ID; raises BadConfig, with its `source`, for any other value."""
     if not isinstance(key_id, str) or not is_key_id(key_id):
         raise errors.BadConfig(
             f"{source}: expected a key ID of 1 to {KEY_ID_BYTES_MAX} letters, digits, '.', "

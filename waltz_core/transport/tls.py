@@ -166,7 +166,9 @@ def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext
     If the files are not valid, the error is logged, and the previous files stay in use.
     """
     try:
-        listen_context(config)  # into a new context first: half of a pair of files must not be used
+        listen_context(
+            config
+        )  # into a new context first: a certificate must not be used without its key
         settings = _effective_settings(config, tls_value_in(config.connect))
     except BadConfig as error:
         _log.error("tls.reload_failed error=%s", error)

@@ -4,8 +4,8 @@ The codec keeps no state of a connection. Decoding either returns a message or r
 `RemoteProtocolError`, whatever the bytes. Encoding raises `LocalProtocolError` if the version
 cannot express the message.
 
-There is one layout for each message class and version. A layout joins neighboring fields of fixed size
-into one `struct` call, and has one function for each field of variable size.
+There is one layout for each message class and version. A layout joins neighboring fields of fixed
+size into one `struct` call, and has one function for each field of variable size.
 
 Rules:
     1. `decode(encode(m)) == m` for every value that both versions can express. The codec skips no
@@ -148,7 +148,7 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
 
 
 # ---------------------------------------------------------------------------------------------
-# Plans
+# Layouts
 
 
 _Writer: TypeAlias = Callable[[Message, FieldWriter], None]
@@ -165,13 +165,13 @@ class _MessageLayout(NamedTuple):
     readers: tuple[FieldReader, ...]
 
 
-# Plans are created on demand and never change. There are a few dozen classes and few versions.
+# Layouts are created on demand and never change. There are a few dozen classes and few versions.
 _layouts_by_message: dict[tuple[type[Message], int], _MessageLayout] = {}
 _tables_by_version: dict[tuple[WireProtocol, int], dict[int, _MessageLayout]] = {}
 
 
 def _layouts(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
-    """Return the plans of all messages in a version of a protocol, by type code."""
+    """Return the layouts of all messages in a version of a protocol, by type code."""
     layouts = _tables_by_version.get((protocol, version))
     if layouts is None:
         layouts = _tables_by_version[protocol, version] = _make_table(protocol, version)

@@ -487,11 +487,11 @@ class AsyncWaltzClient(OpenedByConnect):
 
         By default, the first lock determines the partition; without locks, partitions are used
         round-robin. The default of `client_high_water_mark` is the last transaction that this
-        client has applied or, without a feed, the last one that it knows of.
+        client has applied or, without a feed, the last transaction that is known to be in the log.
 
-        The future raises LockFailed (its `high_water_mark` is the mark from which to compute
-        again), ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed
-        out, or the error that ended the stream. Only after OutcomeUnknown may the transaction be in
+        The future raises LockFailed (compute again from the state at its `high_water_mark`),
+        ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed out, or
+        the error that ended the stream. Only after OutcomeUnknown may the transaction be in
         the log.
 
         With `pipelined`, the future may raise LockFailed earlier, with conflicting transactions in

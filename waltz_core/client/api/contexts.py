@@ -151,7 +151,7 @@ class ContextRun:
         self._pause_s = PAUSE_S_MIN
         applier = partition.applier
         self._began_s = loop.time()
-        self._began_at = None if applier is None else applier.mark
+        self._mark_at_start = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
         # The hooks report the error, so no caller has to retrieve it from the future.
         self.future.add_done_callback(_retrieve_exception)
@@ -240,7 +240,7 @@ class ContextRun:
     async def _await_until_deadline(
         self, answer: "Awaitable[ResultT]", description: str
     ) -> ResultT:
-        """Return the awaited result; at the deadline raises _DeadlinePassed, which names `what`."""
+        """Return the awaited result; at the deadline raises _DeadlinePassed with `description`."""
         limit = asyncio.timeout_at(self._deadline_s)
         try:
             async with limit:
@@ -305,7 +305,7 @@ class ContextRun:
         return await self._make_attempt()
 
     def _view_behind_error(self, required_mark: TransactionId | None) -> errors.ViewBehind | None:
-        """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
+        """Return an error if the view has not applied `required_mark` yet (rule 7)."""
         partition, applier = self._partition, self._partition.applier
         if required_mark is None or applier is None or applier.is_paused_by_application:
             return None
@@ -314,7 +314,7 @@ class ContextRun:
             return None
         log = max(required_mark, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
-        rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
+        rate_per_s = 0 if self._mark_at_start is None else (applied - self._mark_at_start) / took_s
         hint = "no transaction was applied in that time; check what the callbacks wait for."
         if rate_per_s:
             left_s = (log - applied) / rate_per_s

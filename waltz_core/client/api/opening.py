@@ -11,11 +11,11 @@ from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 from waltz_core import errors
 from waltz_core.config.declarations import ClientConfig
 
-HOW_TO_OPEN = (
+OPEN_HINT = (
     "use `async with AsyncWaltzClient.connect(...) as client`, or `client = await "
     "AsyncWaltzClient.connect(...)` and close the client at the end"
 )
-NOT_SENT = (
+NOT_PICKLABLE_TEXT = (
     "a client cannot be sent to another process. Hint: open one there, with the same connect string"
 )
 
@@ -57,7 +57,7 @@ class Opening(Generic[ClientT]):
         if name.startswith("_"):
             raise AttributeError(name)  # copy, pickle and shells look up such names
         raise errors.ClientNotOpen(
-            f"cannot use {name}: the client is not open yet. Hint: {HOW_TO_OPEN}"
+            f"cannot use {name}: the client is not open yet. Hint: {OPEN_HINT}"
         )
 
     async def _open(self) -> ClientT:
@@ -71,11 +71,11 @@ class OpenedByConnect:
     def __new__(cls, *arguments: object, **_named: object) -> Self:
         """Create a client from a directory; raises UsageError for a connect string or no value."""
         if not arguments or isinstance(arguments[0], str):
-            raise errors.UsageError(f"the client was not opened by `connect`. Hint: {HOW_TO_OPEN}")
+            raise errors.UsageError(f"the client was not opened by `connect`. Hint: {OPEN_HINT}")
         return super().__new__(cls)
 
     def __reduce__(self) -> NoReturn:
-        raise errors.UsageError(NOT_SENT)
+        raise errors.UsageError(NOT_PICKLABLE_TEXT)
 
 
 def settings_of(config: ClientConfig | None) -> ClientConfig:

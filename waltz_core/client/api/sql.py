@@ -127,8 +127,8 @@ class SqlCallbacks(BatchCallbacks):
         self._key: str | None = None
         self._restore_sources = NO_RESTORE_SOURCES
         # By partition: the mark that this instance knows, and the size of the next batch.
-        self._known: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}
+        self._applied_marks: dict[int, int] = {}
+        self._batch_sizes: dict[int, int] = {}
         _check_class(type(self))
         _check_engine(engine)
         _check_statements(engine)
@@ -136,7 +136,7 @@ class SqlCallbacks(BatchCallbacks):
         # SQLite permits one writer, and the others poll for its lock. So partitions take turns
         # here.
         is_sqlite = engine.dialect.name == "sqlite"
-        self._turn: AbstractContextManager[object] = (
+        self._apply_lock: AbstractContextManager[object] = (
             threading.Lock() if is_sqlite else nullcontext()
         )
 
@@ -202,7 +202,7 @@ class SqlCallbacks(BatchCallbacks):
             ClusterKeyMismatch: the mark belongs to another cluster's log (rule 7).
         """
         mark = self._retry_on_conflict("mark", lambda: self._read_or_insert_mark(partition))
-        self._known[partition] = mark
+        self._applied_marks[partition] = mark
         return mark
 
     def apply_transaction(self, transaction: Transaction) -> None:
@@ -222,15 +222,15 @@ class SqlCallbacks(BatchCallbacks):
                 database was restored to an older state.
             BadRequest: `apply` has ended the database transaction (rule 2).
         """
-        if partition not in self._known:
+        if partition not in self._applied_marks:
             self.client_high_water_mark(partition)
-        while last > (applied_mark := self._known[partition]):
+        while last > (applied_mark := self._applied_marks[partition]):
             count = bisect_right(
                 transactions, applied_mark, key=lambda transaction: int(transaction.transaction_id)
             )
             if count:
                 return count  # another instance has applied them
-            batch = transactions[: self._sizes.get(partition, BATCH_MIN)]
+            batch = transactions[: self._batch_sizes.get(partition, BATCH_MIN)]
             end = last if len(batch) == len(transactions) else int(batch[-1].transaction_id)
             try:
                 if self._retry_on_conflict(
@@ -240,7 +240,7 @@ class SqlCallbacks(BatchCallbacks):
             except Exception as error:
                 if len(batch) <= 1:
                     raise
-                self._sizes[partition] = len(batch) // 2  # rule 5
+                self._batch_sizes[partition] = len(batch) // 2  # rule 5
                 if is_outage(error):
                     raise
                 _log.warning(
@@ -335,8 +335,8 @@ class SqlCallbacks(BatchCallbacks):
 
     def _try_apply_batch(self, partition: int, batch: Sequence[Transaction], end: int) -> bool:
         """Apply a batch; return False if another instance has moved the mark."""
-        applied_mark, mark_row, took_s = self._known[partition], None, 0.0
-        with self._turn, self._engine.begin() as connection:
+        applied_mark, mark_row, took_s = self._applied_marks[partition], None, 0.0
+        with self._apply_lock, self._engine.begin() as connection:
             # This statement comes first: it locks the row of the mark, so that other instances wait
             # here.
             is_moved = self._move_mark(connection, partition, applied_mark, end)
@@ -350,7 +350,7 @@ class SqlCallbacks(BatchCallbacks):
                     self._check_mark_moved(connection, partition, end, _guard.error)
                 took_s = time.monotonic() - began_s
         if is_moved:
-            self._known[partition] = end
+            self._applied_marks[partition] = end
             self._resize_batch(partition, len(batch), took_s)
             return True
         if mark_row is not None:
@@ -362,17 +362,17 @@ class SqlCallbacks(BatchCallbacks):
                 "to an older state while this process ran. Hint: restart the process; it continues "
                 "from the mark in the database."
             )
-        self._known[partition] = mark_row[0]
+        self._applied_marks[partition] = mark_row[0]
         return False
 
     def _resize_batch(self, partition: int, count: int, took_s: float) -> None:
         """Choose the size of the next batch from the duration of the last one (rule 6)."""
-        size = self._sizes.get(partition, BATCH_MIN)
+        size = self._batch_sizes.get(partition, BATCH_MIN)
         if count == size and took_s < BATCH_S / 2:
             size = min(2 * size, BATCH_MAX)
         elif took_s > BATCH_S:
             size = max(1, size // 2)
-        self._sizes[partition] = size
+        self._batch_sizes[partition] = size
 
     def _move_mark(
         self, connection: sa.Connection, partition: int, expected_mark: int, new_mark: int

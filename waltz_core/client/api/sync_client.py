@@ -28,7 +28,7 @@ import uvloop
 
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
-from waltz_core.client.api.opening import NOT_SENT, Opening
+from waltz_core.client.api.opening import NOT_PICKLABLE_TEXT, Opening
 from waltz_core.client.api.scanning import (
     ArrowReader,
     ArrowSchema,
@@ -166,8 +166,8 @@ class WaltzClient:
         self._is_closed = False
         # RLock: a signal handler may close the client on the thread that it has interrupted.
         self._closing = threading.RLock()
-        self._handing_over = threading.RLock()
-        self._takes_calls = True  # rule 4
+        self._schedule_lock = threading.RLock()
+        self._accepts_calls = True  # rule 4
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="waltz-client", daemon=True
@@ -218,7 +218,7 @@ class WaltzClient:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise errors.UsageError(NOT_SENT)
+        raise errors.UsageError(NOT_PICKLABLE_TEXT)
 
     # --- the cluster
 
@@ -506,12 +506,12 @@ class WaltzClient:
 
     def _schedule(self, schedule: Callable[[], ResultT]) -> ResultT:
         """Schedule a call on the loop; raises UsageError once no calls are accepted (rule 4)."""
-        with self._handing_over:
+        with self._schedule_lock:
             try:
-                if self._takes_calls:
+                if self._accepts_calls:
                     return schedule()
             except RuntimeError:  # a signal handler has closed the client meanwhile
-                if self._takes_calls:
+                if self._accepts_calls:
                     raise
             raise errors.UsageError(_CLOSED_TEXT)
 
@@ -535,8 +535,8 @@ class WaltzClient:
     def _end_threads(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._appliers.shutdown(wait=False, cancel_futures=True)
-        with self._handing_over:
-            self._takes_calls = False
+        with self._schedule_lock:
+            self._accepts_calls = False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # Cancel requests for which threads still wait, such as data for a callback. A thread may

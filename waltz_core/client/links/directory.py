@@ -6,7 +6,7 @@ both directories in the same way.
 
 Rules:
     1. Owners are used only when assignment and live servers agree.
-    2. `changed` is called after each change, on the event loop.
+    2. `on_change` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
     4. Callers with the same query share one answer. If the caller that has sent the query is
@@ -87,8 +87,8 @@ class Directory(Protocol):
     def cluster(self) -> ClusterInfo:
         """The constants of the cluster; known once `open` has returned."""
 
-    async def open(self, changed: OwnersChanged) -> None:
-        """Open the directory; from now on it calls `changed` after each change of owners."""
+    async def open(self, on_change: OwnersChanged) -> None:
+        """Open the directory; from now on it calls `on_change` after each change of owners."""
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -140,7 +140,7 @@ class ZooKeeperDirectory:
         self._cluster: ClusterInfo | None = None
         self._owners: dict[PartitionId, Owner] = {}
         self._groups: Mapping[str, int] = {}
-        self._changed: OwnersChanged | None = None
+        self._on_change: OwnersChanged | None = None
         self._refreshing: asyncio.Future[None] | None = None
         self._was_missing = False  # rule 8
 
@@ -170,9 +170,9 @@ class ZooKeeperDirectory:
             raise errors.UsageError(_CLOSED)
         return self._coordinator
 
-    async def open(self, changed: OwnersChanged) -> None:
+    async def open(self, on_change: OwnersChanged) -> None:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
-        self._changed = changed
+        self._on_change = on_change
         self._owners, self._groups = {}, {}  # remove those of an earlier session
         self._cluster, self._was_missing = None, False
         if self._coordinator is None:
@@ -316,8 +316,8 @@ class ZooKeeperDirectory:
         owners = _owners_in(view)
         if owners != self._owners:
             self._owners = owners
-            if self._changed is not None:
-                self._changed(owners)
+            if self._on_change is not None:
+                self._on_change(owners)
 
 
 class FixedDirectory:
@@ -332,7 +332,7 @@ class FixedDirectory:
     ) -> None:
         self._known_owners: dict[PartitionId, Owner] = {}
         self._cluster = layout.cluster
-        self._changed: OwnersChanged | None = None
+        self._on_change: OwnersChanged | None = None
         self.add_owners(layout)
         self._fallback = ZooKeeperDirectory(
             layout.connect,
@@ -372,9 +372,9 @@ class FixedDirectory:
         """The constants of the cluster that were passed to this directory."""
         return self._cluster
 
-    async def open(self, changed: OwnersChanged) -> None:
-        """Store `changed`; no session with ZooKeeper is opened yet."""
-        self._changed = changed
+    async def open(self, on_change: OwnersChanged) -> None:
+        """Store `on_change`; no session with ZooKeeper is opened yet."""
+        self._on_change = on_change
 
     async def run(self) -> None:
         """Wait until an owner is suspect, then follow changes until cancelled (rule 3)."""
@@ -464,8 +464,8 @@ class FixedDirectory:
             or owner.generation >= previous_owners[partition_id].generation + ahead
         }
         self._known_owners = {**previous_owners, **new_owners}
-        if new_owners and self._changed is not None:
-            self._changed(new_owners)
+        if new_owners and self._on_change is not None:
+            self._on_change(new_owners)
 
 
 def _other_cluster_error(expected: bytes, actual: bytes, source: str) -> errors.ClusterKeyMismatch:

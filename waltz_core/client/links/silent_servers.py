@@ -38,15 +38,15 @@ class SilentServers:
     """
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
-        self._on_silence = mark_suspect
-        self._known: dict[str, _SilentServer] = {}
+        self._mark_suspect = mark_suspect
+        self._silences: dict[str, _SilentServer] = {}
 
     def on_silence_detected(self, address: str, connection: int, *, since_s: float) -> None:
         """A caller waits on a connection without data since `since_s` (the loop's clock)."""
-        if self._on_silence is None:
+        if self._mark_suspect is None:
             return
-        self._on_silence()
-        silence = self._known.setdefault(address, _SilentServer())
+        self._mark_suspect()
+        silence = self._silences.setdefault(address, _SilentServer())
         if not silence.connections:
             silence.since_s = since_s
         silence.connections.add(connection)
@@ -81,7 +81,7 @@ class SilentServers:
 
     def _end_silence(self, address: str, connection: int) -> _SilentServer | None:
         """Return the silence that ends with this connection, if the silence was logged."""
-        silence = self._known.get(address)
+        silence = self._silences.get(address)
         if silence is None:
             return None
         silence.connections.discard(connection)

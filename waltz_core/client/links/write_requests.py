@@ -62,9 +62,10 @@ class RegistryUser(Protocol):
 
 
 class WriteRequests:
-    """Requests to the registry; see the module's rules. The methods raise like `WriteRegistry`.
+    """Requests to the registry; see the module's rules.
 
-    `connect` is the connect string of the cluster, for rule 2.
+    The methods raise the errors of `WriteRegistry`. `connect` is the connect string of the cluster,
+    for rule 2.
     """
 
     def __init__(self, connect: str, user: RegistryUser) -> None:

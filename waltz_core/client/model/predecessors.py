@@ -1,6 +1,8 @@
-"""Transactions in flight, which a server sends to a writer to compute its next transaction from.
+"""Transactions in flight, from which a writer computes its next transaction.
 
-Nothing else in a client depends on transactions that may never be in the log. Predecessors are
+The server sends these transactions to the writer.
+
+No other code of a client depends on transactions that may never be in the log. Predecessors are
 valid only in the store session and the mount in which they were received. Marks, feeds and
 callbacks outlive both, and never depend on predecessors.
 

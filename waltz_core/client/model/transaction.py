@@ -230,7 +230,7 @@ class TransactionContext(ABC):
     def on_exception(self, error: BaseException) -> None:  # noqa: B027
         """`execute` raised, or a retry cannot help.
 
-        The transaction is not in the log, except that this is undecided after `OutcomeUnknown`.
+        The transaction is not in the log. Exception: after `OutcomeUnknown`, it may be in the log.
         """
 
     def on_lock_failure(self) -> None:  # noqa: B027

@@ -77,7 +77,7 @@ def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> Ar
 def last_committed_before(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId:
     """Return the last archived ID that is known to be committed before a time.
 
-    If no ID is known to be, the result is the ID before the first available one.
+    If there is no such ID, the result is the ID before the first available one.
 
     Raises:
         Like `find_objects`.

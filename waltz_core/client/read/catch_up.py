@@ -87,7 +87,7 @@ class CatchUp:
         self._partition.on_feed_applied(mark)
 
     async def _fetch_all(self, fetched_mark: TransactionId, last: TransactionId) -> None:
-        """Fetch the transactions after `fed` and queue them, up to near the end of the log."""
+        """Fetch and queue the transactions after a mark, until the end of the log is near."""
         lag_max = self._partition.settings.feed_lag_max
         try:
             while last - fetched_mark > lag_max // 2 and self._applier.stopped is None:

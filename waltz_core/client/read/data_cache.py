@@ -61,7 +61,7 @@ class DataBudget:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._caches: dict[DataCache, None] = {}
-        self._kept: dict[tuple[DataCache, TransactionId], int] = {}  # oldest first
+        self._chunk_costs: dict[tuple[DataCache, TransactionId], int] = {}  # oldest first
         self.used_bytes = 0
 
     @property
@@ -79,15 +79,15 @@ class DataBudget:
 
     def take(self, cache: "DataCache", first: TransactionId, cost_bytes: int) -> None:
         """Count a new chunk; drop the oldest other chunks while the budget is exceeded."""
-        self._kept[cache, first] = cost_bytes
+        self._chunk_costs[cache, first] = cost_bytes
         self.used_bytes += cost_bytes
-        while self.used_bytes > self._bytes_max and len(self._kept) > 1:
-            holder, its_first = next(iter(self._kept))
-            holder.drop(its_first)
+        while self.used_bytes > self._bytes_max and len(self._chunk_costs) > 1:
+            holder, oldest_first = next(iter(self._chunk_costs))
+            holder.drop(oldest_first)
 
     def release(self, cache: "DataCache", first: TransactionId) -> None:
         """Subtract the bytes of a chunk that was dropped."""
-        self.used_bytes -= self._kept.pop((cache, first))
+        self.used_bytes -= self._chunk_costs.pop((cache, first))
 
 
 class DataCache:
@@ -115,10 +115,10 @@ class DataCache:
         self._header_values = header_values
         # The chunks by first ID, oldest first. Other threads read this dict, so it changes in
         # single (atomic) steps only.
-        self._kept: dict[TransactionId, _CachedChunk] = {}
-        self._expected = BEFORE_FIRST
-        self._bytes = PREFETCH_BYTES_MIN
-        self._turn = asyncio.Lock()
+        self._chunks: dict[TransactionId, _CachedChunk] = {}
+        self._next_id = BEFORE_FIRST
+        self._next_fetch_bytes = PREFETCH_BYTES_MIN
+        self._fetch_lock = asyncio.Lock()
         budget.add(self)
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
@@ -126,7 +126,7 @@ class DataCache:
         data = self._find_data(transaction_id)
         if data is not None:
             return data
-        async with self._turn:
+        async with self._fetch_lock:
             data = self._find_data(transaction_id)
             if data is not None:
                 return data
@@ -159,38 +159,41 @@ class DataCache:
 
     def release_applied(self, mark: TransactionId) -> None:
         """Drop the chunks that the application has applied completely (rule 2)."""
-        for first, chunk in list(self._kept.items()):
+        for first, chunk in list(self._chunks.items()):
             if chunk.last <= mark:
                 self.drop(first)
 
     def drop(self, first: TransactionId) -> None:
         """Drop the chunk that begins at `first`."""
-        del self._kept[first]
+        del self._chunks[first]
         self._budget.release(self, first)
 
     def clear(self) -> None:
         """Drop all chunks, and leave the budget: the feed has ended."""
-        for first in list(self._kept):
+        for first in list(self._chunks):
             self.drop(first)
         self._budget.remove(self)
 
     def _find_data(self, transaction_id: TransactionId) -> bytes | None:
-        for chunk in list(self._kept.values()):
+        for chunk in list(self._chunks.values()):
             data = chunk.data(transaction_id)
             if data is not None:
                 return data
         return None
 
     async def _fetch_data(self, transaction_id: TransactionId) -> bytes:
-        is_sequential = transaction_id == self._expected
+        is_sequential = transaction_id == self._next_id
         if self._header_values:  # the next one that passes the filter has any later ID
-            is_sequential = BEFORE_FIRST < self._expected <= transaction_id
-        wanted_bytes = 2 * self._bytes if is_sequential else PREFETCH_BYTES_MIN
-        self._bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)
+            is_sequential = BEFORE_FIRST < self._next_id <= transaction_id
+        wanted_bytes = 2 * self._next_fetch_bytes if is_sequential else PREFETCH_BYTES_MIN
+        self._next_fetch_bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)
         last = max(transaction_id, self._mark())
         try:
             query = RangeQuery(
-                transaction_id, last, header_values=self._header_values, bytes_max=self._bytes
+                transaction_id,
+                last,
+                header_values=self._header_values,
+                bytes_max=self._next_fetch_bytes,
             )
             chunk = await self._fetch(query)
         except errors.BadRequest:
@@ -211,11 +214,11 @@ class DataCache:
         if self._header_values:
             ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
         cached_chunk = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
-        if chunk.first in self._kept:
+        if chunk.first in self._chunks:
             self.drop(chunk.first)
-        self._kept[chunk.first] = cached_chunk
+        self._chunks[chunk.first] = cached_chunk
         self._budget.take(self, chunk.first, cached_chunk.cost_bytes)
-        while len(self._kept) > CHUNKS_KEPT_MAX:
-            self.drop(next(iter(self._kept)))
-        self._expected = chunk.next
+        while len(self._chunks) > CHUNKS_KEPT_MAX:
+            self.drop(next(iter(self._chunks)))
+        self._next_id = chunk.next
         return cached_chunk

@@ -48,9 +48,9 @@ RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
 ResultT = TypeVar("ResultT")
 
-Words: TypeAlias = tuple[int, int, int, int, int]
+FeedHeaderFields: TypeAlias = tuple[int, int, int, int, int]
 # Transactions that are passed on together: ascending IDs, and the five numbers of each.
-DeliveryRun: TypeAlias = list[tuple[int, Words]]
+DeliveryRun: TypeAlias = list[tuple[int, FeedHeaderFields]]
 
 
 class DeliveryProgress(NamedTuple):
@@ -79,10 +79,9 @@ class Consumer(Protocol):
     ) -> DeliveryProgress:
         """Apply transactions in order while `is_running()` is True, up to the first that raises.
 
-        When all transactions are
-        applied, the log is applied up to `last`. A consumer may apply only a part: a batched
-        consumer any number, any other consumer the transactions that it begins within
-        `HAND_OVER_S_MAX`, at least one.
+        When all transactions are applied, the log is applied up to `last`. A consumer may apply
+        only a part of them. A batched consumer may apply any number. Any other consumer applies at
+        least one, and begins no further one after `HAND_OVER_S_MAX`.
         """
 
     async def on_uncaught_exception(

@@ -5,7 +5,7 @@ socket, each byte would be copied twice and pass through two processes.
 
 Rules:
     1. The client reads the same bytes that the storage would have sent. The request has the session
-       that the server named, and asks only for records that the session has committed. The storage
+       that the server named, and covers only records that the session has committed. The storage
        answers only while it takes part in that session. Committed records never change, so the
        answer is valid while the file is open.
     2. The client checks the ID, length and CRC of every record: the storage has not read it.

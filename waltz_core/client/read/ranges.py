@@ -218,14 +218,14 @@ class SteppedChunks:
 
     def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
         self._chunks = cast("AsyncGenerator[RangeChunk, None]", chunks)
-        self._turn = asyncio.Lock()
+        self._step_lock = asyncio.Lock()
         self._fetching: asyncio.Task[Any] | None = None
 
     async def next_or_none(self) -> RangeChunk | None:
         """Return the next chunk; None after the last one."""
         self._fetching = asyncio.current_task()
         try:
-            async with self._turn:
+            async with self._step_lock:
                 return await anext(self._chunks)
         except StopAsyncIteration:
             return None
@@ -234,7 +234,7 @@ class SteppedChunks:
         """Close the range and cancel a fetch whose caller has stopped waiting."""
         if self._fetching is not None:
             self._fetching.cancel()
-        async with self._turn:
+        async with self._step_lock:
             await self._chunks.aclose()
 
 
@@ -330,7 +330,7 @@ class ReaderConnection:
     def __init__(self, link: net.Link) -> None:
         self._link = link
         self._sequence = 0
-        self._turn = asyncio.Lock()
+        self._query_lock = asyncio.Lock()
 
     @staticmethod
     async def open(
@@ -399,7 +399,10 @@ class ReaderConnection:
         session_id: SessionId,
         timeout_s: float,
     ) -> ReadGrant:
-        """Request the positions of a range's records; raises like `fetch`, and if not supported."""
+        """Request the positions of a range's records.
+
+        Raises the errors of `fetch`, and an error if the storage does not support this request.
+        """
         larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, source = await self._request_range(
             partition_id, larger, LOCATIONS, session_id, timeout_s
@@ -459,7 +462,7 @@ class ReaderConnection:
     async def _query(
         self, request: messages.StorageMessage, timeout_s: float
     ) -> messages.StorageMessage:
-        async with self._turn:
+        async with self._query_lock:
             self._link.send(request)
             try:
                 async with asyncio.timeout(timeout_s):

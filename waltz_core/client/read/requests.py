@@ -129,7 +129,7 @@ class OwnerRequests:
     async def _query_until_answered(
         self, partition_id: PartitionId, query: OwnerRequest[ResponseT], *, is_bulk: bool
     ) -> ResponseT:
-        """Query the owner until it answers; raises like `query`."""
+        """Query the owner until it answers; raises the errors of `query`."""
         loop = asyncio.get_running_loop()
         whole_s = self._config.request_timeout_ms / 1000
         deadline_s = loop.time() + whole_s

@@ -284,35 +284,35 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[
-            PendingRow | _BatchSubmission
-        ] = []  # has batches only after rows that are held
+        # Rows to send, and batches that must wait for held rows.
+        self._gathered: list[PendingRow | _BatchSubmission] = []
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_finished = False
         self._gather_timer: asyncio.TimerHandle | None = None
         self._submissions: dict[int, list[PendingRow] | _BatchSubmission] = {}
         self._token = 0
-        self._added = 0
+        self._added_count = 0
         # Rows to send again, when the submissions up to the barrier are final and the pause has
         # ended.
-        self._held: list[PendingRow] = []
+        self._held_rows: list[PendingRow] = []
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
-        self._pause_until_s = 0.0  # uvloop's handles lack this time when none is left
+        # Kept here, because a handle of uvloop does not have it if the time has passed already.
+        self._pause_until_s = 0.0
         self._flush_groups: deque[_FlushGroup] = deque((_FlushGroup(),))
 
     @property
     def has_pending(self) -> bool:
         """Whether any append has no outcome yet."""
-        return bool(self._submissions) or bool(self._gathered) or bool(self._held)
+        return bool(self._submissions) or bool(self._gathered) or bool(self._held_rows)
 
     # --- in
 
     def add(self, row: PendingRow) -> None:
         """Append a row that has reserved its space in the window."""
-        self._added += 1
-        row.number = self._added
+        self._added_count += 1
+        row.number = self._added_count
         row.added_s = self._loop.time()
         row.flush_group = self._join_flush_group()
         if self._tracer is not None:
@@ -388,7 +388,7 @@ class Appends:
         if self._gather_timer is not None:
             self._gather_timer.cancel()
             self._gather_timer = None
-        if not self._gathered or self._held:  # rule 4
+        if not self._gathered or self._held_rows:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
         for (is_batch, is_alone), run in groupby(rows, _gathering_key):
@@ -490,10 +490,10 @@ class Appends:
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail all appends with this error: no further answers will arrive."""
-        rows = [*self._held, *self._gathered]
+        rows = [*self._held_rows, *self._gathered]
         # First, because rows that wait for a submission would otherwise be sent when the submission
         # fails.
-        self._held, self._gathered, self._gathered_bytes = [], [], 0
+        self._held_rows, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._submissions):
             self.on_rejected(token, error)
         for row in rows:
@@ -543,7 +543,7 @@ class Appends:
 
     def _hold_rows(self, rows: Sequence[PendingRow], pause_s: float) -> None:
         """Send rows again after a pause, in order with the other rows that were lost with them."""
-        self._held += rows
+        self._held_rows += rows
         self._barrier = self._token
         until_s = self._loop.time() + pause_s
         if self._pause is not None:
@@ -558,12 +558,12 @@ class Appends:
 
     def _send_held_rows(self) -> None:
         """Send the held rows again if rule 4 permits it now."""
-        if not self._held or self._pause is not None:
+        if not self._held_rows or self._pause is not None:
             return
         if self._submissions and next(iter(self._submissions)) <= self._barrier:
             return
-        rows = sorted(self._held, key=lambda row: row.number)
-        self._held = []
+        rows = sorted(self._held_rows, key=lambda row: row.number)
+        self._held_rows = []
         self._gathered[:0] = rows
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()

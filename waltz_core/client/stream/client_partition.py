@@ -379,7 +379,7 @@ class ClientPartition:
         if self._services.claim is not None:
             self._on_machine_failed(
                 errors.TooLarge(
-                    "a task of an exactly-once write has more rows than sequence numbers of "
+                    "a task of an exactly-once write has used all sequence numbers of its "
                     "request IDs. Hint: use more tasks."
                 )
             )

@@ -8,10 +8,10 @@ Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
        order.
     2. An outcome is reported once, and only when it is final for every row of the submission.
-    3. A row is COMMITTED if an answer states it, or if its request ID is in the log.
-    4. A row is LOST if an answer states it. It is also LOST if a mount has proven that all older
-       appends are final, and the log, which was read back to the mark of that mount, does not
-       contain the row.
+    3. A row is COMMITTED if an answer reports it as committed, or if its request ID is in the log.
+    4. A row is LOST if an answer reports it as lost. It is also LOST if a mount has proven that all
+       older appends are final, and the log does not contain the row. The log is then read back to
+       the mark of that mount.
     5. If a row is in the log, its ID is above every mark that was known when the row was sent. So
        reading back starts there.
     6. The log is decisive: an answer that contradicts it is ignored.
@@ -179,7 +179,7 @@ class PendingSubmission:
     known_mark: TransactionId  # the known mark when it was sent (rule 5)
     deadline_ms: int
     proven_mark: TransactionId | None = None  # the mark of the mount that made it final (rule 4)
-    found: I64 | None = field(default=None, repr=False)  # IDs found in the log, otherwise -1
+    found_ids: I64 | None = field(default=None, repr=False)  # IDs found in the log, otherwise -1
     is_link_lost: bool = False
 
     @property
@@ -189,12 +189,12 @@ class PendingSubmission:
 
     def known_outcome(self, high_water_mark: TransactionId) -> BatchOutcome | None:
         """Return the outcome if all rows were found in the log, otherwise None."""
-        if self.found is None or not (self.found != BEFORE_FIRST).all():
+        if self.found_ids is None or not (self.found_ids != BEFORE_FIRST).all():
             return None
         lost_outcome = BatchOutcome.uniform(
             self.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
         )
-        return _correct_outcome(lost_outcome, self.found)
+        return _correct_outcome(lost_outcome, self.found_ids)
 
 
 class OutcomeTracker:
@@ -260,8 +260,8 @@ class OutcomeTracker:
             outcome = _rejected_outcome(result, pending)
         else:
             outcome = _decode_outcome(result, pending.submission.row_count)
-        if pending.found is not None:
-            outcome = _correct_outcome(outcome, pending.found)
+        if pending.found_ids is not None:
+            outcome = _correct_outcome(outcome, pending.found_ids)
         self.remove(pending)
         return pending, outcome
 
@@ -346,8 +346,8 @@ class OutcomeTracker:
             outcome = BatchOutcome.uniform(
                 pending.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
             )
-            if pending.found is not None:
-                outcome = _correct_outcome(outcome, pending.found)
+            if pending.found_ids is not None:
+                outcome = _correct_outcome(outcome, pending.found_ids)
             self.remove(pending)
             settled.append((pending, outcome))
         return settled
@@ -404,18 +404,18 @@ class OutcomeTracker:
 
 
 def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
-    if pending.found is None:
-        pending.found = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
-    earlier_ids = pending.found[rows]
-    pending.found[rows] = ids
+    if pending.found_ids is None:
+        pending.found_ids = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
+    earlier_ids = pending.found_ids[rows]
+    pending.found_ids[rows] = ids
     reported = np.where(earlier_ids == BEFORE_FIRST, ids, earlier_ids)
-    contradictions = np.flatnonzero(pending.found[rows] != reported)
+    contradictions = np.flatnonzero(pending.found_ids[rows] != reported)
     if contradictions.size:
         position = int(contradictions[0])
         raise errors.DataLoss(
             f"row {rows[position]} of append {pending.req_id} is in the log twice: as "
             f"transaction {reported[position]} and as transaction "
-            f"{pending.found[rows[position]]}"
+            f"{pending.found_ids[rows[position]]}"
         )
 
 

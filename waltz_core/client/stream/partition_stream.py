@@ -517,7 +517,7 @@ class PartitionStream:
         if self._readback.on_before_log_start():
             self.failure = str(error)
             for pending in self._tracker.in_doubt_below(TransactionId(error.first_available)):
-                self._end_pending(pending, "since the log begins after them", out)
+                self._end_pending(pending, "because the log begins after them", out)
             self._readback.begin(self._tracker.unresolved_range(), None)
         self._continue_readback(now_ms, out)
 

@@ -8,7 +8,7 @@ blocks and checks them, piece by piece. The table uses only blocks that match th
 Rules:
     1. The floor is a position in the log. The table knows every writer above the floor; all other
        locks count as written at the floor. The floor starts at the session's high-water mark and
-       only goes down.
+       only goes down; this is the *descent*.
     2. A block lowers the floor only if it ends at the floor and contains the log's hash chain
        there. If the next block is missing, old, torn or incomplete, the descent stops. This causes
        only additional rejections.

@@ -104,7 +104,8 @@ class Partition:
         self._opened_ms = 0
         self._written_ms = 0  # when the last write of the metadata was requested
         self._opened_mark = BEFORE_FIRST
-        self._is_much_archived = False  # above the low-water marks that the session has confirmed
+        # The store requests a checkpoint when much is archived above the confirmed low-water marks.
+        self._has_store_requested_checkpoint = False
         self._is_checkpoint_due = False
         self._waiting = WaitingRequests(limits.session_wait_ms_max)
         self._now_ms = 0
@@ -477,7 +478,7 @@ class Partition:
                 case replication.SessionClosed():
                     self._on_session_closed(effect)
                 case replication.CheckpointDue():
-                    self._is_much_archived = True
+                    self._has_store_requested_checkpoint = True
                     self._begin_due_checkpoint()
                 case replication.MarkProved() | replication.MarkProofFailed():
                     self._on_proof_ended(effect)
@@ -521,7 +522,7 @@ class Partition:
         self._session_id, self._is_open = opened.session_id, True
         self._high_water_mark = mark
         self._opened_ms, self._opened_mark = self._now_ms, mark
-        self._is_checkpoint_due = self._is_much_archived = False
+        self._is_checkpoint_due = self._has_store_requested_checkpoint = False
         self.session_changes += 1
         # Do not use the present time: a paused process may see the result of the write much later.
         self._linearizable.note_confirmation(self._written_ms)
@@ -575,7 +576,7 @@ class Partition:
             if self._store.is_archiving:
                 limit *= _ARCHIVING_FACTOR
             self._is_checkpoint_due = (
-                count >= limit or self._is_much_archived
+                count >= limit or self._has_store_requested_checkpoint
             ) and age_ms >= self._limits.checkpoint_interval_ms
             if self._is_checkpoint_due:
                 self.pipeline.hold_submissions()

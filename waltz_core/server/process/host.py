@@ -96,7 +96,7 @@ _OPENING_END_REPORTS: Final = frozenset({"session.opened", "session.closed", "se
 
 @dataclass(frozen=True, slots=True)
 class ServerServices:
-    """The services that all partitions of a process share. `failed` makes the process exit."""
+    """The services that all partitions of a process share. `on_failure` makes the process exit."""
 
     coordinator: Coordinator
     tasks: TaskStarter
@@ -107,7 +107,7 @@ class ServerServices:
     refresh_storage_ids: Callable[[], Awaitable[None]]
     hand_over: Callable[[PartitionId, Generation], Awaitable[bool]]
     answer: Callable[[SendToClient], None]
-    failed: Callable[[Exception], None]
+    on_failure: Callable[[Exception], None]
     write_backlog_bytes_max: int
     ssl: SSLContext | None  # for dialing storages
 
@@ -143,7 +143,7 @@ class Host:
             partition,
             self._perform_effect,
             on_report=self._log_report,
-            on_failure=services.failed,
+            on_failure=services.on_failure,
             name=f"partition-{partition_id}",
         )
 

@@ -93,8 +93,8 @@ class RegistryRequests:
     ) -> RegistryResponse:
         """Process a registry request.
 
-        `access` is that of the connection, None without access control. `is_closed` returns whether
-        the connection was closed (rule 6).
+        `access` is the access of the connection; None without access control. `is_closed` returns
+        whether the connection was closed (rule 6).
 
         Raises:
             BadRequest: the request is not valid, or the principal has too many writes.

@@ -386,7 +386,7 @@ class Server:
             refresh_storage_ids=self._storage_id_reads.wait_for_answer,
             hand_over=self._hand_over_partition,
             answer=self._clients.answer,
-            failed=self._on_partition_failed,
+            on_failure=self._on_partition_failed,
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
             ssl=self._ssl,
         )
@@ -543,7 +543,7 @@ class Server:
             )
             metrics.set("waltz_server_connections", self._clients.count)
             metrics.set("waltz_server_legacy_client_connections", self._clients.legacy_client_count)
-            metrics.set("waltz_server_queued_bytes", self._clients.bytes)
+            metrics.set("waltz_server_queued_bytes", self._clients.memory_bytes)
             metrics.set("waltz_server_feed_cache_bytes", len(self.hosts) * self._feed_cache_bytes)
             metrics.set("waltz_server_transaction_cache_bytes", self._budget.used_bytes)
             tables = [host.partition.pipeline.locks for host in self.hosts.values()]

@@ -171,7 +171,7 @@ class Reads:
         self._running: dict[int, _RangeFetch | None] = {}  # None: no request waits any more
         self._delayed: list[tuple[int, _RangeFetch]] = []
         self._token = 0
-        self._turn = 0
+        self._replica_turn = 0
         self._avoided: dict[ReplicaId, int] = {}  # avoided until this number of fetches (rule 7)
         self.replicas: Sequence[ReplicaId] = ()
         # The storages in the group of this server. The set may change at any time (rule 6).
@@ -525,8 +525,8 @@ class Reads:
         ]
         trusted = trusted or untried
         choice = [replica for replica in trusted if replica in self.nearby] or trusted
-        replica = choice[self._turn % len(choice)]
-        self._turn += 1
+        replica = choice[self._replica_turn % len(choice)]
+        self._replica_turn += 1
         self._token += 1
         self.fetches += 1
         job.tried_replicas.append(replica)

@@ -60,7 +60,7 @@ _FILE_MODE: Final = 0o640
 # Fields of messages that "object" contains already, or that mean nothing to a reader.
 _OMITTED_FIELDS: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
 
-BeginCallback: TypeAlias = Callable[[WaltzError | None], None]
+WrittenCallback: TypeAlias = Callable[[WaltzError | None], None]
 
 
 def _wall_clock_ms() -> int:
@@ -75,14 +75,14 @@ class Peer(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One line of the file; if it is not written, `on_begun` is called with the error.
+    """One line of the file; if it is not written, `on_written` is called with the error.
 
     `is_kept` states that the line waits while the file cannot be written (rule 4).
     """
 
     data: bytes
     is_kept: bool = False
-    on_begun: BeginCallback | None = None
+    on_written: WrittenCallback | None = None
 
 
 class _Command(NamedTuple):
@@ -111,7 +111,7 @@ class AuditFile:
         self._queue: SimpleQueue[_Line | _Command] = SimpleQueue()
         # Used by the thread only: lines that are kept until the next write, and the count of lost
         # lines.
-        self._kept: list[_Line] = []
+        self._kept_lines: list[_Line] = []
         self._lost_count = 0
         self._has_failed = False
         self._thread = Thread(target=self._serve, name="audit-log", daemon=True)
@@ -146,7 +146,7 @@ class AuditFile:
             return
         fields = _fields_of(peer, requirement, message)
         fields["outcome"] = "denied" if is_enforced else "would_be_denied"
-        self._denials.taken[kind] = _RecordedDenial(fields)
+        self._denials.recorded[kind] = _RecordedDenial(fields)
         omitted = self._denials.take_omitted()
         more = {"omitted": omitted} if omitted else {}
         self._put(_Line(self._encode({**fields, **more}, error=error)))
@@ -200,15 +200,15 @@ class AuditFile:
         self._queue.put(_Command(is_end=True))
         await asyncio.to_thread(self._thread.join, CLOSE_S_MAX)
 
-    def _begin(self, fields: dict[str, object], on_begun: BeginCallback) -> None:
+    def _begin_request(self, fields: dict[str, object], on_written: WrittenCallback) -> None:
         if self._queue.qsize() >= QUEUE_LINES_MAX:
             self._loop.call_soon(
-                on_begun, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
+                on_written, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
             )
             return
-        self._put(_Line(self._encode({**fields, "outcome": "begun"}), on_begun=on_begun))
+        self._put(_Line(self._encode({**fields, "outcome": "begun"}), on_written=on_written))
 
-    def _end(self, fields: dict[str, object], outcome: str, error: str) -> None:
+    def _end_request(self, fields: dict[str, object], outcome: str, error: str) -> None:
         line = self._encode({**fields, "outcome": outcome}, error=error)
         self._put(_Line(line, is_kept=True))
 
@@ -221,9 +221,9 @@ class AuditFile:
     def _put(self, line: _Line) -> None:
         self._queue.put(line)
 
-    def _report(self, outcomes: Sequence[tuple[BeginCallback, WaltzError | None]]) -> None:
-        for on_begun, error in outcomes:
-            on_begun(error)
+    def _report(self, outcomes: Sequence[tuple[WrittenCallback, WaltzError | None]]) -> None:
+        for on_written, error in outcomes:
+            on_written(error)
 
     # ---- on its own thread (rule 4)
 
@@ -244,24 +244,24 @@ class AuditFile:
                 self._open_again()
 
     def _write(self, lines: list[_Line]) -> None:
-        lines = self._kept + lines
+        lines = self._kept_lines + lines
         if not lines:
             return
         written_count, failure = self._file.write([line.data for line in lines])
         failed = lines[written_count:]
         kept_lines = [line for line in failed if line.is_kept]
-        self._kept = kept_lines[-QUEUE_LINES_MAX:]
-        self._lost_count += len(failed) - len(self._kept)
+        self._kept_lines = kept_lines[-QUEUE_LINES_MAX:]
+        self._lost_count += len(failed) - len(self._kept_lines)
         error = None
         if failure is not None:
             error = Unavailable(
                 f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's "
                 "log names the file (`audit.write_failed`)."
             )
-        outcomes: list[tuple[BeginCallback, WaltzError | None]] = [
-            (line.on_begun, error if number >= written_count else None)
+        outcomes: list[tuple[WrittenCallback, WaltzError | None]] = [
+            (line.on_written, error if number >= written_count else None)
             for number, line in enumerate(lines)
-            if line.on_begun is not None
+            if line.on_written is not None
         ]
         self._log_change(failure)
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process exits.
@@ -294,16 +294,16 @@ class AuditedRequest:
         self._log = log
         self._fields = fields
 
-    def begin(self, on_begun: BeginCallback) -> None:
-        """Write the first line of the request, and call `on_begun` afterwards.
+    def begin(self, on_written: WrittenCallback) -> None:
+        """Write the first line of the request, and call `on_written` afterwards.
 
-        `on_begun` receives an error if the request must be rejected, and None otherwise.
+        `on_written` receives an error if the request must be rejected, and None otherwise.
         """
-        self._log._begin(self._fields, on_begun)
+        self._log._begin_request(self._fields, on_written)
 
     def end(self, outcome: str, error: str = "") -> None:
         """Write the outcome of the request: "done", "rejected" with an error, or "unknown"."""
-        self._log._end(self._fields, outcome, error)
+        self._log._end_request(self._fields, outcome, error)
 
 
 class _DenialKind(NamedTuple):
@@ -339,28 +339,28 @@ class _Denials:
     def __init__(self) -> None:
         self.omitted_count = 0
         self.minute = 0
-        self.taken: dict[_DenialKind, _RecordedDenial] = {}
+        self.recorded: dict[_DenialKind, _RecordedDenial] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def should_write(self, kind: _DenialKind, *, has_room: bool) -> bool:
-        """Whether the caller must write a denial, and add it to `taken`.
+        """Whether the caller must write a denial, and add it to `recorded`.
 
         Otherwise this method counts the denial as repeated or omitted.
         """
-        earlier = self.taken.get(kind)
+        earlier = self.recorded.get(kind)
         if earlier is not None:
             earlier.repeated_count += 1
             return False
         keys = ("principal", kind.principal), ("host", kind.host)
         is_over = any(self._counts[key] >= DENIALS_PER_PEER_MAX for key in keys)
-        if is_over or len(self.taken) >= DENIALS_MAX or not has_room:
+        if is_over or len(self.recorded) >= DENIALS_MAX or not has_room:
             self.omitted_count += 1
             return False
         self._counts.update(keys)
         return True
 
     def take_all(self) -> list[_RecordedDenial]:
-        denials, self.taken = list(self.taken.values()), {}
+        denials, self.recorded = list(self.recorded.values()), {}
         self._counts.clear()
         return denials
 

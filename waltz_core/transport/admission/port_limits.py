@@ -152,7 +152,7 @@ class HandshakeQueue:
     def add(
         self, address: str, turn_future: "Future[None]", has_closed: Callable[[], bool]
     ) -> None:
-        """Queue a handshake of a host, and set the result of `turn` when its turn comes.
+        """Queue a handshake of a host, and set the result of `turn_future` at its turn.
 
         If the peer `has_closed` by then, no pause follows: a port that cannot keep up with a mass
         of dialing clients would otherwise spend its turns on connections that are closed.

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SLACK_NS: Final = SECOND_NS // 100
-OVERRUN_MAX: Final = 1_000
+REJECTED_WRITERS_MAX: Final = 1_000
 MOUNTS_MAX: Final = 10_000
 RANGE_SHARE: Final = 4
 RANGE_BYTES_MIN: Final = 64 * 1024
@@ -100,7 +100,7 @@ class Throttle:
         self._is_charged = False  # whether the first waiting request is charged (rule 3)
         self._since_ns = 0  # when the first of these requests arrived
         self._has_rejected = False
-        self._overrun: dict[CountedFeedKey, None] = {}  # rule 4
+        self._rejected_writers: dict[CountedFeedKey, None] = {}  # rule 4
         self._mounts: dict[ReqId, _MountKind] = {}  # mounts without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
         self._unpaid_bytes = 0  # the unpaid bytes of feeds (rule 7)
@@ -183,11 +183,11 @@ class Throttle:
             size_bytes=_size_bytes(message),
             is_append=append_key is not None,
             waited_ns=now_ns - self._since_ns,
-            has_rejected_append=append_key in self._overrun,
+            has_rejected_append=append_key in self._rejected_writers,
         )
         if isinstance(begun, Overloaded):
             if append_key is not None:
-                self._note_overrun(append_key)
+                self._note_rejected_writer(append_key)
             self._reject(message, begun, quota, now_ns)
             return 0
         excess = self._count_feed(message, quota)
@@ -200,14 +200,15 @@ class Throttle:
         quota.charge_rejection(_size_bytes(message), now_ns)
         self._has_rejected = True
 
-    def _note_overrun(self, key: CountedFeedKey) -> None:
-        if len(self._overrun) >= OVERRUN_MAX:
-            self._overrun.clear()  # Later appends are charged, though their partitions reject them.
-        self._overrun[key] = None
+    def _note_rejected_writer(self, key: CountedFeedKey) -> None:
+        if len(self._rejected_writers) >= REJECTED_WRITERS_MAX:
+            # Later appends are charged, though their partitions reject them.
+            self._rejected_writers.clear()
+        self._rejected_writers[key] = None
 
     def _count_feed(self, message: Message, quota: Quota) -> Overloaded | None:
         if isinstance(message, MountWriter | MountRequest):
-            self._overrun.pop(_feed_key(message), None)
+            self._rejected_writers.pop(_feed_key(message), None)
         if isinstance(message, MountWriter) and not message.wants_feed:
             self._mounts.setdefault(message.req_id, _MountKind.WITHOUT_FEED)
         elif isinstance(message, MountWriter | MountRequest):
