@@ -188,21 +188,21 @@ def _partition_numbers(ranges: Ranges, count: int) -> set[int]:
 
 
 def grant(
-    old: Permissions, grantee: Grantee, verbs: Sequence[AccessVerb], partitions: Ranges
+    permissions: Permissions, grantee: Grantee, verbs: Sequence[AccessVerb], partitions: Ranges
 ) -> Permissions:
     """Grant verbs for partitions to a principal or a group (rule 2).
 
     Raises BadConfig for an invalid name, and BadRequest for a group that does not exist.
     """
-    _check_grantee(old, grantee)
-    grants = old.grants
+    _check_grantee(permissions, grantee)
+    grants = permissions.grants
     for verb in verbs:
         grants = _with_grant(grants, grantee, verb, partitions)
-    return replace(old, grants=grants)
+    return replace(permissions, grants=grants)
 
 
 def revoke(
-    old: Permissions,
+    permissions: Permissions,
     grantee: Grantee,
     verbs: Sequence[AccessVerb],
     partitions: Ranges,
@@ -213,22 +213,22 @@ def revoke(
 
     Raises BadConfig for an invalid name, and BadRequest if the grantee has no such grant (rule 1).
     """
-    _check_grantee(old, grantee)
-    grants = old.grants
+    _check_grantee(permissions, grantee)
+    grants = permissions.grants
     for verb in verbs:
         grants = _without_grant(grants, grantee, verb, partitions, partition_count)
-    if grants == old.grants:
+    if grants == permissions.grants:
         verbs_text = ",".join(verb.value for verb in verbs)
         raise BadRequest(
             f"nothing was changed: {grantee} has no grant of {verbs_text} for partitions "
             f"{format_ranges(partitions)}. {ACCESS_LIST_HINT}"
         )
-    return replace(old, grants=grants)
+    return replace(permissions, grants=grants)
 
 
-def _check_grantee(old: Permissions, grantee: Grantee) -> None:
+def _check_grantee(permissions: Permissions, grantee: Grantee) -> None:
     if grantee.is_group:
-        _check_group(old, grantee.name)
+        _check_group(permissions, grantee.name)
     else:
         check_principal(grantee.name)
 
@@ -302,53 +302,53 @@ def _without_grant(
 # --- groups, limits, tokens
 
 
-def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
+def add_to_group(permissions: Permissions, group: str, members: Sequence[str]) -> Permissions:
     """Add principals to a group, and create the group if necessary; raises BadConfig."""
     if not is_principal_name(group):
         raise BadConfig(f"expected a group name of {PRINCIPAL_NAME_FORM}, found {group!r}")
     for member in members:
         check_principal(member)
-    all_members = tuple(dict.fromkeys((*old.groups.get(group, ()), *members)))
-    return replace(old, groups={**old.groups, group: all_members})
+    all_members = tuple(dict.fromkeys((*permissions.groups.get(group, ()), *members)))
+    return replace(permissions, groups={**permissions.groups, group: all_members})
 
 
-def remove_from_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
+def remove_from_group(permissions: Permissions, group: str, members: Sequence[str]) -> Permissions:
     """Remove principals from a group, which may become empty.
 
     Raises BadRequest for a non-member.
     """
-    _check_group(old, group)
+    _check_group(permissions, group)
     for member in members:
-        if member not in old.groups[group]:
+        if member not in permissions.groups[group]:
             raise BadRequest(f"{member} is not a member of group {group}. {ACCESS_LIST_HINT}")
-    members_left = tuple(member for member in old.groups[group] if member not in members)
-    return replace(old, groups={**old.groups, group: members_left})
+    members_left = tuple(member for member in permissions.groups[group] if member not in members)
+    return replace(permissions, groups={**permissions.groups, group: members_left})
 
 
-def delete_group(old: Permissions, group: str) -> Permissions:
+def delete_group(permissions: Permissions, group: str) -> Permissions:
     """Delete a group and its grants; raises BadRequest if the group does not exist."""
-    _check_group(old, group)
+    _check_group(permissions, group)
     return replace(
-        old,
-        groups={name: members for name, members in old.groups.items() if name != group},
+        permissions,
+        groups={name: members for name, members in permissions.groups.items() if name != group},
         grants=tuple(
             grant_entry
-            for grant_entry in old.grants
+            for grant_entry in permissions.grants
             if not (grant_entry.is_group and grant_entry.grantee == group)
         ),
     )
 
 
-def _check_group(old: Permissions, group: str) -> None:
-    if group not in old.groups:
-        names = ", ".join(old.groups) or "none"
+def _check_group(permissions: Permissions, group: str) -> None:
+    if group not in permissions.groups:
+        names = ", ".join(permissions.groups) or "none"
         raise BadRequest(
             f"there is no group {group!r}; the existing groups are: {names}. Hint: `access "
             "group add` creates a group."
         )
 
 
-def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissions:
+def set_limits(permissions: Permissions, name: str, limits: PrincipalLimits) -> Permissions:
     """Set limits of a principal, or the default limits "*"; None in `limits` keeps the old value.
 
     Raises BadConfig for a limit below 1 or above 2^63 - 1.
@@ -364,42 +364,48 @@ def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissi
         if not 1 <= value < 1 << 63:
             raise BadConfig(f"limit {key}: expected a number from 1 to 2^63 - 1, found {value}")
     return replace(
-        old,
-        limits={**old.limits, name: replace(old.limits.get(name, PrincipalLimits()), **new_limits)},
+        permissions,
+        limits={
+            **permissions.limits,
+            name: replace(permissions.limits.get(name, PrincipalLimits()), **new_limits),
+        },
     )
 
 
-def remove_limits(old: Permissions, name: str) -> Permissions:
+def remove_limits(permissions: Permissions, name: str) -> Permissions:
     """Remove all limits of a principal, or the default limits "*".
 
     Raises BadRequest if none exist.
     """
-    if name not in old.limits:
+    if name not in permissions.limits:
         raise BadRequest(f"{name} has no limits of its own. {ACCESS_LIST_HINT}")
-    return replace(old, limits={key: limits for key, limits in old.limits.items() if key != name})
+    return replace(
+        permissions,
+        limits={key: limits for key, limits in permissions.limits.items() if key != name},
+    )
 
 
-def set_accepts_0_13(old: Permissions, *, accepts: bool) -> Permissions:
+def set_accepts_0_13(permissions: Permissions, *, accepts: bool) -> Permissions:
     """Set whether client IDs without a proof are accepted (AC 9)."""
-    return replace(old, accepts_0_13=accepts)
+    return replace(permissions, accepts_0_13=accepts)
 
 
-def add_token(old: Permissions, token_hash: str, token: StoredToken) -> Permissions:
+def add_token(permissions: Permissions, token_hash: str, token: StoredToken) -> Permissions:
     """Add a token under the hash of its secret; a repeated call has no effect.
 
     Raises BadConfig for a reserved principal, and BadRequest if another token has the ID.
     """
     check_token_principal(token.principal)
-    if old.tokens.get(token_hash, token) != token or any(
+    if permissions.tokens.get(token_hash, token) != token or any(
         stored_token.token_id == token.token_id
-        for key, stored_token in old.tokens.items()
+        for key, stored_token in permissions.tokens.items()
         if key != token_hash
     ):
         raise BadRequest(
             f"a token with ID {token.token_id} exists already. Hint: repeat the command; it "
             "creates another ID."
         )
-    return replace(old, tokens={**old.tokens, token_hash: token})
+    return replace(permissions, tokens={**permissions.tokens, token_hash: token})
 
 
 def check_token_principal(name: str) -> None:
@@ -409,23 +415,23 @@ def check_token_principal(name: str) -> None:
         raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")
 
 
-def revoke_token(old: Permissions, token_id: str) -> Permissions:
+def revoke_token(permissions: Permissions, token_id: str) -> Permissions:
     """Remove the token with an ID; raises BadRequest if no token has the ID."""
     tokens_left = {
         key: stored_token
-        for key, stored_token in old.tokens.items()
+        for key, stored_token in permissions.tokens.items()
         if stored_token.token_id != token_id
     }
-    if len(tokens_left) == len(old.tokens):
+    if len(tokens_left) == len(permissions.tokens):
         raise BadRequest(f"there is no token with ID {token_id!r}. {ACCESS_LIST_HINT}")
-    return replace(old, tokens=tokens_left)
+    return replace(permissions, tokens=tokens_left)
 
 
-def remove_expired_tokens(old: Permissions, now_ms: int) -> Permissions:
+def remove_expired_tokens(permissions: Permissions, now_ms: int) -> Permissions:
     """Remove the expired tokens, which have no effect any more."""
     tokens_left = {
         key: stored_token
-        for key, stored_token in old.tokens.items()
+        for key, stored_token in permissions.tokens.items()
         if now_ms < stored_token.expires_ms
     }
-    return replace(old, tokens=tokens_left)
+    return replace(permissions, tokens=tokens_left)

@@ -66,7 +66,7 @@ class PartitionLimits:
 
     `lock_load_count_max`: number of transactions whose locks a new owner requests; 0 for none.
     `lock_tail_bytes_max`: size limit of a storage's answer to that request. `archive_interval_ms`:
-    the interval of archive attempts, which the server reports to the doctor; 0 if nothing is archived.
+    the interval of archive attempts, for the doctor; 0 if nothing is archived.
     """
 
     lock_slot_count: int

@@ -111,26 +111,27 @@ FIXED: Final[dict[FieldKind, FixedFormat]] = {
 # Fields of variable size: one `_put` and one `_read` for each
 
 
-def read_count(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
+def read_count(view: memoryview, offset: int, entry_bytes_min: int) -> tuple[int, int]:
     """Read a count of entries; return the count and the offset after it.
 
     Raise RemoteProtocolError if the remaining bytes cannot contain so many entries (rule 1).
     """
-    (count,) = _INT32.unpack_from(view, at)
-    at += _INT32.size
-    if count < 0 or count * entry_bytes_min > len(view) - at:
+    (count,) = _INT32.unpack_from(view, offset)
+    offset += _INT32.size
+    if count < 0 or count * entry_bytes_min > len(view) - offset:
         raise RemoteProtocolError(
-            f"count {count} at byte {at - _INT32.size} does not fit the {len(view) - at} bytes left"
+            f"count {count} at byte {offset - _INT32.size} does not fit the "
+            f"{len(view) - offset} bytes left"
         )
-    return count, at
+    return count, offset
 
 
-def _read_entries(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
+def _read_entries(view: memoryview, offset: int, entry_bytes_min: int) -> tuple[int, int]:
     """Read the count of entries that become Python objects; return it and the offset after it."""
-    count, at = read_count(view, at, entry_bytes_min)
+    count, offset = read_count(view, offset, entry_bytes_min)
     if count > ENTRIES_MAX:
         raise RemoteProtocolError(f"expected at most {ENTRIES_MAX} entries, found {count}")
-    return count, at
+    return count, offset
 
 
 def _put_entries(count: int, out: FieldWriter) -> None:
@@ -140,37 +141,37 @@ def _put_entries(count: int, out: FieldWriter) -> None:
 
 
 def _put_blob(value: Buffer, out: FieldWriter) -> None:
-    out.small += _INT32.pack(_octets(value))
+    out.small += _INT32.pack(_byte_length(value))
     out.put_bytes(value)
 
 
-def _octets(value: Buffer) -> int:
+def _byte_length(value: Buffer) -> int:
     """Return a buffer's length in bytes; raise LocalProtocolError if its items are larger."""
     if type(value) is memoryview and (value.itemsize != 1 or value.ndim != 1):
         raise LocalProtocolError("expected a view of bytes, found a view of larger items")
     return len(value)
 
 
-def _read_blob(view: memoryview, at: int, values: list[Any]) -> int:
-    count, at = read_count(view, at, 1)
-    values.append(view[at : at + count])
-    return at + count
+def _read_blob(view: memoryview, offset: int, values: list[Any]) -> int:
+    count, offset = read_count(view, offset, 1)
+    values.append(view[offset : offset + count])
+    return offset + count
 
 
-def _packed(width: int) -> tuple[Putter, FieldReader]:
+def _packed_layout(width: int) -> tuple[Putter, FieldReader]:
     """Return the layout of packed numbers of `width` bytes each."""
 
     def put(value: Buffer, out: FieldWriter) -> None:
-        count, remainder = divmod(_octets(value), width)
+        count, remainder = divmod(_byte_length(value), width)
         if remainder:
             raise LocalProtocolError(f"expected items of {width} bytes, found {len(value)} bytes")
         out.small += _INT32.pack(count)
         out.put_bytes(value)
 
-    def read(view: memoryview, at: int, values: list[Any]) -> int:
-        count, at = read_count(view, at, width)
-        values.append(view[at : at + count * width])
-        return at + count * width
+    def read(view: memoryview, offset: int, values: list[Any]) -> int:
+        count, offset = read_count(view, offset, width)
+        values.append(view[offset : offset + count * width])
+        return offset + count * width
 
     return put, read
 
@@ -185,15 +186,15 @@ def _put_text(value: str, out: FieldWriter) -> None:
     out.small += data
 
 
-def read_text(view: memoryview, at: int, values: list[Any]) -> int:
+def read_text(view: memoryview, offset: int, values: list[Any]) -> int:
     """Read a text in strict UTF-8 of at most `TEXT_BYTES_MAX` bytes."""
-    count, at = read_count(view, at, 1)
+    count, offset = read_count(view, offset, 1)
     if count > TEXT_BYTES_MAX:
         raise RemoteProtocolError(
             f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {count} bytes"
         )
-    values.append(str(view[at : at + count], "utf-8"))
-    return at + count
+    values.append(str(view[offset : offset + count], "utf-8"))
+    return offset + count
 
 
 def _put_text_or_null(value: str | None, out: FieldWriter) -> None:
@@ -203,11 +204,11 @@ def _put_text_or_null(value: str | None, out: FieldWriter) -> None:
         _put_text(value, out)
 
 
-def _read_text_or_null(view: memoryview, at: int, values: list[Any]) -> int:
-    if _INT32.unpack_from(view, at)[0] < 0:
+def _read_text_or_null(view: memoryview, offset: int, values: list[Any]) -> int:
+    if _INT32.unpack_from(view, offset)[0] < 0:
         values.append(None)
-        return at + _INT32.size
-    return read_text(view, at, values)
+        return offset + _INT32.size
+    return read_text(view, offset, values)
 
 
 def _put_int32s(value: tuple[int, ...], out: FieldWriter) -> None:
@@ -215,13 +216,13 @@ def _put_int32s(value: tuple[int, ...], out: FieldWriter) -> None:
     out.small += struct.pack(f">{len(value)}i", *value)
 
 
-def _read_int32s(view: memoryview, at: int, values: list[Any]) -> int:
-    count, at = _read_entries(view, at, 4)
-    values.append(struct.unpack_from(f">{count}i", view, at))
-    return at + 4 * count
+def _read_int32s(view: memoryview, offset: int, values: list[Any]) -> int:
+    count, offset = _read_entries(view, offset, 4)
+    values.append(struct.unpack_from(f">{count}i", view, offset))
+    return offset + 4 * count
 
 
-def _listed(
+def _tuple_layout(
     put_one: Putter, read_one: FieldReader, entry_bytes_min: int
 ) -> tuple[Putter, FieldReader]:
     """Return the layout of a tuple; `put_one` and `read_one` are the layout of one entry."""
@@ -231,35 +232,35 @@ def _listed(
         for item in value:
             put_one(item, out)
 
-    def read(view: memoryview, at: int, values: list[Any]) -> int:
-        count, at = _read_entries(view, at, entry_bytes_min)
+    def read(view: memoryview, offset: int, values: list[Any]) -> int:
+        count, offset = _read_entries(view, offset, entry_bytes_min)
         items: list[Any] = []
         for _ in range(count):
-            at = read_one(view, at, items)
+            offset = read_one(view, offset, items)
         values.append(tuple(items))
-        return at
+        return offset
 
     return put, read
 
 
-def _read_bool(view: memoryview, at: int) -> tuple[bool, int]:
-    if at >= len(view):
-        raise RemoteProtocolError(f"expected a bool at byte {at}, found the end")
-    return view[at] == 1, at + 1
+def _read_bool(view: memoryview, offset: int) -> tuple[bool, int]:
+    if offset >= len(view):
+        raise RemoteProtocolError(f"expected a bool at byte {offset}, found the end")
+    return view[offset] == 1, offset + 1
 
 
 def _put_lineage_entry(value: LineageEntry, out: FieldWriter) -> None:
     out.small += _LINEAGE_ENTRY.pack(*value[:4], _sixteen_bytes(value.chain))
 
 
-def _read_lineage_entry(view: memoryview, at: int, values: list[Any]) -> int:
-    first, last, session, stamp_ms, chain = _LINEAGE_ENTRY.unpack_from(view, at)
+def _read_lineage_entry(view: memoryview, offset: int, values: list[Any]) -> int:
+    first, last, session, stamp_ms, chain = _LINEAGE_ENTRY.unpack_from(view, offset)
     values.append(
         LineageEntry(
             TransactionId(first), TransactionId(last), SessionId(session), stamp_ms, Chain(chain)
         )
     )
-    return at + _LINEAGE_ENTRY.size
+    return offset + _LINEAGE_ENTRY.size
 
 
 def _put_record(value: Record, out: FieldWriter) -> None:
@@ -268,25 +269,25 @@ def _put_record(value: Record, out: FieldWriter) -> None:
     out.small += _UINT32.pack(crc32(value.data))
 
 
-def _read_record(view: memoryview, at: int, values: list[Any]) -> int:
-    transaction_id, req_id, header = RECORD_HEADER.unpack_from(view, at)
+def _read_record(view: memoryview, offset: int, values: list[Any]) -> int:
+    transaction_id, req_id, header = RECORD_HEADER.unpack_from(view, offset)
     parts: list[Any] = []
-    at = _read_checked_blob(view, at + RECORD_HEADER.size, parts)
+    offset = _read_checked_blob(view, offset + RECORD_HEADER.size, parts)
     data = bytes(parts[0])
     values.append(Record(TransactionId(transaction_id), ReqId.from_bytes(req_id), header, data))
-    return at
+    return offset
 
 
-def _read_checked_blob(view: memoryview, at: int, values: list[Any]) -> int:
+def _read_checked_blob(view: memoryview, offset: int, values: list[Any]) -> int:
     """Read a blob and the CRC after it. Waltz 0.13 also closes the connection if they differ."""
-    at = _read_blob(view, at, values)
-    (expected_crc,) = _UINT32.unpack_from(view, at)
+    offset = _read_blob(view, offset, values)
+    (expected_crc,) = _UINT32.unpack_from(view, offset)
     actual_crc = crc32(values[-1])
     if actual_crc != expected_crc:
         raise RemoteProtocolError(
-            f"data before byte {at}: expected CRC {expected_crc:08x}, found {actual_crc:08x}"
+            f"data before byte {offset}: expected CRC {expected_crc:08x}, found {actual_crc:08x}"
         )
-    return at + _UINT32.size
+    return offset + _UINT32.size
 
 
 def _put_data_or_error(value: tuple[Buffer | None, str | None], out: FieldWriter) -> None:
@@ -301,16 +302,16 @@ def _put_data_or_error(value: tuple[Buffer | None, str | None], out: FieldWriter
         out.small += _UINT32.pack(crc32(data))
 
 
-def _read_data_or_error(view: memoryview, at: int, values: list[Any]) -> int:
-    is_data, at = _read_bool(view, at)
+def _read_data_or_error(view: memoryview, offset: int, values: list[Any]) -> int:
+    is_data, offset = _read_bool(view, offset)
     parts: list[Any] = []
     if is_data:
-        at = _read_checked_blob(view, at, parts)
+        offset = _read_checked_blob(view, offset, parts)
         values.append((parts[0], None))
     else:
-        at = _read_text_or_null(view, at, parts)
+        offset = _read_text_or_null(view, offset, parts)
         values.append((None, parts[0]))
-    return at
+    return offset
 
 
 def _put_text_bool(value: tuple[str, bool], out: FieldWriter) -> None:
@@ -318,12 +319,12 @@ def _put_text_bool(value: tuple[str, bool], out: FieldWriter) -> None:
     out.small.append(value[1])
 
 
-def _read_text_bool(view: memoryview, at: int, values: list[Any]) -> int:
+def _read_text_bool(view: memoryview, offset: int, values: list[Any]) -> int:
     parts: list[Any] = []
-    at = read_text(view, at, parts)
-    flag, at = _read_bool(view, at)
+    offset = read_text(view, offset, parts)
+    flag, offset = _read_bool(view, offset)
     values.append((parts[0], flag))
-    return at
+    return offset
 
 
 def _put_int32_bool(value: tuple[int, bool], out: FieldWriter) -> None:
@@ -331,11 +332,11 @@ def _put_int32_bool(value: tuple[int, bool], out: FieldWriter) -> None:
     out.small.append(value[1])
 
 
-def _read_int32_bool(view: memoryview, at: int, values: list[Any]) -> int:
-    (number,) = _INT32.unpack_from(view, at)
-    flag, at = _read_bool(view, at + _INT32.size)
+def _read_int32_bool(view: memoryview, offset: int, values: list[Any]) -> int:
+    (number,) = _INT32.unpack_from(view, offset)
+    flag, offset = _read_bool(view, offset + _INT32.size)
     values.append((number, flag))
-    return at
+    return offset
 
 
 def _put_stack_frame(value: tuple[str, str, str | None, int], out: FieldWriter) -> None:
@@ -345,14 +346,14 @@ def _put_stack_frame(value: tuple[str, str, str | None, int], out: FieldWriter) 
     out.small += _INT32.pack(value[3])
 
 
-def _read_stack_frame(view: memoryview, at: int, values: list[Any]) -> int:
+def _read_stack_frame(view: memoryview, offset: int, values: list[Any]) -> int:
     parts: list[Any] = []
-    at = read_text(view, at, parts)
-    at = read_text(view, at, parts)
-    at = _read_text_or_null(view, at, parts)
-    parts += _INT32.unpack_from(view, at)
+    offset = read_text(view, offset, parts)
+    offset = read_text(view, offset, parts)
+    offset = _read_text_or_null(view, offset, parts)
+    parts += _INT32.unpack_from(view, offset)
     values.append(tuple(parts))
-    return at + _INT32.size
+    return offset + _INT32.size
 
 
 VARIABLE: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
@@ -360,15 +361,15 @@ VARIABLE: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
     FieldKind.TEXT: (_put_text, read_text),
     FieldKind.TEXT_OR_NULL: (_put_text_or_null, _read_text_or_null),
     FieldKind.INT32S: (_put_int32s, _read_int32s),
-    FieldKind.PACKED_INT32S: _packed(4),
-    FieldKind.PACKED_INT64S: _packed(8),
-    FieldKind.TEXTS: _listed(_put_text, read_text, 4),
-    FieldKind.LINEAGE: _listed(_put_lineage_entry, _read_lineage_entry, 48),
-    FieldKind.RECORDS: _listed(_put_record, _read_record, 36),
-    FieldKind.TEXT_BOOL_MAP: _listed(_put_text_bool, _read_text_bool, 5),
-    FieldKind.INT32_BOOL_MAP: _listed(_put_int32_bool, _read_int32_bool, 5),
+    FieldKind.PACKED_INT32S: _packed_layout(4),
+    FieldKind.PACKED_INT64S: _packed_layout(8),
+    FieldKind.TEXTS: _tuple_layout(_put_text, read_text, 4),
+    FieldKind.LINEAGE: _tuple_layout(_put_lineage_entry, _read_lineage_entry, 48),
+    FieldKind.RECORDS: _tuple_layout(_put_record, _read_record, 36),
+    FieldKind.TEXT_BOOL_MAP: _tuple_layout(_put_text_bool, _read_text_bool, 5),
+    FieldKind.INT32_BOOL_MAP: _tuple_layout(_put_int32_bool, _read_int32_bool, 5),
     FieldKind.DATA_OR_ERROR: (_put_data_or_error, _read_data_or_error),
-    FieldKind.STACK: _listed(_put_stack_frame, _read_stack_frame, 16),
+    FieldKind.STACK: _tuple_layout(_put_stack_frame, _read_stack_frame, 16),
 }
 # The value that a reader returns for a field of a newer version, which the peer did not send.
 EMPTY: Final[dict[FieldKind, object]] = {FieldKind.INT32S: ()}

@@ -919,7 +919,7 @@ async def test_a_cancelled_opening_closes_all_connections():
         client = cluster.client()
         async with asyncio.TaskGroup() as tasks:
             opening = tasks.create_task(client.open())
-            while client._root is None:  # noqa: ASYNC110 - the last step of the opening
+            while client._task_group_task is None:  # noqa: ASYNC110 - the last step of the opening
                 await asyncio.sleep(0)
             opening.cancel()
         assert opening.cancelled()

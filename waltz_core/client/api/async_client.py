@@ -127,16 +127,16 @@ class AsyncWaltzClient(OpenedByConnect):
         self._own_partitions: tuple[PartitionId, ...] | None = None
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
-        self._runs: dict[ContextRun, None] = {}
+        self._context_runs: dict[ContextRun, None] = {}
         self._range_readers: dict[ReplicaReader, None] = {}  # readers of ranges that are being read
         self._pid = os.getpid()
         self._closing = asyncio.Event()
         self._is_closed = False
         self._group: asyncio.TaskGroup | None = None
-        self._root: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._task_group_task: asyncio.Task[None] | None = None
+        self._close_task: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._counted: CountedClient | None = None
+        self._counted_client: CountedClient | None = None
         self._encryption = encryption_of(config)
         self.subscriptions = Subscriptions(
             self._partition, self.spawn, self.requests, config, self._encryption
@@ -207,7 +207,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     async def open(self) -> Self:
         """Connect to the cluster and start the client's tasks; `connect` and `at` call this."""
-        assert self._root is None
+        assert self._task_group_task is None
         try:
             await self.directory.open(self._on_owners_changed)
             if self._own_partitions is not None:
@@ -225,7 +225,7 @@ class AsyncWaltzClient(OpenedByConnect):
         started = asyncio.Event()
         # The only task outside the TaskGroup: it keeps the group of all other tasks open until
         # `close`.
-        self._root = asyncio.get_running_loop().create_task(
+        self._task_group_task = asyncio.get_running_loop().create_task(
             self._run_tasks(started), name="waltz-client"
         )
         try:
@@ -234,7 +234,7 @@ class AsyncWaltzClient(OpenedByConnect):
             await self.close()
             raise
         self.spawn(self._follow_directory(), "directory")
-        self._counted = CountedClient(self, self._partitions)
+        self._counted_client = CountedClient(self, self._partitions)
         return self
 
     async def close(self) -> None:
@@ -243,23 +243,25 @@ class AsyncWaltzClient(OpenedByConnect):
         `close` may be called twice. If the first call is cancelled, the client continues to close
         in the background, and the second call waits until the client is closed.
         """
-        if self._root is None or (self._ending is not None and self._ending.done()):
+        if self._task_group_task is None or (
+            self._close_task is not None and self._close_task.done()
+        ):
             return
         self._check_process_and_loop()
         self._is_closed = True
-        if self._ending is None:
+        if self._close_task is None:
             # This task is outside the TaskGroup, too: the client must close even if the caller is
             # cancelled.
             loop = asyncio.get_running_loop()
-            self._ending = loop.create_task(
-                self._finish_and_close(self._root), name="waltz-client-end"
+            self._close_task = loop.create_task(
+                self._finish_and_close(self._task_group_task), name="waltz-client-end"
             )
-        await asyncio.shield(self._ending)
+        await asyncio.shield(self._close_task)
 
     async def _finish_and_close(self, root: "asyncio.Task[None]") -> None:
         try:
             async with asyncio.timeout(self.config.request_timeout_ms / 1000):
-                for run in list(self._runs):
+                for run in list(self._context_runs):
                     await asyncio.wait([run.future])
                 for partition in list(self._partitions.values()):
                     while partition.appends.has_pending:
@@ -269,8 +271,8 @@ class AsyncWaltzClient(OpenedByConnect):
         finally:  # NB: also if the loop ends earlier: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
-            if self._counted is not None:
-                self._counted.close()
+            if self._counted_client is not None:
+                self._counted_client.close()
             self._closing.set()
             for reader in list(self._range_readers):
                 reader.close()
@@ -579,8 +581,8 @@ class AsyncWaltzClient(OpenedByConnect):
         partition = await self._partition(partition_id)
         run = ContextRun(context, partition, self.random, self._encryption)
         if await run.begin():
-            self._runs[run] = None
-            run.future.add_done_callback(lambda _: self._runs.pop(run, None))
+            self._context_runs[run] = None
+            run.future.add_done_callback(lambda _: self._context_runs.pop(run, None))
             if self._closing.is_set():
                 await run.run_to_end()  # closed during the first attempt, which is not sent
             else:
@@ -718,7 +720,10 @@ class AsyncWaltzClient(OpenedByConnect):
                 f"this client was opened by process {self._pid} and cannot be used in the "
                 f"forked process {os.getpid()}. Hint: open a client in each process."
             )
-        if self._root is not None and self._root.get_loop() is not asyncio.get_running_loop():
+        if (
+            self._task_group_task is not None
+            and self._task_group_task.get_loop() is not asyncio.get_running_loop()
+        ):
             raise errors.UsageError(
                 "this client was opened on another event loop, and works only there. Hint: "
                 "open a client in each asyncio.run."
@@ -726,7 +731,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _check_usable(self) -> None:
         self._check_process_and_loop()
-        if self._is_closed or self._root is None:
+        if self._is_closed or self._task_group_task is None:
             raise errors.UsageError(_CLOSED_TEXT)
 
     def _check_partition(self, partition: int) -> PartitionId:

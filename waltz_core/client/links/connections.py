@@ -84,7 +84,7 @@ class ServerLink:
         self._answers = PendingRequests(link)
         self._watch = SilenceWatch(silent_servers, link.address, number, self._is_waiting)
         self._streams: dict[int, _Stream] = {}
-        self._used_by: dict[int, IsWaiting] = {}
+        self._waiting_checks: dict[int, IsWaiting] = {}
         self._close_after_s: float | None = None
         self.is_legacy_server = (link.version or 0) <= legacy_server_stream.VERSION_MAX
         self._legacy_server = (
@@ -136,11 +136,11 @@ class ServerLink:
         `prove` checks whether the server owns the partition now; it is used only for a 0.13 server.
         """
         self._streams[partition_id] = _Stream(on_message, on_lost, prove)
-        self._used_by[partition_id] = is_waiting
+        self._waiting_checks[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
         """The partition's stream uses another link now; late answers on this link reach it."""
-        self._used_by.pop(partition_id, None)
+        self._waiting_checks.pop(partition_id, None)
         self._close_if_unused()
 
     def detach(self, partition_id: int) -> None:
@@ -154,7 +154,7 @@ class ServerLink:
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._close_after_s is not None and not self._used_by and not self.is_closed:
+        if self._close_after_s is not None and not self._waiting_checks and not self.is_closed:
             loop = asyncio.get_running_loop()
             loop.call_later(self._close_after_s, self._link.close, "replaced by a newer connection")
 
@@ -183,7 +183,7 @@ class ServerLink:
 
     def _is_waiting(self) -> bool:
         return self._answers.has_waiting_callers or any(
-            is_partition_waiting() for is_partition_waiting in self._used_by.values()
+            is_partition_waiting() for is_partition_waiting in self._waiting_checks.values()
         )
 
     def _on_messages_received(self, received: list[Message]) -> None:

@@ -189,8 +189,8 @@ class Applier:
         self._consumer = consumer
         self._on_applied = applied
         self._queue: deque[tuple[Sequence[int], Buffer, TransactionId]] = deque()
-        self._arrived = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._range_arrived = asyncio.Event()
+        self._end_event = asyncio.Event()
         self._applied: TransactionId | None = None
         self._advanced_s = 0.0
         self._waiting: dict[asyncio.Future[None], TransactionId] = {}
@@ -212,7 +212,7 @@ class Applier:
         if self.stopped is not None:
             return
         self._queue.append((ids, headers, last))
-        self._arrived.set()
+        self._range_arrived.set()
 
     async def wait_until_applied(self, mark: TransactionId) -> None:
         """Wait until the feed is applied up to `mark`; raises Unavailable if it stops before."""
@@ -224,7 +224,7 @@ class Applier:
                 ) from self.stopped
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting[future] = mark
-            self._arrived.set()  # this wait may be for a mark that is held back
+            self._range_arrived.set()  # this wait may be for a mark that is held back
             try:
                 await future
             finally:  # a cancelled caller must leave no future: a pause may take days
@@ -235,8 +235,8 @@ class Applier:
         size = BATCH_MAX if self._consumer.is_batched else HAND_OVER_COUNT_MAX
         while self.stopped is None:
             if not self._queue:
-                self._arrived.clear()
-                await self._arrived.wait()
+                self._range_arrived.clear()
+                await self._range_arrived.wait()
                 continue
             run, last = self._take_from_queue(size)
             if not run and not self._consumer.is_batched:
@@ -274,8 +274,8 @@ class Applier:
                 return True
             if self._queue:
                 return False
-            self._arrived.clear()
-            await self._pause(left_s, self._arrived)
+            self._range_arrived.clear()
+            await self._pause(left_s, self._range_arrived)
         return True
 
     def _is_awaited(self, mark: TransactionId) -> bool:
@@ -319,7 +319,7 @@ class Applier:
                 self._advance_mark(first)
                 run = run[1:]
             else:
-                await self._pause(pause_s, self._ended)
+                await self._pause(pause_s, self._end_event)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
         return self.stopped is None
 
@@ -387,8 +387,8 @@ class Applier:
     def end(self, error: Exception) -> None:
         """End the feed without notifying the application: no transaction is passed on any more."""
         self.stopped = error
-        self._arrived.set()
-        self._ended.set()
+        self._range_arrived.set()
+        self._end_event.set()
         waiting, self._waiting = self._waiting, {}
         for future in waiting:
             if not future.done():

@@ -102,7 +102,7 @@ class LocalReader:
         self._files: dict[TransactionId, FileIO] = {}
         self._buffers = _Buffers()
         self._grant: ReadGrant | None = None
-        self._on_disk: ReadGrant | None = None  # the grant that was not in the page cache
+        self._uncached_grant: ReadGrant | None = None  # the grant that was not in the page cache
         self._is_reading = False  # rule 5
 
     def close(self) -> None:
@@ -139,14 +139,14 @@ class LocalReader:
 
     def _read_from_page_cache(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
         """Read from the page cache; return None if a part is not in it (rule 6)."""
-        if self._on_disk is grant or any(
+        if self._uncached_grant is grant or any(
             location.segment not in self._files for location in grant.places
         ):
             return None
         try:
             return self._read_records(grant, low, high, _NO_WAIT_FLAG)
         except BlockingIOError:
-            self._on_disk = grant  # the rest of the grant is not tried either
+            self._uncached_grant = grant  # the rest of the grant is not tried either
             return None
 
     async def _read_on_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:

@@ -131,8 +131,8 @@ class OwnerRequests:
     ) -> ResponseT:
         """Query the owner until it answers; raises the errors of `query`."""
         loop = asyncio.get_running_loop()
-        whole_s = self._config.request_timeout_ms / 1000
-        deadline_s = loop.time() + whole_s
+        total_s = self._config.request_timeout_ms / 1000
+        deadline_s = loop.time() + total_s
         pause_s = self._config.retry_interval_ms_min / 1000
         before: errors.Unavailable | None = None
         while True:
@@ -144,8 +144,8 @@ class OwnerRequests:
             except errors.Unavailable as error:
                 now_s = loop.time()
                 if now_s + pause_s >= deadline_s:
-                    was_cut = now_s >= deadline_s and timeout_s < whole_s * _ATTEMPT_SHARE_MIN
-                    last_error = before if was_cut and before is not None else error
+                    was_cut_short = now_s >= deadline_s and timeout_s < total_s * _ATTEMPT_SHARE_MIN
+                    last_error = before if was_cut_short and before is not None else error
                     raise errors.error_from_code(
                         last_error.code,
                         f"no server answered a read of partition {partition_id} within "
@@ -153,9 +153,9 @@ class OwnerRequests:
                         retry_after_ms=_retry_after_ms(last_error),
                     ) from error
                 before = error
-                named_s = _retry_after_ms(error) / 1000
-                named_s = min(named_s, deadline_s - now_s - pause_s)
-            await asyncio.sleep(max(named_s, pause_s * (0.5 + self._random.random() / 2)))
+                requested_pause_s = _retry_after_ms(error) / 1000
+                requested_pause_s = min(requested_pause_s, deadline_s - now_s - pause_s)
+            await asyncio.sleep(max(requested_pause_s, pause_s * (0.5 + self._random.random() / 2)))
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
     async def _query_once(

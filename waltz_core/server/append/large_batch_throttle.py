@@ -60,38 +60,39 @@ class LargeBatchThrottle:
     __slots__ = (
         "_baseline_kept_until_ms",
         "_baseline_ms",
-        "_busy_ms",
         "_free_at_ms",
         "_in_flight",
-        "_is_on",
-        "_large",
-        "_large_ms",
+        "_is_enabled",
+        "_large_sender",
+        "_large_started_ms",
+        "_last_piece_ms",
         "_shared_until_ms",
         "factor",
     )
 
     def __init__(self, *, is_on: bool = True) -> None:
-        self._is_on = is_on
+        self._is_enabled = is_on
         self._in_flight = 0
-        self._large: ConnectionId | None = None  # the sender of the last large batch that started
-        self._large_ms = 0
+        # The sender of the last large batch that started.
+        self._large_sender: ConnectionId | None = None
+        self._large_started_ms = 0
         self._free_at_ms = 0
         self._shared_until_ms = 0
-        self._busy_ms = -1  # when a piece was last in flight, as far as known
+        self._last_piece_ms = -1  # when a piece was last in flight, as far as known
         self._baseline_ms: float | None = None  # the baseline latency (rule 3)
         self._baseline_kept_until_ms = 0
         self.factor = PAUSE_FACTOR_FIRST
 
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Record that a small request takes its turn (rule 2)."""
-        is_other = self._large not in {None, connection}
-        if self._is_on and is_other and now_ms - self._large_ms < SHARED_MS:
+        is_other = self._large_sender not in {None, connection}
+        if self._is_enabled and is_other and now_ms - self._large_started_ms < SHARED_MS:
             self._shared_until_ms = now_ms + SHARED_MS
 
     def on_small_request_finished(self, received_ms: int, now_ms: int) -> None:
         """Record the latency of a small request, from its arrival until it was final (rule 3)."""
         took_ms = now_ms - received_ms
-        if not self._in_flight and self._busy_ms < received_ms:
+        if not self._in_flight and self._last_piece_ms < received_ms:
             self._update_baseline(took_ms, now_ms)
         elif self._baseline_ms is not None and took_ms > SLOWDOWN_FACTOR * self._baseline_ms:
             self.factor = min(self.factor * PAUSE_FACTOR_INCREASE, PAUSE_FACTOR_MAX)
@@ -116,7 +117,7 @@ class LargeBatchThrottle:
         """Return when a large batch may start, or when to call this function again."""
         if now_ms >= self._shared_until_ms:
             return now_ms
-        if self._in_flight and now_ms - self._large_ms < PIECE_WAIT_MS_MAX:
+        if self._in_flight and now_ms - self._large_started_ms < PIECE_WAIT_MS_MAX:
             return now_ms + RECHECK_MS
         return max(now_ms, self._free_at_ms)
 
@@ -130,13 +131,13 @@ class LargeBatchThrottle:
         The caller must call `on_large_batch_finished` or `on_large_batches_forgotten` for it later.
         """
         self._in_flight += 1
-        self._large, self._large_ms = connection, now_ms
-        self._busy_ms = now_ms
+        self._large_sender, self._large_started_ms = connection, now_ms
+        self._last_piece_ms = now_ms
 
     def on_large_batch_finished(self, started_ms: int, now_ms: int) -> None:
         """A large batch, or a piece of one, is final: start the pause (rule 2)."""
         self.on_large_batches_forgotten()
-        self._busy_ms = now_ms
+        self._last_piece_ms = now_ms
         pause_ms = min(self.factor * max(1, now_ms - started_ms), PAUSE_MS_MAX)
         self._free_at_ms = now_ms + math.ceil(pause_ms)
 

@@ -253,7 +253,7 @@ class Mounts:
         for mount in self._mounts.values():
             mount.is_ready = False
 
-    def on_generation_begun(self) -> None:
+    def on_generation_started(self) -> None:
         """A new generation begins: every client must mount again, with any sequence."""
         self._mounts.clear()
         self._clients_of.clear()

@@ -140,7 +140,7 @@ class AppendPipeline:
     def _gathered_draft_due_ms(self, now_ms: int) -> int | None:
         """Return when the gathered draft is submitted, if no commit happens before (rule 10)."""
         in_flight = self._in_flight
-        if in_flight.gathered is None or not self._is_open or len(in_flight):
+        if in_flight.draft is None or not self._is_open or len(in_flight):
             return None
         return (
             now_ms
@@ -236,8 +236,8 @@ class AppendPipeline:
         self._dependent.on_session_closed()
         # Report final rejections now: it may take long until the next session opens.
         return self._completions.answer_rejected(
-            self._lock_queues.all()
-        ) + self._answer_dependent_writers(self._dependent.waiting.all())
+            self._lock_queues.take_all()
+        ) + self._answer_dependent_writers(self._dependent.waiting.take_all())
 
     def abandon(self) -> tuple[list[PendingAppend], list[PendingAppend], list[AppendOutcome]]:
         """Release the partition and drop its appends.
@@ -266,7 +266,7 @@ class AppendPipeline:
             else:
                 queued.append(pending)
         # These were rejected, so they are not in the log either.
-        queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
+        queued += [*self._lock_queues.take_all(), *self._dependent.waiting.take_all()]
         out += self._completions.abandon()
         self.rejections.clear()
         return queued, list(appends_in_doubt.values()), out
@@ -350,13 +350,13 @@ class AppendPipeline:
     def process_slice(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take requests of about one slice from the lanes, validate and submit them (rule 5)."""
         in_flight, self.rejections.wall_ms = self._in_flight, wall_ms
-        draft, in_flight.gathered = in_flight.gathered or BatchDraft(), None
+        draft, in_flight.draft = in_flight.draft or BatchDraft(), None
         draft.out = [*self.lock_loader.load_slice(now_ms)]
         draft.out += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))
         draft.out += self._answer_dependent_writers(self._dependent.waiting.take_due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._must_keep_draft(draft, now_ms):
-            in_flight.gathered = draft
+            in_flight.draft = draft
             draft.out, out = [], draft.out
             return out
         batch = in_flight.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)

@@ -153,7 +153,7 @@ class LockQueues:
         self._remove_unused(0)
         return dropped
 
-    def all(self) -> list[PendingSingle]:
+    def take_all(self) -> list[PendingSingle]:
         """Remove and return all waiting writers."""
         appends = self._take_matching(lambda _: True)
         self._queues.clear()

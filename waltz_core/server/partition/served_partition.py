@@ -494,7 +494,7 @@ class Partition:
 
     def _on_ownership_taken(self, event: replication.TakeOwnership) -> None:
         if event.generation != self._generation:
-            self._mounts.on_generation_begun()
+            self._mounts.on_generation_started()
             self._generation = event.generation
         self._is_owned = True
         self._step_store(event)

@@ -177,10 +177,10 @@ class Server:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
-        self._preferring = asyncio.Lock()
+        self._preference_lock = asyncio.Lock()
         self._client_ids = ClientIdQueue(coordinator.issued_ids.allocate_ids)
         self._handed_over_s: dict[PartitionId, float] = {}
-        self._handing_over = asyncio.Lock()
+        self._hand_over_lock = asyncio.Lock()
         self._without_quorum_s = -math.inf
         self._is_registered = False
         self.address = ""
@@ -399,11 +399,11 @@ class Server:
         if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
             return False
         # One at a time: concurrent changes of the same node would conflict.
-        async with self._handing_over:
+        async with self._hand_over_lock:
             host = self.hosts.get(partition_id)
             if host is None or host.partition.is_owned:
                 return False  # The partition was owned again meanwhile.
-            async with self._preferring:  # `hand_over` also removes a preference.
+            async with self._preference_lock:  # `hand_over` also removes a preference.
                 if not await self._coordinator.hand_over(partition_id, generation):
                     return False
                 if self._preferences.suspend(partition_id, time.monotonic()):
@@ -428,7 +428,7 @@ class Server:
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
         """Add and remove preferred partitions (`clients.Backend`)."""
-        async with self._preferring:
+        async with self._preference_lock:
             await self._change_preferences(added, removed)
 
     async def _change_preferences(
@@ -456,7 +456,7 @@ class Server:
                 await self._restore_preferences(resumed_partitions)
 
     async def _restore_preferences(self, partitions: Collection[PartitionId]) -> None:
-        async with self._preferring:
+        async with self._preference_lock:
             # A preference may have been removed while the storages were queried.
             suspended = [
                 partition_id

@@ -172,7 +172,8 @@ class Reads:
         self._delayed: list[tuple[int, _RangeFetch]] = []
         self._token = 0
         self._replica_turn = 0
-        self._avoided: dict[ReplicaId, int] = {}  # avoided until this number of fetches (rule 7)
+        # The number of fetches until which each failed replica is avoided (rule 7).
+        self._avoided_until: dict[ReplicaId, int] = {}
         self.replicas: Sequence[ReplicaId] = ()
         # The storages in the group of this server. The set may change at any time (rule 6).
         self.nearby: Container[ReplicaId] = ()
@@ -422,7 +423,7 @@ class Reads:
         if event.first_available > job.key.first:
             return self._reject_expired(job, event.first_available)
         self.failed_fetches += 1
-        self._avoided[job.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
+        self._avoided_until[job.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
         if job.key.is_ahead:
             return self._fetch_separately(job)
         job.is_damaged_everywhere &= event.damage_code != 0
@@ -521,7 +522,9 @@ class Reads:
         untried = [replica for replica in self.replicas if replica not in job.tried_replicas]
         untried = untried or list(self.replicas)
         trusted = [
-            replica_id for replica_id in untried if self._avoided.get(replica_id, 0) <= self.fetches
+            replica_id
+            for replica_id in untried
+            if self._avoided_until.get(replica_id, 0) <= self.fetches
         ]
         trusted = trusted or untried
         choice = [replica for replica in trusted if replica in self.nearby] or trusted

@@ -60,8 +60,8 @@ class ConnectionAccess:
     __slots__ = (
         "_end",
         "_granted",
-        "_has_entered",
         "_has_id_without_proof",
+        "_is_registered",
         "_over_limit",
         "_port",
         "_token_hash",
@@ -78,7 +78,7 @@ class ConnectionAccess:
         self.peer = peer
         self.expires_ms: int | None = None  # the end of the credential's validity
         self.quota: Quota | None = None  # None without limits
-        self._has_entered = False
+        self._is_registered = False
         self._has_id_without_proof = False
         # Requests over a limit, by `id`, with the errors that `denial` returns for them.
         self._over_limit: dict[int, tuple[Message, Overloaded]] = {}
@@ -117,7 +117,7 @@ class ConnectionAccess:
         (`port_limits.py`, rule 3).
         """
         self.unregister_connection()  # a token may have changed the principal
-        self._has_entered = True
+        self._is_registered = True
         quota = self._port.quotas.quota_of(self.principal, self.now_ns)
         try:
             if quota is not None:
@@ -192,7 +192,7 @@ class ConnectionAccess:
             self._end(f"{self.principal} has no permission")
         elif self._has_id_without_proof and not self._port.accepts_0_13:
             self._end("client IDs without a proof of their principal are no longer accepted")
-        elif self._has_entered:
+        elif self._is_registered:
             self._change_quota()
 
     def _change_quota(self) -> None:

@@ -20,9 +20,9 @@ Rules:
        while the permissions accept 0.13, an ID below `FIRST_ISSUED_ID` needs no proof. It belongs
        to the principal that mounts it first in a generation (`server/append/mounts.py`). When a
        revision no longer accepts 0.13, connections with such IDs end.
-    8. A connection counts for its principal from its first message on (`register_connection`), or after it was
-       silent for a while. If a revision lowers limits, the connections above them end. If it
-       introduces a limit of feeds, all connections end, because their present feeds were not
+    8. A connection counts for its principal from its first message on, or after it was silent for a
+       while (`register_connection`). If a revision lowers limits, the connections above them end.
+       If it introduces a limit of feeds, all connections end, because their present feeds were not
        counted.
 """
 
