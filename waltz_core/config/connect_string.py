@@ -90,10 +90,14 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, digits = address.rpartition(":")
     if not colon or (host.startswith("[") and not host.endswith("]")):
         raise errors.BadConfig(f"{address!r} has no port: expected host:port")
-    bare = host[1:-1] if host.startswith("[") else host
-    if not bare or bare != bare.strip() or "/" in bare:
+    unbracketed_host = host[1:-1] if host.startswith("[") else host
+    if (
+        not unbracketed_host
+        or unbracketed_host != unbracketed_host.strip()
+        or "/" in unbracketed_host
+    ):
         raise errors.BadConfig(f"{address!r} has no host: expected host:port")
-    if ":" in bare and not host.startswith("["):
+    if ":" in unbracketed_host and not host.startswith("["):
         raise errors.BadConfig(
             f"{address!r} has an IPv6 host without brackets: expected [::1]:port"
         )

@@ -229,8 +229,13 @@ def _check_audit_log(audit_log: str, access: str) -> None:
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
     """Raise BadConfig for an invalid host, or one at which other machines cannot connect."""
-    bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
-    host_settings = {"listen_host": listen_host, "advertised_host": bare, "http_host": http_host}
+    # An IPv6 address may be in brackets.
+    unbracketed_host = advertised_host.removeprefix("[").removesuffix("]")
+    host_settings = {
+        "listen_host": listen_host,
+        "advertised_host": unbracketed_host,
+        "http_host": http_host,
+    }
     for name, host in host_settings.items():
         if not host:
             continue

@@ -259,9 +259,9 @@ def render_settings(config_type: type[Config], values: Mapping[str, object]) -> 
             raise BadConfig(
                 f"{kind}: unknown setting {name!r}{nearest_name_hint(name, list(fields_by_name))}"
             )
-        typed = _convert_value(name, value, fields_by_name[name].type, kind)
-        _check_value(f"{kind}, setting {name}", typed, fields_by_name[name])
-        lines.append(f"{name} = {toml_literal(name, typed)}\n")
+        converted = _convert_value(name, value, fields_by_name[name].type, kind)
+        _check_value(f"{kind}, setting {name}", converted, fields_by_name[name])
+        lines.append(f"{name} = {toml_literal(name, converted)}\n")
     return "".join(lines)
 
 

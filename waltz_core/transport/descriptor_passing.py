@@ -69,8 +69,8 @@ async def serve_descriptors(name: str, request_bytes: int, open_requested: OpenF
                     _log.warning("segment.sharing_accept_failed name=%s error=%s", name, error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
-                answering = callers.create_task(_answer(caller, request_bytes, open_requested))
-                answering.add_done_callback(lambda _: permits.release())
+                answer_task = callers.create_task(_answer(caller, request_bytes, open_requested))
+                answer_task.add_done_callback(lambda _: permits.release())
 
 
 async def _accept(listening: socket.socket) -> tuple[socket.socket, object]:

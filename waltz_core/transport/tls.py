@@ -429,15 +429,15 @@ def _check_own_certificate(settings: TlsConfig, host: str) -> None:
     if settings.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")
-    dialing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    dialing.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # this check trusts the issuer
-    dialing.check_hostname = settings.tls_verify in ("", "name")
-    dialing.load_verify_locations(settings.tls_certificate)
-    accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load_certificate(accepting, settings)
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = dialing.wrap_bio(down, up, server_hostname=host)
-    server = accepting.wrap_bio(up, down, server_side=True)
+    dial_side = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    dial_side.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # this check trusts the issuer
+    dial_side.check_hostname = settings.tls_verify in ("", "name")
+    dial_side.load_verify_locations(settings.tls_certificate)
+    accept_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(accept_side, settings)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = dial_side.wrap_bio(to_client, to_server, server_hostname=host)
+    server = accept_side.wrap_bio(to_server, to_client, server_side=True)
     try:
         for end in (client, server, client):
             with contextlib.suppress(ssl.SSLWantReadError):

@@ -443,9 +443,9 @@ class AsyncWaltzClient(OpenedByConnect):
         no transaction, call `high_water_mark(partition, linearizable=True)`.
         """
         partition_id = self._check_partition(partition)
-        known = self._partitions.get(partition_id)
-        if known is not None:
-            await known.appends.wait_for_earlier()
+        client_partition = self._partitions.get(partition_id)
+        if client_partition is not None:
+            await client_partition.appends.wait_for_earlier()
         return await self.requests.flush(partition_id)
 
     async def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:

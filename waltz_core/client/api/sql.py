@@ -378,15 +378,15 @@ class SqlCallbacks(BatchCallbacks):
         self, connection: sa.Connection, partition: int, expected_mark: int, new_mark: int
     ) -> bool:
         """Move the mark from the known value; return False if it has another value."""
-        is_known = self.marks.c.high_water_mark == expected_mark
+        is_expected_mark = self.marks.c.high_water_mark == expected_mark
         if self._key is not None:
-            is_known = sa.and_(is_known, self.marks.c.cluster_key == self._key)
-        moved = connection.execute(
+            is_expected_mark = sa.and_(is_expected_mark, self.marks.c.cluster_key == self._key)
+        result = connection.execute(
             self.marks.update()
-            .where(*self._own_row_conditions(partition), is_known)
+            .where(*self._own_row_conditions(partition), is_expected_mark)
             .values(high_water_mark=new_mark)
         )
-        return moved.rowcount == 1
+        return result.rowcount == 1
 
     def _check_mark_moved(
         self, connection: sa.Connection, partition: int, expected_mark: int, error: BaseException

@@ -767,10 +767,10 @@ async def _run_in(
         try:
             return call(*args)
         except BaseException as error:
-            raised = _error_of_thread(error)
-            if raised is error:
+            converted_error = _error_of_thread(error)
+            if converted_error is error:
                 raise
-            raise raised from error
+            raise converted_error from error
 
     return await asyncio.get_running_loop().run_in_executor(workers, run)
 

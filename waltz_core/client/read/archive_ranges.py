@@ -152,10 +152,10 @@ def _chunk_of(read: RangeRead, form: RangeForm, header_values: Sequence[int]) ->
         records, lengths = select_records(records, lengths, np.isin(values, header_values))
     if form is RangeForm.HEADERS:
         records, lengths = raw_records.headers_of(records, lengths), _NO_LENGTHS
-    reach = TransactionId(read.first + count)
-    mark = TransactionId(reach - 1)
+    next_id = TransactionId(read.first + count)
+    mark = TransactionId(next_id - 1)
     return RangeChunk(
-        form, read.first, count, reach, lengths, records, NO_SESSION, mark, read.entries
+        form, read.first, count, next_id, lengths, records, NO_SESSION, mark, read.entries
     )
 
 

@@ -137,11 +137,11 @@ class DataCache:
         data = self._find_data(transaction_id)
         if data is not None:
             return data
-        reading = self.data_of(transaction_id)
+        read_coroutine = self.data_of(transaction_id)
         try:
-            future = asyncio.run_coroutine_threadsafe(reading, self._loop)
+            future = asyncio.run_coroutine_threadsafe(read_coroutine, self._loop)
         except RuntimeError:  # the loop is closed
-            reading.close()
+            read_coroutine.close()
             raise errors.Unavailable("the client is closed") from None
         while True:
             try:
@@ -149,8 +149,8 @@ class DataCache:
             except TimeoutError:
                 # A loop that was closed in the meantime never resolves the future.
                 if not future.done() and self._loop.is_closed():
-                    if inspect.getcoroutinestate(reading) == inspect.CORO_CREATED:
-                        reading.close()
+                    if inspect.getcoroutinestate(read_coroutine) == inspect.CORO_CREATED:
+                        read_coroutine.close()
                     raise errors.Unavailable("the client is closed") from None
                 if future.done():
                     raise

@@ -134,25 +134,31 @@ class OwnerRequests:
         total_s = self._config.request_timeout_ms / 1000
         deadline_s = loop.time() + total_s
         pause_s = self._config.retry_interval_ms_min / 1000
-        before: errors.Unavailable | None = None
+        previous_error: errors.Unavailable | None = None
         while True:
             timeout_s = max(deadline_s - loop.time(), 0.001)
             try:
                 return await self._query_once(
-                    partition_id, query, is_bulk=is_bulk, timeout_s=timeout_s, before=before
+                    partition_id,
+                    query,
+                    is_bulk=is_bulk,
+                    timeout_s=timeout_s,
+                    previous_error=previous_error,
                 )
             except errors.Unavailable as error:
                 now_s = loop.time()
                 if now_s + pause_s >= deadline_s:
                     was_cut_short = now_s >= deadline_s and timeout_s < total_s * _ATTEMPT_SHARE_MIN
-                    last_error = before if was_cut_short and before is not None else error
+                    last_error = (
+                        previous_error if was_cut_short and previous_error is not None else error
+                    )
                     raise errors.error_from_code(
                         last_error.code,
                         f"no server answered a read of partition {partition_id} within "
                         f"{self._config.request_timeout_ms} ms: {last_error}",
                         retry_after_ms=_retry_after_ms(last_error),
                     ) from error
-                before = error
+                previous_error = error
                 requested_pause_s = _retry_after_ms(error) / 1000
                 requested_pause_s = min(requested_pause_s, deadline_s - now_s - pause_s)
             await asyncio.sleep(max(requested_pause_s, pause_s * (0.5 + self._random.random() / 2)))
@@ -165,11 +171,11 @@ class OwnerRequests:
         *,
         is_bulk: bool,
         timeout_s: float,
-        before: errors.Unavailable | None,
+        previous_error: errors.Unavailable | None,
     ) -> ResponseT:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        owner = await self._owner(partition_id, timeout_s=timeout_s, before=before)
+        owner = await self._owner(partition_id, timeout_s=timeout_s, previous_error=previous_error)
         timeout_s = max(deadline_s - loop.time(), 0.001)
         number = next(self._numbers)
         try:
@@ -185,13 +191,19 @@ class OwnerRequests:
             self._waiting.pop(number, None)
 
     async def _owner(
-        self, partition_id: PartitionId, *, timeout_s: float, before: errors.Unavailable | None
+        self,
+        partition_id: PartitionId,
+        *,
+        timeout_s: float,
+        previous_error: errors.Unavailable | None,
     ) -> Owner:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._directory.owner(partition_id, after_failure=before is not None)
+                return await self._directory.owner(
+                    partition_id, after_failure=previous_error is not None
+                )
         except TimeoutError as error:  # ZooKeeper's own timeout is longer
-            reason = "" if before is None else f"; before that: {before}"
+            reason = "" if previous_error is None else f"; before that: {previous_error}"
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper has no owner for the partition{reason}"
             ) from error

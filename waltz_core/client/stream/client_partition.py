@@ -444,12 +444,12 @@ class ClientPartition:
     def _on_machine_failed(self, error: Exception) -> None:
         """Process an error that the machine raised: a bug, or a log that contradicts itself."""
         known_error = error if isinstance(error, errors.WaltzError) else None
-        why = (
+        cause = (
             f"the client's state machine for partition {self.partition_id} has failed: "
             f"{known_error or repr(error)}"
         )
-        self._on_stream_stopped(known_error or errors.WaltzError(why))
-        self.appends.abandon(errors.OutcomeUnknown(why))
+        self._on_stream_stopped(known_error or errors.WaltzError(cause))
+        self.appends.abandon(errors.OutcomeUnknown(cause))
 
 
 def stream_settings(config: ClientConfig) -> StreamSettings:

@@ -116,21 +116,23 @@ class LockQueues:
         `finished` are the appends of the batch. `rejected` are the rejected ones among them that
         may wait.
         """
-        touched: dict[LockKey, _LockQueue] = {}
+        queues_by_key: dict[LockKey, _LockQueue] = {}
         for pending in rejected:
             queue = self._enqueue(pending, now_ms, due_ms=now_ms)
             queue.last_id = max(queue.last_id, pending.conflict)
-            touched[lock_key_of(pending)] = queue
+            queues_by_key[lock_key_of(pending)] = queue
         if not self._queues:
             return []
         for append in finished:
             if isinstance(append, PendingSingle) and append.transaction_id != REJECTED:
                 key = lock_key_of(append)
                 if key in self._queues:
-                    touched[key] = self._queues[key]
-                    touched[key].last_id = max(touched[key].last_id, append.transaction_id)
+                    queues_by_key[key] = self._queues[key]
+                    queues_by_key[key].last_id = max(
+                        queues_by_key[key].last_id, append.transaction_id
+                    )
         notified: list[PendingSingle] = []
-        for queue in touched.values():
+        for queue in queues_by_key.values():
             queue.notify_interval_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
             notified.append(self._take_first(queue, now_ms))
         self._remove_unused(now_ms)

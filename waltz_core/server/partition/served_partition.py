@@ -552,11 +552,11 @@ class Partition:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
-        landed = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
+        append_outcomes = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
         # All parts receive the new mark before a mount that waited for it continues.
         self.reads.on_mark_advanced(event.last)
         self.feed.on_mark_advanced(self._session_id, event.last)
-        self._route_appends(landed)
+        self._route_appends(append_outcomes)
         if self.pipeline.proved_ms is not None:
             self._linearizable.note_confirmation(self.pipeline.proved_ms)
         self._deliver_feed()

@@ -481,14 +481,14 @@ class _PublishedCounters:
             return
         last, backlog = partition.archive_progress
         waited_ms = 0 if backlog.since_ms is None else loop_clock_ms() - backlog.since_ms
-        figures: tuple[float, ...] = (
+        values: tuple[float, ...] = (
             last,
             backlog.transaction_count,
             nan if backlog.byte_count is None else backlog.byte_count,
             max(0, waited_ms) / 1_000,
         )
-        if figures == self._archive:
+        if values == self._archive:
             return
-        self._archive = figures
-        for name, value in zip(_ARCHIVE_GAUGES, figures, strict=True):
+        self._archive = values
+        for name, value in zip(_ARCHIVE_GAUGES, values, strict=True):
             metrics.set(name, value, partition=partition_id)

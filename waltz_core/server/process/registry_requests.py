@@ -144,8 +144,8 @@ class RegistryRequests:
             case RegistryOperation.BEGIN:
                 marks = self._starting_marks(request)
                 keep_ms, in_series = arguments.keep_ms(), arguments.flag("in_series")
-                begun = await writes.begin(write, marks, keep_ms, in_series=in_series)
-                return RegistryResponse(request.req_id, begun.to_bytes())
+                new_state = await writes.begin(write, marks, keep_ms, in_series=in_series)
+                return RegistryResponse(request.req_id, new_state.to_bytes())
             case RegistryOperation.READ:
                 write_state = await writes.read(write)
                 return RegistryResponse(
@@ -153,10 +153,10 @@ class RegistryRequests:
                 )
             case RegistryOperation.ENTER:
                 task, run = _task_number(request), arguments.text("run")
-                issue = partial(self._issue_client_id, access)
-                entered = await writes.enter(write, task, run, issue)
-                proof = NO_PROOF if access is None else access.proof_of(entered.client_id)
-                return RegistryResponse(request.req_id, entered.to_bytes(), proof)
+                issue_client_id = partial(self._issue_client_id, access)
+                entered_task = await writes.enter(write, task, run, issue_client_id)
+                proof = NO_PROOF if access is None else access.proof_of(entered_task.client_id)
+                return RegistryResponse(request.req_id, entered_task.to_bytes(), proof)
             case RegistryOperation.CHECK:
                 await writes.check(write, _task_number(request), request.attempt)
             case RegistryOperation.TASKS:
@@ -166,10 +166,10 @@ class RegistryRequests:
                 finished_by = (
                     TaskAttempt(_task_number(request), request.attempt) if request.attempt else None
                 )
-                is_finished = await writes.finish(
+                finished_state = await writes.finish(
                     write, arguments.summary(), arguments.keep_ms(), by=finished_by
                 )
-                return RegistryResponse(request.req_id, is_finished.to_bytes())
+                return RegistryResponse(request.req_id, finished_state.to_bytes())
             case RegistryOperation.FORGET:
                 await writes.forget(write)
             case unknown:
@@ -312,7 +312,9 @@ async def _read_task_states(
     writes: WriteRegistry, write: str, numbers: Sequence[int]
 ) -> dict[int, TaskState]:
     """Read the states of the given tasks concurrently."""
-    states = await run_parallel(writes.read_task_state(write, each) for each in numbers)
+    states = await run_parallel(
+        writes.read_task_state(write, task_number) for task_number in numbers
+    )
     numbered_states = zip(numbers, states, strict=True)
     return {number: state for number, state in numbered_states if state is not None}
 

@@ -131,8 +131,8 @@ class Feed:
 
         Return 0 if there is no client.
         """
-        nexts = [context.next for context in self._contexts.values()]
-        return self._high_water_mark + 1 - min(nexts) if nexts else 0
+        next_ids = [context.next for context in self._contexts.values()]
+        return self._high_water_mark + 1 - min(next_ids) if next_ids else 0
 
     # -----------------------------------------------------------------------------------------
     # requests

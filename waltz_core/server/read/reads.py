@@ -334,8 +334,8 @@ class Reads:
         headers = self._feed.read(first, last)
         if not headers:
             return None
-        reach = first + len(headers) // raw_records.FEED_HEADER_BYTES - 1
-        end = self._last_entry_within(TransactionId(first), TransactionId(reach))
+        cached_last = first + len(headers) // raw_records.FEED_HEADER_BYTES - 1
+        end = self._last_entry_within(TransactionId(first), TransactionId(cached_last))
         if end is None:
             return FeedHeaders(first, headers)
         return FeedHeaders(first, headers, end.last, end.chain)
@@ -362,15 +362,15 @@ class Reads:
         if not parts:
             return None
         lineage = tuple(part.entry for part in parts)
-        reach = parts[-1].last
+        run_last = parts[-1].last
         if form == RangeForm.HEADERS:
             heads = [raw_records.headers_of(part.records, part.lengths) for part in parts]
-            return _RangeRecords(first, reach, form, _NO_LENGTHS, b"".join(heads), lineage)
+            return _RangeRecords(first, run_last, form, _NO_LENGTHS, b"".join(heads), lineage)
         if len(parts) == 1:
-            return _RangeRecords(first, reach, form, parts[0].lengths, parts[0].records, lineage)
+            return _RangeRecords(first, run_last, form, parts[0].lengths, parts[0].records, lineage)
         lengths = np.concatenate([part.lengths for part in parts])
         return _RangeRecords(
-            first, reach, form, lengths, b"".join(part.records for part in parts), lineage
+            first, run_last, form, lengths, b"".join(part.records for part in parts), lineage
         )
 
     # -----------------------------------------------------------------------------------------
@@ -652,29 +652,29 @@ def _filter_records(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I
 def _check_range(message: RangeBytes, key: _FetchKey) -> _RangeRecords:
     """Check a storage's answer (rule 3); raises BadFormat or ChecksumMismatch."""
     first, last, form = key.first, key.last, key.form
-    reach = TransactionId(message.first + message.count - 1)
-    if message.first != first or not first <= reach <= last or message.form != form:
+    range_last = TransactionId(message.first + message.count - 1)
+    if message.first != first or not first <= range_last <= last or message.form != form:
         raise BadFormat(
             f"range from a storage: expected transactions from {first} up to {last} with "
-            f"form={form}, found {message.first}..{reach} with form={message.form}"
+            f"form={form}, found {message.first}..{range_last} with form={message.form}"
         )
     if form == RangeForm.HEADERS:
         _check_headers(message)
-        return _RangeRecords(first, reach, form, _NO_LENGTHS, message.records, message.lineage)
+        return _RangeRecords(first, range_last, form, _NO_LENGTHS, message.records, message.lineage)
     lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
     if lengths.size != message.count:
         raise BadFormat(
             f"range from a storage: expected {message.count} lengths, found {lengths.size}"
         )
-    bad = raw_records.first_bad_record(message.records, lengths)
-    if bad is None:
-        bad = raw_records.first_gap(message.records, lengths, first)
-    if bad is not None:
+    first_bad = raw_records.first_bad_record(message.records, lengths)
+    if first_bad is None:
+        first_bad = raw_records.first_gap(message.records, lengths, first)
+    if first_bad is not None:
         raise ChecksumMismatch(
-            f"range from a storage: the record at the position of transaction {first + bad} is "
-            "damaged, or is that of another transaction"
+            f"range from a storage: the record at the position of transaction {first + first_bad} "
+            "is damaged, or is that of another transaction"
         )
-    return _RangeRecords(first, reach, form, lengths, message.records, message.lineage)
+    return _RangeRecords(first, range_last, form, lengths, message.records, message.lineage)
 
 
 def _check_headers(message: RangeBytes) -> None:

@@ -170,11 +170,11 @@ class HandshakeQueue:
         while self._waiting:
             host = next(iter(self._waiting))
             turns = self._waiting.pop(host)
-            turn, has_closed = turns.popleft()
+            turn_future, has_closed = turns.popleft()
             if turns:
                 self._waiting[host] = turns
-            if not turn.done():  # it was not cancelled meanwhile
-                turn.set_result(None)
+            if not turn_future.done():  # it was not cancelled meanwhile
+                turn_future.set_result(None)
                 # Schedule this even if no handshake waits: the next one must wait for the rest of
                 # the pause.
                 self._schedule(0 if has_closed() else HANDSHAKE_PAUSE_S)

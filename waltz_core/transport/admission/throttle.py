@@ -178,22 +178,22 @@ class Throttle:
         append_key = None
         if isinstance(message, AppendRequest | AppendBatch):
             append_key = _feed_key(message)
-        begun = quota.begin_request(
+        wait_or_error = quota.begin_request(
             now_ns,
             size_bytes=_size_bytes(message),
             is_append=append_key is not None,
             waited_ns=now_ns - self._since_ns,
             has_rejected_append=append_key in self._rejected_writers,
         )
-        if isinstance(begun, Overloaded):
+        if isinstance(wait_or_error, Overloaded):
             if append_key is not None:
                 self._note_rejected_writer(append_key)
-            self._reject(message, begun, quota, now_ns)
+            self._reject(message, wait_or_error, quota, now_ns)
             return 0
-        excess = self._count_feed(message, quota)
-        if excess is not None:
-            self._reject(message, excess, quota, now_ns)
-        return begun
+        feed_error = self._count_feed(message, quota)
+        if feed_error is not None:
+            self._reject(message, feed_error, quota, now_ns)
+        return wait_or_error
 
     def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
         self._access.mark_over_limit(message, error)
@@ -214,9 +214,9 @@ class Throttle:
         elif isinstance(message, MountWriter | MountRequest):
             key, mount = _feed_key(message), _MountKind.AGAIN
             if key not in quota.feeds:
-                excess, mount = quota.begin_feed(key, self._access), _MountKind.NEW
-                if excess is not None:
-                    return excess
+                error, mount = quota.begin_feed(key, self._access), _MountKind.NEW
+                if error is not None:
+                    return error
             self._mounts.setdefault(message.req_id, mount)
         if len(self._mounts) > MOUNTS_MAX:  # mounts that a 0.13 client replaces have no answer
             self._access.end_over_limit()
