@@ -210,7 +210,7 @@ class ContextRun:
                 "method execute returned True, but has not set the transaction data. Hint: "
                 "call set_transaction_data in it."
             )
-        mark, pipelined_state = builder.claim()
+        mark, pipelined_state = builder.mark_and_state()
         data = builder.data
         if self._encryption is not None or builder.encryption_key_id is not None:
             data = await self._await_until_deadline(

@@ -137,7 +137,7 @@ class PipelinedState:
         """Return the state of the same author before it has received any predecessors."""
         return initial_state(self.encryption)
 
-    def claim(
+    def mark_and_state(
         self, mark: TransactionId, locks: Iterable[int] = ()
     ) -> tuple[TransactionId, "PipelinedState"]:
         """Return mark and pipelined state to send for a row computed from a state at `mark`.
@@ -147,10 +147,12 @@ class PipelinedState:
         if not self.has_seen or not self.base <= mark < self.mark:
             return mark, self.without_predecessors()
         if not self.locks.issuperset(locks):
-            return self.without(mark)
+            return self.without_predecessors_at(mark)
         return self.mark, self
 
-    def without(self, mark: TransactionId) -> tuple[TransactionId, "PipelinedState"]:
+    def without_predecessors_at(
+        self, mark: TransactionId
+    ) -> tuple[TransactionId, "PipelinedState"]:
         """Return mark and state to send for a row that is checked at its own mark (rule 4)."""
         if not self.has_seen:
             return mark, self.without_predecessors()

@@ -144,18 +144,18 @@ class TransactionBuilder:
         self.client_high_water_mark = self.pipelined_from = check_mark(mark)
         if self.pipelined_state is None:
             return ()
-        return self.pipelined_state.claim(self.pipelined_from)[1].predecessors_above(
+        return self.pipelined_state.mark_and_state(self.pipelined_from)[1].predecessors_above(
             self.pipelined_from
         )
 
-    def claim(self) -> tuple[TransactionId, PipelinedState | None]:
+    def mark_and_state(self) -> tuple[TransactionId, PipelinedState | None]:
         """Return the mark to send, and the pipelined state if `predecessors` was called."""
         mark = check_mark(self.client_high_water_mark)
         if self.pipelined_state is None or self.pipelined_from is None:
             return mark, None  # pipelining would repeat this attempt at once, without progress
         if self.pipelined_from != mark:  # computed from another state than the server checks
-            return self.pipelined_state.without(mark)
-        return self.pipelined_state.claim(mark, (*self.write_locks, *self.read_locks))
+            return self.pipelined_state.without_predecessors_at(mark)
+        return self.pipelined_state.mark_and_state(mark, (*self.write_locks, *self.read_locks))
 
     def set_header(self, header: int) -> None:
         """Set the application's metadata, a 32-bit integer [default: 0]."""

@@ -137,10 +137,10 @@ class PendingRow:
             mark = pipelined_state.base
         mark = self.mark if mark is None else mark
         if mark < pipelined_state.base:  # the transactions in between are not known
-            self.mark, self.pipelined_state = pipelined_state.without(mark)
+            self.mark, self.pipelined_state = pipelined_state.without_predecessors_at(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
-            self.mark, self.pipelined_state = pipelined_state.claim(mark, locks)
+            self.mark, self.pipelined_state = pipelined_state.mark_and_state(mark, locks)
 
     @property
     def row_count(self) -> int:
