@@ -923,7 +923,7 @@ async def test_a_cancelled_opening_closes_all_connections():
                 await asyncio.sleep(0)
             opening.cancel()
         assert opening.cancelled()
-        assert client._root.done()
+        assert client._task_group_task.done()
 
 
 @run_on_virtual_loop
