@@ -569,7 +569,7 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         maximum=65_536,
     )
     small_requests_first: bool = setting(
-        True,  # noqa: FBT003 - as above
+        True,  # noqa: FBT003 - the name explains it
         "Whether the server splits large batches and pauses between the parts while clients "
         "send small requests. A small request then takes at most twice as long as without "
         "large batches. If false, the client that sends the most data gets the largest share.",
@@ -770,7 +770,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         10_000, "Time that one attempt to mount a partition may take."
     )
     traces: bool = setting(
-        False,  # noqa: FBT003 - see `setting`
+        False,  # noqa: FBT003 - the name explains it
         "Whether the client records an OpenTelemetry span for each append, and for each group of "
         "transactions that it passes to callbacks. This needs `waltz-spark[traces]` and a tracer "
         "provider of the application.",

@@ -31,7 +31,7 @@ def setting(
     minimum: int | None = None,
     maximum: int | None = None,
     example: str = "",
-) -> Any:  # noqa: ANN401 - what `dataclasses.field` returns has every type
+) -> Any:  # noqa: ANN401 - the result of `field` fits every type
     """Declare a setting. A setting with an `example` has no usable default, and is required."""
     assert not example or default == "", "only a text can be required"
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "example": example}

@@ -61,7 +61,7 @@ class EnvelopeSummary(NamedTuple):
     """The parts of an envelope that are readable without its key."""
 
     key_id: str
-    payload_bytes: int  # before the encryption
+    payload_bytes: int  # the size before the encryption
 
 
 class DecryptedColumn(NamedTuple):

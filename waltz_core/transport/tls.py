@@ -121,8 +121,8 @@ class ListenContext(ssl.SSLContext):
         self,
         incoming: ssl.MemoryBIO,
         outgoing: ssl.MemoryBIO,
-        *arguments: Any,  # noqa: ANN401 - handed on
-        **options: Any,  # noqa: ANN401 - handed on
+        *arguments: Any,  # noqa: ANN401 - passed on
+        **options: Any,  # noqa: ANN401 - passed on
     ) -> ssl.SSLObject:
         """Return the TLS object that the event loop requests, with its outgoing buffer."""
         ssl_object = super().wrap_bio(incoming, outgoing, *arguments, **options)

@@ -105,7 +105,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self.directory = directory
         self.tracer = WaltzTracer() if config.traces else None
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
-        self.ssl_context = tls.dial_context(config, connect, token)  # it presents the token
+        self.ssl_context = tls.dial_context(config, connect, token)  # presents the token to servers
         self.links = ServerLinks(
             dial_timeout_s=config.server_connect_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
@@ -320,7 +320,7 @@ class AsyncWaltzClient(OpenedByConnect):
     async def _run_guarded(self, task: Coroutine[Any, Any, None], name: str) -> None:
         try:
             await task
-        except Exception:  # noqa: BLE001 - the top of a task
+        except Exception:  # noqa: BLE001 - the exception of a task is logged
             _log.exception("client.task_failed task=%s", name)
 
     def next_connection_sequence(self) -> int:
@@ -472,7 +472,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     # --- writing
 
-    async def append(  # noqa: PLR0913 - every one of them is a part of a transaction
+    async def append(  # noqa: PLR0913 - the parts of a transaction
         self,
         data: bytes,
         *,
@@ -584,7 +584,8 @@ class AsyncWaltzClient(OpenedByConnect):
             self._context_runs[run] = None
             run.future.add_done_callback(lambda _: self._context_runs.pop(run, None))
             if self._closing.is_set():
-                await run.run_to_end()  # closed during the first attempt, which is not sent
+                # The client was closed during the first attempt, so the attempt is not sent.
+                await run.run_to_end()
             else:
                 self.spawn(run.run_to_end(), "context")
         return run.future

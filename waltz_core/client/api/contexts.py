@@ -392,7 +392,7 @@ class ContextRun:
         """Call a hook of the context. Its exceptions are logged, and do not change the outcome."""
         try:
             await self._context.call(name, *args)
-        except Exception:  # noqa: BLE001 - the application's own
+        except Exception:  # noqa: BLE001 - any exception of the application
             _log.exception(
                 "client.hook_failed partition=%d hook=%s", self._partition.partition_id, name
             )

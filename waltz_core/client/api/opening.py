@@ -23,7 +23,7 @@ NOT_PICKLABLE_TEXT = (
 class Openable(Protocol):
     """A client with `open` and `close`."""
 
-    async def open(self) -> Any:  # noqa: ANN401 - itself
+    async def open(self) -> Any:  # noqa: ANN401 - returns the client
         """Connect the client to its cluster; return the client."""
 
     async def close(self) -> None:

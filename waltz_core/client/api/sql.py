@@ -561,7 +561,7 @@ def _reject_call(call_name: str) -> NoReturn:
     raise _early_end_error(call_name)
 
 
-def _check_statement(*event: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
+def _check_statement(*event: Any) -> None:  # noqa: ANN401 - the arguments of an event of SQLAlchemy
     statement, context = event[1], event[-1]
     is_guarded = _guard.connection is not None and context.root_connection is _guard.connection
     if is_guarded and _ends_transaction(statement):

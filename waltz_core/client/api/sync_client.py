@@ -308,7 +308,7 @@ class WaltzClient:
         assert claim is not None, "for clients with a claim"
         return self._call(claim.other_clients())
 
-    def append(  # noqa: PLR0913 - every one of them is a part of a transaction
+    def append(  # noqa: PLR0913 - the parts of a transaction
         self,
         data: bytes,
         *,
@@ -571,8 +571,8 @@ class _Workers(ThreadPoolExecutor):
         self,
         fn: Callable[..., ResultT],
         /,
-        *args: Any,  # noqa: ANN401 - fn's
-        **kwargs: Any,  # noqa: ANN401 - fn's
+        *args: Any,  # noqa: ANN401 - the arguments of `fn`
+        **kwargs: Any,  # noqa: ANN401 - the arguments of `fn`
     ) -> "Future[ResultT]":
         try:
             return super().submit(fn, *args, **kwargs)
@@ -651,7 +651,7 @@ class _ThreadConsumer:
         self._callbacks = callbacks
         self._client = client
         self._workers = workers
-        self._running = running  # changed on the loop, and by workers
+        self._running = running  # the event loop and the workers change this set
         self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
@@ -682,7 +682,7 @@ class _ThreadConsumer:
                     count += 1
                     if time.monotonic() > until_s:
                         break
-            except BaseException as error:  # noqa: BLE001 - the application's own
+            except BaseException as error:  # noqa: BLE001 - any exception of the application
                 return DeliveryProgress(count, _error_of_thread(error))
             return DeliveryProgress(count, None)
 
@@ -752,7 +752,7 @@ class _BatchConsumer(_ThreadConsumer):
                 return DeliveryProgress(
                     self._batched.apply_transactions(partition_id, transactions, last), None
                 )
-            except BaseException as error:  # noqa: BLE001 - the application's own
+            except BaseException as error:  # noqa: BLE001 - any exception of the application
                 return DeliveryProgress(0, _error_of_thread(error))
 
         return await self._apply_on_thread(partition_id, apply_transactions)

@@ -300,7 +300,7 @@ class ServerLinks:
             outcome.cancel()  # no effect if it is done; otherwise the dial was cancelled
 
     def _watch_dial(self, address: str) -> asyncio.TimerHandle:
-        """Report a server that sends no greeting in time (rule 6); the caller cancels the timer."""
+        """Report a server that sends no hello in time (rule 6); the caller cancels the timer."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
@@ -332,7 +332,7 @@ class ServerLinks:
             on_closed=lambda closed_link: self._remove_link(key, closed_link),
             silent_servers=self._silent_servers,
         )
-        if server_link.is_closed:  # since the greeting: no handler would be notified
+        if server_link.is_closed:  # closed after the hello: no handler would be notified
             raise errors.Unreachable(f"{address}: {link.closed_reason}")
         self._links[key] = self._open[server_link.number] = server_link
         if server_link.is_legacy_server and address not in self._logged_legacy_servers:

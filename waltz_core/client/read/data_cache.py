@@ -93,7 +93,7 @@ class DataBudget:
 class DataCache:
     """The data of one partition's transactions; see the module's rules."""
 
-    def __init__(  # noqa: PLR0913 - two ways to fetch, and what bounds them
+    def __init__(  # noqa: PLR0913 - two ways to fetch, and their limits
         self,
         fetch: Callable[[RangeQuery], Awaitable[RangeChunk]],
         fetch_one: Callable[[TransactionId], Awaitable[bytes]],

@@ -130,7 +130,7 @@ class LoopConsumer:
                     break
         except asyncio.CancelledError as error:
             return DeliveryProgress(count, application_cancellation_error(error))
-        except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
+        except Exception as error:  # noqa: BLE001 - any exception of the application
             return DeliveryProgress(count, error)
         return DeliveryProgress(count, None)
 
@@ -290,7 +290,7 @@ class Applier:
         next_id = TransactionId(0 if self._applied is None else self._applied + 1)
         try:
             await self._consumer.on_uncaught_exception(self._partition_id, next_id, error)
-        except Exception as another:  # noqa: BLE001 - the application's own
+        except Exception as another:  # noqa: BLE001 - any exception of the application
             _log.exception(
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )
@@ -360,7 +360,7 @@ class Applier:
                     self._partition_id, transaction_id, error
                 )
             )
-        except Exception as another:  # noqa: BLE001 - the application's own
+        except Exception as another:  # noqa: BLE001 - any exception of the application
             _log.exception(
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )

@@ -146,7 +146,7 @@ class LocalReader:
         try:
             return self._read_records(grant, low, high, _NO_WAIT_FLAG)
         except BlockingIOError:
-            self._uncached_grant = grant  # the rest of the grant is not tried either
+            self._uncached_grant = grant  # do not try the page cache for the rest
             return None
 
     async def _read_on_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:

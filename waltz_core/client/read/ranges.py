@@ -576,7 +576,7 @@ class ReplicaReader:
         if self._link is None or self._link.is_closed:
             self._disconnect()
             connection = await self._connect(address)
-            if self._is_closed:  # otherwise it would never be closed
+            if self._is_closed:  # otherwise the connection would stay open
                 connection.close()
                 raise errors.Unreachable(f"{address}: the reader was closed")
             self._link = connection

@@ -179,7 +179,7 @@ class _ClientConnection:
 
     link: Link
     legacy_client: LegacyClientAdapter | None
-    hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # with its requests
+    hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # those with its requests
     is_feed_paused: bool = False  # Its partitions send no feed (rule 3).
     is_read: bool = True
     # The small answers of one turn of the event loop are sent together. A system call for each

@@ -292,7 +292,7 @@ async def _read_tasks(
 
     There may be a hundred thousand tasks, so the nodes are read in groups.
     """
-    await writes.read(write)  # it checks the owner
+    await writes.read(write)  # raises if the write belongs to another principal
     numbers = await writes.read_task_numbers(write)
     task_numbers: list[int] = []
     others: dict[str, int] = {}
