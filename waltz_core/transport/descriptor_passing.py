@@ -160,8 +160,8 @@ def _trusted_users() -> tuple[int, int]:
     return os.geteuid(), _ROOT
 
 
-def _user_of(other: socket.socket) -> int:
-    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _user_of(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 

@@ -353,12 +353,12 @@ def failure_text(error: Exception) -> str:
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     reason = error.reason or ""
     if "ALERT" in reason and any(alert in reason for alert in _CERTIFICATE_ALERTS):
-        sentence = f"the peer rejects the certificate of this process: {_plain_words(reason)}"
+        sentence = f"the peer rejects the certificate of this process: {_readable_reason(reason)}"
         return _REASON_TEXTS.get(reason, sentence)
-    return _REASON_TEXTS.get(reason) or f"TLS has failed: {_plain_words(reason) or error}"
+    return _REASON_TEXTS.get(reason) or f"TLS has failed: {_readable_reason(reason) or error}"
 
 
-def _plain_words(reason: str) -> str:
+def _readable_reason(reason: str) -> str:
     return reason.lower().replace("_", " ")
 
 
@@ -496,7 +496,7 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
 
 
 def _bad_file_error(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
-    reason = _plain_words(error.reason or "") or str(error)
+    reason = _readable_reason(error.reason or "") or str(error)
     return BadConfig(
         f"setting {name}: expected a PEM file with {expected}, found {file} ({reason})"
     )

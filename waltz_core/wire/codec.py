@@ -103,9 +103,9 @@ def encode(message: Message, version: int) -> list[Buffer]:
         raise LocalProtocolError(
             f"{layout.name} cannot be encoded in version {version}: {error}"
         ) from error
-    if not out.done:
-        header = FRAME_HEADER.pack(layout.magic, version, len(out.small) + 1)
-        return [header + layout.code_byte + out.small]
+    if not out.finished:
+        header = FRAME_HEADER.pack(layout.magic, version, len(out.small_bytes) + 1)
+        return [header + layout.code_byte + out.small_bytes]
     buffers = out.finish()
     payload_bytes = sum(map(len, buffers)) + 1
     header = FRAME_HEADER.pack(layout.magic, version, payload_bytes) + layout.code_byte
@@ -236,13 +236,13 @@ def _make_layout(message_class: type[Message], version: int) -> _MessageLayout:
         kind: FieldKind = hints[field.name].__metadata__[0]
         if field.metadata.get("since", 0) > version:
             end_run()
-            write, read = _absent(field, kind)
+            write, read = _absent_field(field, kind)
         elif kind in FIXED:
             run.append((field.name, kind))
             continue
         else:
             end_run()
-            write, read = _variable(field.name, kind)
+            write, read = _variable_field(field.name, kind)
         writers.append(write)
         readers.append(read)
     end_run()
@@ -270,13 +270,13 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
 
     def write(message: Message, out: FieldWriter) -> None:
         if not packed and not alone:
-            out.small += pack(*get(message))
+            out.small_bytes += pack(*get(message))
             return
         values = [get(message)] if alone else list(get(message))
         for index, convert in packed:
             assert convert is not None
             values[index] = convert(values[index])
-        out.small += pack(*values)
+        out.small_bytes += pack(*values)
 
     def read(view: memoryview, at: int, values: list[Any]) -> int:
         raw_values = unpack_from(view, at)
@@ -293,7 +293,7 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
     return write, read
 
 
-def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
+def _variable_field(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
     put, read = VARIABLE[kind]
     get = attrgetter(name)
 
@@ -303,7 +303,7 @@ def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
     return write, read
 
 
-def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, FieldReader]:
+def _absent_field(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, FieldReader]:
     """Return the writer and the reader of a field that this version does not have.
 
     The reader returns the field's empty value. The writer raises LocalProtocolError for any other

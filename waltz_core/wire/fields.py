@@ -39,26 +39,26 @@ assert _LINEAGE_ENTRY.size == 48
 class FieldWriter:
     """A frame under construction: the finished buffers, and the small bytes that follow them."""
 
-    __slots__ = ("done", "small")
+    __slots__ = ("finished", "small_bytes")
 
     def __init__(self) -> None:
-        self.small = bytearray()
-        self.done: list[Buffer] = []
+        self.small_bytes = bytearray()
+        self.finished: list[Buffer] = []
 
     def put_bytes(self, data: Buffer) -> None:
         """Append bytes to the frame; a large buffer is not copied."""
         if len(data) <= _INLINE_BYTES_MAX:
-            self.small += data
+            self.small_bytes += data
             return
-        self.done.append(bytes(self.small))
-        self.done.append(data)
-        self.small = bytearray()
+        self.finished.append(bytes(self.small_bytes))
+        self.finished.append(data)
+        self.small_bytes = bytearray()
 
     def finish(self) -> list[Buffer]:
         """Return all buffers of the frame in order; the caller must add nothing afterwards."""
-        if self.small or not self.done:
-            self.done.append(bytes(self.small))
-        return self.done
+        if self.small_bytes or not self.finished:
+            self.finished.append(bytes(self.small_bytes))
+        return self.finished
 
 
 Putter: TypeAlias = Callable[[Any, FieldWriter], None]
@@ -77,7 +77,7 @@ class FixedFormat(NamedTuple):
     from_wire: Callable[[Any], object] | None = None
 
 
-def _bytes_of(size: int) -> Callable[[Buffer], bytes]:
+def _exact_bytes(size: int) -> Callable[[Buffer], bytes]:
     """Return a function that checks that a value has this number of bytes."""
 
     def checked(value: Buffer) -> bytes:
@@ -88,7 +88,7 @@ def _bytes_of(size: int) -> Callable[[Buffer], bytes]:
     return checked
 
 
-_sixteen_bytes: Final = _bytes_of(16)
+_sixteen_bytes: Final = _exact_bytes(16)
 
 
 def _is_one(value: int) -> bool:
@@ -102,7 +102,7 @@ FIXED: Final[dict[FieldKind, FixedFormat]] = {
     FieldKind.INT64: FixedFormat("q"),
     FieldKind.CRC32: FixedFormat("I"),
     FieldKind.RAW16: FixedFormat("16s", _sixteen_bytes),
-    FieldKind.RAW32: FixedFormat("32s", _bytes_of(32)),
+    FieldKind.RAW32: FixedFormat("32s", _exact_bytes(32)),
     FieldKind.REQ_ID: FixedFormat("16s", ReqId.to_bytes, ReqId.from_bytes),
 }
 
@@ -137,11 +137,11 @@ def _read_entries(view: memoryview, offset: int, entry_bytes_min: int) -> tuple[
 def _put_entries(count: int, out: FieldWriter) -> None:
     if count > ENTRIES_MAX:
         raise LocalProtocolError(f"expected at most {ENTRIES_MAX} entries, found {count}")
-    out.small += _INT32.pack(count)
+    out.small_bytes += _INT32.pack(count)
 
 
 def _put_blob(value: Buffer, out: FieldWriter) -> None:
-    out.small += _INT32.pack(_byte_length(value))
+    out.small_bytes += _INT32.pack(_byte_length(value))
     out.put_bytes(value)
 
 
@@ -165,7 +165,7 @@ def _packed_layout(width: int) -> tuple[Putter, FieldReader]:
         count, remainder = divmod(_byte_length(value), width)
         if remainder:
             raise LocalProtocolError(f"expected items of {width} bytes, found {len(value)} bytes")
-        out.small += _INT32.pack(count)
+        out.small_bytes += _INT32.pack(count)
         out.put_bytes(value)
 
     def read(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -182,8 +182,8 @@ def _put_text(value: str, out: FieldWriter) -> None:
         raise LocalProtocolError(
             f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {len(data)} bytes"
         )
-    out.small += _INT32.pack(len(data))
-    out.small += data
+    out.small_bytes += _INT32.pack(len(data))
+    out.small_bytes += data
 
 
 def read_text(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -199,7 +199,7 @@ def read_text(view: memoryview, offset: int, values: list[Any]) -> int:
 
 def _put_text_or_null(value: str | None, out: FieldWriter) -> None:
     if value is None:
-        out.small += _INT32.pack(-1)
+        out.small_bytes += _INT32.pack(-1)
     else:
         _put_text(value, out)
 
@@ -213,7 +213,7 @@ def _read_text_or_null(view: memoryview, offset: int, values: list[Any]) -> int:
 
 def _put_int32s(value: tuple[int, ...], out: FieldWriter) -> None:
     _put_entries(len(value), out)
-    out.small += struct.pack(f">{len(value)}i", *value)
+    out.small_bytes += struct.pack(f">{len(value)}i", *value)
 
 
 def _read_int32s(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -250,7 +250,7 @@ def _read_bool(view: memoryview, offset: int) -> tuple[bool, int]:
 
 
 def _put_lineage_entry(value: LineageEntry, out: FieldWriter) -> None:
-    out.small += _LINEAGE_ENTRY.pack(*value[:4], _sixteen_bytes(value.chain))
+    out.small_bytes += _LINEAGE_ENTRY.pack(*value[:4], _sixteen_bytes(value.chain))
 
 
 def _read_lineage_entry(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -264,9 +264,11 @@ def _read_lineage_entry(view: memoryview, offset: int, values: list[Any]) -> int
 
 
 def _put_record(value: Record, out: FieldWriter) -> None:
-    out.small += RECORD_HEADER.pack(value.transaction_id, value.req_id.to_bytes(), value.header)
+    out.small_bytes += RECORD_HEADER.pack(
+        value.transaction_id, value.req_id.to_bytes(), value.header
+    )
     _put_blob(value.data, out)
-    out.small += _UINT32.pack(crc32(value.data))
+    out.small_bytes += _UINT32.pack(crc32(value.data))
 
 
 def _read_record(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -294,12 +296,12 @@ def _put_data_or_error(value: tuple[Buffer | None, str | None], out: FieldWriter
     data, error = value
     if (data is not None) and (error is not None):
         raise LocalProtocolError("expected data or an error text, found both")
-    out.small.append(data is not None)
+    out.small_bytes.append(data is not None)
     if data is None:
         _put_text_or_null(error, out)
     else:
         _put_blob(data, out)
-        out.small += _UINT32.pack(crc32(data))
+        out.small_bytes += _UINT32.pack(crc32(data))
 
 
 def _read_data_or_error(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -316,7 +318,7 @@ def _read_data_or_error(view: memoryview, offset: int, values: list[Any]) -> int
 
 def _put_text_bool(value: tuple[str, bool], out: FieldWriter) -> None:
     _put_text(value[0], out)
-    out.small.append(value[1])
+    out.small_bytes.append(value[1])
 
 
 def _read_text_bool(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -328,8 +330,8 @@ def _read_text_bool(view: memoryview, offset: int, values: list[Any]) -> int:
 
 
 def _put_int32_bool(value: tuple[int, bool], out: FieldWriter) -> None:
-    out.small += _INT32.pack(value[0])
-    out.small.append(value[1])
+    out.small_bytes += _INT32.pack(value[0])
+    out.small_bytes.append(value[1])
 
 
 def _read_int32_bool(view: memoryview, offset: int, values: list[Any]) -> int:
@@ -343,7 +345,7 @@ def _put_stack_frame(value: tuple[str, str, str | None, int], out: FieldWriter) 
     _put_text(value[0], out)
     _put_text(value[1], out)
     _put_text_or_null(value[2], out)
-    out.small += _INT32.pack(value[3])
+    out.small_bytes += _INT32.pack(value[3])
 
 
 def _read_stack_frame(view: memoryview, offset: int, values: list[Any]) -> int:

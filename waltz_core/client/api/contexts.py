@@ -37,7 +37,7 @@ from waltz_core.client.model.transaction import (
     check_context,
 )
 from waltz_core.client.read.feed_delivery import application_cancellation_error
-from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of
+from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of_row
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.encryption.envelopes import Encryption
 from waltz_core.records.record import TransactionId
@@ -270,7 +270,7 @@ class ContextRun:
         if outcome.reason == RowOutcomeCode.COMMITTED:
             await self._finish_committed(outcome.transaction_id)
             return False
-        rejection = error_of(self._partition.partition_id, row, outcome)
+        rejection = error_of_row(self._partition.partition_id, row, outcome)
         if outcome.reason in _FINAL_OUTCOMES:
             await self._finish_failed(rejection)
             return False

@@ -127,7 +127,7 @@ class Subscriptions:
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
             if isinstance(feed, _PartitionFeed) and feed.task is task:
-                raise self_wait_error(partition_id)
+                raise set_partitions_in_callback_error(partition_id)
         self._set_count += 1
         async with self._set_lock:
             for partition_id in [feed_id for feed_id in self._feeds if feed_id not in wanted_ids]:
@@ -200,7 +200,7 @@ class Subscriptions:
             del self._feeds[partition_id]
 
 
-def self_wait_error(partition_id: int) -> errors.UsageError:
+def set_partitions_in_callback_error(partition_id: int) -> errors.UsageError:
     """Return the error for a callback that would wait for itself."""
     return errors.UsageError(
         f"cannot set partitions in a callback of partition {partition_id}: set_partitions "

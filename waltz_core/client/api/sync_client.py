@@ -37,7 +37,7 @@ from waltz_core.client.api.scanning import (
     open_scan,
     scan_ranges_of,
 )
-from waltz_core.client.api.subscriptions import self_wait_error
+from waltz_core.client.api.subscriptions import set_partitions_in_callback_error
 from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
@@ -396,7 +396,7 @@ class WaltzClient:
         """Apply the feeds of exactly these partitions; see `AsyncWaltzClient.set_partitions`."""
         applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
-            raise self_wait_error(applying)
+            raise set_partitions_in_callback_error(applying)
         self._call(self._client.set_partitions(partitions))
 
     # --- reading
@@ -621,10 +621,10 @@ class _ThreadContext:
         except Exception:
             raise
         except BaseException as error:
-            raise _error_of_thread(error) from error
+            raise _converted_thread_error(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        result: object = await _run_in(self._workers, self._context.execute, builder)
+        result: object = await _run_on_thread(self._workers, self._context.execute, builder)
         _check_not_coroutine("execute", result)
         return bool(result)
 
@@ -632,7 +632,7 @@ class _ThreadContext:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # the hook is not overridden
-        await _run_in(self._hook_workers, method, *args)
+        await _run_on_thread(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
@@ -655,7 +655,9 @@ class _ThreadConsumer:
         self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        mark = await _run_in(self._workers, self._callbacks.client_high_water_mark, partition_id)
+        mark = await _run_on_thread(
+            self._workers, self._callbacks.client_high_water_mark, partition_id
+        )
         return mark_of(partition_id, mark)
 
     async def apply(
@@ -683,7 +685,7 @@ class _ThreadConsumer:
                     if time.monotonic() > until_s:
                         break
             except BaseException as error:  # noqa: BLE001 - any exception of the application
-                return DeliveryProgress(count, _error_of_thread(error))
+                return DeliveryProgress(count, _converted_thread_error(error))
             return DeliveryProgress(count, None)
 
         return await self._apply_on_thread(partition_id, apply_all)
@@ -709,7 +711,9 @@ class _ThreadConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
-        return await _run_in(self._workers, lambda: call(partition_id, transaction_id, error))
+        return await _run_on_thread(
+            self._workers, lambda: call(partition_id, transaction_id, error)
+        )
 
 
 class _BatchConsumer(_ThreadConsumer):
@@ -729,7 +733,7 @@ class _BatchConsumer(_ThreadConsumer):
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         begin, cluster = self._batched.begin, self._cluster
-        await _run_in(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
+        await _run_on_thread(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
         return await super().start_mark(partition_id)
 
     async def apply(
@@ -753,12 +757,12 @@ class _BatchConsumer(_ThreadConsumer):
                     self._batched.apply_transactions(partition_id, transactions, last), None
                 )
             except BaseException as error:  # noqa: BLE001 - any exception of the application
-                return DeliveryProgress(0, _error_of_thread(error))
+                return DeliveryProgress(0, _converted_thread_error(error))
 
         return await self._apply_on_thread(partition_id, apply_transactions)
 
 
-async def _run_in(
+async def _run_on_thread(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
     """Run the application's code on a thread; convert exceptions that would end the loop."""
@@ -767,7 +771,7 @@ async def _run_in(
         try:
             return call(*args)
         except BaseException as error:
-            converted_error = _error_of_thread(error)
+            converted_error = _converted_thread_error(error)
             if converted_error is error:
                 raise
             raise converted_error from error
@@ -785,7 +789,7 @@ def _check_not_coroutine(name: str, result: object) -> None:
         )
 
 
-def _error_of_thread(error: BaseException) -> Exception:
+def _converted_thread_error(error: BaseException) -> Exception:
     """Return the exception to raise in place of the one that the application raised on a thread."""
     # A future does not accept these exceptions: its task would wait forever or appear cancelled.
     if isinstance(error, StopIteration | CancelledError):

@@ -100,7 +100,7 @@ class LocalReader:
         self._partition_id = partition_id
         self._timeout_s = timeout_s
         self._files: dict[TransactionId, FileIO] = {}
-        self._buffers = _Buffers()
+        self._buffers = _ReadBuffers()
         self._grant: ReadGrant | None = None
         self._uncached_grant: ReadGrant | None = None  # the grant that was not in the page cache
         self._is_reading = False  # rule 5
@@ -234,7 +234,7 @@ class LocalReader:
         return crc
 
 
-class _Buffers:
+class _ReadBuffers:
     """Read buffers, which are reused as soon as no view of them is held.
 
     New memory for each read would cost more than the read, because the system clears it first. Any

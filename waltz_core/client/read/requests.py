@@ -77,7 +77,7 @@ ResponseT = TypeVar("ResponseT")
 OwnerRequest: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ResponseT]]
 
 
-class _OpenQuery(NamedTuple):
+class _WaitingQuery(NamedTuple):
     """A query that waits for an answer, and the server that it was sent to."""
 
     partition_id: PartitionId
@@ -95,9 +95,9 @@ class OwnerRequests:
         self._links = links
         self._config = config
         self._random = random
-        self._waiting: dict[int, _OpenQuery] = {}
-        self._numbers = count(1)
-        self._old_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
+        self._waiting: dict[int, _WaitingQuery] = {}
+        self._query_numbers = count(1)
+        self._legacy_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
 
     def on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         """Repeat queries on the new owner if their partition has moved (rule 5)."""
@@ -109,7 +109,7 @@ class OwnerRequests:
 
     def close(self) -> None:
         """Stop the reads from 0.13 servers, and close their connections."""
-        self._old_reads.close()
+        self._legacy_reads.close()
 
     async def query(
         self,
@@ -177,10 +177,10 @@ class OwnerRequests:
         deadline_s = loop.time() + timeout_s
         owner = await self._owner(partition_id, timeout_s=timeout_s, previous_error=previous_error)
         timeout_s = max(deadline_s - loop.time(), 0.001)
-        number = next(self._numbers)
+        number = next(self._query_numbers)
         try:
             async with asyncio.timeout(None) as timeout:
-                self._waiting[number] = _OpenQuery(partition_id, owner.address, timeout)
+                self._waiting[number] = _WaitingQuery(partition_id, owner.address, timeout)
                 link = await self._link(owner, is_bulk=is_bulk)
                 return await query(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5
@@ -402,7 +402,7 @@ class OwnerRequests:
 
     async def _fetch_range_from(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
         if reader.link.is_legacy_server:
-            return chunk_of_records(query, await self._old_reads.range(reader, query))
+            return chunk_of_records(query, await self._legacy_reads.range(reader, query))
         answer = await _request_answer(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
         )
@@ -413,7 +413,7 @@ class OwnerRequests:
 
         async def query_owner(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_legacy_server:
-                return chunk_of_records(query, await self._old_reads.data_range(reader, query))
+                return chunk_of_records(query, await self._legacy_reads.data_range(reader, query))
             return await self._fetch_range_from(query, reader)
 
         return await self._query_until_answered(partition_id, query_owner, is_bulk=True)

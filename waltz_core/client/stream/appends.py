@@ -528,7 +528,7 @@ class Appends:
             elif reason == RowOutcomeCode.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
-                error = error_of(self._partition_id, row, result, outcome.detail)
+                error = error_of_row(self._partition_id, row, result, outcome.detail)
                 if isinstance(error, errors.Overloaded):
                     error.retry_after_ms = outcome.retry_after_ms
                 if isinstance(error, errors.LockFailed) and outcome.pipelined_state is not None:
@@ -589,7 +589,7 @@ class Appends:
                     future.set_result(None)
 
 
-def error_of(
+def error_of_row(
     partition_id: PartitionId, row: PendingRow, outcome: RowOutcome, detail: str = ""
 ) -> errors.WaltzError:
     """Return the error that states why a row is not in the log; `detail` is from the server."""

@@ -271,7 +271,7 @@ class Arguments:
     def summary(self) -> dict[str, Any]:
         """Return the summary of a write."""
         value = self._values.get("summary")
-        if not isinstance(value, dict) or not _has_levels(value, _SUMMARY_LEVELS_MAX):
+        if not isinstance(value, dict) or not _has_at_most_levels(value, _SUMMARY_LEVELS_MAX):
             # NB: the depth of Python's stack determines whether it can decode many levels.
             raise self._bad_argument_error(
                 "summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels"
@@ -324,12 +324,12 @@ def _check_connection_open(is_closed: Callable[[], bool]) -> None:
         raise errors.Unreachable("the connection was closed before its request was processed")
 
 
-def _has_levels(value: object, levels_max: int) -> bool:
+def _has_at_most_levels(value: object, levels_max: int) -> bool:
     """Whether at most `levels_max` JSON objects and lists are nested in one another."""
     if not isinstance(value, dict | list):
         return True
     children = value.values() if isinstance(value, dict) else value
-    return levels_max > 0 and all(_has_levels(child, levels_max - 1) for child in children)
+    return levels_max > 0 and all(_has_at_most_levels(child, levels_max - 1) for child in children)
 
 
 def _task_number(request: RegistryRequest) -> int:

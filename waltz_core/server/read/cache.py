@@ -197,7 +197,9 @@ class TransactionCache:
         ranges: list[CachedRange] = []
         start = int(first)
         while start <= min(last, newest) and (bytes_max > 0 or not ranges):
-            part = _part_of(self._batches[self._firsts[position]][1], start, int(last), bytes_max)
+            part = _range_of_batch(
+                self._batches[self._firsts[position]][1], start, int(last), bytes_max
+            )
             ranges.append(part)
             bytes_max -= len(part.records)
             # A part that ends inside its batch has reached a limit, so it is the last one.
@@ -208,7 +210,7 @@ class TransactionCache:
         return ranges
 
 
-def _part_of(batch: CachedBatch, first: int, last: int, bytes_max: int) -> CachedRange:
+def _range_of_batch(batch: CachedBatch, first: int, last: int, bytes_max: int) -> CachedRange:
     entry, lengths, records = batch
     assert entry.first <= first <= entry.last
     skip = first - entry.first
