@@ -9,11 +9,11 @@ Rules:
     2. The server is *shared* for `SHARED_MS` after a small request of one client met large requests
        of another client. While it is shared, large requests go in pieces, one at a time. Each piece
        is followed by a pause: the time that the piece took, multiplied by a factor.
-    3. The factor depends on the latency of small requests. The *baseline* is the latency that one
-       small request in a hundred exceeds while the server is not shared. If a small request meets a
-       piece and takes more than a fifth longer than the baseline, the factor rises. Any other
-       small request lowers it a little. In equilibrium one request in two hundred takes longer.
-       With idle CPUs the factor falls to its minimum.
+    3. The factor depends on the latency of small requests. The *baseline* is the 99th percentile of
+       this latency while the server is not shared. If a small request meets a piece and takes more
+       than a fifth longer than the baseline, the factor rises. Any other small request lowers the
+       factor a little. In equilibrium, one request in two hundred makes the factor rise. With idle
+       CPUs the factor falls to its minimum.
     4. Nothing waits without a limit: a pause is bounded. If a piece never becomes final, because
        its session has ended, the throttle forgets it together with its partition's appends in
        flight.
@@ -43,14 +43,14 @@ SLOWDOWN_FACTOR: Final = 1.2
 # How long a baseline stays valid. After that, the throttle measures it with requests that met no
 # piece.
 BASELINE_KEPT_MS: Final = 60_000
-# The factors by which the baseline rises and falls. It falls a hundred times as often as it rises.
+# The factors by which the baseline rises and falls. It falls 99 times as often as it rises.
 BASELINE_INCREASE: Final = 1.2
 BASELINE_DECREASE: Final = BASELINE_INCREASE ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
 # How long other large batches wait until a piece is final. After this time they start without
 # waiting.
 PIECE_WAIT_MS_MAX: Final = 1_000
-# How soon to check again while a piece of another partition is in flight.
+# The interval of checks while a piece of another partition is in flight.
 RECHECK_MS: Final = 2
 
 
@@ -100,7 +100,7 @@ class LargeBatchThrottle:
             self.factor = max(self.factor * PAUSE_FACTOR_DECREASE, PAUSE_FACTOR_MIN)
 
     def _update_baseline(self, took_ms: int, now_ms: int) -> None:
-        """Update the baseline (rule 3), unless the server is shared and the time is still valid.
+        """Update the baseline (rule 3), unless the server is shared and the old baseline is valid.
 
         While the server is shared, all requests are slower.
         """

@@ -32,8 +32,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in
         the log, provided that the predecessors are in flight in this same session. Otherwise they
         are rejected. While a batch is in flight, admitted dependent appends are gathered. They go
-        to the store when the batch is committed. They go at once, unless other writers wait: then
-        they go `GATHER_MS` after the previous batch.
+        to the store when the batch is committed. If other writers wait then, the appends go to the
+        store `GATHER_MS` after the batch was submitted, but not before its commit.
 """
 
 from collections.abc import Iterable

@@ -22,11 +22,11 @@ Rules:
     10. If the log begins after the first ID of a fetch, the fetch fails at once. The records are
         not in the archive, either, and the beginning of the archive is the same for all replicas.
     11. A request fails after `ROUNDS_MAX` rounds over all replicas. If a replica has reported
-        damage, the error states this reason. If in the last round all replicas of the session
-        report damage, locally and in the archive, the error is that of the damage, which is not
-        retriable. A feed waits instead. But if all these replicas report damage, with pauses of up
-        to `RETRY_MAX_MS`, the feed fails with a retriable error that states what is damaged, so
-        that the feed continues after a repair.
+        damage, the error states the damage. If all replicas of the session have reported damage in
+        the last round, locally and in the archive, the error is not retriable.
+    12. A feed does not fail after `ROUNDS_MAX` rounds: it waits. Exception: if all replicas of the
+        session report damage, and the pause between rounds has grown to `RETRY_MAX_MS`, the feed
+        fails. Its error is retriable, so that the feed continues after a repair.
 """
 
 from collections import deque
@@ -136,7 +136,7 @@ class _RangeFetch:
     tried_replicas: list[ReplicaId] = field(default_factory=list)
     round_count: int = 0
     retry_ms: int = RETRY_FIRST_MS
-    # Rule 11: whether all replicas of the present round report damage, and the last damage with its
+    # Rules 11 and 12: whether all replicas of the present round report damage, and the last damage with its
     # code.
     is_damaged_everywhere: bool = True
     damage: str = ""
@@ -415,7 +415,7 @@ class Reads:
         return out + self._start_fetches()
 
     def on_fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
-        """A fetch has failed: retry it, or reject its requests (rules 2, 10 and 11)."""
+        """A fetch has failed: retry it, or reject its requests (rules 2 and 10 to 12)."""
         job = self._running.get(event.token)
         if job is None:
             return self._ignore_answer(event.token)
@@ -442,7 +442,7 @@ class Reads:
         return out + self._start_fetches()
 
     def _on_round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
-        """Reject the requests for which all replicas have failed often enough (rule 11)."""
+        """Reject the requests for which all replicas have failed often enough (rules 11 and 12)."""
         job.tried_replicas.clear()
         job.round_count += 1
         text = (
