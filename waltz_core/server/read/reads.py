@@ -136,8 +136,8 @@ class _RangeFetch:
     tried_replicas: list[ReplicaId] = field(default_factory=list)
     round_count: int = 0
     retry_ms: int = RETRY_FIRST_MS
-    # Rules 11 and 12: whether all replicas of the present round report damage, and the last damage with its
-    # code.
+    # Rules 11 and 12: whether all replicas of the present round report damage, and the last damage
+    # with its code.
     is_damaged_everywhere: bool = True
     damage: str = ""
     damage_code: int = 0
