@@ -143,15 +143,15 @@ class CatchUp:
                 f"partition {partition_id} has lost transactions: its log ended at {last}, "
                 f"and now ends at {fetched_mark}"
             )
-        heads = np.frombuffer(chunk.records, dtype=HEADER_DTYPE)
-        feed = np.empty(heads.size, dtype=FEED_HEADER_DTYPE)
-        feed["req_id"] = heads["req_id"]
-        feed["header"] = heads["header"]
+        record_headers = np.frombuffer(chunk.records, dtype=HEADER_DTYPE)
+        feed = np.empty(record_headers.size, dtype=FEED_HEADER_DTYPE)
+        feed["req_id"] = record_headers["req_id"]
+        feed["header"] = record_headers["header"]
         await self._applier.wait_until_applied(
             TransactionId(max(fetched_mark - self._config.feed_prefetch_count_max, -1))
         )
         last = TransactionId(chunk.next - 1)
-        self._applier.queue_range(heads["transaction_id"].tolist(), feed.tobytes(), last)
+        self._applier.queue_range(record_headers["transaction_id"].tolist(), feed.tobytes(), last)
         return last
 
     async def _request_mark(self) -> TransactionId:

@@ -703,8 +703,8 @@ def _verify_chunk(chunk: RangeChunk, source: str, *, is_filtered: bool) -> None:
             raise errors.ChecksumMismatch(f"{source}: record {bad} of the answer is damaged")
         ids = raw_records.ids_of(chunk.records, chunk.lengths)
     else:
-        heads = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
-        ids = heads["transaction_id"].astype(np.int64)
+        record_headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
+        ids = record_headers["transaction_id"].astype(np.int64)
     if is_filtered:
         steps = np.diff(ids)
         inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)

@@ -425,9 +425,9 @@ class OwnerRequests:
             messages.TransactionDataResponse,
             lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
         )
-        data, fault = answer.result
+        data, error_text = answer.result
         if data is None:
-            raise errors.BadRequest(f"transaction {transaction_id}: {fault}")
+            raise errors.BadRequest(f"transaction {transaction_id}: {error_text}")
         return bytes(data)
 
 

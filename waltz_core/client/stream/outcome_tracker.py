@@ -286,11 +286,11 @@ class OutcomeTracker:
         """
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
-        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
-        ids = heads["transaction_id"].astype(np.int64)
+        record_headers = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = record_headers["transaction_id"].astype(np.int64)
         if not np.array_equal(ids, np.arange(first, first + count)):
             return False
-        self._match(ids, heads["req_id"])
+        self._match(ids, record_headers["req_id"])
         return True
 
     def match_own_headers(
@@ -299,13 +299,13 @@ class OutcomeTracker:
         """Find rows in first..last, like `match_headers`, in headers that are all this client's."""
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
-        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
-        ids = heads["transaction_id"].astype(np.int64)
+        record_headers = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = record_headers["transaction_id"].astype(np.int64)
         bounds = np.concatenate(([first - 1], ids, [last + 1]))
-        is_own = bool((heads["req_id"]["client_id"] == self._client_id).all())
+        is_own = bool((record_headers["req_id"]["client_id"] == self._client_id).all())
         if not is_own or (np.diff(bounds) <= 0).any():
             return False
-        self._match(ids, heads["req_id"])
+        self._match(ids, record_headers["req_id"])
         return True
 
     def prove(self, mark: TransactionId) -> None:

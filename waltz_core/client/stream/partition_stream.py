@@ -469,9 +469,9 @@ class PartitionStream:
         if loss is not None:
             self._stop_stream(loss, effects)
             return
-        fault = self._readback.accept_headers(message, self._tracker)
-        if fault is not None:
-            self._leave_link(fault, now_ms, effects)
+        error_text = self._readback.accept_headers(message, self._tracker)
+        if error_text is not None:
+            self._leave_link(error_text, now_ms, effects)
             return
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         self._continue_readback(now_ms, effects)

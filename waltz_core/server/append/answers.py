@@ -159,8 +159,8 @@ def expiry_answer(
 ) -> SendToClient:
     """Build the answer to a request for an expiry of the archive."""
     if archived is None:
-        fault = "no transaction of the partition is archived, so none can expire"
-        return request_error_answer(request, errors.BadRequest(fault))
+        error_text = "no transaction of the partition is archived, so none can expire"
+        return request_error_answer(request, errors.BadRequest(error_text))
     answer = ExpireResponse(request.message.req_id, archived.first, is_done)
     return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 

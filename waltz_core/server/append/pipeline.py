@@ -224,14 +224,16 @@ class AppendPipeline:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
         self._are_submissions_held = True
 
-    def on_session_closed(self, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> list[AppendOutcome]:
+    def on_session_closed(
+        self, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
+    ) -> list[AppendOutcome]:
         """The session has ended; appends in flight wait until the next session is settled.
 
-        `loss` is the reason to report for rows that turn out to be lost: NO_SPACE for a full disk.
+        `loss_reason` is the reason to report for rows that turn out to be lost: NO_SPACE for a full disk.
         """
         self._is_open = False
         self.lock_loader.stop()
-        self._loss_code = loss
+        self._loss_code = loss_reason
         self._in_flight.stop()
         self._dependent.on_session_closed()
         # Report final rejections now: it may take long until the next session opens.

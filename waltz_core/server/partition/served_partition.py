@@ -286,16 +286,18 @@ class Partition:
             case messages.TransactionDataRequest():
                 self._route_reads(self.reads.request_data(event, message))
             case _:
-                fault = f"a server accepts no {type(message).__name__} as a request for a partition"
-                self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
+                error_text = (
+                    f"a server accepts no {type(message).__name__} as a request for a partition"
+                )
+                self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
 
     def _answer_range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
         """Answer a range request. Only the client's mounted connection may read its own headers."""
         client_id = message.req_id.client_id
         is_own = message.form == messages.OWN_HEADERS
         if is_own and not self._mounts.has_mount(client_id, event.connection):
-            fault = f"{self._position}: client {client_id} is not mounted on this connection"
-            self._out.append(answers.request_error_answer(event, errors.NotMounted(fault)))
+            error_text = f"{self._position}: client {client_id} is not mounted on this connection"
+            self._out.append(answers.request_error_answer(event, errors.NotMounted(error_text)))
         else:
             self._route_reads(self.reads.request_range(event, message))
 
@@ -320,9 +322,9 @@ class Partition:
         message, connection = event.message, event.connection
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         req_id = message.req_id
-        fault = self._mounts.mount_error(message, connection, self._position, event.principal)
-        if fault is not None:
-            self._out.append(answers.mount_error_answer(event, fault))
+        error = self._mounts.mount_error(message, connection, self._position, event.principal)
+        if error is not None:
+            self._out.append(answers.mount_error_answer(event, error))
             return
         # End all older feeds and mounts of this client, even those of the same connection.
         older = self.feed.drop_client(req_id.client_id)
@@ -370,11 +372,13 @@ class Partition:
         if self._mounts.has_mount(req_id.client_id, event.connection):
             return False
         if req_id.generation != self._generation:
-            fault = (
+            error_text = (
                 f"{self._position}: the append is for generation {req_id.generation} of the "
                 "partition, which has ended"
             )
-            self._out.append(answers.mount_error_answer(event, errors.GenerationMismatch(fault)))
+            self._out.append(
+                answers.mount_error_answer(event, errors.GenerationMismatch(error_text))
+            )
         return True
 
     def _finish_mount(self, event: RequestReceived) -> None:
@@ -384,9 +388,9 @@ class Partition:
         )
 
     def _grant_feed(self, event: RequestReceived, message: messages.FeedRequest) -> None:
-        fault = self.feed.add_request(event, message.client_high_water_mark, self._position)
-        if fault is not None:
-            self._out.append(answers.request_error_answer(event, fault))
+        error = self.feed.add_request(event, message.client_high_water_mark, self._position)
+        if error is not None:
+            self._out.append(answers.request_error_answer(event, error))
 
     def _deliver_feed(self) -> None:
         if self.feed.has_work:
@@ -435,11 +439,11 @@ class Partition:
     def _answer_expiry(self, event: RequestReceived, message: messages.ExpireRequest) -> None:
         before = TransactionId(message.before)
         if before < 0 or message.before_ms < 0:
-            fault = (
+            error_text = (
                 f"expiry: expected IDs and times of 0 or more, found {before} and "
                 f"{message.before_ms}"
             )
-            self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
+            self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
             return
         is_done = self._store.is_expiry_done(before, message.before_ms)
         self._out.append(answers.expiry_answer(event, self._store.archived_mark, is_done=is_done))
@@ -453,8 +457,8 @@ class Partition:
         archived = self._store.archived_mark
         end = -1 if archived is None else archived.last
         if not 0 <= first <= last <= end:
-            fault = f"expected an object with transactions in 0..{end}, found {first}..{last}"
-            self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
+            error_text = f"expected an object with transactions in 0..{end}, found {first}..{last}"
+            self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
             return
         request = replication.ReplaceArchivedObject(message.object, first, last, message.token)
         self._out.append(
@@ -587,8 +591,8 @@ class Partition:
         self._is_open = False
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
-        loss = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
-        self._route_appends(self.pipeline.on_session_closed(loss))
+        loss_reason = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
+        self._route_appends(self.pipeline.on_session_closed(loss_reason))
         self.reads.on_session_closed()
         # The requests arrived in the session that ended. The next session may answer them as well.
         for request in self._reject_unproved(self._linearizable.reset()):

@@ -566,8 +566,8 @@ class ClientConnections:
             self._tasks.create_task(self._serve_registry(connection, request, answer_coroutine))
             return
         else:
-            fault = f"a server accepts no {type(message).__name__} as a request"
-            error = errors.BadRequest(fault)
+            error_text = f"a server accepts no {type(message).__name__} as a request"
+            error = errors.BadRequest(error_text)
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
         self.answer(SendToClient(connection, answer, cost_bytes, message))
@@ -611,8 +611,12 @@ class ClientConnections:
             return
         except Exception as error:  # noqa: BLE001 - a request must not end the server
             _log.exception("client.request_failed request=%s", type(message).__name__)
-            fault = errors.WaltzError(f"the server failed to process the request: {error!r:.200}")
-            self.answer(error_answer(connection, message.req_id, cost_bytes, fault, message))
+            internal_error = errors.WaltzError(
+                f"the server failed to process the request: {error!r:.200}"
+            )
+            self.answer(
+                error_answer(connection, message.req_id, cost_bytes, internal_error, message)
+            )
             return
         self.answer(SendToClient(connection, answer, cost_bytes))
 

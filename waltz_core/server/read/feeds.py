@@ -345,8 +345,8 @@ def select_headers(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buf
 
     If all headers have one of the values, there are no offsets.
     """
-    heads = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
-    offsets = np.flatnonzero(np.isin(heads["header"].astype(np.int32), header_values))
-    if offsets.size == heads.size:
+    feed_headers = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
+    offsets = np.flatnonzero(np.isin(feed_headers["header"].astype(np.int32), header_values))
+    if offsets.size == feed_headers.size:
         return headers, b""
-    return heads[offsets].tobytes(), offsets.astype(">i4").tobytes()
+    return feed_headers[offsets].tobytes(), offsets.astype(">i4").tobytes()

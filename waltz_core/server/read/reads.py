@@ -249,14 +249,16 @@ class Reads:
 
     def request_range(self, request: RequestReceived, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request from memory, or fetch the range."""
-        if fault := _range_request_error(message):
-            return [request_error_answer(request, BadRequest(fault))]
+        if error_text := _range_request_error(message):
+            return [request_error_answer(request, BadRequest(error_text))]
         form = RangeForm.HEADERS if message.form == OWN_HEADERS else message.form
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
-            run = _RangeRecords(first, TransactionId(first - 1), form, _NO_LENGTHS, b"", ())
-            return [self._range_answer(request, message, run)]
+            range_records = _RangeRecords(
+                first, TransactionId(first - 1), form, _NO_LENGTHS, b"", ()
+            )
+            return [self._range_answer(request, message, range_records)]
         bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
         run_or_none = self._read_cached_run(first, last, bytes_max, form)
         if run_or_none is not None:
@@ -269,18 +271,18 @@ class Reads:
         """Answer a request for one transaction's data from memory, or fetch the transaction."""
         transaction_id = TransactionId(message.transaction_id)
         if not 0 <= transaction_id <= self._high_water_mark:
-            fault = (
+            error_text = (
                 f"transaction {transaction_id} of partition {self._partition_id} is not in the "
                 f"log, which ends at transaction {self._high_water_mark}"
             )
-            answer = TransactionDataResponse(message.req_id, transaction_id, (None, fault))
+            answer = TransactionDataResponse(message.req_id, transaction_id, (None, error_text))
             return [SendToClient(request.connection, answer, request.cost_bytes)]
         record = self._ahead.find(transaction_id)
         if record is not None:
             return [_data_answer(request, message, record)]
-        run = self._read_cached_run(transaction_id, transaction_id, 1, RangeForm.WHOLE)
-        if run is not None:
-            return [_data_answer(request, message, run.records)]
+        range_records = self._read_cached_run(transaction_id, transaction_id, 1, RangeForm.WHOLE)
+        if range_records is not None:
+            return [_data_answer(request, message, range_records.records)]
         return self._request_fetch(self._fetch_key_of(transaction_id), request)
 
     def _fetch_key_of(self, transaction_id: TransactionId) -> _FetchKey:
@@ -364,8 +366,10 @@ class Reads:
         lineage = tuple(part.entry for part in parts)
         run_last = parts[-1].last
         if form == RangeForm.HEADERS:
-            heads = [raw_records.headers_of(part.records, part.lengths) for part in parts]
-            return _RangeRecords(first, run_last, form, _NO_LENGTHS, b"".join(heads), lineage)
+            record_headers = [raw_records.headers_of(part.records, part.lengths) for part in parts]
+            return _RangeRecords(
+                first, run_last, form, _NO_LENGTHS, b"".join(record_headers), lineage
+            )
         if len(parts) == 1:
             return _RangeRecords(first, run_last, form, parts[0].lengths, parts[0].records, lineage)
         lengths = np.concatenate([part.lengths for part in parts])
@@ -398,20 +402,20 @@ class Reads:
         if job is None:
             return self._ignore_answer(token)
         try:
-            run = _check_range(message, job.key)
+            range_records = _check_range(message, job.key)
         except WaltzError as error:
             return self.on_fetch_failed(FetchFailed(token, str(error)), now_ms)
         del self._running[token], self._jobs[job.key]
         if job.key in self._reading_ahead:
             del self._reading_ahead[job.key]
-            self._ahead.keep(run.first, run.lengths, run.records)
-        elif job.key == _single_fetch_key(run.first):
-            self._ahead.note_fetched_up_to(run.last)
+            self._ahead.keep(range_records.first, range_records.lengths, range_records.records)
+        elif job.key == _single_fetch_key(range_records.first):
+            self._ahead.note_fetched_up_to(range_records.last)
         out: list[ReadOutcome] = []
         if job.is_for_feed:
-            out.append(_feed_headers_in(run))
+            out.append(_feed_headers_in(range_records))
         for request in job.waiting:
-            out += self._range_answers(request, run)
+            out += self._range_answers(request, range_records)
         return out + self._start_fetches()
 
     def on_fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
@@ -552,33 +556,37 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _range_answers(self, request: RequestReceived, run: _RangeRecords) -> list[ReadOutcome]:
+    def _range_answers(
+        self, request: RequestReceived, range_records: _RangeRecords
+    ) -> list[ReadOutcome]:
         message = request.message
         if isinstance(message, RangeRequest):
-            return [self._range_answer(request, message, run)]
+            return [self._range_answer(request, message, range_records)]
         assert isinstance(message, TransactionDataRequest)
-        skip = message.transaction_id - run.first
-        if skip >= run.lengths.size:
+        skip = message.transaction_id - range_records.first
+        if skip >= range_records.lengths.size:
             return self.request_data(request, message)  # the read-ahead ended before
-        record, _ = raw_records.slice_records(run.records, run.lengths, skip=skip, count=1)
+        record, _ = raw_records.slice_records(
+            range_records.records, range_records.lengths, skip=skip, count=1
+        )
         return [_data_answer(request, message, record)]
 
     def _range_answer(
-        self, request: RequestReceived, message: RangeRequest, run: _RangeRecords
+        self, request: RequestReceived, message: RangeRequest, range_records: _RangeRecords
     ) -> SendToClient:
-        lengths, records = run.lengths, run.records
-        count = run.last - run.first + 1
-        lineage = run.lineage
+        lengths, records = range_records.lengths, range_records.records
+        count = range_records.last - range_records.first + 1
+        lineage = range_records.lineage
         if message.form == OWN_HEADERS:
-            records, count = _headers_of_client(run, message.req_id.client_id)
+            records, count = _headers_of_client(range_records, message.req_id.client_id)
             lineage = ()
         elif message.header_values and count:
-            lengths, records, count = _filter_records(run, message.header_values)
+            lengths, records, count = _filter_records(range_records, message.header_values)
         answer = RangeData(
             message.req_id,
-            run.first,
+            range_records.first,
             count,
-            run.last + 1,
+            range_records.last + 1,
             message.form,
             raw_records.lengths_to_wire(lengths),
             records,
@@ -619,33 +627,44 @@ def _data_answer(
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def _feed_headers_in(run: _RangeRecords) -> FeedHeaders:
-    heads = np.frombuffer(run.records, dtype=np.uint8).reshape(-1, RECORD_HEADER.size)
-    headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
+def _feed_headers_in(range_records: _RangeRecords) -> FeedHeaders:
+    record_headers = np.frombuffer(range_records.records, dtype=np.uint8).reshape(
+        -1, RECORD_HEADER.size
+    )
+    headers = record_headers[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
-    for entry in reversed(run.lineage):
+    for entry in reversed(range_records.lineage):
         # A reconstructed batch of a storage has a chain that no other replica has.
-        if run.first <= entry.last <= run.last and entry.session_id != RECONSTRUCTED:
+        if (
+            range_records.first <= entry.last <= range_records.last
+            and entry.session_id != RECONSTRUCTED
+        ):
             chain_at, chain = entry.last, entry.chain
             break
-    return FeedHeaders(run.first, headers, chain_at, chain)
+    return FeedHeaders(range_records.first, headers, chain_at, chain)
 
 
-def _headers_of_client(run: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
+def _headers_of_client(range_records: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
     """Return the headers of one client's transactions, and their number."""
-    heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
-    client_heads = heads[heads["req_id"]["client_id"] == client_id]
-    return client_heads.tobytes(), int(client_heads.size)
+    record_headers = np.frombuffer(range_records.records, dtype=raw_records.HEADER_DTYPE)
+    client_headers = record_headers[record_headers["req_id"]["client_id"] == client_id]
+    return client_headers.tobytes(), int(client_headers.size)
 
 
-def _filter_records(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
+def _filter_records(
+    range_records: _RangeRecords, header_values: Sequence[int]
+) -> tuple[I64, Buffer, int]:
     """Return lengths, records and count of the records with one of the header values."""
-    if run.form == RangeForm.HEADERS:
-        heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
-        matching_heads = heads[np.isin(heads["header"].astype(np.int32), header_values)]
-        return _NO_LENGTHS, matching_heads.tobytes(), int(matching_heads.size)
-    values = raw_records.application_headers_of(run.records, run.lengths)
-    records, lengths = select_records(run.records, run.lengths, np.isin(values, header_values))
+    if range_records.form == RangeForm.HEADERS:
+        record_headers = np.frombuffer(range_records.records, dtype=raw_records.HEADER_DTYPE)
+        matching_headers = record_headers[
+            np.isin(record_headers["header"].astype(np.int32), header_values)
+        ]
+        return _NO_LENGTHS, matching_headers.tobytes(), int(matching_headers.size)
+    values = raw_records.application_headers_of(range_records.records, range_records.lengths)
+    records, lengths = select_records(
+        range_records.records, range_records.lengths, np.isin(values, header_values)
+    )
     return lengths, records, int(lengths.size)
 
 
@@ -685,9 +704,9 @@ def _check_headers(message: RangeBytes) -> None:
         )
     if crc32(message.records) != message.records_crc:
         raise ChecksumMismatch("range from a storage: the CRC of the headers does not match")
-    heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
+    record_headers = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
-    if (heads["transaction_id"] != expected).any():
+    if (record_headers["transaction_id"] != expected).any():
         raise BadFormat(
             f"range from a storage: the transaction IDs from {message.first} on are not consecutive"
         )
