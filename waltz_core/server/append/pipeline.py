@@ -229,7 +229,7 @@ class AppendPipeline:
     ) -> list[AppendOutcome]:
         """The session has ended; appends in flight wait until the next session is settled.
 
-        `loss_reason` is the reason to report for rows that turn out to be lost: NO_SPACE for a full disk.
+        `loss_reason` is the reason to report for lost rows, for example NO_SPACE.
         """
         self._is_open = False
         self.lock_loader.stop()
