@@ -33,7 +33,7 @@ def bytes_needed(first: bytes) -> int:
     if len(first) < _RECORD_HEADER_BYTES:
         return _RECORD_HEADER_BYTES
     return min(
-        HELLO_RECORD_BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES])
+        HELLO_RECORD_BYTES_MAX, _RECORD_HEADER_BYTES + _decode_number(first[3:_RECORD_HEADER_BYTES])
     )
 
 
@@ -43,17 +43,17 @@ def reject_reason(first: bytes) -> str:
     A damaged record is permitted, because OpenSSL rejects it.
     """
     message = first[_RECORD_HEADER_BYTES:]
-    record_bytes = _number(first[3:_RECORD_HEADER_BYTES])
+    record_bytes = _decode_number(first[3:_RECORD_HEADER_BYTES])
     is_other = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
     if first[1:2] != b"\x03" or is_other:
         return ""
-    size = _MESSAGE_HEADER_BYTES + _number(message[1:_MESSAGE_HEADER_BYTES])
+    size = _MESSAGE_HEADER_BYTES + _decode_number(message[1:_MESSAGE_HEADER_BYTES])
     if record_bytes < size:  # its end would be answered without a turn; OpenSSL skips empty records
         return "expected a complete TLS ClientHello in one record, found a part of one"
     extensions = _extensions(message[:size])
-    groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
+    groups = _decode_numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
     is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
-    if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
+    if _TLS_1_3 in _decode_numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
         shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
         known_groups = (group for group in shares if group in _FAST_GROUPS or group in _SLOW_GROUPS)
         # OpenSSL uses the first group that it knows.
@@ -68,7 +68,7 @@ def reject_reason(first: bytes) -> str:
 def _extensions(hello: bytes) -> dict[int, bytes]:
     at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
     for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
-        at += size_bytes + _number(hello[at : at + size_bytes])
+        at += size_bytes + _decode_number(hello[at : at + size_bytes])
     return _parse_elements(hello[at + 2 :])
 
 
@@ -82,9 +82,9 @@ def _parse_elements(data: bytes) -> dict[int, bytes]:
     return bytes_by_code
 
 
-def _numbers(data: bytes) -> set[int]:
-    return {_number(data[at : at + 2]) for at in range(0, len(data), 2)}
+def _decode_numbers(data: bytes) -> set[int]:
+    return {_decode_number(data[at : at + 2]) for at in range(0, len(data), 2)}
 
 
-def _number(data: bytes) -> int:
+def _decode_number(data: bytes) -> int:
     return int.from_bytes(data, "big")

@@ -67,27 +67,27 @@ class _AdmittedEntry(NamedTuple):
 class RecentAppends:
     """The transactions that were admitted last, without a gap."""
 
-    __slots__ = ("_after", "_entries", "_size_bytes")
+    __slots__ = ("_entries", "_remembered_after", "_size_bytes")
 
     def __init__(self) -> None:
         self._entries: deque[_AdmittedEntry] = deque()
         self._size_bytes = 0
         # All transactions above this ID are remembered; None if no transaction is remembered.
-        self._after: int | None = None
+        self._remembered_after: int | None = None
 
     @property
     def is_remembering(self) -> bool:
         """Whether transactions are being remembered."""
-        return self._after is not None
+        return self._remembered_after is not None
 
     def begin(self, last: TransactionId) -> None:
         """Remember the transactions that are admitted after ID `last`."""
-        self._after = last
+        self._remembered_after = last
 
     def end(self) -> None:
         """Forget all transactions (rule 5)."""
         self._entries.clear()
-        self._size_bytes, self._after = 0, None
+        self._size_bytes, self._remembered_after = 0, None
 
     def add(self, pending: PendingSingle, record: Buffer) -> None:
         """Remember a single transaction, which was admitted with the next ID."""
@@ -104,7 +104,11 @@ class RecentAppends:
 
         Return None if the transactions are not known or are over the limit (rule 2).
         """
-        if self._after is None or mark < self._after or len(locks) > PREDECESSORS_LOCKS_MAX:
+        if (
+            self._remembered_after is None
+            or mark < self._remembered_after
+            or len(locks) > PREDECESSORS_LOCKS_MAX
+        ):
             return None
         records: list[Buffer] = []
         size_bytes = 0
@@ -130,7 +134,7 @@ class RecentAppends:
         while len(self._entries) > REMEMBERED_COUNT_MAX or self._size_bytes > REMEMBERED_BYTES_MAX:
             oldest = self._entries.popleft()
             self._size_bytes -= oldest.size_bytes
-            self._after = oldest.last
+            self._remembered_after = oldest.last
 
 
 def _may_contain_lock(packed_locks: bytes, locks: Sequence[int]) -> bool:

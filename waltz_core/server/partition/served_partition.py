@@ -327,11 +327,11 @@ class Partition:
             self._out.append(answers.mount_error_answer(event, error))
             return
         # End all older feeds and mounts of this client, even those of the same connection.
-        older = self.feed.drop_client(req_id.client_id)
-        if older:
+        older_mounts = self.feed.drop_client(req_id.client_id)
+        if older_mounts:
             self.reads.on_feeds_ended(self.feed.fetched_first_ids)
-        older += self._waiting.take_older_mounts(req_id.client_id)
-        self._out.extend(answers.superseded_answer(request) for request in older)
+        older_mounts += self._waiting.take_older_mounts(req_id.client_id)
+        self._out.extend(answers.superseded_answer(request) for request in older_mounts)
         sequence = message.connection_sequence
         self._mounts.begin_mount(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed

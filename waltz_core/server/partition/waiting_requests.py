@@ -76,12 +76,12 @@ class WaitingRequests:
 
     def take_older_mounts(self, client_id: ClientId) -> list[RequestReceived]:
         """Remove and return the older mounts of a client."""
-        older = [
+        older_mounts = [
             token
             for token, mount in self._mounts.items()
             if mount.request.message.req_id.client_id == client_id
         ]
-        return [self._mounts.pop(token).request for token in older]
+        return [self._mounts.pop(token).request for token in older_mounts]
 
     def add_flush(self, request: RequestReceived) -> int:
         """Add a flush; return the token for which it waits."""

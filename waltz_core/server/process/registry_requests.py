@@ -75,7 +75,7 @@ class RegistryRequests:
         self._next_client_id = next_client_id
         self._partition_count = partition_count
         self._tasks = tasks
-        self._is_removing = False
+        self._is_removing_expired = False
         self._arguments_bytes_max = min(
             NODE_BYTES_MAX, _ARGUMENTS_BYTES + _ARGUMENTS_BYTES_PER_PARTITION * partition_count
         )
@@ -110,8 +110,8 @@ class RegistryRequests:
             _check_connection_open(is_closed)
             answer = await self._process_for_principal(request, access, is_closed)
         is_over = request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET)
-        if is_over and not self._is_removing:
-            self._is_removing = True
+        if is_over and not self._is_removing_expired:
+            self._is_removing_expired = True
             self._tasks.create_task(self._forget_expired())
         return answer
 
@@ -217,7 +217,7 @@ class RegistryRequests:
                 "registry.expired_writes_not_removed reason=%s", error
             )  # retried with the next request
         finally:
-            self._is_removing = False
+            self._is_removing_expired = False
 
 
 class Arguments:

@@ -205,9 +205,9 @@ class MemoryServer:
         self.loop.call_at(due_s, self._send_delayed_answer, connection)
 
     def _send_delayed_answer(self, connection: ConnectionId) -> None:
-        waiting = self._delayed[connection]
-        self.clients.answer(waiting.popleft())
-        if not waiting:
+        delayed_answers = self._delayed[connection]
+        self.clients.answer(delayed_answers.popleft())
+        if not delayed_answers:
             del self._delayed[connection], self._due_s[connection]
 
 

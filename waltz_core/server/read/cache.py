@@ -262,13 +262,13 @@ class FeedCache:
         kept_count = min(count, self._capacity)
         view = memoryview(packed)[(count - kept_count) * _FEED_HEADER_BYTES :]
         start = (self._last - kept_count + 1) % self._capacity
-        until_end = min(kept_count, self._capacity - start)
-        self._ring[start * _FEED_HEADER_BYTES : (start + until_end) * _FEED_HEADER_BYTES] = view[
-            : until_end * _FEED_HEADER_BYTES
-        ]
-        if until_end < kept_count:
-            self._ring[: (kept_count - until_end) * _FEED_HEADER_BYTES] = view[
-                until_end * _FEED_HEADER_BYTES :
+        count_until_end = min(kept_count, self._capacity - start)
+        self._ring[start * _FEED_HEADER_BYTES : (start + count_until_end) * _FEED_HEADER_BYTES] = (
+            view[: count_until_end * _FEED_HEADER_BYTES]
+        )
+        if count_until_end < kept_count:
+            self._ring[: (kept_count - count_until_end) * _FEED_HEADER_BYTES] = view[
+                count_until_end * _FEED_HEADER_BYTES :
             ]
 
     def read(self, first: TransactionId, last: TransactionId) -> bytes:
@@ -284,15 +284,17 @@ class FeedCache:
         self.hits += 1
         count = min(last, self._last) - first + 1
         start = first % self._capacity
-        until_end = min(count, self._capacity - start)
-        if until_end == count:
+        count_until_end = min(count, self._capacity - start)
+        if count_until_end == count:
             return bytes(
                 self._ring[start * _FEED_HEADER_BYTES : (start + count) * _FEED_HEADER_BYTES]
             )
         return b"".join(
             (
-                self._ring[start * _FEED_HEADER_BYTES : (start + until_end) * _FEED_HEADER_BYTES],
-                self._ring[: (count - until_end) * _FEED_HEADER_BYTES],
+                self._ring[
+                    start * _FEED_HEADER_BYTES : (start + count_until_end) * _FEED_HEADER_BYTES
+                ],
+                self._ring[: (count - count_until_end) * _FEED_HEADER_BYTES],
             )
         )
 
