@@ -133,7 +133,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._closing = asyncio.Event()
         self._is_closed = False
         self._group: asyncio.TaskGroup | None = None
-        self._task_group_task: asyncio.Task[None] | None = None
+        self._main_task: asyncio.Task[None] | None = None
         self._close_task: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._counted_client: CountedClient | None = None
@@ -207,7 +207,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     async def open(self) -> Self:
         """Connect to the cluster and start the client's tasks; `connect` and `at` call this."""
-        assert self._task_group_task is None
+        assert self._main_task is None
         try:
             await self.directory.open(self._on_owners_changed)
             if self._own_partitions is not None:
@@ -225,7 +225,7 @@ class AsyncWaltzClient(OpenedByConnect):
         started = asyncio.Event()
         # The only task outside the TaskGroup: it keeps the group of all other tasks open until
         # `close`.
-        self._task_group_task = asyncio.get_running_loop().create_task(
+        self._main_task = asyncio.get_running_loop().create_task(
             self._run_tasks(started), name="waltz-client"
         )
         try:
@@ -243,9 +243,7 @@ class AsyncWaltzClient(OpenedByConnect):
         `close` may be called twice. If the first call is cancelled, the client continues to close
         in the background, and the second call waits until the client is closed.
         """
-        if self._task_group_task is None or (
-            self._close_task is not None and self._close_task.done()
-        ):
+        if self._main_task is None or (self._close_task is not None and self._close_task.done()):
             return
         self._check_process_and_loop()
         self._is_closed = True
@@ -254,7 +252,7 @@ class AsyncWaltzClient(OpenedByConnect):
             # cancelled.
             loop = asyncio.get_running_loop()
             self._close_task = loop.create_task(
-                self._finish_and_close(self._task_group_task), name="waltz-client-end"
+                self._finish_and_close(self._main_task), name="waltz-client-end"
             )
         await asyncio.shield(self._close_task)
 
@@ -506,15 +504,13 @@ class AsyncWaltzClient(OpenedByConnect):
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         appended = check_locks("append", append_locks)
         locks = write or read or appended
-        checked_mark = (
-            None if client_high_water_mark is None else check_mark(client_high_water_mark)
-        )
+        given_mark = None if client_high_water_mark is None else check_mark(client_high_water_mark)
         client_partition = await self._partition(self._choose_partition(partition, locks))
-        if (write or read) and checked_mark is None and not client_partition.is_ready:
+        if (write or read) and given_mark is None and not client_partition.is_ready:
             await client_partition.ensure_mounted()  # the mark is unknown before the mount
-        if (write or read) and checked_mark is None and client_partition.is_starting:
+        if (write or read) and given_mark is None and client_partition.is_starting:
             await client_partition.wait_for_feed()
-        mark = client_partition.mark if checked_mark is None else checked_mark
+        mark = client_partition.mark if given_mark is None else given_mark
         payload, header = check_data(data), check_header(header)
         if self._encryption is not None or encryption_key_id is not None:
             payload = await encrypt_payload(
@@ -528,7 +524,7 @@ class AsyncWaltzClient(OpenedByConnect):
         row.write_locks, row.read_locks, row.append_locks = write, read, appended
         if pipelined:
             row.set_pipelined_state(
-                initial_state(self._encryption) if pipelined is True else pipelined, checked_mark
+                initial_state(self._encryption) if pipelined is True else pipelined, given_mark
             )
         if not client_partition.window.try_take(1, row.size_bytes):
             await client_partition.window.take(1, row.size_bytes)
@@ -722,8 +718,8 @@ class AsyncWaltzClient(OpenedByConnect):
                 f"forked process {os.getpid()}. Hint: open a client in each process."
             )
         if (
-            self._task_group_task is not None
-            and self._task_group_task.get_loop() is not asyncio.get_running_loop()
+            self._main_task is not None
+            and self._main_task.get_loop() is not asyncio.get_running_loop()
         ):
             raise errors.UsageError(
                 "this client was opened on another event loop, and works only there. Hint: "
@@ -732,7 +728,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _check_usable(self) -> None:
         self._check_process_and_loop()
-        if self._is_closed or self._task_group_task is None:
+        if self._is_closed or self._main_task is None:
             raise errors.UsageError(_CLOSED_TEXT)
 
     def _check_partition(self, partition: int) -> PartitionId:
@@ -741,10 +737,8 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _partitions_or_all(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
-        own_partitions = self._own_partitions
-        numbers = (
-            (own_partitions or range(self.partition_count)) if partitions is None else partitions
-        )
+        own_ids = self._own_partitions
+        numbers = (own_ids or range(self.partition_count)) if partitions is None else partitions
         return [self._check_partition(number) for number in items_of("partitions", numbers)]
 
     def _check_own_partitions(self, partitions: Iterable[int]) -> tuple[PartitionId, ...]:
@@ -758,32 +752,28 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
         """Return the partition of an append; raises BadRequest if it is not one of the client's."""
-        own_partitions = self._own_partitions
+        own_ids = self._own_partitions
         if partition is not None:
             partition_id = self._check_partition(partition)
-            if own_partitions is not None and partition_id not in own_partitions:
+            if own_ids is not None and partition_id not in own_ids:
                 raise errors.BadRequest(
                     f"partition {partition_id} is not one of the partitions that this client was "
-                    f"opened for, {list(own_partitions)}"
+                    f"opened for, {list(own_ids)}"
                 )
             return partition_id
         self._check_usable()
         if locks:
             partition_id = partition_of(locks[0], self.partition_count)
-            if own_partitions is not None and partition_id not in own_partitions:
+            if own_ids is not None and partition_id not in own_ids:
                 raise errors.BadRequest(
                     f"the first lock chooses partition {partition_id}, which is not one of the "
-                    f"partitions that this client was opened for, {list(own_partitions)}. Hint: "
+                    f"partitions that this client was opened for, {list(own_ids)}. Hint: "
                     "pass the argument partition, with the same value for all appends with this "
                     "lock."
                 )
             return partition_id
-        self._round_robin = (self._round_robin + 1) % len(
-            own_partitions or range(self.partition_count)
-        )
-        return (
-            own_partitions[self._round_robin] if own_partitions else PartitionId(self._round_robin)
-        )
+        self._round_robin = (self._round_robin + 1) % len(own_ids or range(self.partition_count))
+        return own_ids[self._round_robin] if own_ids else PartitionId(self._round_robin)
 
     async def _request_mark(
         self, partition_id: PartitionId, *, linearizable: bool

@@ -551,11 +551,9 @@ class WaltzClient:
     def _await_callbacks(self) -> None:
         if getattr(self._applying, "partition_id", None) is not None:
             return
-        unfinished = wait(
-            set(self._running), self._client.config.request_timeout_ms / 1000
-        ).not_done
-        if unfinished:
-            _log.warning("client.closed_while_applying callbacks=%d", len(unfinished))
+        pending = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
+        if pending:
+            _log.warning("client.closed_while_applying callbacks=%d", len(pending))
 
 
 class _Workers(ThreadPoolExecutor):
@@ -624,7 +622,7 @@ class _ThreadContext:
             raise _converted_thread_error(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        result: object = await _run_on_thread(self._workers, self._context.execute, builder)
+        result: object = await _run_in(self._workers, self._context.execute, builder)
         _check_not_coroutine("execute", result)
         return bool(result)
 
@@ -632,7 +630,7 @@ class _ThreadContext:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # the hook is not overridden
-        await _run_on_thread(self._hook_workers, method, *args)
+        await _run_in(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
@@ -655,9 +653,7 @@ class _ThreadConsumer:
         self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        mark = await _run_on_thread(
-            self._workers, self._callbacks.client_high_water_mark, partition_id
-        )
+        mark = await _run_in(self._workers, self._callbacks.client_high_water_mark, partition_id)
         return mark_of(partition_id, mark)
 
     async def apply(
@@ -674,12 +670,10 @@ class _ThreadConsumer:
             until_s = time.monotonic() + HAND_OVER_S_MAX
             count = 0
             try:
-                for transaction_id, feed_header in run:
+                for number, header in run:
                     if not is_running():
                         break
-                    transaction = Transaction(
-                        partition_id, TransactionId(transaction_id), feed_header, source
-                    )
+                    transaction = Transaction(partition_id, TransactionId(number), header, source)
                     _check_not_coroutine("apply_transaction", apply(transaction))
                     count += 1
                     if time.monotonic() > until_s:
@@ -711,9 +705,7 @@ class _ThreadConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
-        return await _run_on_thread(
-            self._workers, lambda: call(partition_id, transaction_id, error)
-        )
+        return await _run_in(self._workers, lambda: call(partition_id, transaction_id, error))
 
 
 class _BatchConsumer(_ThreadConsumer):
@@ -721,19 +713,14 @@ class _BatchConsumer(_ThreadConsumer):
 
     is_batched = True
 
-    def __init__(
-        self,
-        callbacks: BatchCallbacks,
-        client: AsyncWaltzClient,
-        *consumer_arguments: Any,  # noqa: ANN401 - passed on
-    ) -> None:
-        super().__init__(callbacks, client, *consumer_arguments)
+    def __init__(self, callbacks: BatchCallbacks, client: AsyncWaltzClient, *args: Any) -> None:  # noqa: ANN401 - passed on
+        super().__init__(callbacks, client, *args)
         self._batched = callbacks
         self._cluster = client.cluster()
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         begin, cluster = self._batched.begin, self._cluster
-        await _run_on_thread(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
+        await _run_in(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
         return await super().start_mark(partition_id)
 
     async def apply(
@@ -762,7 +749,7 @@ class _BatchConsumer(_ThreadConsumer):
         return await self._apply_on_thread(partition_id, apply_transactions)
 
 
-async def _run_on_thread(
+async def _run_in(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
     """Run the application's code on a thread; convert exceptions that would end the loop."""
