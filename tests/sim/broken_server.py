@@ -125,13 +125,13 @@ def conflict_in_flight_answered_at_once() -> Patches:
         return (
             piece
             if piece.part is not None
-            else ValidatedPiece(None, [], [*piece.doubtful, *piece.rejected])
+            else ValidatedPiece(None, [], [*piece.unsettled, *piece.rejected])
         )
 
     def validate_singles(group, table, position):
         piece = singles(group, table, position)
-        kept = [pending for pending in piece.doubtful if pending.transaction_id >= 0]
-        outcome = [pending for pending in piece.doubtful if pending.transaction_id < 0]
+        kept = [pending for pending in piece.unsettled if pending.transaction_id >= 0]
+        outcome = [pending for pending in piece.unsettled if pending.transaction_id < 0]
         return ValidatedPiece(piece.part, kept, [*piece.rejected, *outcome])
 
     yield replaced(pipeline, "validate_rows", validate_rows)
