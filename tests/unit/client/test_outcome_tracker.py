@@ -172,5 +172,7 @@ def test_a_short_feed_batch_gives_the_same_outcomes_as_a_long_one(sizes, rows):
             except errors.DataLoss as error:
                 found.append(str(error))
             else:
-                found.append([None if e.found_ids is None else e.found_ids.tolist() for e in tracker])
+                found.append(
+                    [None if e.found_ids is None else e.found_ids.tolist() for e in tracker]
+                )
     assert found[0] == found[1]
