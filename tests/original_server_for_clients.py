@@ -561,8 +561,8 @@ class OriginalDirectory:
             for number, (server, generation) in self._cluster.owners.items()
         }
 
-    async def open(self, changed: OwnersChanged) -> None:
-        self.changed = changed
+    async def open(self, on_change: OwnersChanged) -> None:
+        self.changed = on_change
 
     async def run(self) -> None:
         known = self.owners

@@ -250,7 +250,7 @@ class _MemoryClient(AsyncWaltzClient):
         super().__init__(directory, f"{server.address}/memory", config, client_id=client_id)
         self._gate = gate
         self.ids = ClientIdentitiesInMemory(
-            directory, self.links, timeout_s=1.0, given=self.ids.current
+            directory, self.links, timeout_s=1.0, fixed_identity=self.ids.current
         )
 
     async def subscribe_consumer(self, consumer: Consumer, *rest: Any, **named: Any) -> None:  # noqa: ANN401 - passed on
@@ -268,7 +268,7 @@ class _MemoryDirectory:
         owner = Owner(server.address, GENERATION)
         self.owners: Mapping[PartitionId, Owner] = dict.fromkeys(server.hosts, owner)
 
-    async def open(self, changed: OwnersChanged) -> None:
+    async def open(self, on_change: OwnersChanged) -> None:
         """Do nothing: owners never change."""
 
     async def run(self) -> None:

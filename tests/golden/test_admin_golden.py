@@ -125,8 +125,10 @@ def test_each_type_has_the_bytes_of_the_specification(message, version):
 
 
 def test_the_message_table_of_version_0_equals_that_of_waltz_0_13():
-    assert sorted(codec._plans(WireProtocol.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
-    ours = codec._plans(WireProtocol.ADMIN, 1).keys() - codec._plans(WireProtocol.ADMIN, 0).keys()
+    assert sorted(codec._layouts(WireProtocol.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
+    ours = (
+        codec._layouts(WireProtocol.ADMIN, 1).keys() - codec._layouts(WireProtocol.ADMIN, 0).keys()
+    )
     assert min(ours) >= 64
     assert ReSeed.code in ours
 

@@ -46,7 +46,7 @@ FIELD_VALUES: dict[FieldKind, object] = {
 
 def message_classes(protocol: WireProtocol, version: int) -> list[type[Message]]:
     """Return the classes of all messages that exist in a version."""
-    return [plan.make for plan in codec._plans(protocol, version).values()]
+    return [layout.make for layout in codec._layouts(protocol, version).values()]
 
 
 def to_json_value(value: object) -> Any:

@@ -346,7 +346,7 @@ def test_a_0_13_program_that_does_not_read_uses_bounded_memory() -> None:
             deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(-1))
             for _ in range(45):
                 await writer.append(1_000, size=220)
-                assert server._clients.bytes < 8 << 20
+                assert server._clients.memory_bytes < 8 << 20
             mark = await writer.mark()
             next_id = 0
             while next_id <= mark:

@@ -492,7 +492,7 @@ def test_a_client_that_never_reads_uses_bounded_memory_and_slows_no_other() -> N
                 )
             for _ in range(100):
                 await writer.append(1_000, size=100)
-                assert server._clients.bytes < 64 << 20
+                assert server._clients.memory_bytes < 64 << 20
             assert await writer.mark() == 99_999
             assert deaf.closed is None
             deaf.link.resume_reading()

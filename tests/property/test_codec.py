@@ -81,7 +81,7 @@ def message_of(message_class, version):
 @st.composite
 def any_message(draw):
     protocol, version = draw(st.sampled_from(CASES))
-    plans = list(codec._plans(protocol, version).values())
+    plans = list(codec._layouts(protocol, version).values())
     message_class = draw(st.sampled_from(plans)).make
     return protocol, version, draw(message_of(message_class, version))
 

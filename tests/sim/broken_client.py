@@ -90,7 +90,7 @@ def log_mark_claimed_while_unsubscribed() -> Patches:
     """After an unsubscription, a context claims the log's mark although its view is older."""
     fed = property(lambda self: self._applier is not None)
     mark = property(
-        lambda self: self.stream.high_water_mark if self._applier is None else self._consumed
+        lambda self: self.stream.high_water_mark if self._applier is None else self._applied_mark
     )
     yield replaced(ClientPartition, "has_view", fed)
     yield replaced(ClientPartition, "mark", mark)

@@ -34,7 +34,7 @@ def locks_kept_over_foreign_session() -> Patches:
 @switch
 def fences_end_with_a_release() -> Patches:
     """A server that releases a partition forgets which older attempts it has to reject."""
-    yield replaced(Mounts, "on_released", Mounts.on_generation_begun)
+    yield replaced(Mounts, "on_released", Mounts.on_generation_started)
 
 
 @switch
@@ -125,13 +125,13 @@ def conflict_in_flight_answered_at_once() -> Patches:
         return (
             piece
             if piece.part is not None
-            else ValidatedPiece(None, [], [*piece.doubtful, *piece.rejected])
+            else ValidatedPiece(None, [], [*piece.unsettled, *piece.rejected])
         )
 
     def validate_singles(group, table, position):
         piece = singles(group, table, position)
-        kept = [pending for pending in piece.doubtful if pending.transaction_id >= 0]
-        outcome = [pending for pending in piece.doubtful if pending.transaction_id < 0]
+        kept = [pending for pending in piece.unsettled if pending.transaction_id >= 0]
+        outcome = [pending for pending in piece.unsettled if pending.transaction_id < 0]
         return ValidatedPiece(piece.part, kept, [*piece.rejected, *outcome])
 
     yield replaced(pipeline, "validate_rows", validate_rows)
@@ -177,7 +177,7 @@ def loss_answered_before_settled() -> Patches:
         original(self, event)
         pipeline = self.pipeline
         outcomes = []
-        pipeline._in_flight.gathered = None
+        pipeline._in_flight.draft = None
         for sent in pipeline._in_flight.pop_lost_batches()[0]:
             for pending in sent.appends:
                 if pending.settle(pipeline.high_water_mark):

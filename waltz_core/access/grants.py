@@ -28,7 +28,7 @@ class PrincipalGrants:
 
         `partition` is a partition that the request names; None if the request names none (rule 2).
         """
-        lacking = None
+        missing = None
         for verb in requirement.verbs:
             if self._has_verb(verb, requirement.scope, partition):
                 if not requirement.needs_all:
@@ -36,8 +36,8 @@ class PrincipalGrants:
             elif requirement.needs_all:
                 return verb
             else:
-                lacking = lacking or verb
-        return lacking
+                missing = missing or verb
+        return missing
 
     def _has_verb(self, verb: AccessVerb, scope: Scope, partition: int | None) -> bool:
         granted = self.ranges_by_verb.get(verb, _NO_PARTITIONS)
@@ -76,16 +76,16 @@ class Grants:
     """The grants of all principals in one revision of the permissions."""
 
     def __init__(self, permissions: Permissions) -> None:
-        found: dict[str, dict[AccessVerb, PartitionRanges]] = {}
+        ranges_by_principal: dict[str, dict[AccessVerb, PartitionRanges]] = {}
         for grant in permissions.grants:
             grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
             for grantee in grantees:
-                verbs = found.setdefault(grantee, {})
+                verbs = ranges_by_principal.setdefault(grantee, {})
                 verbs[grant.verb] = _union_of_ranges(
                     verbs.get(grant.verb, _NO_PARTITIONS), grant.partitions
                 )
         self._by_principal = {
-            principal: PrincipalGrants(verbs) for principal, verbs in found.items()
+            principal: PrincipalGrants(verbs) for principal, verbs in ranges_by_principal.items()
         }
 
     def for_principal(self, principal: str) -> PrincipalGrants:
@@ -96,13 +96,13 @@ class Grants:
 def _union_of_ranges(one: PartitionRanges, other: PartitionRanges) -> PartitionRanges:
     if one is None or other is None:
         return None
-    joined: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, last in sorted((*one, *other)):
-        if joined and first <= joined[-1][1] + 1:
-            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(merged[-1][1], last)
         else:
-            joined.append((first, last))
-    return tuple(joined)
+            merged.append((first, last))
+    return tuple(merged)
 
 
 def _includes_ranges(now: PartitionRanges, earlier: PartitionRanges) -> bool:

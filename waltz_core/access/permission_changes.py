@@ -57,21 +57,23 @@ def initial_permissions(client_key: bytes, *, accepts_0_13: bool) -> Permissions
     return Permissions(1, "", 0, client_key, accepts_0_13)
 
 
-def with_revision(found: Permissions, revision: int, changed_by: str, now_ms: int) -> Permissions:
+def with_revision(
+    permissions: Permissions, revision: int, changed_by: str, now_ms: int
+) -> Permissions:
     """Return the same permissions with another revision number, author and time.
 
     "?" replaces each character of `changed_by` that the access node in ZooKeeper may not contain.
 
     Raises BadRequest if `revision` exceeds `REVISION_MAX`, as after an import of that revision.
     """
-    author = "".join(each if each.isprintable() else "?" for each in changed_by)
+    author = "".join(character if character.isprintable() else "?" for character in changed_by)
     if revision > REVISION_MAX:
         raise BadRequest(
             f"cannot store the permissions: expected a revision number of at most {REVISION_MAX}, "
             f"found {revision}"
         )
     return replace(
-        found, revision=revision, changed_by=author[:AUTHOR_CHARACTERS_MAX], changed_ms=now_ms
+        permissions, revision=revision, changed_by=author[:AUTHOR_CHARACTERS_MAX], changed_ms=now_ms
     )
 
 
@@ -99,17 +101,17 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
 
     Raises BadConfig for an unknown verb.
     """
-    known = {each.value: each for each in AccessVerb}
-    found: dict[AccessVerb, None] = {}
+    verbs_by_name = {verb.value: verb for verb in AccessVerb}
+    verbs: dict[AccessVerb, None] = {}
     for word in text.split(","):
-        if word.strip() not in known:
+        if word.strip() not in verbs_by_name:
             expected = (
-                f"verbs: expected one or more of {', '.join(known)}, separated by commas, such "
-                "as 'read,append'"
+                f"verbs: expected one or more of {', '.join(verbs_by_name)}, separated by commas, "
+                "such as 'read,append'"
             )
             raise BadConfig(f"{expected}; found {text!r}")
-        found[known[word.strip()]] = None
-    return tuple(found)
+        verbs[verbs_by_name[word.strip()]] = None
+    return tuple(verbs)
 
 
 def check_principal(name: str) -> None:
@@ -142,21 +144,23 @@ def check_replicate_remains(before: Permissions, after: Permissions, count: int)
 
     `count` is the number of partitions in the cluster.
     """
-    lost = _partitions_with_replicate(before, count) - _partitions_with_replicate(after, count)
-    if lost:
+    lost_partitions = _partitions_with_replicate(before, count) - _partitions_with_replicate(
+        after, count
+    )
+    if lost_partitions:
         raise BadRequest(
             "the change was rejected: after it, no principal would have the verb "
-            f"`replicate` for partitions {format_ranges(ranges_of(lost))}, so their servers "
-            "could not open store sessions. Hint: grant `replicate` to another principal "
+            f"`replicate` for partitions {format_ranges(ranges_of(lost_partitions))}, so their "
+            "servers could not open store sessions. Hint: grant `replicate` to another principal "
             "first, or add --force."
         )
 
 
 def _partitions_with_replicate(permissions: Permissions, count: int) -> set[int]:
     grantees = {
-        Grantee(each.grantee, each.is_group)
-        for each in permissions.grants
-        if not each.is_group or permissions.groups[each.grantee]
+        Grantee(grant_entry.grantee, grant_entry.is_group)
+        for grant_entry in permissions.grants
+        if not grant_entry.is_group or permissions.groups[grant_entry.grantee]
     }
     return _partitions_of_grants(permissions, AccessVerb.REPLICATE, grantees, count)
 
@@ -164,11 +168,14 @@ def _partitions_with_replicate(permissions: Permissions, count: int) -> set[int]
 def _partitions_of_grants(
     permissions: Permissions, verb: AccessVerb, grantees: set[Grantee], count: int
 ) -> set[int]:
-    found: set[int] = set()
-    for each in permissions.grants:
-        if each.verb is verb and Grantee(each.grantee, each.is_group) in grantees:
-            found |= _partition_numbers(each.partitions, count)
-    return found
+    partitions: set[int] = set()
+    for grant_entry in permissions.grants:
+        if (
+            grant_entry.verb is verb
+            and Grantee(grant_entry.grantee, grant_entry.is_group) in grantees
+        ):
+            partitions |= _partition_numbers(grant_entry.partitions, count)
+    return partitions
 
 
 def _partition_numbers(ranges: Ranges, count: int) -> set[int]:
@@ -181,21 +188,21 @@ def _partition_numbers(ranges: Ranges, count: int) -> set[int]:
 
 
 def grant(
-    old: Permissions, grantee: Grantee, verbs: Sequence[AccessVerb], partitions: Ranges
+    permissions: Permissions, grantee: Grantee, verbs: Sequence[AccessVerb], partitions: Ranges
 ) -> Permissions:
     """Grant verbs for partitions to a principal or a group (rule 2).
 
     Raises BadConfig for an invalid name, and BadRequest for a group that does not exist.
     """
-    _check_grantee(old, grantee)
-    grants = old.grants
+    _check_grantee(permissions, grantee)
+    grants = permissions.grants
     for verb in verbs:
         grants = _with_grant(grants, grantee, verb, partitions)
-    return replace(old, grants=grants)
+    return replace(permissions, grants=grants)
 
 
 def revoke(
-    old: Permissions,
+    permissions: Permissions,
     grantee: Grantee,
     verbs: Sequence[AccessVerb],
     partitions: Ranges,
@@ -206,22 +213,22 @@ def revoke(
 
     Raises BadConfig for an invalid name, and BadRequest if the grantee has no such grant (rule 1).
     """
-    _check_grantee(old, grantee)
-    grants = old.grants
+    _check_grantee(permissions, grantee)
+    grants = permissions.grants
     for verb in verbs:
         grants = _without_grant(grants, grantee, verb, partitions, partition_count)
-    if grants == old.grants:
-        words = ",".join(each.value for each in verbs)
+    if grants == permissions.grants:
+        verbs_text = ",".join(verb.value for verb in verbs)
         raise BadRequest(
-            f"nothing was changed: {grantee} has no grant of {words} for partitions "
+            f"nothing was changed: {grantee} has no grant of {verbs_text} for partitions "
             f"{format_ranges(partitions)}. {ACCESS_LIST_HINT}"
         )
-    return replace(old, grants=grants)
+    return replace(permissions, grants=grants)
 
 
-def _check_grantee(old: Permissions, grantee: Grantee) -> None:
+def _check_grantee(permissions: Permissions, grantee: Grantee) -> None:
     if grantee.is_group:
-        _check_group(old, grantee.name)
+        _check_group(permissions, grantee.name)
     else:
         check_principal(grantee.name)
 
@@ -233,21 +240,31 @@ def _is_grant_of(grant: Grant, grantee: Grantee, verb: AccessVerb) -> bool:
 def _with_grant(
     grants: tuple[Grant, ...], grantee: Grantee, verb: AccessVerb, partitions: Ranges
 ) -> tuple[Grant, ...]:
-    found = [each for each in grants if _is_grant_of(each, grantee, verb)]
-    merged = _merge_ranges([partitions, *(each.partitions for each in found)])
-    added = Grant(grantee.name, grantee.is_group, verb, merged)
-    if not found:
+    same_grants = [
+        other_grant for other_grant in grants if _is_grant_of(other_grant, grantee, verb)
+    ]
+    merged_ranges = _merge_ranges(
+        [partitions, *(other_grant.partitions for other_grant in same_grants)]
+    )
+    added = Grant(grantee.name, grantee.is_group, verb, merged_ranges)
+    if not same_grants:
         return (*grants, added)
-    rest = (each for each in grants if each is found[0] or not _is_grant_of(each, grantee, verb))
-    return tuple(added if each is found[0] else each for each in rest)
+    grants_left = (
+        other_grant
+        for other_grant in grants
+        if other_grant is same_grants[0] or not _is_grant_of(other_grant, grantee, verb)
+    )
+    return tuple(
+        added if other_grant is same_grants[0] else other_grant for other_grant in grants_left
+    )
 
 
-def _merge_ranges(every: Iterable[Ranges]) -> Ranges:
+def _merge_ranges(ranges_of_grants: Iterable[Ranges]) -> Ranges:
     ranges: list[tuple[int, int]] = []
-    for each in every:
-        if each is None:
+    for ranges_or_all in ranges_of_grants:
+        if ranges_or_all is None:
             return None
-        ranges += each
+        ranges += ranges_or_all
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -264,114 +281,131 @@ def _without_grant(
     partitions: Ranges,
     partition_count: int,
 ) -> tuple[Grant, ...]:
-    kept: list[Grant] = []
-    for each in grants:
-        if not _is_grant_of(each, grantee, verb):
-            kept.append(each)
+    grants_left: list[Grant] = []
+    for grant_entry in grants:
+        if not _is_grant_of(grant_entry, grantee, verb):
+            grants_left.append(grant_entry)
             continue
         if partitions is None:
             continue
-        before = _partition_numbers(each.partitions, partition_count)
-        rest = before - _partition_numbers(partitions, partition_count)
-        if rest:
-            kept.append(each if rest == before else replace(each, partitions=ranges_of(rest)))
-    return tuple(kept)
+        before = _partition_numbers(grant_entry.partitions, partition_count)
+        partitions_left = before - _partition_numbers(partitions, partition_count)
+        if partitions_left:
+            grants_left.append(
+                grant_entry
+                if partitions_left == before
+                else replace(grant_entry, partitions=ranges_of(partitions_left))
+            )
+    return tuple(grants_left)
 
 
 # --- groups, limits, tokens
 
 
-def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
+def add_to_group(permissions: Permissions, group: str, members: Sequence[str]) -> Permissions:
     """Add principals to a group, and create the group if necessary; raises BadConfig."""
     if not is_principal_name(group):
         raise BadConfig(f"expected a group name of {PRINCIPAL_NAME_FORM}, found {group!r}")
-    for each in members:
-        check_principal(each)
-    named = tuple(dict.fromkeys((*old.groups.get(group, ()), *members)))
-    return replace(old, groups={**old.groups, group: named})
+    for member in members:
+        check_principal(member)
+    all_members = tuple(dict.fromkeys((*permissions.groups.get(group, ()), *members)))
+    return replace(permissions, groups={**permissions.groups, group: all_members})
 
 
-def remove_from_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
+def remove_from_group(permissions: Permissions, group: str, members: Sequence[str]) -> Permissions:
     """Remove principals from a group, which may become empty.
 
     Raises BadRequest for a non-member.
     """
-    _check_group(old, group)
-    for each in members:
-        if each not in old.groups[group]:
-            raise BadRequest(f"{each} is not a member of group {group}. {ACCESS_LIST_HINT}")
-    kept = tuple(each for each in old.groups[group] if each not in members)
-    return replace(old, groups={**old.groups, group: kept})
+    _check_group(permissions, group)
+    for member in members:
+        if member not in permissions.groups[group]:
+            raise BadRequest(f"{member} is not a member of group {group}. {ACCESS_LIST_HINT}")
+    members_left = tuple(member for member in permissions.groups[group] if member not in members)
+    return replace(permissions, groups={**permissions.groups, group: members_left})
 
 
-def delete_group(old: Permissions, group: str) -> Permissions:
+def delete_group(permissions: Permissions, group: str) -> Permissions:
     """Delete a group and its grants; raises BadRequest if the group does not exist."""
-    _check_group(old, group)
+    _check_group(permissions, group)
     return replace(
-        old,
-        groups={name: its for name, its in old.groups.items() if name != group},
-        grants=tuple(each for each in old.grants if not (each.is_group and each.grantee == group)),
+        permissions,
+        groups={name: members for name, members in permissions.groups.items() if name != group},
+        grants=tuple(
+            grant_entry
+            for grant_entry in permissions.grants
+            if not (grant_entry.is_group and grant_entry.grantee == group)
+        ),
     )
 
 
-def _check_group(old: Permissions, group: str) -> None:
-    if group not in old.groups:
-        names = ", ".join(old.groups) or "none"
+def _check_group(permissions: Permissions, group: str) -> None:
+    if group not in permissions.groups:
+        names = ", ".join(permissions.groups) or "none"
         raise BadRequest(
             f"there is no group {group!r}; the existing groups are: {names}. Hint: `access "
             "group add` creates a group."
         )
 
 
-def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissions:
+def set_limits(permissions: Permissions, name: str, limits: PrincipalLimits) -> Permissions:
     """Set limits of a principal, or the default limits "*"; None in `limits` keeps the old value.
 
     Raises BadConfig for a limit below 1 or above 2^63 - 1.
     """
     if name != DEFAULT_LIMITS_KEY:
         check_principal(name)
-    given = {
+    new_limits = {
         key: value
         for key in PrincipalLimits.__dataclass_fields__
         if (value := getattr(limits, key)) is not None
     }
-    for key, value in given.items():
+    for key, value in new_limits.items():
         if not 1 <= value < 1 << 63:
             raise BadConfig(f"limit {key}: expected a number from 1 to 2^63 - 1, found {value}")
     return replace(
-        old, limits={**old.limits, name: replace(old.limits.get(name, PrincipalLimits()), **given)}
+        permissions,
+        limits={
+            **permissions.limits,
+            name: replace(permissions.limits.get(name, PrincipalLimits()), **new_limits),
+        },
     )
 
 
-def remove_limits(old: Permissions, name: str) -> Permissions:
+def remove_limits(permissions: Permissions, name: str) -> Permissions:
     """Remove all limits of a principal, or the default limits "*".
 
     Raises BadRequest if none exist.
     """
-    if name not in old.limits:
+    if name not in permissions.limits:
         raise BadRequest(f"{name} has no limits of its own. {ACCESS_LIST_HINT}")
-    return replace(old, limits={key: its for key, its in old.limits.items() if key != name})
+    return replace(
+        permissions,
+        limits={key: limits for key, limits in permissions.limits.items() if key != name},
+    )
 
 
-def set_accepts_0_13(old: Permissions, *, accepts: bool) -> Permissions:
+def set_accepts_0_13(permissions: Permissions, *, accepts: bool) -> Permissions:
     """Set whether client IDs without a proof are accepted (AC 9)."""
-    return replace(old, accepts_0_13=accepts)
+    return replace(permissions, accepts_0_13=accepts)
 
 
-def add_token(old: Permissions, token_hash: str, token: StoredToken) -> Permissions:
+def add_token(permissions: Permissions, token_hash: str, token: StoredToken) -> Permissions:
     """Add a token under the hash of its secret; a repeated call has no effect.
 
     Raises BadConfig for a reserved principal, and BadRequest if another token has the ID.
     """
     check_token_principal(token.principal)
-    if old.tokens.get(token_hash, token) != token or any(
-        each.token_id == token.token_id for key, each in old.tokens.items() if key != token_hash
+    if permissions.tokens.get(token_hash, token) != token or any(
+        stored_token.token_id == token.token_id
+        for key, stored_token in permissions.tokens.items()
+        if key != token_hash
     ):
         raise BadRequest(
             f"a token with ID {token.token_id} exists already. Hint: repeat the command; it "
             "creates another ID."
         )
-    return replace(old, tokens={**old.tokens, token_hash: token})
+    return replace(permissions, tokens={**permissions.tokens, token_hash: token})
 
 
 def check_token_principal(name: str) -> None:
@@ -381,15 +415,23 @@ def check_token_principal(name: str) -> None:
         raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")
 
 
-def revoke_token(old: Permissions, token_id: str) -> Permissions:
+def revoke_token(permissions: Permissions, token_id: str) -> Permissions:
     """Remove the token with an ID; raises BadRequest if no token has the ID."""
-    kept = {key: each for key, each in old.tokens.items() if each.token_id != token_id}
-    if len(kept) == len(old.tokens):
+    tokens_left = {
+        key: stored_token
+        for key, stored_token in permissions.tokens.items()
+        if stored_token.token_id != token_id
+    }
+    if len(tokens_left) == len(permissions.tokens):
         raise BadRequest(f"there is no token with ID {token_id!r}. {ACCESS_LIST_HINT}")
-    return replace(old, tokens=kept)
+    return replace(permissions, tokens=tokens_left)
 
 
-def remove_expired_tokens(old: Permissions, now_ms: int) -> Permissions:
+def remove_expired_tokens(permissions: Permissions, now_ms: int) -> Permissions:
     """Remove the expired tokens, which have no effect any more."""
-    kept = {key: each for key, each in old.tokens.items() if now_ms < each.expires_ms}
-    return replace(old, tokens=kept)
+    tokens_left = {
+        key: stored_token
+        for key, stored_token in permissions.tokens.items()
+        if now_ms < stored_token.expires_ms
+    }
+    return replace(permissions, tokens=tokens_left)

@@ -70,5 +70,5 @@ class Permissions:
 
     def valid_token(self, token_hash: str, now_ms: int) -> StoredToken | None:
         """Return the token with this hash; None if it is unknown, revoked or expired."""
-        known = self.tokens.get(token_hash)
-        return None if known is None or now_ms >= known.expires_ms else known
+        token = self.tokens.get(token_hash)
+        return None if token is None or now_ms >= token.expires_ms else token

@@ -51,21 +51,21 @@ def compile_principal_pattern(pattern: str) -> "re.Pattern[str]":
     """
     expected = "setting principal_pattern: expected a regular expression with a group"
     try:
-        made = re.compile(pattern)
+        compiled = re.compile(pattern)
     except re.error as error:
         raise BadConfig(f"{expected}, found {pattern!r} ({error})") from error
-    if not made.groups:
+    if not compiled.groups:
         raise BadConfig(f'{expected}, such as "CN=(.+)", found {pattern!r}, which has none')
-    return made
+    return compiled
 
 
 def principal_of(certificate: Certificate | None, pattern: "re.Pattern[str]") -> str | None:
     """Return the principal of a verified certificate; None if it has none (rules 1 and 2)."""
     matches = [pattern.fullmatch(name) for name in _certificate_names(certificate or {})]
-    found = {match.group(1) for match in matches if match and match.group(1) is not None}
-    if len(found) != 1:
+    principal_names = {match.group(1) for match in matches if match and match.group(1) is not None}
+    if len(principal_names) != 1:
         return None
-    (name,) = found
+    (name,) = principal_names
     return name if is_principal_name(name) and name not in RESERVED_NAMES else None
 
 
@@ -93,5 +93,5 @@ def _rfc4514_name(subject: tuple[tuple[tuple[str, str], ...], ...]) -> str:
 
 def _escape_value(value: str) -> str:
     return _ESCAPED_CHARACTERS.sub(
-        lambda found: "\\00" if found[0] == "\0" else f"\\{found[0]}", value
+        lambda match: "\\00" if match[0] == "\0" else f"\\{match[0]}", value
     )

@@ -90,9 +90,9 @@ class Usage:
 
     def take(self) -> "Usage":
         """Return a copy of the counts, and reset them to 0."""
-        taken = replace(self)
+        usage = replace(self)
         self.bytes = self.appends = self.delayed = self.rejected = 0
-        return taken
+        return usage
 
 
 class IssuedIdLimit:
@@ -113,7 +113,11 @@ class IssuedIdLimit:
         bucket = self._buckets.get(principal)
         if bucket is None:
             if len(self._buckets) >= QUOTAS_MAX:
-                for name in [name for name, each in self._buckets.items() if each.is_full(now_ns)]:
+                for name in [
+                    name
+                    for name, token_bucket in self._buckets.items()
+                    if token_bucket.is_full(now_ns)
+                ]:
                     del self._buckets[name]
             bucket = self._buckets[principal] = TokenBucket(IDS_PER_S, _IDS_BURST_NS)
         wait_ns = bucket.wait_ns(now_ns)
@@ -152,7 +156,9 @@ class Quota:
     def is_idle(self, now_ns: int) -> bool:
         """Whether the quota may be dropped, because a new one would be equal."""
         buckets = (self._bytes, self._appends)
-        return not self.connections and all(not each or each.is_full(now_ns) for each in buckets)
+        return not self.connections and all(
+            not bucket or bucket.is_full(now_ns) for bucket in buckets
+        )
 
     # ---- requests
 
@@ -257,12 +263,12 @@ class Quota:
 
         These are the newest connections, and the connections of the newest feeds.
         """
-        found: dict[Hashable, None] = {}
+        connections: dict[Hashable, None] = {}
         if self.limits.connections is not None:
-            found.update(dict.fromkeys(list(self.connections)[self.limits.connections :]))
+            connections.update(dict.fromkeys(list(self.connections)[self.limits.connections :]))
         if self.limits.feeds is not None:
-            found.update(dict.fromkeys(list(self.feeds.values())[self.limits.feeds :]))
-        return found
+            connections.update(dict.fromkeys(list(self.feeds.values())[self.limits.feeds :]))
+        return connections
 
 
 class Quotas:
@@ -280,7 +286,7 @@ class Quotas:
         self._limits, self._grants = dict(permissions.limits), grants
         self._labels = _metric_labels(permissions)
         labels = (*self._labels, OTHER_LABEL)
-        self.usage = {each: self.usage[each] for each in labels if each in self.usage}
+        self.usage = {label: self.usage[label] for label in labels if label in self.usage}
         for principal, quota in list(self._quotas.items()):
             limits = self._limits_of(principal)
             if limits is None:
@@ -298,23 +304,29 @@ class Quotas:
         if limits is None:
             return None
         if len(self._quotas) >= QUOTAS_MAX:
-            for name in [name for name, each in self._quotas.items() if each.is_idle(now_ns)]:
+            for name in [
+                name for name, other_quota in self._quotas.items() if other_quota.is_idle(now_ns)
+            ]:
                 del self._quotas[name]
         quota = self._quotas[principal] = Quota(principal, limits, self._usage_of(principal))
         return quota
 
     def connections_over_limit(self) -> list[Hashable]:
         """Return the connections that exceed the limits of their principals."""
-        return [each for quota in self._quotas.values() for each in quota.connections_over_limit()]
+        return [
+            connection
+            for quota in self._quotas.values()
+            for connection in quota.connections_over_limit()
+        ]
 
     def connection_and_feed_counts(self) -> dict[str, tuple[int, int]]:
         """Return the numbers of connections and feeds for each metric label."""
-        found = dict.fromkeys(self.usage, (0, 0))
+        counts = dict.fromkeys(self.usage, (0, 0))
         for quota in self._quotas.values():
             label = self.label_of(quota.principal)
-            connections, feeds = found[label]
-            found[label] = connections + len(quota.connections), feeds + len(quota.feeds)
-        return found
+            connections, feeds = counts[label]
+            counts[label] = connections + len(quota.connections), feeds + len(quota.feeds)
+        return counts
 
     def label_of(self, principal: str) -> str:
         """Return the metric label of a principal (rule 6)."""
@@ -328,15 +340,15 @@ class Quotas:
             return None
         if AccessVerb.REPLICATE in self._grants.for_principal(principal).ranges_by_verb:
             return None
-        own = self._limits.get(principal, PrincipalLimits())
+        own_limits = self._limits.get(principal, PrincipalLimits())
         default = self._limits.get(DEFAULT_LIMITS_KEY, PrincipalLimits())
-        found = PrincipalLimits(
-            own.bytes_per_s or default.bytes_per_s,
-            own.appends_per_s or default.appends_per_s,
-            own.connections or default.connections,
-            own.feeds or default.feeds,
+        limits = PrincipalLimits(
+            own_limits.bytes_per_s or default.bytes_per_s,
+            own_limits.appends_per_s or default.appends_per_s,
+            own_limits.connections or default.connections,
+            own_limits.feeds or default.feeds,
         )
-        return None if found == PrincipalLimits() else found
+        return None if limits == PrincipalLimits() else limits
 
 
 def _bucket_for_rate(per_s: int | None) -> TokenBucket | None:
@@ -344,11 +356,11 @@ def _bucket_for_rate(per_s: int | None) -> TokenBucket | None:
 
 
 def _metric_labels(permissions: Permissions) -> dict[str, None]:
-    found: dict[str, None] = {}
+    labels: dict[str, None] = {}
     for grant in permissions.grants:
         grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
-        for each in grantees:
-            if len(found) == METRIC_LABELS_MAX:
-                return found
-            found[each] = None
-    return found
+        for principal in grantees:
+            if len(labels) == METRIC_LABELS_MAX:
+                return labels
+            labels[principal] = None
+    return labels

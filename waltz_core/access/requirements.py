@@ -89,6 +89,10 @@ def require_by_field(
 
     `declarations` has one for each of its values.
     """
-    found = {value: each for value, each in declarations.items() if isinstance(each, Requirement)}
-    assert len(found) == len(declarations), f"{field}: a value without a requirement"
-    return RequirementByField(field, found)
+    requirements = {
+        value: declaration
+        for value, declaration in declarations.items()
+        if isinstance(declaration, Requirement)
+    }
+    assert len(requirements) == len(declarations), f"{field}: a value without a requirement"
+    return RequirementByField(field, requirements)

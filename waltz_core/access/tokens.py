@@ -26,15 +26,15 @@ class Token:
         self.secret = secret
 
     @staticmethod
-    def parse(text: str, where: str) -> "Token":
+    def parse(text: str, source: str) -> "Token":
         """Parse a token from a file or a variable: 64 lower-case hexadecimal digits.
 
-        Raises BadConfig, whose message contains `where` but not the text.
+        Raises BadConfig, whose message contains `source` but not the text.
         """
         text = text.strip()
         if _TOKEN_PATTERN.fullmatch(text) is None:
             raise BadConfig(
-                f"{where}: expected a token of {2 * TOKEN_BYTES} lower-case hexadecimal "
+                f"{source}: expected a token of {2 * TOKEN_BYTES} lower-case hexadecimal "
                 f"digits, found a text of {len(text)} characters"
             )
         return Token(bytes.fromhex(text))

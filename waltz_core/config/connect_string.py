@@ -47,8 +47,8 @@ class ConnectString:
 
     def __str__(self) -> str:
         values = (self.auth_file, self.tls, self.token_file, self.token_env)
-        given = dict(zip(_OPTION_NAMES, values, strict=True))
-        options = "&".join(f"{name}={value}" for name, value in given.items() if value)
+        values_by_option = dict(zip(_OPTION_NAMES, values, strict=True))
+        options = "&".join(f"{name}={value}" for name, value in values_by_option.items() if value)
         return ",".join(self.hosts) + self.root + (f"?{options}" if options else "")
 
 
@@ -80,9 +80,9 @@ def parse_connect_string(text: str) -> ConnectString:
                 f"the connect string {text!r} has the component {name!r} in its cluster "
                 f"root: {EXPECTED_FORM}"
             )
-    checked = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
+    checked_hosts = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
     root = "/" + "/".join(names)
-    return ConnectString(checked, root, *(options.get(name, "") for name in _OPTION_NAMES))
+    return ConnectString(checked_hosts, root, *(options.get(name, "") for name in _OPTION_NAMES))
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -90,10 +90,14 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, digits = address.rpartition(":")
     if not colon or (host.startswith("[") and not host.endswith("]")):
         raise errors.BadConfig(f"{address!r} has no port: expected host:port")
-    bare = host[1:-1] if host.startswith("[") else host
-    if not bare or bare != bare.strip() or "/" in bare:
+    unbracketed_host = host[1:-1] if host.startswith("[") else host
+    if (
+        not unbracketed_host
+        or unbracketed_host != unbracketed_host.strip()
+        or "/" in unbracketed_host
+    ):
         raise errors.BadConfig(f"{address!r} has no host: expected host:port")
-    if ":" in bare and not host.startswith("["):
+    if ":" in unbracketed_host and not host.startswith("["):
         raise errors.BadConfig(
             f"{address!r} has an IPv6 host without brackets: expected [::1]:port"
         )
@@ -117,15 +121,20 @@ def check_address(address: str) -> None:
 
 def _parse_options(query: str) -> dict[str, str] | None:
     """Return the options after the question mark, by name; None if one is invalid."""
-    found: dict[str, str] = {}
+    value_by_option: dict[str, str] = {}
     for option in _OPTION_SEPARATOR.split(query):
         name, _, value = option.partition("=")
-        if name not in _OPTION_NAMES or name in found or not value or not value.isprintable():
+        if (
+            name not in _OPTION_NAMES
+            or name in value_by_option
+            or not value
+            or not value.isprintable()
+        ):
             return None
         if name == "token_env" and not _VARIABLE_NAME.fullmatch(value):
             return None
-        found[name] = value
-    return None if {"token_file", "token_env"} <= found.keys() else found
+        value_by_option[name] = value
+    return None if {"token_file", "token_env"} <= value_by_option.keys() else value_by_option
 
 
 def _checked_host(host: str, text: str) -> str:

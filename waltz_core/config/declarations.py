@@ -229,9 +229,14 @@ def _check_audit_log(audit_log: str, access: str) -> None:
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
     """Raise BadConfig for an invalid host, or one at which other machines cannot connect."""
-    bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
-    named = {"listen_host": listen_host, "advertised_host": bare, "http_host": http_host}
-    for name, host in named.items():
+    # An IPv6 address may be in brackets.
+    unbracketed_host = advertised_host.removeprefix("[").removesuffix("]")
+    host_settings = {
+        "listen_host": listen_host,
+        "advertised_host": unbracketed_host,
+        "http_host": http_host,
+    }
+    for name, host in host_settings.items():
         if not host:
             continue
         try:
@@ -564,7 +569,7 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         maximum=65_536,
     )
     small_requests_first: bool = setting(
-        True,  # noqa: FBT003 - as above
+        True,  # noqa: FBT003 - the name explains it
         "Whether the server splits large batches and pauses between the parts while clients "
         "send small requests. A small request then takes at most twice as long as without "
         "large batches. If false, the client that sends the most data gets the largest share.",
@@ -734,12 +739,14 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         self._check_one_of("balance", BALANCE_MODES)
         self._check_at_most("batch_bytes_max", "partition_queue_bytes_max")
         self._check_at_most("batch_bytes_max", "connection_in_flight_bytes_max")
-        held = self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes
-        if held > self.memory_bytes_max:
+        reserved_bytes = (
+            self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes
+        )
+        if reserved_bytes > self.memory_bytes_max:
             raise BadConfig(
                 "setting memory_bytes_max: expected at least the sum of "
                 "lock_table_bytes_max, feed_cache_bytes and transaction_cache_bytes "
-                f"({held}), found {self.memory_bytes_max}"
+                f"({reserved_bytes}), found {self.memory_bytes_max}"
             )
 
 
@@ -763,7 +770,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         10_000, "Time that one attempt to mount a partition may take."
     )
     traces: bool = setting(
-        False,  # noqa: FBT003 - see `setting`
+        False,  # noqa: FBT003 - the name explains it
         "Whether the client records an OpenTelemetry span for each append, and for each group of "
         "transactions that it passes to callbacks. This needs `waltz-spark[traces]` and a tracer "
         "provider of the application.",

@@ -31,7 +31,7 @@ def setting(
     minimum: int | None = None,
     maximum: int | None = None,
     example: str = "",
-) -> Any:  # noqa: ANN401 - what `dataclasses.field` returns has every type
+) -> Any:  # noqa: ANN401 - the result of `field` fits every type
     """Declare a setting. A setting with an `example` has no usable default, and is required."""
     assert not example or default == "", "only a text can be required"
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "example": example}
@@ -45,8 +45,8 @@ class Config:
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check_value(each.name, getattr(self, each.name), each)
+        for setting_field in fields(self):
+            _check_value(setting_field.name, getattr(self, setting_field.name), setting_field)
         self.validate()
 
     def validate(self) -> None:
@@ -54,22 +54,22 @@ class Config:
 
     def _check_ports_differ(self, *names: str) -> None:
         """Raise BadConfig if two of these settings have the same port; port 0 is permitted."""
-        seen: dict[int, str] = {}
+        setting_by_port: dict[int, str] = {}
         for name in names:
             port: int = getattr(self, name)
-            if port and port in seen:
+            if port and port in setting_by_port:
                 raise BadConfig(
-                    f"setting {name}: expected another port than that of {seen[port]}, found "
-                    f"{port} for both"
+                    f"setting {name}: expected another port than that of {setting_by_port[port]}, "
+                    f"found {port} for both"
                 )
-            seen[port] = name
+            setting_by_port[port] = name
 
-    def _check_one_of(self, name: str, words: Collection[str]) -> None:
-        """Raise BadConfig unless the value of a setting is one of `words`."""
-        found = getattr(self, name)
-        if found not in words:
-            known = ", ".join(each or "nothing" for each in words)
-            raise BadConfig(f"setting {name}: expected one of {known}, found {found!r}")
+    def _check_one_of(self, name: str, allowed_values: Collection[str]) -> None:
+        """Raise BadConfig unless the value of a setting is one of `allowed_values`."""
+        value = getattr(self, name)
+        if value not in allowed_values:
+            allowed_text = ", ".join(allowed_value or "nothing" for allowed_value in allowed_values)
+            raise BadConfig(f"setting {name}: expected one of {allowed_text}, found {value!r}")
 
     def _check_at_most(self, smaller: str, greater: str) -> None:
         """Raise BadConfig if the value of setting `smaller` exceeds that of setting `greater`."""
@@ -103,9 +103,11 @@ class LoadedConfig(Generic[ConfigT]):
         """Return each setting with its value and its origin, in the order of the sample."""
         return [
             ShownSetting(
-                each.name, getattr(self.config, each.name), self.origins.get(each.name, "default")
+                setting_field.name,
+                getattr(self.config, setting_field.name),
+                self.origins.get(setting_field.name, "default"),
             )
-            for each in fields(self.config)
+            for setting_field in fields(self.config)
         ]
 
 
@@ -124,15 +126,15 @@ def load_config(
     """
     values: dict[str, SettingValue] = {}
     origins: dict[str, str] = {}
-    known = {each.name: each for each in fields(config_type)}
+    fields_by_name = {setting_field.name: setting_field for setting_field in fields(config_type)}
 
     def set_value(name: str, value: object, origin: str) -> None:
-        if name not in known:
+        if name not in fields_by_name:
             raise BadConfig(
-                f"{origin}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
+                f"{origin}: unknown setting {name!r}{nearest_name_hint(name, list(fields_by_name))}"
             )
-        values[name] = _convert_value(name, value, known[name].type, origin)
-        _check_value(f"{origin}, setting {name}", values[name], known[name])
+        values[name] = _convert_value(name, value, fields_by_name[name].type, origin)
+        _check_value(f"{origin}, setting {name}", values[name], fields_by_name[name])
         origins[name] = origin
 
     if path is not None:
@@ -143,8 +145,8 @@ def load_config(
     for name, flag in (flags or {}).items():
         if flag is not None:
             set_value(name, flag, f"flag --{name.replace('_', '-')}")
-    for name, each in known.items():
-        if each.metadata["example"] and not values.get(name):
+    for name, setting_field in fields_by_name.items():
+        if setting_field.metadata["example"] and not values.get(name):
             raise BadConfig(_missing_setting_text(config_type, name))
     return LoadedConfig(_validated_config(config_type, values, origins), origins)
 
@@ -164,13 +166,13 @@ def _validated_config(
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         with open(path, "rb") as handle:
-            found = tomllib.load(handle)
-        repr(found)  # raises for a number of over 4,300 digits, which no error could show
+            values = tomllib.load(handle)
+        repr(values)  # raises for a number of over 4,300 digits, which no error could show
     except OSError as error:
         raise BadConfig(f"cannot read settings file {os.fspath(path)}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise BadConfig(f"{os.fspath(path)}: expected a TOML file: {error}") from None
-    return found
+    return values
 
 
 def _environment_variables(
@@ -178,11 +180,11 @@ def _environment_variables(
 ) -> list[tuple[str, str]]:
     """Return pairs of a variable and its setting that apply to this kind (rule 2)."""
     prefix = f"WALTZ_{config_type.kind.upper()}_"
-    has_connect = any(each.name == "connect" for each in fields(config_type))
+    has_connect = any(setting_field.name == "connect" for setting_field in fields(config_type))
     is_general = has_connect and "WALTZ_CONNECT" in environment and "connect" not in file
     names = [("WALTZ_CONNECT", "connect")] if is_general else []
-    own = sorted(variable for variable in environment if variable.startswith(prefix))
-    return names + [(variable, variable.removeprefix(prefix).lower()) for variable in own]
+    own_variables = sorted(variable for variable in environment if variable.startswith(prefix))
+    return names + [(variable, variable.removeprefix(prefix).lower()) for variable in own_variables]
 
 
 def _convert_value(name: str, value: object, expected_type: Any, origin: str) -> SettingValue:  # noqa: ANN401 - a type
@@ -203,15 +205,15 @@ def _convert_value(name: str, value: object, expected_type: Any, origin: str) ->
     return value
 
 
-def _check_value(where: str, value: SettingValue, setting_field: Any) -> None:  # noqa: ANN401 - a `Field` of any type
+def _check_value(source: str, value: SettingValue, setting_field: Any) -> None:  # noqa: ANN401 - a `Field` of any type
     """Raise BadConfig if a value has the wrong type or is out of bounds."""
     if type(value) is not setting_field.type:
-        raise BadConfig(f"{where}: expected {setting_field.type.__name__}, found {value!r}")
+        raise BadConfig(f"{source}: expected {setting_field.type.__name__}, found {value!r}")
     minimum, maximum = setting_field.metadata["minimum"], setting_field.metadata["maximum"]
     if isinstance(value, int) and (
         (minimum is not None and value < minimum) or (maximum is not None and value > maximum)
     ):
-        raise BadConfig(f"{where}: expected {minimum}..{maximum}, found {value}")
+        raise BadConfig(f"{source}: expected {minimum}..{maximum}, found {value}")
 
 
 def _missing_setting_text(config_type: type[Config], name: str) -> str:
@@ -230,10 +232,14 @@ def first_names_text(names: Sequence[str], count_max: int) -> str:
     return ", ".join(names[:count_max]) + more or "none"
 
 
-def nearest_name_hint(name: str, known: list[str]) -> str:
+def nearest_name_hint(name: str, known_names: list[str]) -> str:
     """Return a hint for an unknown name: the most similar known name, or all known names."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
+    similar_names = difflib.get_close_matches(name, known_names, n=1, cutoff=0.5)
+    return (
+        f"; did you mean {similar_names[0]!r}?"
+        if similar_names
+        else f"; expected one of {', '.join(known_names)}"
+    )
 
 
 # --- Writing
@@ -246,16 +252,16 @@ def render_settings(config_type: type[Config], values: Mapping[str, object]) -> 
         BadConfig: an unknown setting, or a value of another type or out of bounds.
     """
     kind = config_type.kind
-    known = {each.name: each for each in fields(config_type)}
+    fields_by_name = {setting_field.name: setting_field for setting_field in fields(config_type)}
     lines = []
     for name, value in values.items():
-        if name not in known:
+        if name not in fields_by_name:
             raise BadConfig(
-                f"{kind}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
+                f"{kind}: unknown setting {name!r}{nearest_name_hint(name, list(fields_by_name))}"
             )
-        typed = _convert_value(name, value, known[name].type, kind)
-        _check_value(f"{kind}, setting {name}", typed, known[name])
-        lines.append(f"{name} = {toml_literal(name, typed)}\n")
+        converted = _convert_value(name, value, fields_by_name[name].type, kind)
+        _check_value(f"{kind}, setting {name}", converted, fields_by_name[name])
+        lines.append(f"{name} = {toml_literal(name, converted)}\n")
     return "".join(lines)
 
 
@@ -266,13 +272,20 @@ def sample_toml(config_type: type[Config]) -> str:
         f"# {doc}",
         "# Written by `make docs`. A line that is commented out has the default.",
     ]
-    for each in sorted(fields(config_type), key=lambda found: not found.metadata["example"]):
+    for setting_field in sorted(
+        fields(config_type), key=lambda candidate: not candidate.metadata["example"]
+    ):
         lines.append("")
-        lines.extend(f"# {line}" for line in _wrap_text(each.metadata["doc"] + _bounds_text(each)))
-        example: str = each.metadata["example"]
+        lines.extend(
+            f"# {line}"
+            for line in _wrap_text(setting_field.metadata["doc"] + _bounds_text(setting_field))
+        )
+        example: str = setting_field.metadata["example"]
         mark = "" if example else "# "
-        default: Any = each.default
-        lines.append(f"{mark}{each.name} = {toml_literal(each.name, example or default)}")
+        default: Any = setting_field.default
+        lines.append(
+            f"{mark}{setting_field.name} = {toml_literal(setting_field.name, example or default)}"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -61,7 +61,7 @@ class EnvelopeSummary(NamedTuple):
     """The parts of an envelope that are readable without its key."""
 
     key_id: str
-    payload_bytes: int  # before the encryption
+    payload_bytes: int  # the size before the encryption
 
 
 class DecryptedColumn(NamedTuple):
@@ -114,17 +114,17 @@ class Encryption:
             TooLarge: the envelope exceeds the maximum size of a transaction.
             Unavailable, or an error of the application's provider: see `KeyCache.find`.
         """
-        chosen = self.key_id if key_id is None else check_key_id(key_id, "encryption key")
-        if not chosen:
+        chosen_id = self.key_id if key_id is None else check_key_id(key_id, "encryption key")
+        if not chosen_id:
             return data
-        size = len(data) + ENVELOPE_OVERHEAD_BYTES + len(chosen)
+        size = len(data) + ENVELOPE_OVERHEAD_BYTES + len(chosen_id)
         if size > TRANSACTION_BYTES_MAX:
             raise errors.TooLarge(
                 "transaction data is too large after encryption, which adds "
                 f"{size - len(data)} bytes: expected at most {TRANSACTION_BYTES_MAX} bytes, "
                 f"found {size}"
             )
-        return _PayloadEncryptor(self.keys, chosen, partition).encrypt(data, header)
+        return _PayloadEncryptor(self.keys, chosen_id, partition).encrypt(data, header)
 
     def encrypt_column(
         self, data: pa.Array, *, partition: int, headers: Sequence[int], key_ids: Sequence[str]
@@ -144,11 +144,15 @@ class Encryption:
             Unavailable, or an error of the application's provider: see `KeyCache.find`.
         """
         calls = {
-            each: _PayloadEncryptor(self.keys, check_key_id(each, "encryption key"), partition)
-            for each in dict.fromkeys(key_ids)
+            payload: _PayloadEncryptor(
+                self.keys, check_key_id(payload, "encryption key"), partition
+            )
+            for payload in dict.fromkeys(key_ids)
         }
         rows = zip(data.to_pylist(), headers, key_ids, strict=True)
-        return pa.array([calls[key].encrypt(each, header) for each, header, key in rows], data.type)
+        return pa.array(
+            [calls[key].encrypt(payload, header) for payload, header, key in rows], data.type
+        )
 
     # --- reading
 
@@ -187,10 +191,10 @@ class Encryption:
         """
         call = _PayloadDecryptor(self.keys, partition, is_required=self._is_required)
         rows = zip(data.to_pylist(), headers, strict=True)
-        found = [call.decrypt(each, header) for each, header in rows]
+        payloads = [call.decrypt(payload, header) for payload, header in rows]
         return DecryptedColumn(
-            pa.array([each.data for each in found], data.type),
-            pa.array([each.error for each in found], pa.string()),
+            pa.array([payload.data for payload in payloads], data.type),
+            pa.array([payload.error for payload in payloads], pa.string()),
         )
 
 
@@ -263,22 +267,22 @@ class _PayloadDecryptor:
                 f"the encrypted payload is damaged: expected at least {expected} bytes, "
                 f"found {len(data)}",
             )
-        found = self._cipher_for(data[:head_bytes])
-        if isinstance(found, str):
-            return DecryptedPayload(None, found)
+        cipher = self._cipher_for(data[:head_bytes])
+        if isinstance(cipher, str):
+            return DecryptedPayload(None, cipher)
         row_end = head_bytes + _ROW_NUMBER.size
         nonce = _NONCE_PREFIX + data[head_bytes:row_end]
-        associated = found.encoded_key_id + _PARTITION_AND_HEADER.pack(self._partition, header)
+        associated = cipher.encoded_key_id + _PARTITION_AND_HEADER.pack(self._partition, header)
         try:
-            return DecryptedPayload(found.aead.decrypt(nonce, data[row_end:], associated))
+            return DecryptedPayload(cipher.aead.decrypt(nonce, data[row_end:], associated))
         except self._invalid_tag:
-            return DecryptedPayload(None, found.wrong_tag_reason)
+            return DecryptedPayload(None, cipher.wrong_tag_reason)
 
     def _cipher_for(self, head: bytes) -> "_EnvelopeCipher | str":
-        found = self._ciphers_by_head.get(head)
-        if found is None:
-            found = self._ciphers_by_head[head] = self._derive_cipher(head)
-        return found
+        cipher = self._ciphers_by_head.get(head)
+        if cipher is None:
+            cipher = self._ciphers_by_head[head] = self._derive_cipher(head)
+        return cipher
 
     def _derive_cipher(self, head: bytes) -> "_EnvelopeCipher | str":
         """Return the cipher for envelopes with this head, or the reason why there is no cipher."""

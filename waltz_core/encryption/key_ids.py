@@ -17,11 +17,11 @@ def is_key_id(key_id: str) -> bool:
     return _KEY_ID_PATTERN.fullmatch(key_id) is not None
 
 
-def check_key_id(key_id: object, where: str) -> str:
-    """Return a valid key ID; raises BadConfig, with its location `where`, for any other value."""
+def check_key_id(key_id: object, source: str) -> str:
+    """Return a valid key ID; raises BadConfig, with its `source`, for any other value."""
     if not isinstance(key_id, str) or not is_key_id(key_id):
         raise errors.BadConfig(
-            f"{where}: expected a key ID of 1 to {KEY_ID_BYTES_MAX} letters, digits, '.', "
+            f"{source}: expected a key ID of 1 to {KEY_ID_BYTES_MAX} letters, digits, '.', "
             f"'_' and '-' that begins with a letter or a digit; found {str(key_id)[:200]!r}"
         )
     return key_id

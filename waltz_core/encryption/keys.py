@@ -47,18 +47,18 @@ class Key:
 
     def derive_key(self, salt: bytes) -> "AESGCM":
         """Return the AES-256-GCM key that HKDF-SHA-256 (RFC 5869) derives from key and salt."""
-        found = self._derived.get(salt)
-        if found is None:
+        derived_key = self._derived.get(salt)
+        if derived_key is None:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - optional
             from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415 - optional
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF  # noqa: PLC0415 - optional
 
-            found = AESGCM(HKDF(SHA256(), KEY_BYTES, salt, _HKDF_INFO).derive(self._secret))
-            self._derived[salt] = found
+            derived_key = AESGCM(HKDF(SHA256(), KEY_BYTES, salt, _HKDF_INFO).derive(self._secret))
+            self._derived[salt] = derived_key
             if len(self._derived) > _DERIVED_KEYS_MAX:
                 with suppress(KeyError):  # another thread has removed it
                     self._derived.popitem(last=False)
-        return found
+        return derived_key
 
 
 class _CachedKey(NamedTuple):
@@ -103,21 +103,23 @@ class KeyCache:
             Unavailable: the directory cannot be read.
             Any error that the application's provider raises.
         """
-        found = self._cached_key(key_id)
-        if found is None:
+        cached_key = self._cached_key(key_id)
+        if cached_key is None:
             secret = self._provider(key_id)
             key = None if secret is None else Key(_check_secret(secret, key_id, self.name))
-            found = _CachedKey(key, self._clock() + KEY_LIFETIME_S)
-            self._cached[key_id] = found
+            cached_key = _CachedKey(key, self._clock() + KEY_LIFETIME_S)
+            self._cached[key_id] = cached_key
             self._cached.move_to_end(key_id)
             if len(self._cached) > CACHED_KEYS_MAX:
                 with suppress(KeyError):  # another thread has removed it
                     self._cached.popitem(last=False)
-        return found.key
+        return cached_key.key
 
     def _cached_key(self, key_id: str) -> _CachedKey | None:
-        found = self._cached.get(key_id)
-        return found if found is not None and self._clock() < found.expires_s else None
+        cached_key = self._cached.get(key_id)
+        return (
+            cached_key if cached_key is not None and self._clock() < cached_key.expires_s else None
+        )
 
 
 def _check_secret(secret: object, key_id: str, name: str) -> bytes:

@@ -53,17 +53,17 @@ class SharedDirectory:
         """The directory that all views use."""
         return self._directory
 
-    def add_listener(self, view: "DirectoryView", changed: OwnersChanged) -> None:
-        """Call `changed` after each change of owners, until `remove_listener`."""
-        self._listeners[view] = changed
+    def add_listener(self, view: "DirectoryView", on_change: OwnersChanged) -> None:
+        """Call `on_change` after each change of owners, until `remove_listener`."""
+        self._listeners[view] = on_change
 
     def remove_listener(self, view: "DirectoryView") -> None:
         """Stop reporting changes of owners to a view."""
         self._listeners.pop(view, None)
 
     def _on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
-        for changed in list(self._listeners.values()):
-            changed(owners)
+        for on_change in list(self._listeners.values()):
+            on_change(owners)
 
 
 class DirectoryView:
@@ -82,9 +82,9 @@ class DirectoryView:
         """The last known owner of each partition."""
         return self._shared.directory.owners
 
-    async def open(self, changed: OwnersChanged) -> None:
-        """Call `changed` after each change of owners, until `close`."""
-        self._shared.add_listener(self, changed)
+    async def open(self, on_change: OwnersChanged) -> None:
+        """Call `on_change` after each change of owners, until `close`."""
+        self._shared.add_listener(self, on_change)
 
     async def run(self) -> None:
         """Wait until cancelled: the shared directory watches the assignment."""

@@ -18,8 +18,8 @@ Everything except `process` is pure: no clock, no sockets, no tasks.
 
 Life of an append
     1. A frame arrives. If its connection has room, `clients` accepts it; otherwise the server does
-       not read the connection (`flow`). The request waits in the queue of its connection, its lane
-       (`lanes`).
+       not read the connection (`flow_control`). The request waits in the queue of its connection,
+       its lane (`lanes`).
     2. When a store session is settled and there is room for more appends in flight, the pipeline
        takes a slice of requests (`pipeline.process_slice`). It serves the lane that was served
        least first. It takes small requests together, and a large one alone.

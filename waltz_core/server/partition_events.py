@@ -66,7 +66,7 @@ class PartitionLimits:
 
     `lock_load_count_max`: number of transactions whose locks a new owner requests; 0 for none.
     `lock_tail_bytes_max`: size limit of a storage's answer to that request. `archive_interval_ms`:
-    the store's interval of archive attempts, which a doctor requests; 0 if nothing is archived.
+    the interval of archive attempts, for the doctor; 0 if nothing is archived.
     """
 
     lock_slot_count: int
@@ -93,7 +93,7 @@ class PartitionLimits:
 
     def __post_init__(self) -> None:
         may_be_zero = ("lock_load_count_max", "archive_interval_ms")
-        for name in (each.name for each in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             assert getattr(self, name) >= (0 if name in may_be_zero else 1), name
         # A single transaction of the maximum size must fit everywhere.
         assert TRANSACTION_BYTES_MAX < self.batch_bytes_max < FRAME_BYTES_MAX
@@ -129,7 +129,7 @@ class Store(Protocol):
     def replacement_outcome(
         self, request: replication.ReplaceArchivedObject
     ) -> replication.ReplacementOutcome | None:
-        """Return the outcome of such a request; None if there is none yet."""
+        """Return the outcome of an object replacement; None while it is in progress."""
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event and return its effects."""

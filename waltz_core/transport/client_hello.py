@@ -33,7 +33,7 @@ def bytes_needed(first: bytes) -> int:
     if len(first) < _RECORD_HEADER_BYTES:
         return _RECORD_HEADER_BYTES
     return min(
-        HELLO_RECORD_BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES])
+        HELLO_RECORD_BYTES_MAX, _RECORD_HEADER_BYTES + _decode_number(first[3:_RECORD_HEADER_BYTES])
     )
 
 
@@ -43,20 +43,21 @@ def reject_reason(first: bytes) -> str:
     A damaged record is permitted, because OpenSSL rejects it.
     """
     message = first[_RECORD_HEADER_BYTES:]
-    record_bytes = _number(first[3:_RECORD_HEADER_BYTES])
+    record_bytes = _decode_number(first[3:_RECORD_HEADER_BYTES])
     is_other = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
     if first[1:2] != b"\x03" or is_other:
         return ""
-    size = _MESSAGE_HEADER_BYTES + _number(message[1:_MESSAGE_HEADER_BYTES])
+    size = _MESSAGE_HEADER_BYTES + _decode_number(message[1:_MESSAGE_HEADER_BYTES])
     if record_bytes < size:  # its end would be answered without a turn; OpenSSL skips empty records
         return "expected a complete TLS ClientHello in one record, found a part of one"
     extensions = _extensions(message[:size])
-    groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
+    groups = _decode_numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
     is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
-    if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
+    if _TLS_1_3 in _decode_numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
         shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
-        known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
-        is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it knows
+        known_groups = (group for group in shares if group in _FAST_GROUPS or group in _SLOW_GROUPS)
+        # OpenSSL uses the first group that it knows.
+        is_slow = next(known_groups, None) not in _FAST_GROUPS
     return (
         ("expected a client that offers a key exchange with X25519 or P-256, found none")
         if is_slow
@@ -67,23 +68,23 @@ def reject_reason(first: bytes) -> str:
 def _extensions(hello: bytes) -> dict[int, bytes]:
     at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
     for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
-        at += size_bytes + _number(hello[at : at + size_bytes])
+        at += size_bytes + _decode_number(hello[at : at + size_bytes])
     return _parse_elements(hello[at + 2 :])
 
 
 def _parse_elements(data: bytes) -> dict[int, bytes]:
     """Parse a list of elements with code, size and bytes; return the bytes of each code."""
-    found, at = dict[int, bytes](), 0
-    while at + 4 <= len(data):
-        code, size = struct.unpack_from(">HH", data, at)
-        found[code] = data[at + 4 : at + 4 + size]
-        at += 4 + size
-    return found
+    bytes_by_code, offset = dict[int, bytes](), 0
+    while offset + 4 <= len(data):
+        code, size = struct.unpack_from(">HH", data, offset)
+        bytes_by_code[code] = data[offset + 4 : offset + 4 + size]
+        offset += 4 + size
+    return bytes_by_code
 
 
-def _numbers(data: bytes) -> set[int]:
-    return {_number(data[at : at + 2]) for at in range(0, len(data), 2)}
+def _decode_numbers(data: bytes) -> set[int]:
+    return {_decode_number(data[at : at + 2]) for at in range(0, len(data), 2)}
 
 
-def _number(data: bytes) -> int:
+def _decode_number(data: bytes) -> int:
     return int.from_bytes(data, "big")

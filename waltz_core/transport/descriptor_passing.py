@@ -69,8 +69,8 @@ async def serve_descriptors(name: str, request_bytes: int, open_requested: OpenF
                     _log.warning("segment.sharing_accept_failed name=%s error=%s", name, error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
-                answering = callers.create_task(_answer(caller, request_bytes, open_requested))
-                answering.add_done_callback(lambda _: permits.release())
+                answer_task = callers.create_task(_answer(caller, request_bytes, open_requested))
+                answer_task.add_done_callback(lambda _: permits.release())
 
 
 async def _accept(listening: socket.socket) -> tuple[socket.socket, object]:
@@ -84,11 +84,11 @@ def is_offered(name: str) -> bool:
     """
     if not IS_SUPPORTED:
         return False
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
-        made.setblocking(False)  # noqa: FBT003 - its only parameter
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+        sock.setblocking(False)  # noqa: FBT003 - its only parameter
         try:
-            made.connect(_abstract_address(name))
-            return _user_of(made) in _trusted_users()
+            sock.connect(_abstract_address(name))
+            return _user_of(sock) in _trusted_users()
         except OSError:
             return False
 
@@ -103,20 +103,20 @@ def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
     """
     if not IS_SUPPORTED:
         raise Unreachable(f"{name}: this operating system does not support abstract Unix sockets")
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
-        made.settimeout(timeout_s)
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as sock:
+        sock.settimeout(timeout_s)
         try:
-            made.connect(_abstract_address(name))
-            user = _user_of(made)  # the user of the listening process
+            sock.connect(_abstract_address(name))
+            user = _user_of(sock)  # the user of the listening process
             if user not in _trusted_users():
                 raise Unreachable(f"{name}: untrusted user {user} listens at this socket")
-            made.sendall(request)
-            answer, descriptors, _, _ = socket.recv_fds(made, len(_DESCRIPTOR_MESSAGE), 1)
+            sock.sendall(request)
+            answer, descriptors, _, _ = socket.recv_fds(sock, len(_DESCRIPTOR_MESSAGE), 1)
         except OSError as error:
             raise Unreachable(f"{name}: {error}") from error
         if answer != _DESCRIPTOR_MESSAGE or len(descriptors) != 1:
-            for each in descriptors:
-                os.close(each)
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise Unreachable(f"{name}: the requested file is not available")
         os.set_inheritable(descriptors[0], False)  # noqa: FBT003 - NB: `recv_fds` ignores its flags
         return descriptors[0]
@@ -160,8 +160,8 @@ def _trusted_users() -> tuple[int, int]:
     return os.geteuid(), _ROOT
 
 
-def _user_of(other: socket.socket) -> int:
-    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _user_of(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 

@@ -33,11 +33,11 @@ async def read_token(address: str, ssl: SSLContext | None) -> Token | None:
 
     Raises AuthenticationFailed if it cannot be read.
     """
-    place = ssl.token if isinstance(ssl, tls.DialContext) else None
-    if place is None:
+    token_source = ssl.token if isinstance(ssl, tls.DialContext) else None
+    if token_source is None:
         return None
     try:
-        return await asyncio.to_thread(place.read)
+        return await asyncio.to_thread(token_source.read)
     except BadConfig as error:  # it was readable when the context was created
         raise AuthenticationFailed(f"{address}: {error}") from None
 

@@ -57,9 +57,9 @@ def begin_lookup(host: str) -> Future[Addresses]:
     The lookup fails with the same errors as `addresses_of`.
     """
     if is_ip_address(host):
-        found: Future[Addresses] = Future()
-        found.set_result([host])
-        return found
+        new_lookup: Future[Addresses] = Future()
+        new_lookup.set_result([host])
+        return new_lookup
     with _lookups_lock:
         lookup = _running_lookups.get(host)
         if lookup is not None:

@@ -122,7 +122,7 @@ async def serve_http(
 class _SilentConnection(H11Protocol):
     """A connection with rule 4."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in `H11Protocol`
         self.logger, self.access_log = _SILENT_LOGGER, False
         super().connection_made(transport)
 
@@ -138,7 +138,7 @@ class _SingleRequestConnection(_SilentConnection):
 
     _deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in `H11Protocol`
         super().connection_made(transport)
         if max(len(self.connections), len(self.tasks)) > CONNECTIONS_MAX:  # rule 2
             transport.abort()
@@ -169,7 +169,7 @@ class _KeepAliveConnection(_SilentConnection):
         self._checked_cycle: object = None
         self._unsent_bytes = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in `H11Protocol`
         super().connection_made(transport)
         if max(len(self.connections), len(self.tasks)) > self._connections_max:
             transport.abort()
@@ -208,5 +208,5 @@ class _KeepAliveConnection(_SilentConnection):
 
 def _count_queued_bytes(sock: socket.socket) -> int:
     """Return the bytes in the system that the client has not acknowledged."""
-    found = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
-    return int.from_bytes(found, sys.byteorder)
+    packed = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(packed, sys.byteorder)

@@ -305,10 +305,7 @@ class Link:
         return NO_PROOF if self.access is None else self.access.proof_of(client_id)
 
     def denial(self, request: Message) -> WaltzError | None:
-        """Return the error for a peer's request if it is denied.
-
-        None if it is permitted (rule 8).
-        """
+        """Return the error for a denied request; None for a permitted one (rule 8)."""
         return None if self.access is None else self.access.denial(request, self.version)
 
     def on_feeds_ended(self, partition_id: int) -> None:
@@ -616,11 +613,11 @@ class Link:
         self._update_reading()
 
     def _take_inbox(self) -> list[Message]:
-        taken = self._inbox
+        messages = self._inbox
         self._inbox = []
         self._inbox_bytes = 0
         self._update_reading()
-        return taken
+        return messages
 
     def _on_congestion_changed(self, *, is_congested: bool) -> None:
         if is_congested:

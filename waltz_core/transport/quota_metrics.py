@@ -23,12 +23,14 @@ async def publish_quotas(metrics: Metrics, area: str, port: ListenContext | None
             metrics.forget(principal=label)
         published = set(quotas.usage)
         for label, usage in quotas.usage.items():
-            taken = usage.take()
-            metrics.add(f"{prefix}_bytes_total", taken.bytes, principal=label)
-            metrics.add(f"{prefix}_delayed_requests_total", taken.delayed, principal=label)
-            metrics.add(f"{prefix}_rejected_requests_total", taken.rejected, principal=label)
+            interval_usage = usage.take()
+            metrics.add(f"{prefix}_bytes_total", interval_usage.bytes, principal=label)
+            metrics.add(f"{prefix}_delayed_requests_total", interval_usage.delayed, principal=label)
+            metrics.add(
+                f"{prefix}_rejected_requests_total", interval_usage.rejected, principal=label
+            )
             if area == "server":
-                metrics.add(f"{prefix}_appends_total", taken.appends, principal=label)
+                metrics.add(f"{prefix}_appends_total", interval_usage.appends, principal=label)
         for label, (connections, feeds) in quotas.connection_and_feed_counts().items():
             metrics.set(f"{prefix}_connections", connections, principal=label)
             if area == "server":

@@ -121,14 +121,14 @@ class ListenContext(ssl.SSLContext):
         self,
         incoming: ssl.MemoryBIO,
         outgoing: ssl.MemoryBIO,
-        *arguments: Any,  # noqa: ANN401 - handed on
-        **options: Any,  # noqa: ANN401 - handed on
+        *arguments: Any,  # noqa: ANN401 - passed on
+        **options: Any,  # noqa: ANN401 - passed on
     ) -> ssl.SSLObject:
         """Return the TLS object that the event loop requests, with its outgoing buffer."""
-        made = super().wrap_bio(incoming, outgoing, *arguments, **options)
-        assert isinstance(made, _Handshake)
-        made.outgoing = outgoing
-        return made
+        ssl_object = super().wrap_bio(incoming, outgoing, *arguments, **options)
+        assert isinstance(ssl_object, _Handshake)
+        ssl_object.outgoing = outgoing
+        return ssl_object
 
 
 class DialContext(ssl.SSLContext):
@@ -156,8 +156,8 @@ def dial_context(
 
 def has_certificate(config: TlsConfig, connect: str) -> bool:
     """Whether this process presents a certificate to the peers that it connects to."""
-    chosen = _effective_settings(config, tls_value_in(connect))
-    return chosen is not None and bool(chosen.tls_certificate)
+    settings = _effective_settings(config, tls_value_in(connect))
+    return settings is not None and bool(settings.tls_certificate)
 
 
 def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
@@ -166,31 +166,33 @@ def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext
     If the files are not valid, the error is logged, and the previous files stay in use.
     """
     try:
-        listen_context(config)  # into a new context first: half of a pair of files must not be used
-        chosen = _effective_settings(config, tls_value_in(config.connect))
+        listen_context(
+            config
+        )  # into a new context first: a certificate must not be used without its key
+        settings = _effective_settings(config, tls_value_in(config.connect))
     except BadConfig as error:
         _log.error("tls.reload_failed error=%s", error)
         return
-    if chosen is None:
+    if settings is None:
         _log.error(
             "tls.reload_failed error=%s",
             'setting tls: expected "on", as it was when the process started',
         )
         return
     for context in filter(None, contexts):
-        _load_certificate(context, chosen)
-        if chosen.tls_authorities and context.verify_mode is not ssl.CERT_NONE:
-            _load_authorities(context, chosen)
-    _log.info("tls.reloaded certificate=%s", chosen.tls_certificate)
+        _load_certificate(context, settings)
+        if settings.tls_authorities and context.verify_mode is not ssl.CERT_NONE:
+            _load_authorities(context, settings)
+    _log.info("tls.reloaded certificate=%s", settings.tls_certificate)
 
 
-def dial_context_for(place: str, token: TokenSource | None = None) -> DialContext | None:
+def dial_context_for(tls_value: str, token: TokenSource | None = None) -> DialContext | None:
     """Return the context for a value of ?tls= and a token, for callers without a connect string.
 
     Raises:
         BadConfig: as for `dial_context`.
     """
-    return _client_context(_effective_settings(TlsConfig(), place), token)
+    return _client_context(_effective_settings(TlsConfig(), tls_value), token)
 
 
 def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None:
@@ -199,15 +201,15 @@ def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None
     Raises:
         BadConfig: as for `dial_context`; or there is no certificate, or no authority for peers.
     """
-    chosen = _effective_settings(config, tls_value_in(config.connect))
-    if chosen is None:
+    settings = _effective_settings(config, tls_value_in(config.connect))
+    if settings is None:
         _check_without_tls(config)
         return None
-    if not chosen.tls_certificate:
+    if not settings.tls_certificate:
         raise BadConfig(
             "setting tls_certificate: expected a file, because a daemon needs a certificate for TLS"
         )
-    if config.tls_require_certificate and not chosen.tls_authorities:
+    if config.tls_require_certificate and not settings.tls_authorities:
         raise BadConfig(
             "setting tls_authorities: expected a file, because tls_require_certificate = "
             "true verifies peers with it. Hint: name the authorities, or set "
@@ -218,14 +220,14 @@ def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.num_tickets = 0  # no client resumes sessions
-    _load_certificate(context, chosen)
-    _check_own_certificate(chosen, config.advertised_host or config.listen_host)
+    _load_certificate(context, settings)
+    _check_own_certificate(settings, config.advertised_host or config.listen_host)
     if config.tls_require_certificate:
         context.verify_mode = ssl.CERT_REQUIRED
-    elif config.access != "off" and chosen.tls_authorities:  # rule 8
+    elif config.access != "off" and settings.tls_authorities:  # rule 8
         context.verify_mode = ssl.CERT_OPTIONAL
     if context.verify_mode is not ssl.CERT_NONE:
-        _load_authorities(context, chosen)
+        _load_authorities(context, settings)
     context.plain_peers = config.tls_transition
     context.handshake_burst_max = config.handshake_burst_max
     context.handshakes_per_s_max = config.handshakes_per_s_max
@@ -258,7 +260,7 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         'access = "on"': config.access == "on",
         'tls_transition = ""': not config.tls_transition,
     }
-    missing = " and ".join(each for each, is_met in required.items() if not is_met)
+    missing = " and ".join(condition for condition, is_met in required.items() if not is_met)
     if not missing:
         return
     if not config.insecure_network:
@@ -350,92 +352,92 @@ def failure_text(error: Exception) -> str:
             return os.strerror(error.errno or 0)
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     reason = error.reason or ""
-    if "ALERT" in reason and any(each in reason for each in _CERTIFICATE_ALERTS):
-        sentence = f"the peer rejects the certificate of this process: {_plain_words(reason)}"
+    if "ALERT" in reason and any(alert in reason for alert in _CERTIFICATE_ALERTS):
+        sentence = f"the peer rejects the certificate of this process: {_readable_reason(reason)}"
         return _REASON_TEXTS.get(reason, sentence)
-    return _REASON_TEXTS.get(reason) or f"TLS has failed: {_plain_words(reason) or error}"
+    return _REASON_TEXTS.get(reason) or f"TLS has failed: {_readable_reason(reason) or error}"
 
 
-def _plain_words(reason: str) -> str:
+def _readable_reason(reason: str) -> str:
     return reason.lower().replace("_", " ")
 
 
-def _effective_settings(config: TlsConfig, place: str) -> TlsConfig | None:
+def _effective_settings(config: TlsConfig, tls_value: str) -> TlsConfig | None:
     """Return the effective TLS settings (rule 1); None if they disable TLS."""
-    value = _read_settings(ON if place == UNVERIFIED and config.tls_authorities else place)
-    given = {
-        each.name: getattr(config, each.name)
-        for each in fields(TlsConfig)
-        if getattr(config, each.name) != each.default
+    value = _read_settings(ON if tls_value == UNVERIFIED and config.tls_authorities else tls_value)
+    overrides = {
+        setting_field.name: getattr(config, setting_field.name)
+        for setting_field in fields(TlsConfig)
+        if getattr(config, setting_field.name) != setting_field.default
     }
-    chosen = replace(value, **given)
-    if chosen.tls == ON:
-        return chosen
-    if not chosen.tls and given:
+    settings = replace(value, **overrides)
+    if settings.tls == ON:
+        return settings
+    if not settings.tls and overrides:
         raise BadConfig(
-            f'setting tls: expected "on" or "off", because {next(iter(given))} is set; found '
+            f'setting tls: expected "on" or "off", because {next(iter(overrides))} is set; found '
             "neither"
         )
     return None
 
 
-def _read_settings(place: str) -> TlsConfig:
+def _read_settings(tls_value: str) -> TlsConfig:
     """Return the settings that the value of ?tls= names (rule 2)."""
-    if not place:
+    if not tls_value:
         return TlsConfig()
-    if place in (ON, UNVERIFIED):
-        return TlsConfig(tls=ON, tls_verify="nothing" if place == UNVERIFIED else "")
-    if not place.endswith(".toml"):
-        return TlsConfig(tls=ON, tls_authorities=place)
-    found = load_config(TlsConfig, path=place).config
-    folder = Path(place).parent
-    names = {name: getattr(found, name) for name in _FILE_SETTINGS}
+    if tls_value in (ON, UNVERIFIED):
+        return TlsConfig(tls=ON, tls_verify="nothing" if tls_value == UNVERIFIED else "")
+    if not tls_value.endswith(".toml"):
+        return TlsConfig(tls=ON, tls_authorities=tls_value)
+    settings = load_config(TlsConfig, path=tls_value).config
+    folder = Path(tls_value).parent
+    names = {name: getattr(settings, name) for name in _FILE_SETTINGS}
     paths = {name: str(folder / value) for name, value in names.items() if value}
-    return replace(found, tls=found.tls or ON, **paths)
+    return replace(settings, tls=settings.tls or ON, **paths)
 
 
 def _client_context(
-    chosen: TlsConfig | None, token: TokenSource | ForwardedToken | None
+    settings: TlsConfig | None, token: TokenSource | ForwardedToken | None
 ) -> DialContext | None:
-    is_verified = chosen is not None and chosen.tls_verify != "nothing"
+    is_verified = settings is not None and settings.tls_verify != "nothing"
     if token is not None and not is_verified:
         raise BadConfig(
             f"{token}: a token requires TLS that verifies the peer. Hint: add ?tls=FILE to "
             "the connect string, where FILE names the trusted authorities."
         )
-    if chosen is None:
+    if settings is None:
         return None
     context = DialContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = chosen.tls_verify in ("", "name")
-    if chosen.tls_verify == "nothing":
+    context.check_hostname = settings.tls_verify in ("", "name")
+    if settings.tls_verify == "nothing":
         context.verify_mode = ssl.CERT_NONE
-    elif chosen.tls_authorities:
-        _load_authorities(context, chosen)
+    elif settings.tls_authorities:
+        _load_authorities(context, settings)
     else:
         context.load_default_certs()
-    if chosen.tls_certificate:
-        _load_certificate(context, chosen)
+    if settings.tls_certificate:
+        _load_certificate(context, settings)
     if token is not None:
         token.read()
         context.token = token
     return context
 
 
-def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
+def _check_own_certificate(settings: TlsConfig, host: str) -> None:
     """Log an error if peers will reject the own certificate for the advertised host (rule 9)."""
-    if chosen.tls_verify == "nothing":
+    if settings.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")
-    dialing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    dialing.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # this check trusts the issuer
-    dialing.check_hostname = chosen.tls_verify in ("", "name")
-    dialing.load_verify_locations(chosen.tls_certificate)
-    accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _load_certificate(accepting, chosen)
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = dialing.wrap_bio(down, up, server_hostname=host)
-    server = accepting.wrap_bio(up, down, server_side=True)
+    dial_side = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    dial_side.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # this check trusts the issuer
+    dial_side.check_hostname = settings.tls_verify in ("", "name")
+    dial_side.load_verify_locations(settings.tls_certificate)
+    accept_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(accept_side, settings)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = dial_side.wrap_bio(to_client, to_server, server_hostname=host)
+    server = accept_side.wrap_bio(to_server, to_client, server_side=True)
     try:
         for end in (client, server, client):
             with contextlib.suppress(ssl.SSLWantReadError):
@@ -446,14 +448,14 @@ def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
             reason = error.verify_message
         _log.error(
             "tls.certificate_mismatch certificate=%s host=%s error=%r",
-            chosen.tls_certificate,
+            settings.tls_certificate,
             host,
             reason,
         )
 
 
-def _load_authorities(context: ssl.SSLContext, chosen: TlsConfig) -> None:
-    file = chosen.tls_authorities
+def _load_authorities(context: ssl.SSLContext, settings: TlsConfig) -> None:
+    file = settings.tls_authorities
     try:
         context.load_verify_locations(file)
     except ssl.SSLError as error:
@@ -462,8 +464,8 @@ def _load_authorities(context: ssl.SSLContext, chosen: TlsConfig) -> None:
         raise _unreadable_file_error("tls_authorities", file, error) from None
 
 
-def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
-    load_certificate(context, "tls", chosen.tls_certificate, chosen.tls_key)
+def _load_certificate(context: ssl.SSLContext, settings: TlsConfig) -> None:
+    load_certificate(context, "tls", settings.tls_certificate, settings.tls_key)
 
 
 def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: str) -> None:
@@ -472,11 +474,11 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
     NB: after an error, the context may have a certificate without its key.
     """
     key = key_file or file
-    for name, each in ((f"{kind}_certificate", file), (f"{kind}_key", key)):
+    for name, path in ((f"{kind}_certificate", file), (f"{kind}_key", key)):
         try:
-            Path(each).read_bytes()  # the errors of `ssl` do not name the file
+            Path(path).read_bytes()  # the errors of `ssl` do not name the file
         except OSError as error:
-            raise _unreadable_file_error(name, each, error) from None
+            raise _unreadable_file_error(name, path, error) from None
 
     def no_password() -> NoReturn:
         raise BadConfig(
@@ -487,14 +489,14 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
     try:
         context.load_cert_chain(file, key, no_password)
     except ssl.SSLError as error:
-        where = file if key == file else f"{file} and {key}"
+        files = file if key == file else f"{file} and {key}"
         raise _bad_file_error(
-            f"{kind}_certificate", where, "a certificate and its private key", error
+            f"{kind}_certificate", files, "a certificate and its private key", error
         ) from None
 
 
 def _bad_file_error(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
-    reason = _plain_words(error.reason or "") or str(error)
+    reason = _readable_reason(error.reason or "") or str(error)
     return BadConfig(
         f"setting {name}: expected a PEM file with {expected}, found {file} ({reason})"
     )

@@ -76,19 +76,19 @@ class TlsPort:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for each in self._sockets:
-            each.close()
+        for listening_socket in self._sockets:
+            listening_socket.close()
         self._sockets.clear()
 
     async def _accept_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for each in self._sockets:
-                tasks.create_task(self._accept(each, tasks))
+            for listening_socket in self._sockets:
+                tasks.create_task(self._accept(listening_socket, tasks))
 
-    async def _accept(self, listening: socket.socket, tasks: asyncio.TaskGroup) -> None:
+    async def _accept(self, listening_socket: socket.socket, tasks: asyncio.TaskGroup) -> None:
         while True:
             try:
-                accepted, address = await self._loop.sock_accept(listening)
+                accepted, address = await self._loop.sock_accept(listening_socket)
             except OSError as error:
                 _log.warning("tls.accept_failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
@@ -148,25 +148,27 @@ class TlsPort:
         """
         accepted.settimeout(0)
         late_s = self._loop.time() + HANDSHAKE_S_MAX
-        wanted = 1
+        wanted_bytes = 1
         async with asyncio.timeout_at(late_s) as deadline:
             while True:
                 # The socket becomes readable with these bytes: a slow peer uses three turns at
                 # most.
-                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_bytes)
                 deadline.reschedule(late_s)
                 late_s += await self._wait_for_turn(accepted, host, deadline)
                 try:
-                    found = accepted.recv(client_hello.HELLO_RECORD_BYTES_MAX, socket.MSG_PEEK)
+                    first_bytes = accepted.recv(
+                        client_hello.HELLO_RECORD_BYTES_MAX, socket.MSG_PEEK
+                    )
                 except ConnectionResetError:
                     return b""
-                if len(found) < wanted:
+                if len(first_bytes) < wanted_bytes:
                     return b""
-                wanted = client_hello.bytes_needed(found)
-                if len(found) >= wanted:
+                wanted_bytes = client_hello.bytes_needed(first_bytes)
+                if len(first_bytes) >= wanted_bytes:
                     break
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        return found
+        return first_bytes
 
     async def _wait_for_turn(
         self, accepted: socket.socket, host: str, deadline: asyncio.Timeout
@@ -175,19 +177,19 @@ class TlsPort:
 
         Return the seconds of the second wait.
         """
-        turn, readable_s = self._loop.create_future(), 0.0
+        turn_future, readable_s = self._loop.create_future(), 0.0
 
         def is_readable() -> None:
             nonlocal readable_s
             self._loop.remove_reader(accepted)
-            if not turn.done():  # it has not timed out
+            if not turn_future.done():  # it has not timed out
                 readable_s = self._loop.time()
                 deadline.reschedule(None)
-                self._queue.add(host, turn, lambda: tcp.has_peer_closed(accepted))
+                self._queue.add(host, turn_future, lambda: tcp.has_peer_closed(accepted))
 
         self._loop.add_reader(accepted, is_readable)
         try:
-            await turn
+            await turn_future
         finally:
             self._loop.remove_reader(accepted)
         return self._loop.time() - readable_s
@@ -219,15 +221,15 @@ class TlsPort:
 
 
 def _listening_socket(family: int, address: tuple[object, ...]) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+    listening_socket = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
-        made.listen(LISTEN_BACKLOG)
-        made.settimeout(0)
+            listening_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening_socket.bind(address)
+        listening_socket.listen(LISTEN_BACKLOG)
+        listening_socket.settimeout(0)
     except OSError:
-        made.close()
+        listening_socket.close()
         raise
-    return made
+    return listening_socket

@@ -42,16 +42,16 @@ def credential_message(protocol: WireProtocol, version: int, secret: bytes) -> C
     Return None if this version of the protocol has no such message, and therefore no access
     control.
     """
-    made: Credential
+    credential: Credential
     match protocol:
         case WireProtocol.CLIENT:
-            made = Authenticate(_REQ_ID, secret)
+            credential = Authenticate(_REQ_ID, secret)
         case WireProtocol.STORAGE:
-            made = AuthenticateAtStorage(-1, -1, -1, secret)
+            credential = AuthenticateAtStorage(-1, -1, -1, secret)
         case _:
             assert protocol is WireProtocol.ADMIN
-            made = AuthenticateForAdmin(-1, secret)
-    return made if version >= made.since else None
+            credential = AuthenticateForAdmin(-1, secret)
+    return credential if version >= credential.since else None
 
 
 def accepted_answer(message: Credential) -> Message:

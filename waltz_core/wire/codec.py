@@ -4,8 +4,8 @@ The codec keeps no state of a connection. Decoding either returns a message or r
 `RemoteProtocolError`, whatever the bytes. Encoding raises `LocalProtocolError` if the version
 cannot express the message.
 
-There is one plan for each message class and version. A plan joins neighboring fields of fixed size
-into one `struct` call, and has one function for each field of variable size.
+There is one layout for each message class and version. A layout joins neighboring fields of fixed
+size into one `struct` call, and has one function for each field of variable size.
 
 Rules:
     1. `decode(encode(m)) == m` for every value that both versions can express. The codec skips no
@@ -94,21 +94,21 @@ def encode(message: Message, version: int) -> list[Buffer]:
     Some buffers belong to the message itself (rule 3). The caller must not change them until they
     are written. Raises LocalProtocolError if this version cannot express the message.
     """
-    plan = _plan(type(message), version)
+    layout = _layout_of(type(message), version)
     out = FieldWriter()
     try:
-        for write in plan.writers:
+        for write in layout.writers:
             write(message, out)
     except (struct.error, UnicodeEncodeError) as error:
         raise LocalProtocolError(
-            f"{plan.name} cannot be encoded in version {version}: {error}"
+            f"{layout.name} cannot be encoded in version {version}: {error}"
         ) from error
-    if not out.done:
-        header = FRAME_HEADER.pack(plan.magic, version, len(out.small) + 1)
-        return [header + plan.code_byte + out.small]
+    if not out.finished:
+        header = FRAME_HEADER.pack(layout.magic, version, len(out.small_bytes) + 1)
+        return [header + layout.code_byte + out.small_bytes]
     buffers = out.finish()
     payload_bytes = sum(map(len, buffers)) + 1
-    header = FRAME_HEADER.pack(plan.magic, version, payload_bytes) + plan.code_byte
+    header = FRAME_HEADER.pack(layout.magic, version, payload_bytes) + layout.code_byte
     buffers[0] = header + buffers[0]
     return buffers
 
@@ -120,8 +120,8 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
             f"protocol {protocol.name}, version {version}: expected a message type, found an "
             "empty payload"
         )
-    plan = _plans(protocol, version).get(payload[0])
-    if plan is None:
+    layout = _layouts(protocol, version).get(payload[0])
+    if layout is None:
         raise RemoteProtocolError(
             f"protocol {protocol.name}, version {version}: there is no message with type "
             f"{payload[0]}"
@@ -129,33 +129,33 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
     values: list[Any] = []
     at = 1
     try:
-        for read in plan.readers:
+        for read in layout.readers:
             at = read(payload, at, values)
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(
-            f"{plan.name}, version {version}, cannot be decoded at byte {at} of "
+            f"{layout.name}, version {version}, cannot be decoded at byte {at} of "
             f"{len(payload)}: {error}"
         ) from error
     except RemoteProtocolError as error:
-        raise RemoteProtocolError(f"{plan.name}, version {version}: {error}") from error
+        raise RemoteProtocolError(f"{layout.name}, version {version}: {error}") from error
     if at != len(payload):
         raise RemoteProtocolError(
-            f"{plan.name}, version {version}: expected no bytes after its last field, "
+            f"{layout.name}, version {version}: expected no bytes after its last field, "
             f"found {len(payload) - at}"
         )
-    message: Message = plan.make(*values)
+    message: Message = layout.make(*values)
     return message
 
 
 # ---------------------------------------------------------------------------------------------
-# Plans
+# Layouts
 
 
 _Writer: TypeAlias = Callable[[Message, FieldWriter], None]
 
 
 class _MessageLayout(NamedTuple):
-    """The plan of one message class in one version: how its frame is written and read."""
+    """The layout of one message class in one version: how its frame is written and read."""
 
     name: str
     magic: int
@@ -165,33 +165,35 @@ class _MessageLayout(NamedTuple):
     readers: tuple[FieldReader, ...]
 
 
-# Plans are created on demand and never change. There are a few dozen classes and few versions.
-_plans_made: dict[tuple[type[Message], int], _MessageLayout] = {}
-_tables_made: dict[tuple[WireProtocol, int], dict[int, _MessageLayout]] = {}
+# Layouts are created on demand and never change. There are a few dozen classes and few versions.
+_layouts_by_message: dict[tuple[type[Message], int], _MessageLayout] = {}
+_tables_by_version: dict[tuple[WireProtocol, int], dict[int, _MessageLayout]] = {}
 
 
-def _plans(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
-    """Return the plans of all messages in a version of a protocol, by type code."""
-    found = _tables_made.get((protocol, version))
-    if found is None:
-        found = _tables_made[protocol, version] = _make_table(protocol, version)
-    return found
+def _layouts(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
+    """Return the layouts of all messages in a version of a protocol, by type code."""
+    layouts = _tables_by_version.get((protocol, version))
+    if layouts is None:
+        layouts = _tables_by_version[protocol, version] = _make_table(protocol, version)
+    return layouts
 
 
-def _plan(message_class: type[Message], version: int) -> _MessageLayout:
-    found = _plans_made.get((message_class, version))
-    if found is None:
-        found = _plans_made[message_class, version] = _make_plan(message_class, version)
-    return found
+def _layout_of(message_class: type[Message], version: int) -> _MessageLayout:
+    layout = _layouts_by_message.get((message_class, version))
+    if layout is None:
+        layout = _layouts_by_message[message_class, version] = _make_layout(message_class, version)
+    return layout
 
 
 def _make_table(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
-    found: dict[int, _MessageLayout] = {}
+    layouts_by_code: dict[int, _MessageLayout] = {}
     for message_class in message_classes(protocol):
-        if _exists(message_class, version):
-            assert message_class.code not in found, "messages.py rule 3: a code is used twice"
-            found[message_class.code] = _plan(message_class, version)
-    return found
+        if _exists_in_version(message_class, version):
+            assert message_class.code not in layouts_by_code, (
+                "messages.py rule 3: a code is used twice"
+            )
+            layouts_by_code[message_class.code] = _layout_of(message_class, version)
+    return layouts_by_code
 
 
 def message_classes(protocol: WireProtocol) -> list[type[Message]]:
@@ -207,14 +209,14 @@ def message_classes(protocol: WireProtocol) -> list[type[Message]]:
     ]
 
 
-def _exists(message_class: type[Message], version: int) -> bool:
+def _exists_in_version(message_class: type[Message], version: int) -> bool:
     until = message_class.until
     return message_class.since <= version and (until is None or version <= until)
 
 
-def _make_plan(message_class: type[Message], version: int) -> _MessageLayout:
+def _make_layout(message_class: type[Message], version: int) -> _MessageLayout:
     protocol = message_class.protocol
-    if not _exists(message_class, version):
+    if not _exists_in_version(message_class, version):
         raise LocalProtocolError(
             f"{message_class.__name__} is not in version {version} of protocol {protocol.name}"
         )
@@ -234,13 +236,13 @@ def _make_plan(message_class: type[Message], version: int) -> _MessageLayout:
         kind: FieldKind = hints[field.name].__metadata__[0]
         if field.metadata.get("since", 0) > version:
             end_run()
-            write, read = _absent(field, kind)
+            write, read = _absent_field(field, kind)
         elif kind in FIXED:
             run.append((field.name, kind))
             continue
         else:
             end_run()
-            write, read = _variable(field.name, kind)
+            write, read = _variable_field(field.name, kind)
         writers.append(write)
         readers.append(read)
     end_run()
@@ -268,30 +270,30 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
 
     def write(message: Message, out: FieldWriter) -> None:
         if not packed and not alone:
-            out.small += pack(*get(message))
+            out.small_bytes += pack(*get(message))
             return
         values = [get(message)] if alone else list(get(message))
         for index, convert in packed:
             assert convert is not None
             values[index] = convert(values[index])
-        out.small += pack(*values)
+        out.small_bytes += pack(*values)
 
     def read(view: memoryview, at: int, values: list[Any]) -> int:
-        found = unpack_from(view, at)
+        raw_values = unpack_from(view, at)
         if unpacked:
-            converted = list(found)
+            converted = list(raw_values)
             for index, convert in unpacked:
                 assert convert is not None
                 converted[index] = convert(converted[index])
             values += converted
         else:
-            values += found
+            values += raw_values
         return at + size
 
     return write, read
 
 
-def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
+def _variable_field(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
     put, read = VARIABLE[kind]
     get = attrgetter(name)
 
@@ -301,7 +303,7 @@ def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
     return write, read
 
 
-def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, FieldReader]:
+def _absent_field(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, FieldReader]:
     """Return the writer and the reader of a field that this version does not have.
 
     The reader returns the field's empty value. The writer raises LocalProtocolError for any other

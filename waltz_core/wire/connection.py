@@ -92,8 +92,8 @@ class Connection:
         self.version: int | None = None
         self.peer: Hello | None = None
         self.failure: RemoteProtocolError | None = None
-        own = protocol.versions_accepted if is_listener else protocol.versions_offered
-        self._versions = own if versions is None else versions
+        own_versions = protocol.versions_accepted if is_listener else protocol.versions_offered
+        self._versions = own_versions if versions is None else versions
         self._text = protocol.listener_text if is_listener else protocol.dialler_text
         self._frame_bytes_max = frame_bytes_max
         # Returns the size limit for received frames of more than `SMALL_FRAME_BYTES_MAX` bytes.
@@ -169,7 +169,7 @@ class Connection:
         """Return the buffer into which the next bytes must be read; it is never empty."""
         if self._header is None:
             if self._read_buffer is None:
-                self._take_scratch()
+                self._take_read_buffer()
                 assert self._read_buffer is not None
             return self._read_buffer[self._read_buffer_end :]
         return self._frame[self._frame_end :]
@@ -183,8 +183,8 @@ class Connection:
         try:
             if self._header is None:
                 self._read_buffer_end += count
-                self._read_scratch(events)
-                self._return_scratch()
+                self._process_read_buffer(events)
+                self._return_read_buffer()
             else:
                 self._frame_end += count
                 if self._frame_end == len(self._frame):
@@ -196,7 +196,7 @@ class Connection:
             events.append(ProtocolFailed(error))
         return events
 
-    def _take_scratch(self) -> None:
+    def _take_read_buffer(self) -> None:
         """Get a read buffer, and copy the received part of a frame header into it (rule 7)."""
         if self.version is None:
             self._read_buffer = memoryview(bytearray(HELLO_BYTES_MAX))
@@ -208,14 +208,14 @@ class Connection:
         self._read_buffer[: self._read_buffer_end] = self._header_part
         self._header_part = b""
 
-    def _return_scratch(self) -> None:
+    def _return_read_buffer(self) -> None:
         scratch, self._read_buffer = self._read_buffer, None
         assert scratch is not None
         self._header_part, self._read_buffer_end = bytes(scratch[: self._read_buffer_end]), 0
         if len(scratch) == _READ_BUFFER_BYTES and len(self._read_buffers) < _READ_BUFFERS_KEPT_MAX:
             self._read_buffers.append(scratch)
 
-    def _read_scratch(self, events: list[ConnectionEvent]) -> None:
+    def _process_read_buffer(self, events: list[ConnectionEvent]) -> None:
         """Process the complete frames in the read buffer; move an incomplete one elsewhere."""
         scratch, end, at = self._read_buffer, self._read_buffer_end, 0
         assert scratch is not None, "buffer_updated without get_buffer"

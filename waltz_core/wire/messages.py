@@ -112,13 +112,13 @@ class WireProtocol(Enum):
     def __init__(
         self,
         magic: str,
-        taken: tuple[int, ...],
+        accepted: tuple[int, ...],
         offered: tuple[int, ...],
         listener_text: str,
         dialler_text: str,
     ) -> None:
         self.magic = ord(magic)
-        self.versions_accepted = taken
+        self.versions_accepted = accepted
         self.versions_offered = offered
         self.listener_text = listener_text
         self.dialler_text = dialler_text
@@ -179,10 +179,10 @@ class Message:
 
     def named_partitions(self) -> Sequence[int]:
         """The partitions for which a sender needs the required verbs (`Scope.NAMED`)."""
-        found: Sequence[int] | None = getattr(self, "partitions", None)
-        if found is None:  # The partition is in the prefix or in the request ID.
-            found = (getattr(self, "req_id", self).partition_id,)  # type: ignore[union-attr]
-        return found
+        partitions: Sequence[int] | None = getattr(self, "partitions", None)
+        if partitions is None:  # The partition is in the prefix or in the request ID.
+            partitions = (getattr(self, "req_id", self).partition_id,)  # type: ignore[union-attr]
+        return partitions
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "code") and "requires" not in vars(cls):  # rule 6

@@ -403,7 +403,7 @@ class _Directory:
         """No cached owners: each request reads ZooKeeper."""
         return {}
 
-    async def open(self, changed: OwnersChanged) -> None:
+    async def open(self, on_change: OwnersChanged) -> None:
         """Report no changes of owners: a client may always learn of them too late."""
 
     async def run(self) -> None:

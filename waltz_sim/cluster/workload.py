@@ -304,7 +304,7 @@ class _Application:
         if self._is_pipelined and len(rows) == 1:
             # The row is computed from the state at the mark, and from the earlier appends in
             # flight.
-            claimed = (pipelined_state or NO_PREDECESSORS).claim(TransactionId(mark))[1]
+            claimed = (pipelined_state or NO_PREDECESSORS).mark_and_state(TransactionId(mark))[1]
         self._client.append(self._workload.create_submission(self._client, rows, mark, claimed))
 
     def _on_settled(self, effect: stream_events.SubmissionSettled) -> None:

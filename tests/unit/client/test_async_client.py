@@ -919,11 +919,11 @@ async def test_a_cancelled_opening_closes_all_connections():
         client = cluster.client()
         async with asyncio.TaskGroup() as tasks:
             opening = tasks.create_task(client.open())
-            while client._root is None:  # noqa: ASYNC110 - the last step of the opening
+            while client._main_task is None:  # noqa: ASYNC110 - the last step of the opening
                 await asyncio.sleep(0)
             opening.cancel()
         assert opening.cancelled()
-        assert client._root.done()
+        assert client._main_task.done()
 
 
 @run_on_virtual_loop

@@ -41,11 +41,11 @@ APPENDED, REJECTED, RETRIED, SECONDS, LAG = (
 def export_client_metrics() -> Iterator[None]:
     """Export the metrics, without those of clients of other tests."""
     with client_metrics._lock:
-        client_metrics._closed.clear()
+        client_metrics._closed_counts.clear()
     export_metrics()
     yield
     with client_metrics._lock:
-        client_metrics._closed.clear()
+        client_metrics._closed_counts.clear()
 
 
 def value(name: str, partition: int | None = 0, **labels: str) -> float | None:
@@ -174,7 +174,9 @@ def test_the_metrics_of_a_forked_child_start_at_zero() -> None:
         with client_metrics._lock:  # the child inherits the lock as held by another thread
             child = os.fork()
             if not child:
-                is_empty = not client_metrics._open and client_metrics._lock.acquire(timeout=1)
+                is_empty = not client_metrics._open_clients and client_metrics._lock.acquire(
+                    timeout=1
+                )
                 os._exit(0 if is_empty else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert value(APPENDED) == 1

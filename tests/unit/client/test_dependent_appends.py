@@ -35,7 +35,7 @@ def ids(found) -> list[int]:
 
 def test_a_client_that_has_seen_no_predecessor_claims_none():
     assert not NO_PREDECESSORS.has_seen
-    assert NO_PREDECESSORS.claim(5) == (5, NO_PREDECESSORS)
+    assert NO_PREDECESSORS.mark_and_state(5) == (5, NO_PREDECESSORS)
     assert NO_PREDECESSORS.predecessors_above(5) == ()
 
 
@@ -52,36 +52,36 @@ def test_each_report_is_added_to_the_earlier_ones():
 
 def test_a_mark_between_the_first_and_last_predecessor_claims_the_rest():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
-    assert follow.claim(5) == (9, follow)
-    assert follow.claim(8) == (9, follow)
-    assert follow.claim(4) == (4, NO_PREDECESSORS)  # transaction 5 is not applied
-    assert follow.claim(9) == (9, NO_PREDECESSORS)  # all predecessors are in the log
-    assert follow.claim(12) == (12, NO_PREDECESSORS)
+    assert follow.mark_and_state(5) == (9, follow)
+    assert follow.mark_and_state(8) == (9, follow)
+    assert follow.mark_and_state(4) == (4, NO_PREDECESSORS)  # transaction 5 is not applied
+    assert follow.mark_and_state(9) == (9, NO_PREDECESSORS)  # all predecessors are in the log
+    assert follow.mark_and_state(12) == (12, NO_PREDECESSORS)
 
 
 def test_an_append_with_other_locks_claims_the_mark_of_the_state():
     follow = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
-    assert follow.claim(5, LOCKS[:1]) == (9, follow)
-    mark, claimed = follow.claim(5, (*LOCKS, 33))
+    assert follow.mark_and_state(5, LOCKS[:1]) == (9, follow)
+    mark, claimed = follow.mark_and_state(5, (*LOCKS, 33))
     assert mark == 5
     assert (claimed.session_id, claimed.mount, claimed.predecessors) == (SESSION, MOUNT, ())
     # After a rejection by a lock the client receives all predecessors again.
     replaced = claimed.with_predecessors(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
     assert (replaced.base, replaced.mark, ids(replaced.predecessors)) == (5, 10, [6, 7])
-    assert replaced.claim(5, (*LOCKS, 33)) == (10, replaced)
+    assert replaced.mark_and_state(5, (*LOCKS, 33)) == (10, replaced)
 
 
 def test_predecessors_are_those_of_the_last_requested_locks():
     first = NO_PREDECESSORS.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     fewer = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS[:1])
-    assert fewer.claim(5, LOCKS[:1]) == (11, fewer)
-    assert fewer.claim(5, LOCKS)[0] == 5
+    assert fewer.mark_and_state(5, LOCKS[:1]) == (11, fewer)
+    assert fewer.mark_and_state(5, LOCKS)[0] == 5
 
 
 def test_without_a_predecessor_only_the_mark_is_claimed():
     follow = NO_PREDECESSORS.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
     assert follow.predecessors == ()
-    assert follow.claim(5) == (9, follow)
+    assert follow.mark_and_state(5) == (9, follow)
 
 
 @pytest.mark.parametrize("follow", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])

@@ -102,7 +102,7 @@ async def test_a_denied_id_is_replaced_once_for_all_partitions():
 @run_on_virtual_loop
 async def test_an_id_that_the_application_has_set_is_not_replaced_after_a_denial():
     link = Link("one:1", FIRST_ISSUED_ID)
-    ids = LinksAndDirectory(link).ids(given=ClientIdentity(7))
+    ids = LinksAndDirectory(link).ids(fixed_identity=ClientIdentity(7))
     assert ids.current == ClientIdentity(7)
     with pytest.raises(
         errors.ClientIdDenied, match=r"argument client_id: .* rejects ID 7, because"

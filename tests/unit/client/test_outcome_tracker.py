@@ -87,7 +87,7 @@ def test_the_tracker_ignores_rows_of_other_clients():
     foreign_ids = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
     assert tracker.match_headers(TransactionId(10), 5, headers(10, *foreign_ids))
     tracker.match_feed(TransactionId(10), feed_headers(*foreign_ids))
-    assert pending.found is None
+    assert pending.found_ids is None
     assert pending.known_outcome(BEFORE_FIRST) is None
 
 
@@ -172,5 +172,7 @@ def test_a_short_feed_batch_gives_the_same_outcomes_as_a_long_one(sizes, rows):
             except errors.DataLoss as error:
                 found.append(str(error))
             else:
-                found.append([None if e.found is None else e.found.tolist() for e in tracker])
+                found.append(
+                    [None if e.found_ids is None else e.found_ids.tolist() for e in tracker]
+                )
     assert found[0] == found[1]

@@ -193,7 +193,7 @@ def test_rows_in_doubt_below_the_start_of_the_log_have_an_unknown_outcome():
     assert outcomes_by_token(effects) == {}
     (rejected,) = [e for e in effects if isinstance(e, stream_events.SubmissionRejected)]
     assert isinstance(rejected.error, errors.OutcomeUnknown)
-    assert "since the log begins after them" in str(rejected.error)
+    assert "because the log begins after them" in str(rejected.error)
     assert scenario.stream.phase is Phase.READY
 
 

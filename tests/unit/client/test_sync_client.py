@@ -397,7 +397,7 @@ def test_ctrl_c_while_a_client_is_closed_ends_all_waiting_calls(monkeypatch):
         def wait_and_be_interrupted(call):
             outcome = asyncio.run_coroutine_threadsafe(call, client._loop)
             deadline_s = time.monotonic() + TEST_TIMEOUT_S
-            while client._client._ending is None:
+            while client._client._close_task is None:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.001)
             outcome.cancel()

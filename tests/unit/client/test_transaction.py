@@ -152,17 +152,17 @@ def test_the_ends_of_a_range_are_transaction_ids():
 
 def test_an_append_with_other_locks_claims_no_predecessors():
     one = builder()
-    assert one.claim() == (-1, None)
+    assert one.mark_and_state() == (-1, None)
     one.pipelined_state = replace(
         NO_PREDECESSORS, session_id=3, base=4, mark=9, locks=frozenset((1,))
     )
     one.client_high_water_mark = 5
-    assert one.claim() == (5, None)  # without these locks the append is independent
+    assert one.mark_and_state() == (5, None)  # without these locks the append is independent
     assert one.predecessors(5) == ()
     one.set_write_locks([1])
-    assert one.claim() == (9, one.pipelined_state)
+    assert one.mark_and_state() == (9, one.pipelined_state)
     one.set_read_locks([2])
     for mark in (5, 6, 12):
         one.client_high_water_mark = mark
-        claimed, pipelined_state = one.claim()
+        claimed, pipelined_state = one.mark_and_state()
         assert (claimed, pipelined_state.session_id, pipelined_state.predecessors) == (mark, 3, ())

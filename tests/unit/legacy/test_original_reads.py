@@ -40,7 +40,7 @@ def small(monkeypatch):
 
 
 def feeds(client):
-    return sum(len(each) for each in client.requests._old_reads._feeds.values())
+    return sum(len(each) for each in client.requests._legacy_reads._feeds.values())
 
 
 async def data_of(chunks):

@@ -376,7 +376,7 @@ async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_
         link.write_backlog_bytes = 0
     await pass_time(1)
     assert all(link.is_read for link in links)
-    assert clients.bytes == 0
+    assert clients.memory_bytes == 0
 
 
 @run_on_loop

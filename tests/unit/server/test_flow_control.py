@@ -126,15 +126,15 @@ def test_admitted_bytes_are_counted_and_released() -> None:
     each.receive(A, [batch(100), batch(100)])
     each.admit(A)
     each.note_backlog(A, 77, is_congested=False)
-    assert each.bytes == 2 * (100 + OVERHEAD) + 77
+    assert each.memory_bytes == 2 * (100 + OVERHEAD) + 77
     each.on_answered(A, 100 + OVERHEAD)
-    assert each.bytes == 100 + OVERHEAD + 77
+    assert each.memory_bytes == 100 + OVERHEAD + 77
     each.close(A)
-    assert each.bytes == 0
+    assert each.memory_bytes == 0
     each.on_answered(A, 100 + OVERHEAD)
     each.note_backlog(A, 1, is_congested=False)
     assert each.admit(A) == []
-    assert each.bytes == 0
+    assert each.memory_bytes == 0
 
 
 def test_over_the_memory_limit_the_largest_connection_is_paused() -> None:

@@ -186,7 +186,7 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
     own = {
         "metrics": Metrics("server"),
         "tasks": None,
-        "failed": failures.append,
+        "on_failure": failures.append,
         "write_backlog_bytes_max": 1 << 20,
         "ssl": None,
     }

@@ -33,7 +33,7 @@ def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -
     assert fault(mounts, BOB, NEW, 6, principal="eve") is None
     mounts.on_connection_closed(OLD)  # as its fence, also without a connection
     assert isinstance(fault(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
-    mounts.on_generation_begun()
+    mounts.on_generation_started()
     assert fault(mounts, ALICE, NEW, 6, principal="eve") is None
 
 
@@ -78,7 +78,7 @@ def test_the_fence_outlives_its_connection_and_ends_with_the_generation() -> Non
     mounts.on_connection_closed(OLD)
     assert mounts.mounted_client_count == 0
     assert "connection sequence 5" in str(fault(mounts, ALICE, NEW, 5))
-    mounts.on_generation_begun()
+    mounts.on_generation_started()
     assert fault(mounts, ALICE, NEW, 0) is None
 
 
@@ -153,7 +153,7 @@ def test_each_mount_has_a_different_number() -> None:
         mounts.begin_mount(ALICE, NEW, sequence)
         numbers.append(mounts.mount_number(ALICE, NEW))
     assert mounts.mount_number(ALICE, OLD) == 0
-    mounts.on_generation_begun()
+    mounts.on_generation_started()
     mounts.begin_mount(ALICE, NEW, 1)
     numbers.append(mounts.mount_number(ALICE, NEW))
     assert sorted(set(numbers)) == numbers

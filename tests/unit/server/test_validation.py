@@ -108,10 +108,10 @@ def test_a_piece_without_records_waits_only_for_its_conflicts() -> None:
     pending.open(decode_batch(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
     validate_rows(pending, 2, table, InFlightRange(BEFORE_FIRST, TransactionId(0)))
-    doubtful = validate_rows(pending, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
-    assert (doubtful.part, doubtful.doubtful, doubtful.rejected) == (None, [pending], [])
+    unsettled = validate_rows(pending, 3, table, InFlightRange(BEFORE_FIRST, TransactionId(2)))
+    assert (unsettled.part, unsettled.unsettled, unsettled.rejected) == (None, [pending], [])
     ahead = validate_rows(pending, 4, table, InFlightRange(TransactionId(1), TransactionId(2)))
-    assert (ahead.part, ahead.doubtful, ahead.rejected) == (None, [], [pending])
+    assert (ahead.part, ahead.unsettled, ahead.rejected) == (None, [], [pending])
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
@@ -125,7 +125,7 @@ def test_single_transactions_are_validated_in_order(
     assert piece.part is not None
     assert [pending.transaction_id for pending in group] == [0, 1, -1, -1, 2]
     assert [pending.reason for pending in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
-    assert piece.doubtful == [group[0], group[1], group[2], group[4]]
+    assert piece.unsettled == [group[0], group[1], group[2], group[4]]
     assert piece.rejected == [group[3]]
 
 

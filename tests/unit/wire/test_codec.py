@@ -67,12 +67,12 @@ def test_a_message_of_a_later_version_is_rejected_on_both_sides(version):
 
 def test_a_removed_message_is_rejected(monkeypatch):
     monkeypatch.setattr(FlushRequest, "until", 2)
-    monkeypatch.setattr(codec, "_plans_made", {})
-    monkeypatch.setattr(codec, "_tables_made", {})
+    monkeypatch.setattr(codec, "_layouts_by_message", {})
+    monkeypatch.setattr(codec, "_tables_by_version", {})
     assert codec.encode(FlushRequest(REQ_ID), 2)
     with pytest.raises(LocalProtocolError):
         codec.encode(FlushRequest(REQ_ID), 3)
-    assert 8 not in codec._plans(WireProtocol.CLIENT, 3)
+    assert 8 not in codec._layouts(WireProtocol.CLIENT, 3)
 
 
 def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():

@@ -105,7 +105,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self.directory = directory
         self.tracer = WaltzTracer() if config.traces else None
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
-        self.ssl_context = tls.dial_context(config, connect, token)  # it presents the token
+        self.ssl_context = tls.dial_context(config, connect, token)  # presents the token to servers
         self.links = ServerLinks(
             dial_timeout_s=config.server_connect_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
@@ -118,7 +118,7 @@ class AsyncWaltzClient(OpenedByConnect):
             directory,
             self.links,
             timeout_s=config.mount_timeout_ms / 1000,
-            given=None if client_id is None else ClientIdentity(client_id),
+            fixed_identity=None if client_id is None else ClientIdentity(client_id),
         )
         self._connection_sequence = 0
         self.claim: TaskClaim | None = None
@@ -127,16 +127,16 @@ class AsyncWaltzClient(OpenedByConnect):
         self._own_partitions: tuple[PartitionId, ...] | None = None
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
-        self._runs: dict[ContextRun, None] = {}
+        self._context_runs: dict[ContextRun, None] = {}
         self._range_readers: dict[ReplicaReader, None] = {}  # readers of ranges that are being read
         self._pid = os.getpid()
         self._closing = asyncio.Event()
         self._is_closed = False
         self._group: asyncio.TaskGroup | None = None
-        self._root: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._main_task: asyncio.Task[None] | None = None
+        self._close_task: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._counted: CountedClient | None = None
+        self._counted_client: CountedClient | None = None
         self._encryption = encryption_of(config)
         self.subscriptions = Subscriptions(
             self._partition, self.spawn, self.requests, config, self._encryption
@@ -207,7 +207,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     async def open(self) -> Self:
         """Connect to the cluster and start the client's tasks; `connect` and `at` call this."""
-        assert self._root is None
+        assert self._main_task is None
         try:
             await self.directory.open(self._on_owners_changed)
             if self._own_partitions is not None:
@@ -225,7 +225,7 @@ class AsyncWaltzClient(OpenedByConnect):
         started = asyncio.Event()
         # The only task outside the TaskGroup: it keeps the group of all other tasks open until
         # `close`.
-        self._root = asyncio.get_running_loop().create_task(
+        self._main_task = asyncio.get_running_loop().create_task(
             self._run_tasks(started), name="waltz-client"
         )
         try:
@@ -234,7 +234,7 @@ class AsyncWaltzClient(OpenedByConnect):
             await self.close()
             raise
         self.spawn(self._follow_directory(), "directory")
-        self._counted = CountedClient(self, self._partitions)
+        self._counted_client = CountedClient(self, self._partitions)
         return self
 
     async def close(self) -> None:
@@ -243,23 +243,23 @@ class AsyncWaltzClient(OpenedByConnect):
         `close` may be called twice. If the first call is cancelled, the client continues to close
         in the background, and the second call waits until the client is closed.
         """
-        if self._root is None or (self._ending is not None and self._ending.done()):
+        if self._main_task is None or (self._close_task is not None and self._close_task.done()):
             return
         self._check_process_and_loop()
         self._is_closed = True
-        if self._ending is None:
+        if self._close_task is None:
             # This task is outside the TaskGroup, too: the client must close even if the caller is
             # cancelled.
             loop = asyncio.get_running_loop()
-            self._ending = loop.create_task(
-                self._finish_and_close(self._root), name="waltz-client-end"
+            self._close_task = loop.create_task(
+                self._finish_and_close(self._main_task), name="waltz-client-end"
             )
-        await asyncio.shield(self._ending)
+        await asyncio.shield(self._close_task)
 
     async def _finish_and_close(self, root: "asyncio.Task[None]") -> None:
         try:
             async with asyncio.timeout(self.config.request_timeout_ms / 1000):
-                for run in list(self._runs):
+                for run in list(self._context_runs):
                     await asyncio.wait([run.future])
                 for partition in list(self._partitions.values()):
                     while partition.appends.has_pending:
@@ -269,8 +269,8 @@ class AsyncWaltzClient(OpenedByConnect):
         finally:  # NB: also if the loop ends earlier: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
-            if self._counted is not None:
-                self._counted.close()
+            if self._counted_client is not None:
+                self._counted_client.close()
             self._closing.set()
             for reader in list(self._range_readers):
                 reader.close()
@@ -313,12 +313,12 @@ class AsyncWaltzClient(OpenedByConnect):
             return
         running = self._group.create_task(self._run_guarded(task, name), name=name)
         self._tasks[running] = None
-        running.add_done_callback(lambda done: self._tasks.pop(done, None))
+        running.add_done_callback(lambda finished: self._tasks.pop(finished, None))
 
     async def _run_guarded(self, task: Coroutine[Any, Any, None], name: str) -> None:
         try:
             await task
-        except Exception:  # noqa: BLE001 - the top of a task
+        except Exception:  # noqa: BLE001 - the exception of a task is logged
             _log.exception("client.task_failed task=%s", name)
 
     def next_connection_sequence(self) -> int:
@@ -346,8 +346,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def client_id(self) -> int | None:
         """The client ID; None before the first mount."""
-        known = self.ids.current
-        return None if known is None else known.client_id
+        identity = self.ids.current
+        return None if identity is None else identity.client_id
 
     @property
     def has_pending(self) -> bool:
@@ -359,9 +359,9 @@ class AsyncWaltzClient(OpenedByConnect):
     def pending_reason(self) -> str:
         """Return why appends may not have their outcomes yet; any thread may call this method."""
         waiting = [
-            f"partition {each.partition_id} is not mounted: {each.stream.failure}"
-            for each in list(self._partitions.values())
-            if not each.is_ready
+            f"partition {partition.partition_id} is not mounted: {partition.stream.failure}"
+            for partition in list(self._partitions.values())
+            if not partition.is_ready
         ]
         return "; ".join(waiting[:3]) or "the servers have not answered yet"
 
@@ -389,9 +389,9 @@ class AsyncWaltzClient(OpenedByConnect):
         self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
     ) -> dict[int, TransactionId]:
         """Return the high-water marks of partitions (default: all), requested in parallel."""
-        wanted = self._partitions_or_all(partitions)
+        partition_ids = self._partitions_or_all(partitions)
         return await query_partitions(
-            wanted, partial(self._request_mark, linearizable=linearizable)
+            partition_ids, partial(self._request_mark, linearizable=linearizable)
         )
 
     async def replicas(
@@ -402,8 +402,8 @@ class AsyncWaltzClient(OpenedByConnect):
         Replicas on storages of group `group` count as nearby; `read_range` reads from them first
         [default: the client's setting].
         """
-        found = await self.replica_sets([partition], linearizable=linearizable, group=group)
-        return found[partition]
+        replica_sets = await self.replica_sets([partition], linearizable=linearizable, group=group)
+        return replica_sets[partition]
 
     async def replica_sets(
         self,
@@ -413,11 +413,13 @@ class AsyncWaltzClient(OpenedByConnect):
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
         """Return the `replicas` of several partitions (default: all), requested in parallel."""
-        wanted, near = (
+        partition_ids, nearby_group = (
             self._partitions_or_all(partitions),
             self.config.group if group is None else group,
         )
-        return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
+        return await self.requests.replica_sets(
+            partition_ids, linearizable=linearizable, group=nearby_group
+        )
 
     async def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a Waltz 0.13 server owns any of these partitions now (default: all)."""
@@ -439,9 +441,9 @@ class AsyncWaltzClient(OpenedByConnect):
         no transaction, call `high_water_mark(partition, linearizable=True)`.
         """
         partition_id = self._check_partition(partition)
-        known = self._partitions.get(partition_id)
-        if known is not None:
-            await known.appends.wait_for_earlier()
+        client_partition = self._partitions.get(partition_id)
+        if client_partition is not None:
+            await client_partition.appends.wait_for_earlier()
         return await self.requests.flush(partition_id)
 
     async def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
@@ -468,7 +470,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     # --- writing
 
-    async def append(  # noqa: PLR0913 - every one of them is a part of a transaction
+    async def append(  # noqa: PLR0913 - the parts of a transaction
         self,
         data: bytes,
         *,
@@ -485,11 +487,11 @@ class AsyncWaltzClient(OpenedByConnect):
 
         By default, the first lock determines the partition; without locks, partitions are used
         round-robin. The default of `client_high_water_mark` is the last transaction that this
-        client has applied or, without a feed, the last one that it knows of.
+        client has applied or, without a feed, the last transaction that is known to be in the log.
 
-        The future raises LockFailed (its `high_water_mark` is the mark from which to compute
-        again), ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed
-        out, or the error that ended the stream. Only after OutcomeUnknown may the transaction be in
+        The future raises LockFailed (compute again from the state at its `high_water_mark`),
+        ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed out, or
+        the error that ended the stream. Only after OutcomeUnknown may the transaction be in
         the log.
 
         With `pipelined`, the future may raise LockFailed earlier, with conflicting transactions in
@@ -500,35 +502,35 @@ class AsyncWaltzClient(OpenedByConnect):
         setting].
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
-        added = check_locks("append", append_locks)
-        locks = write or read or added
-        given = None if client_high_water_mark is None else check_mark(client_high_water_mark)
-        chosen = await self._partition(self._choose_partition(partition, locks))
-        if (write or read) and given is None and not chosen.is_ready:
-            await chosen.ensure_mounted()  # the mark is unknown before the mount
-        if (write or read) and given is None and chosen.is_starting:
-            await chosen.wait_for_feed()
-        mark = chosen.mark if given is None else given
+        appended = check_locks("append", append_locks)
+        locks = write or read or appended
+        given_mark = None if client_high_water_mark is None else check_mark(client_high_water_mark)
+        client_partition = await self._partition(self._choose_partition(partition, locks))
+        if (write or read) and given_mark is None and not client_partition.is_ready:
+            await client_partition.ensure_mounted()  # the mark is unknown before the mount
+        if (write or read) and given_mark is None and client_partition.is_starting:
+            await client_partition.wait_for_feed()
+        mark = client_partition.mark if given_mark is None else given_mark
         payload, header = check_data(data), check_header(header)
         if self._encryption is not None or encryption_key_id is not None:
             payload = await encrypt_payload(
                 self._encryption,
                 payload,
-                partition=chosen.partition_id,
+                partition=client_partition.partition_id,
                 header=header,
                 key_id=encryption_key_id,
             )
         row = PendingRow(payload, header, mark)
-        row.write_locks, row.read_locks, row.append_locks = write, read, added
+        row.write_locks, row.read_locks, row.append_locks = write, read, appended
         if pipelined:
             row.set_pipelined_state(
-                initial_state(self._encryption) if pipelined is True else pipelined, given
+                initial_state(self._encryption) if pipelined is True else pipelined, given_mark
             )
-        if not chosen.window.try_take(1, row.size_bytes):
-            await chosen.window.take(1, row.size_bytes)
+        if not client_partition.window.try_take(1, row.size_bytes):
+            await client_partition.window.take(1, row.size_bytes)
         loop = asyncio.get_running_loop()
         row.deadline_s = loop.time() + self.config.request_timeout_ms / 1000
-        chosen.appends.add(row)
+        client_partition.appends.add(row)
         return cast("asyncio.Future[TransactionId]", row.future)
 
     async def append_batch(
@@ -552,13 +554,13 @@ class AsyncWaltzClient(OpenedByConnect):
         OutcomeUnknown, rows may be in the log.
         """
         mark = check_mark(client_high_water_mark)
-        chosen = await self._partition(self._choose_partition(partition, ()))
+        client_partition = await self._partition(self._choose_partition(partition, ()))
         if row_count < 1:
             raise errors.BadRequest(
                 f"append batch: expected at least one row, found {row_count} rows"
             )
-        await chosen.window.take(row_count, len(payload))
-        return chosen.appends.add_batch(payload, row_count, mark, order)
+        await client_partition.window.take(row_count, len(payload))
+        return client_partition.appends.add_batch(payload, row_count, mark, order)
 
     async def submit(self, context: TransactionContext) -> "asyncio.Future[TransactionId | None]":
         """Run a context; return a future of its transaction ID (None if `execute` returned False).
@@ -575,10 +577,11 @@ class AsyncWaltzClient(OpenedByConnect):
         partition = await self._partition(partition_id)
         run = ContextRun(context, partition, self.random, self._encryption)
         if await run.begin():
-            self._runs[run] = None
-            run.future.add_done_callback(lambda _: self._runs.pop(run, None))
+            self._context_runs[run] = None
+            run.future.add_done_callback(lambda _: self._context_runs.pop(run, None))
             if self._closing.is_set():
-                await run.run_to_end()  # closed during the first attempt, which is not sent
+                # The client was closed during the first attempt, so the attempt is not sent.
+                await run.run_to_end()
             else:
                 self.spawn(run.run_to_end(), "context")
         return run.future
@@ -660,8 +663,8 @@ class AsyncWaltzClient(OpenedByConnect):
             bytes_max or self.config.range_bytes_max,
         )
 
-        async def fetch_from_server(rest: RangeQuery) -> RangeChunk:
-            return await self.requests.fetch_range(partition_id, rest)
+        async def fetch_from_server(query_part: RangeQuery) -> RangeChunk:
+            return await self.requests.fetch_range(partition_id, query_part)
 
         reader = ReplicaReader(
             partition_id,
@@ -688,7 +691,7 @@ class AsyncWaltzClient(OpenedByConnect):
     def _start_fetch(self, fetch: Coroutine[Any, Any, RangeChunk]) -> "asyncio.Future[RangeChunk]":
         """Run a fetch in a task of its own, so that it finishes even if its reader is cancelled."""
         future: asyncio.Future[RangeChunk] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        future.add_done_callback(lambda finished: finished.cancelled() or finished.exception())
 
         async def run() -> None:
             outcome: RangeChunk | errors.WaltzError = errors.Unavailable(_CLOSED_TEXT)
@@ -714,7 +717,10 @@ class AsyncWaltzClient(OpenedByConnect):
                 f"this client was opened by process {self._pid} and cannot be used in the "
                 f"forked process {os.getpid()}. Hint: open a client in each process."
             )
-        if self._root is not None and self._root.get_loop() is not asyncio.get_running_loop():
+        if (
+            self._main_task is not None
+            and self._main_task.get_loop() is not asyncio.get_running_loop()
+        ):
             raise errors.UsageError(
                 "this client was opened on another event loop, and works only there. Hint: "
                 "open a client in each asyncio.run."
@@ -722,7 +728,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _check_usable(self) -> None:
         self._check_process_and_loop()
-        if self._is_closed or self._root is None:
+        if self._is_closed or self._main_task is None:
             raise errors.UsageError(_CLOSED_TEXT)
 
     def _check_partition(self, partition: int) -> PartitionId:
@@ -731,42 +737,43 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _partitions_or_all(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
-        own = self._own_partitions
-        wanted = (own or range(self.partition_count)) if partitions is None else partitions
-        return [self._check_partition(each) for each in items_of("partitions", wanted)]
+        own_ids = self._own_partitions
+        numbers = (own_ids or range(self.partition_count)) if partitions is None else partitions
+        return [self._check_partition(number) for number in items_of("partitions", numbers)]
 
     def _check_own_partitions(self, partitions: Iterable[int]) -> tuple[PartitionId, ...]:
         name, count = self.cluster().name, self.partition_count
-        checked = {check_partition(each, name, count) for each in partitions}
-        if not checked:
+        partition_ids = {check_partition(partition, name, count) for partition in partitions}
+        if not partition_ids:
             raise errors.BadConfig(
                 "argument partitions: expected one or more partitions, found none"
             )
-        return tuple(sorted(checked))
+        return tuple(sorted(partition_ids))
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
         """Return the partition of an append; raises BadRequest if it is not one of the client's."""
-        own = self._own_partitions
+        own_ids = self._own_partitions
         if partition is not None:
-            chosen = self._check_partition(partition)
-            if own is not None and chosen not in own:
+            partition_id = self._check_partition(partition)
+            if own_ids is not None and partition_id not in own_ids:
                 raise errors.BadRequest(
-                    f"partition {chosen} is not one of the partitions that this client was "
-                    f"opened for, {list(own)}"
+                    f"partition {partition_id} is not one of the partitions that this client was "
+                    f"opened for, {list(own_ids)}"
                 )
-            return chosen
+            return partition_id
         self._check_usable()
         if locks:
-            chosen = partition_of(locks[0], self.partition_count)
-            if own is not None and chosen not in own:
+            partition_id = partition_of(locks[0], self.partition_count)
+            if own_ids is not None and partition_id not in own_ids:
                 raise errors.BadRequest(
-                    f"the first lock chooses partition {chosen}, which is not one of the "
-                    f"partitions that this client was opened for, {list(own)}. Hint: pass the "
-                    "argument partition, with the same value for all appends with this lock."
+                    f"the first lock chooses partition {partition_id}, which is not one of the "
+                    f"partitions that this client was opened for, {list(own_ids)}. Hint: "
+                    "pass the argument partition, with the same value for all appends with this "
+                    "lock."
                 )
-            return chosen
-        self._round_robin = (self._round_robin + 1) % len(own or range(self.partition_count))
-        return own[self._round_robin] if own else PartitionId(self._round_robin)
+            return partition_id
+        self._round_robin = (self._round_robin + 1) % len(own_ids or range(self.partition_count))
+        return own_ids[self._round_robin] if own_ids else PartitionId(self._round_robin)
 
     async def _request_mark(
         self, partition_id: PartitionId, *, linearizable: bool
@@ -774,15 +781,15 @@ class AsyncWaltzClient(OpenedByConnect):
         mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
         # A server that has lost the partition without knowing it may return a lower mark than
         # this client received earlier; the returned mark never decreases.
-        known = max(mark, self._marks.get(partition_id, mark))
-        self._marks[partition_id] = known
-        return known
+        highest_mark = max(mark, self._marks.get(partition_id, mark))
+        self._marks[partition_id] = highest_mark
+        return highest_mark
 
     async def _partition(self, partition_id: PartitionId) -> ClientPartition:
-        found = self._partitions.get(partition_id)
-        if found is None:
+        client_partition = self._partitions.get(partition_id)
+        if client_partition is None:
             if self._closing.is_set():  # a closing client would never end the partition
                 raise errors.UsageError(_CLOSED_TEXT)
-            found = ClientPartition(partition_id, self)
-            self._partitions[partition_id] = found
-        return found
+            client_partition = ClientPartition(partition_id, self)
+            self._partitions[partition_id] = client_partition
+        return client_partition

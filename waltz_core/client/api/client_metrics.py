@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from waltz_core.exported_metrics import MetricValues
 
 _lock = threading.Lock()
-_open: Final[dict["CountedClient", None]] = {}
-_closed: Final[dict[tuple[str, int], AppendCounts]] = {}
+_open_clients: Final[dict["CountedClient", None]] = {}
+_closed_counts: Final[dict[tuple[str, int], AppendCounts]] = {}
 
 
 def _forget_clients() -> None:
     """Forget the clients of the parent process (rule 3); one of its threads may have the lock."""
     global _lock  # noqa: PLW0603 - a lock cannot be reset
     _lock = threading.Lock()
-    _open.clear()
-    _closed.clear()
+    _open_clients.clear()
+    _closed_counts.clear()
 
 
 os.register_at_fork(after_in_child=_forget_clients)
@@ -67,16 +67,16 @@ class CountedClient:
         self._cluster = client.cluster().name
         self._loop = asyncio.get_running_loop()
         self._marks: dict[int, int] = {}
-        self._requested: set[int] = set()  # partitions whose mark is being requested
+        self._requested_partitions: set[int] = set()  # partitions whose mark is being requested
         with _lock:
-            _open[self] = None
+            _open_clients[self] = None
 
     def close(self) -> None:
         """Keep the counts, without the client (rule 1)."""
         with _lock:
-            if self in _open:
-                del _open[self]
-                self.add_counts(_closed)
+            if self in _open_clients:
+                del _open_clients[self]
+                self.add_counts(_closed_counts)
 
     def add_counts(self, totals: dict[tuple[str, int], AppendCounts]) -> None:
         """Add its counts to those of other clients."""
@@ -98,8 +98,8 @@ class CountedClient:
 
     def _request_marks(self) -> None:
         for number, partition in self._partitions.items():
-            if partition.has_feed and number not in self._requested:
-                self._requested.add(number)
+            if partition.has_feed and number not in self._requested_partitions:
+                self._requested_partitions.add(number)
                 self._client.spawn(self._request_mark(number), "metrics")
 
     async def _request_mark(self, partition: int) -> None:
@@ -108,27 +108,27 @@ class CountedClient:
         except errors.WaltzError:
             pass  # the known mark remains; the feed reports the outage
         finally:
-            self._requested.discard(partition)
+            self._requested_partitions.discard(partition)
 
 
 def _add_values(values: "MetricValues") -> None:
     totals: dict[tuple[str, int], AppendCounts] = {}
     lags: dict[tuple[str, int], int] = {}
     with _lock:
-        for key, counts in _closed.items():
+        for key, counts in _closed_counts.items():
             totals.setdefault(key, AppendCounts()).add(counts)
-        for client in _open:
+        for client in _open_clients:
             client.add_counts(totals)
             client.add_feed_lags(lags)
     for_cluster: dict[str, AppendCounts] = {}
     for (cluster, partition), counts in sorted(totals.items()):
         for_cluster.setdefault(cluster, AppendCounts()).add(counts)
-        where: dict[str, str | int] = {"cluster": cluster, "partition": partition}
-        values.add("waltz_client_appended_transactions_total", counts.committed, **where)
-        values.add("waltz_client_retried_transactions_total", counts.retried, **where)
+        labels: dict[str, str | int] = {"cluster": cluster, "partition": partition}
+        values.add("waltz_client_appended_transactions_total", counts.committed, **labels)
+        values.add("waltz_client_retried_transactions_total", counts.retried, **labels)
         for reason, count in sorted(counts.rejected.items()):
             name = "waltz_client_rejected_transactions_total"
-            values.add(name, count, reason=reason, **where)
+            values.add(name, count, reason=reason, **labels)
     for cluster, counts in for_cluster.items():
         values.add_histogram(
             "waltz_client_append_seconds", counts.bucket_counts, counts.seconds, cluster=cluster

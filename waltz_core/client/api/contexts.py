@@ -37,7 +37,7 @@ from waltz_core.client.model.transaction import (
     check_context,
 )
 from waltz_core.client.read.feed_delivery import application_cancellation_error
-from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of
+from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of_row
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.encryption.envelopes import Encryption
 from waltz_core.records.record import TransactionId
@@ -151,7 +151,7 @@ class ContextRun:
         self._pause_s = PAUSE_S_MIN
         applier = partition.applier
         self._began_s = loop.time()
-        self._began_at = None if applier is None else applier.mark
+        self._mark_at_start = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
         # The hooks report the error, so no caller has to retrieve it from the future.
         self.future.add_done_callback(_retrieve_exception)
@@ -210,7 +210,7 @@ class ContextRun:
                 "method execute returned True, but has not set the transaction data. Hint: "
                 "call set_transaction_data in it."
             )
-        mark, pipelined_state = builder.claim()
+        mark, pipelined_state = builder.mark_and_state()
         data = builder.data
         if self._encryption is not None or builder.encryption_key_id is not None:
             data = await self._await_until_deadline(
@@ -237,8 +237,10 @@ class ContextRun:
         self._row = row
         return True
 
-    async def _await_until_deadline(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
-        """Return the awaited result; at the deadline raises _DeadlinePassed, which names `what`."""
+    async def _await_until_deadline(
+        self, answer: "Awaitable[ResultT]", description: str
+    ) -> ResultT:
+        """Return the awaited result; at the deadline raises _DeadlinePassed with `description`."""
         limit = asyncio.timeout_at(self._deadline_s)
         try:
             async with limit:
@@ -250,7 +252,7 @@ class ContextRun:
             failure = "" if partition.is_ready else f" ({partition.stream.failure})"
             raise _DeadlinePassed(
                 f"the context for partition {partition.partition_id} timed out after "
-                f"{self._context.timeout_ms} ms (timeout_ms), because {what}{failure}"
+                f"{self._context.timeout_ms} ms (timeout_ms), because {description}{failure}"
             ) from None
 
     async def _run_step(self) -> bool:
@@ -268,7 +270,7 @@ class ContextRun:
         if outcome.reason == RowOutcomeCode.COMMITTED:
             await self._finish_committed(outcome.transaction_id)
             return False
-        rejection = error_of(self._partition.partition_id, row, outcome)
+        rejection = error_of_row(self._partition.partition_id, row, outcome)
         if outcome.reason in _FINAL_OUTCOMES:
             await self._finish_failed(rejection)
             return False
@@ -302,17 +304,17 @@ class ContextRun:
         self._partition.appends.counts.retried += 1
         return await self._make_attempt()
 
-    def _view_behind_error(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
-        """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
+    def _view_behind_error(self, required_mark: TransactionId | None) -> errors.ViewBehind | None:
+        """Return an error if the view has not applied `required_mark` yet (rule 7)."""
         partition, applier = self._partition, self._partition.applier
-        if wanted is None or applier is None or applier.is_paused_by_application:
+        if required_mark is None or applier is None or applier.is_paused_by_application:
             return None
         applied = partition.mark if applier.mark is None else applier.mark
-        if applied >= wanted:
+        if applied >= required_mark:
             return None
-        log = max(wanted, partition.stream.high_water_mark)
+        log = max(required_mark, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
-        rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
+        rate_per_s = 0 if self._mark_at_start is None else (applied - self._mark_at_start) / took_s
         hint = "no transaction was applied in that time; check what the callbacks wait for."
         if rate_per_s:
             left_s = (log - applied) / rate_per_s
@@ -390,7 +392,7 @@ class ContextRun:
         """Call a hook of the context. Its exceptions are logged, and do not change the outcome."""
         try:
             await self._context.call(name, *args)
-        except Exception:  # noqa: BLE001 - the application's own
+        except Exception:  # noqa: BLE001 - any exception of the application
             _log.exception(
                 "client.hook_failed partition=%d hook=%s", self._partition.partition_id, name
             )

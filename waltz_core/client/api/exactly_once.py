@@ -24,7 +24,7 @@ async def _registry(connect: str) -> AsyncIterator[WriteRequests]:
 async def begin_write(
     connect: str, write: str, marks: Mapping[int, int], *, keep_ms: int
 ) -> dict[str, Any] | None:
-    """Begin a write unless it has begun; return its summary if it is done already, otherwise None.
+    """Begin a write, if it has not begun yet; return the summary of a finished write, else None.
 
     `marks` has the starting marks by partition; the write uses only these partitions. The registry
     keeps the write for `keep_ms` milliseconds, at most a year, after it was begun or finished.

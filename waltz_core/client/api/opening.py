@@ -11,11 +11,11 @@ from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 from waltz_core import errors
 from waltz_core.config.declarations import ClientConfig
 
-HOW_TO_OPEN = (
+OPEN_HINT = (
     "use `async with AsyncWaltzClient.connect(...) as client`, or `client = await "
     "AsyncWaltzClient.connect(...)` and close the client at the end"
 )
-NOT_SENT = (
+NOT_PICKLABLE_TEXT = (
     "a client cannot be sent to another process. Hint: open one there, with the same connect string"
 )
 
@@ -23,7 +23,7 @@ NOT_SENT = (
 class Openable(Protocol):
     """A client with `open` and `close`."""
 
-    async def open(self) -> Any:  # noqa: ANN401 - itself
+    async def open(self) -> Any:  # noqa: ANN401 - returns the client
         """Connect the client to its cluster; return the client."""
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ class Opening(Generic[ClientT]):
         if name.startswith("_"):
             raise AttributeError(name)  # copy, pickle and shells look up such names
         raise errors.ClientNotOpen(
-            f"cannot use {name}: the client is not open yet. Hint: {HOW_TO_OPEN}"
+            f"cannot use {name}: the client is not open yet. Hint: {OPEN_HINT}"
         )
 
     async def _open(self) -> ClientT:
@@ -68,21 +68,21 @@ class Opening(Generic[ClientT]):
 class OpenedByConnect:
     """Base of clients that are created with `connect`, not by calling the class."""
 
-    def __new__(cls, *given: object, **_named: object) -> Self:
+    def __new__(cls, *arguments: object, **_named: object) -> Self:
         """Create a client from a directory; raises UsageError for a connect string or no value."""
-        if not given or isinstance(given[0], str):
-            raise errors.UsageError(f"the client was not opened by `connect`. Hint: {HOW_TO_OPEN}")
+        if not arguments or isinstance(arguments[0], str):
+            raise errors.UsageError(f"the client was not opened by `connect`. Hint: {OPEN_HINT}")
         return super().__new__(cls)
 
     def __reduce__(self) -> NoReturn:
-        raise errors.UsageError(NOT_SENT)
+        raise errors.UsageError(NOT_PICKLABLE_TEXT)
 
 
 def settings_of(config: ClientConfig | None) -> ClientConfig:
     """Return the given settings, the defaults for None; raises UsageError for any other object."""
-    chosen: object = ClientConfig() if config is None else config
-    if not isinstance(chosen, ClientConfig):
+    settings: object = ClientConfig() if config is None else config
+    if not isinstance(settings, ClientConfig):
         raise errors.UsageError(
-            f"argument config: expected a ClientConfig of waltz_core.config, found {chosen!r}"
+            f"argument config: expected a ClientConfig of waltz_core.config, found {settings!r}"
         )
-    return chosen
+    return settings

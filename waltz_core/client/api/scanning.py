@@ -106,48 +106,56 @@ class ScanColumns:
         """
         partition_id = PartitionId(partition)
         if chunk.form is RangeForm.HEADERS:
-            found = batches.headers_to_arrow(
+            record_batches = batches.headers_to_arrow(
                 chunk.records, chunk.stamps, self._columns, partition_id=partition_id
             )
         else:
-            found = batches.range_to_arrow(
+            record_batches = batches.range_to_arrow(
                 chunk.records, chunk.lengths, chunk.stamps, self._columns, partition_id=partition_id
             )
-        for batch in found:
+        for batch in record_batches:
             yield self._convert_batch(select(batch), chunk)
 
     def _convert_batch(self, batch: pa.RecordBatch, chunk: RangeChunk) -> pa.RecordBatch:
-        found = dict(zip(batch.schema.names, batch.columns, strict=True))
-        if chunk.decrypt is not None and "data" in found:
+        columns_by_name = dict(zip(batch.schema.names, batch.columns, strict=True))
+        if chunk.decrypt is not None and "data" in columns_by_name:
             payloads = [
                 chunk.decrypt(data, header=header)
                 for data, header in zip(
-                    found["data"].to_pylist(), found["header"].to_pylist(), strict=True
+                    columns_by_name["data"].to_pylist(),
+                    columns_by_name["header"].to_pylist(),
+                    strict=True,
                 )
             ]
-            found["data"] = pa.array([each.data for each in payloads], pa.binary())
-            found[ERROR_FIELD.name] = pa.array([each.error for each in payloads], pa.string())
+            columns_by_name["data"] = pa.array([payload.data for payload in payloads], pa.binary())
+            columns_by_name[ERROR_FIELD.name] = pa.array(
+                [payload.error for payload in payloads], pa.string()
+            )
         if self._payload_columns:
-            columns = self._unpack_payloads(found)
-            found |= dict(zip((part.name for part in self._payload_columns), columns, strict=True))
+            columns = self._unpack_payloads(columns_by_name)
+            columns_by_name |= dict(
+                zip((part.name for part in self._payload_columns), columns, strict=True)
+            )
         if not self.schema.names:
             return batch.select([])
-        arrays = [found[name] for name in self.schema.names]
+        arrays = [columns_by_name[name] for name in self.schema.names]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
-    def _unpack_payloads(self, found: dict[str, pa.Array]) -> list[pa.Array]:
+    def _unpack_payloads(self, columns_by_name: dict[str, pa.Array]) -> list[pa.Array]:
         """Return the columns from payloads; rows without a decrypted payload are null (rule 5)."""
-        is_present = found["data"].is_valid()
-        data, *place = (found[name].filter(is_present) for name in ("data", *_LOCATION_COLUMNS))
-        columns = self._unpacker.columns(
-            data, lambda row: f"partition {place[0][row]}, transaction {place[1][row]}"
+        is_present = columns_by_name["data"].is_valid()
+        data, *locations = (
+            columns_by_name[name].filter(is_present) for name in ("data", *_LOCATION_COLUMNS)
         )
-        if not found["data"].null_count:
+        columns = self._unpacker.columns(
+            data, lambda row: f"partition {locations[0][row]}, transaction {locations[1][row]}"
+        )
+        if not columns_by_name["data"].null_count:
             return columns
         flags = is_present.to_pylist()
         rows = iter(range(len(data)))
-        place_of = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
-        return [column.take(place_of) for column in columns]
+        row_of = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
+        return [column.take(row_of) for column in columns]
 
 
 def _format_name_and_decoder(data_format: DataFormat) -> tuple[str, Decode | None]:
@@ -156,10 +164,10 @@ def _format_name_and_decoder(data_format: DataFormat) -> tuple[str, Decode | Non
         return data_format.data_format, data_format.decode
     if data_format in DATA_FORMATS:
         return data_format, None
-    near = difflib.get_close_matches(str(data_format), DATA_FORMATS, n=1)
+    similar_names = difflib.get_close_matches(str(data_format), DATA_FORMATS, n=1)
     hint = "Hint: scan supports no other formats."
-    if near:
-        hint = f"Hint: did you mean {near[0]!r}?"
+    if similar_names:
+        hint = f"Hint: did you mean {similar_names[0]!r}?"
     if data_format in TYPED_FORMATS:
         hint = f"Hint: pass {data_format.capitalize()}(registry), with the URL of the registry."
     raise BadRequest(
@@ -190,10 +198,10 @@ def _check_schema(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> A
                     "nullable."
                 )
             continue
-        wanted = log.field(part.name).type
-        if part.type != wanted:
+        expected_type = log.field(part.name).type
+        if part.type != expected_type:
             raise BadRequest(
-                f"argument schema, column {part.name!r} of the log: expected type {wanted}, "
+                f"argument schema, column {part.name!r} of the log: expected type {expected_type}, "
                 f"found {part.type} in the schema"
             )
         if part.name in nullable and not part.nullable:
@@ -224,7 +232,7 @@ def scan_ranges_of(
         _ids_by_partition("start", start, sources),
         _ids_by_partition("stop", stop, sources),
     )
-    found = []
+    ranges = []
     for partition, source in sorted(sources.items()):
         end = int(source.high_water_mark) + 1
         available = int(source.archived.first) if source.archived else 0
@@ -247,29 +255,35 @@ def scan_ranges_of(
                 f"partition {partition}: expected start <= stop, found start {first} and stop "
                 f"{last}"
             )
-        found.append(ScanRange(partition, first, last))
-    return found
+        ranges.append(ScanRange(partition, first, last))
+    return ranges
 
 
-def _ids_by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> dict[int, int]:
+def _ids_by_partition(
+    name: str, value_or_values: object, partitions: Mapping[int, Any]
+) -> dict[int, int]:
     """Return the given IDs by partition; a single ID is used for all partitions."""
-    if given is None:
+    if value_or_values is None:
         return {}
-    ids = given if isinstance(given, Mapping) else dict.fromkeys(partitions, given)
+    ids = (
+        value_or_values
+        if isinstance(value_or_values, Mapping)
+        else dict.fromkeys(partitions, value_or_values)
+    )
     if ids.keys() != partitions.keys():
         raise BadRequest(
             f"argument {name}: expected an ID for each partition of {sorted(partitions)}, "
             f"found IDs for {sorted(ids)}"
         )
-    found = {}
+    checked_ids = {}
     for partition, value in ids.items():
         if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
             raise BadRequest(
                 f"argument {name}, partition {partition}: expected a transaction ID, found "
                 f"{value!r}"
             )
-        found[partition] = index(value)
-    return found
+        checked_ids[partition] = index(value)
+    return checked_ids
 
 
 def open_scan(

@@ -127,8 +127,8 @@ class SqlCallbacks(BatchCallbacks):
         self._key: str | None = None
         self._restore_sources = NO_RESTORE_SOURCES
         # By partition: the mark that this instance knows, and the size of the next batch.
-        self._known: dict[int, int] = {}
-        self._sizes: dict[int, int] = {}
+        self._applied_marks: dict[int, int] = {}
+        self._batch_sizes: dict[int, int] = {}
         _check_class(type(self))
         _check_engine(engine)
         _check_statements(engine)
@@ -136,7 +136,7 @@ class SqlCallbacks(BatchCallbacks):
         # SQLite permits one writer, and the others poll for its lock. So partitions take turns
         # here.
         is_sqlite = engine.dialect.name == "sqlite"
-        self._turn: AbstractContextManager[object] = (
+        self._apply_lock: AbstractContextManager[object] = (
             threading.Lock() if is_sqlite else nullcontext()
         )
 
@@ -161,8 +161,8 @@ class SqlCallbacks(BatchCallbacks):
         for many rows (`connection.execute(statement, rows)`), which takes a fraction of the time.
         The conditions of `apply` hold for this method, too.
         """
-        for each in transactions:
-            self.apply(connection, each)
+        for transaction in transactions:
+            self.apply(connection, transaction)
 
     @contextmanager
     def reading(self, builder: TransactionBuilder) -> Iterator[sa.Connection]:
@@ -176,14 +176,14 @@ class SqlCallbacks(BatchCallbacks):
         """
         with self._engine.connect() as connection:
             _begin_snapshot(connection)
-            found = self._read_mark(connection, builder.partition_id)
-            if found is None:
+            mark_row = self._read_mark(connection, builder.partition_id)
+            if mark_row is None:
                 raise errors.BadRequest(
                     f"partition {builder.partition_id}: the view has not applied any of its "
                     "transactions to this database yet. Hint: subscribe the view to the "
                     "partition first."
                 )
-            builder.client_high_water_mark = TransactionId(found[0])
+            builder.client_high_water_mark = TransactionId(mark_row[0])
             yield connection
             connection.rollback()
 
@@ -202,7 +202,7 @@ class SqlCallbacks(BatchCallbacks):
             ClusterKeyMismatch: the mark belongs to another cluster's log (rule 7).
         """
         mark = self._retry_on_conflict("mark", lambda: self._read_or_insert_mark(partition))
-        self._known[partition] = mark
+        self._applied_marks[partition] = mark
         return mark
 
     def apply_transaction(self, transaction: Transaction) -> None:
@@ -222,13 +222,15 @@ class SqlCallbacks(BatchCallbacks):
                 database was restored to an older state.
             BadRequest: `apply` has ended the database transaction (rule 2).
         """
-        if partition not in self._known:
+        if partition not in self._applied_marks:
             self.client_high_water_mark(partition)
-        while last > (known := self._known[partition]):
-            count = bisect_right(transactions, known, key=lambda each: int(each.transaction_id))
+        while last > (applied_mark := self._applied_marks[partition]):
+            count = bisect_right(
+                transactions, applied_mark, key=lambda transaction: int(transaction.transaction_id)
+            )
             if count:
                 return count  # another instance has applied them
-            batch = transactions[: self._sizes.get(partition, BATCH_MIN)]
+            batch = transactions[: self._batch_sizes.get(partition, BATCH_MIN)]
             end = last if len(batch) == len(transactions) else int(batch[-1].transaction_id)
             try:
                 if self._retry_on_conflict(
@@ -238,7 +240,7 @@ class SqlCallbacks(BatchCallbacks):
             except Exception as error:
                 if len(batch) <= 1:
                     raise
-                self._sizes[partition] = len(batch) // 2  # rule 5
+                self._batch_sizes[partition] = len(batch) // 2  # rule 5
                 if is_outage(error):
                     raise
                 _log.warning(
@@ -265,7 +267,7 @@ class SqlCallbacks(BatchCallbacks):
 
     # -- the database ----------------------------------------------------------------------------
 
-    def _retry_on_conflict(self, what: str, action: Callable[[], T]) -> T:
+    def _retry_on_conflict(self, action_name: str, action: Callable[[], T]) -> T:
         """Retry an action that the database rejects because of another transaction (rule 4)."""
         random = Random()  # noqa: S311 - spreads retries, keeps no secret
         backoff = Backoff(interval_ms_min=PAUSE_MS_MIN, interval_ms_max=PAUSE_MS_MAX, random=random)
@@ -276,14 +278,14 @@ class SqlCallbacks(BatchCallbacks):
                 if not is_conflict(error):
                     raise
                 pause_ms = backoff.note_failure()
-                _log.info("sql.conflict what=%s pause_ms=%d", what, pause_ms)
+                _log.info("sql.conflict what=%s pause_ms=%d", action_name, pause_ms)
                 time.sleep(pause_ms / 1000)
         return action()
 
     def _read_or_insert_mark(self, partition: int) -> int:
         with self._engine.begin() as connection:
-            found = self._read_mark(connection, partition)
-        if found is None:
+            mark_row = self._read_mark(connection, partition)
+        if mark_row is None:
             beginning = self.marks.insert().values(
                 application=self._application,
                 partition_id=partition,
@@ -295,12 +297,12 @@ class SqlCallbacks(BatchCallbacks):
                     connection.execute(beginning)
             except IntegrityError:
                 with self._engine.begin() as connection:
-                    found = self._read_mark(connection, partition)
-                if found is None:
+                    mark_row = self._read_mark(connection, partition)
+                if mark_row is None:
                     raise
             else:
                 return BEFORE_FIRST
-        mark, key = found
+        mark, key = mark_row
         if self._key is not None and key is None:
             key = self._set_cluster_key(partition, self.marks.c.cluster_key.is_(None))
         elif key is not None and self._restore_sources.includes(key, {partition: mark}):
@@ -328,18 +330,18 @@ class SqlCallbacks(BatchCallbacks):
                 .where(*self._own_row_conditions(partition), is_same)
                 .values(cluster_key=self._key)
             )
-            found = self._read_mark(connection, partition)
-        return None if found is None else found[1]
+            mark_row = self._read_mark(connection, partition)
+        return None if mark_row is None else mark_row[1]
 
     def _try_apply_batch(self, partition: int, batch: Sequence[Transaction], end: int) -> bool:
         """Apply a batch; return False if another instance has moved the mark."""
-        known, found, took_s = self._known[partition], None, 0.0
-        with self._turn, self._engine.begin() as connection:
+        applied_mark, mark_row, took_s = self._applied_marks[partition], None, 0.0
+        with self._apply_lock, self._engine.begin() as connection:
             # This statement comes first: it locks the row of the mark, so that other instances wait
             # here.
-            is_moved = self._move_mark(connection, partition, known, end)
+            is_moved = self._move_mark(connection, partition, applied_mark, end)
             if not is_moved:
-                found = self._read_mark(connection, partition)
+                mark_row = self._read_mark(connection, partition)
             elif batch:
                 began_s = time.monotonic()
                 with _commit_guarded(connection):
@@ -348,53 +350,55 @@ class SqlCallbacks(BatchCallbacks):
                     self._check_mark_moved(connection, partition, end, _guard.error)
                 took_s = time.monotonic() - began_s
         if is_moved:
-            self._known[partition] = end
+            self._applied_marks[partition] = end
             self._resize_batch(partition, len(batch), took_s)
             return True
-        if found is not None:
-            self._check_key(partition, found[1])
-        if found is None or found[0] <= known:
+        if mark_row is not None:
+            self._check_key(partition, mark_row[1])
+        if mark_row is None or mark_row[0] <= applied_mark:
             raise errors.DataLoss(
-                f"partition {partition}: expected the applied mark {known} in the database, "
-                f"found {'none' if found is None else found[0]}. The database was restored to an "
-                "older state while this process ran. Hint: restart the process; it continues "
+                f"partition {partition}: expected the applied mark {applied_mark} in the database, "
+                f"found {'none' if mark_row is None else mark_row[0]}. The database was restored "
+                "to an older state while this process ran. Hint: restart the process; it continues "
                 "from the mark in the database."
             )
-        self._known[partition] = found[0]
+        self._applied_marks[partition] = mark_row[0]
         return False
 
     def _resize_batch(self, partition: int, count: int, took_s: float) -> None:
         """Choose the size of the next batch from the duration of the last one (rule 6)."""
-        size = self._sizes.get(partition, BATCH_MIN)
+        size = self._batch_sizes.get(partition, BATCH_MIN)
         if count == size and took_s < BATCH_S / 2:
             size = min(2 * size, BATCH_MAX)
         elif took_s > BATCH_S:
             size = max(1, size // 2)
-        self._sizes[partition] = size
+        self._batch_sizes[partition] = size
 
-    def _move_mark(self, connection: sa.Connection, partition: int, known: int, to: int) -> bool:
+    def _move_mark(
+        self, connection: sa.Connection, partition: int, expected_mark: int, new_mark: int
+    ) -> bool:
         """Move the mark from the known value; return False if it has another value."""
-        is_known = self.marks.c.high_water_mark == known
+        is_expected_mark = self.marks.c.high_water_mark == expected_mark
         if self._key is not None:
-            is_known = sa.and_(is_known, self.marks.c.cluster_key == self._key)
-        moved = connection.execute(
+            is_expected_mark = sa.and_(is_expected_mark, self.marks.c.cluster_key == self._key)
+        result = connection.execute(
             self.marks.update()
-            .where(*self._own_row_conditions(partition), is_known)
-            .values(high_water_mark=to)
+            .where(*self._own_row_conditions(partition), is_expected_mark)
+            .values(high_water_mark=new_mark)
         )
-        return moved.rowcount == 1
+        return result.rowcount == 1
 
     def _check_mark_moved(
-        self, connection: sa.Connection, partition: int, to: int, error: BaseException
+        self, connection: sa.Connection, partition: int, expected_mark: int, error: BaseException
     ) -> None:
         """Raise BadRequest if the database rolled back on an error that `apply` caught (rule 2)."""
         try:
-            found = self._read_mark(connection, partition)
+            mark_row = self._read_mark(connection, partition)
         except DBAPIError as failure:
             if is_outage(failure):
                 raise
-            found = None  # PostgreSQL accepts no statement after an error
-        if found is None or found[0] != to:
+            mark_row = None  # PostgreSQL accepts no statement after an error
+        if mark_row is None or mark_row[0] != expected_mark:
             raise _early_end_error(
                 "that the database had rolled the transaction back after an error that "
                 f"`apply` caught ({error})"
@@ -406,8 +410,10 @@ class SqlCallbacks(BatchCallbacks):
         """Return a partition's mark and its cluster key; None if the table has no mark for it."""
         marks = self.marks
         query = sa.select(marks.c.high_water_mark, marks.c.cluster_key)
-        found = connection.execute(query.where(*self._own_row_conditions(partition))).one_or_none()
-        return None if found is None else (int(found[0]), found[1])
+        mark_row = connection.execute(
+            query.where(*self._own_row_conditions(partition))
+        ).one_or_none()
+        return None if mark_row is None else (int(mark_row[0]), mark_row[1])
 
     def _own_row_conditions(self, partition: int) -> tuple[sa.ColumnElement[bool], ...]:
         marks = self.marks
@@ -417,10 +423,10 @@ class SqlCallbacks(BatchCallbacks):
         try:
             self.marks.create(self._engine, checkfirst=True)
             if not self._has_key_column():
-                place = self._engine.dialect.identifier_preparer.format_table(self.marks)
+                table_name = self._engine.dialect.identifier_preparer.format_table(self.marks)
                 with self._engine.begin() as connection:
                     connection.execute(
-                        sa.text(f"ALTER TABLE {place} ADD COLUMN cluster_key VARCHAR(32)")
+                        sa.text(f"ALTER TABLE {table_name} ADD COLUMN cluster_key VARCHAR(32)")
                     )
         except DatabaseError:
             # Another instance may have created the table or the column just now.
@@ -432,7 +438,7 @@ class SqlCallbacks(BatchCallbacks):
 
     def _has_key_column(self) -> bool:
         columns = sa.inspect(self._engine).get_columns(self.marks.name)
-        return any(each["name"] == "cluster_key" for each in columns)
+        return any(column["name"] == "cluster_key" for column in columns)
 
 
 def is_conflict(error: Exception) -> bool:
@@ -476,24 +482,27 @@ def _begin_snapshot(connection: sa.Connection) -> None:
             connection.exec_driver_sql("BEGIN")
 
 
-def _check_class(given: type[SqlCallbacks]) -> None:
+def _check_class(callbacks_class: type[SqlCallbacks]) -> None:
     plain = SqlCallbacks
-    if given.apply is plain.apply and given.apply_batch is plain.apply_batch:
+    if callbacks_class.apply is plain.apply and callbacks_class.apply_batch is plain.apply_batch:
         raise errors.BadConfig(
-            f"class {given.__name__}: expected a method `apply` or `apply_batch`, found neither"
+            f"class {callbacks_class.__name__}: expected a method `apply` or `apply_batch`, "
+            "found neither"
         )
-    if given.apply_transaction is not plain.apply_transaction:
+    if callbacks_class.apply_transaction is not plain.apply_transaction:
         raise errors.BadConfig(
-            f"class {given.__name__} overrides `apply_transaction`, which a view never calls, "
-            "because it applies transactions in batches. Hint: override `apply`, "
+            f"class {callbacks_class.__name__} overrides `apply_transaction`, which a view never "
+            "calls, because it applies transactions in batches. Hint: override `apply`, "
             "`apply_batch` or `apply_transactions`."
         )
 
 
 def _check_engine(engine: sa.Engine) -> None:
-    given: object = engine
-    if not isinstance(given, sa.Engine):
-        raise errors.BadConfig(f"expected an engine from sqlalchemy.create_engine, found {given!r}")
+    checked_engine: object = engine
+    if not isinstance(checked_engine, sa.Engine):
+        raise errors.BadConfig(
+            f"expected an engine from sqlalchemy.create_engine, found {checked_engine!r}"
+        )
     if isinstance(engine.pool, sa.pool.SingletonThreadPool | sa.pool.StaticPool):
         raise errors.BadConfig(
             f"{engine.url!r}: expected a database that several connections share, found a "
@@ -547,12 +556,12 @@ def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
         raise _early_end_error(broken_by)
 
 
-def _reject_call(what: str) -> NoReturn:
-    _guard.broken_by = what
-    raise _early_end_error(what)
+def _reject_call(call_name: str) -> NoReturn:
+    _guard.broken_by = call_name
+    raise _early_end_error(call_name)
 
 
-def _check_statement(*event: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
+def _check_statement(*event: Any) -> None:  # noqa: ANN401 - the arguments of an event of SQLAlchemy
     statement, context = event[1], event[-1]
     is_guarded = _guard.connection is not None and context.root_connection is _guard.connection
     if is_guarded and _ends_transaction(statement):
@@ -578,9 +587,9 @@ def _ends_transaction(statement: str) -> bool:
     return _TRANSACTION_END_PATTERN.search(_COMMENTS_AND_LITERALS.sub(" ", statement)) is not None
 
 
-def _early_end_error(what: str) -> errors.BadRequest:
+def _early_end_error(call_name: str) -> errors.BadRequest:
     return errors.BadRequest(
-        f"method apply must leave the database transaction open, found {what}. The view "
+        f"method apply must leave the database transaction open, found {call_name}. The view "
         "commits the changes together with its high-water mark after `apply` has returned. "
         "Hint: run a statement that may fail inside `with connection.begin_nested():`."
     )

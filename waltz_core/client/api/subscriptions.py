@@ -79,16 +79,16 @@ class Subscriptions:
         encryption: Encryption | None,
     ) -> None:
         self._encryption = encryption
-        self._find = find
+        self._find_partition = find
         self._spawn = spawn
         self._requests = requests
         self._config = config
         self._recipients: dict[PartitionId, Recipient] = {}
-        self._last: Recipient | None = None
+        self._last_recipient: Recipient | None = None
         self._feeds: dict[PartitionId, _PartitionFeed | _StartingFeed] = {}
         self._data: dict[PartitionId, DataCache] = {}
         self.data_budget = DataBudget(DATA_BYTES_MAX)
-        self._setting = asyncio.Lock()
+        self._set_lock = asyncio.Lock()
         self._set_count = 0  # the number of calls of `set_partitions`
 
     @property
@@ -96,11 +96,17 @@ class Subscriptions:
         """The partitions whose feed is applied now, in order."""
         # NB: threads of the sync client read this while the loop changes it; `list` copies
         # atomically.
-        return tuple(sorted(int(each) for each in list(self._feeds) if self._has_feed(each)))
+        return tuple(
+            sorted(
+                int(partition_id)
+                for partition_id in list(self._feeds)
+                if self._has_feed(partition_id)
+            )
+        )
 
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions; raises BadRequest if a feed is already running."""
-        self._last = recipient
+        self._last_recipient = recipient
         number = self._set_count
         for partition_id in partition_ids:
             if self._set_count != number:
@@ -112,21 +118,21 @@ class Subscriptions:
 
     async def set_partitions(self, partition_ids: Iterable[PartitionId]) -> None:
         """Stop the feeds of all other partitions, then start the feeds of these (rules 2 and 3)."""
-        if self._last is None:
+        if self._last_recipient is None:
             raise errors.UsageError(
                 "cannot set partitions: the client has no callbacks yet. Hint: call "
                 "subscribe first."
             )
-        wanted = dict.fromkeys(partition_ids)
+        wanted_ids = dict.fromkeys(partition_ids)
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
             if isinstance(feed, _PartitionFeed) and feed.task is task:
-                raise self_wait_error(partition_id)
+                raise set_partitions_in_callback_error(partition_id)
         self._set_count += 1
-        async with self._setting:
-            for partition_id in [each for each in self._feeds if each not in wanted]:
+        async with self._set_lock:
+            for partition_id in [feed_id for feed_id in self._feeds if feed_id not in wanted_ids]:
                 await self._stop_feed(partition_id)
-            for partition_id in wanted:
+            for partition_id in wanted_ids:
                 if not self._has_feed(partition_id):
                     await self._start_feed(partition_id)
 
@@ -156,11 +162,11 @@ class Subscriptions:
     async def _start_feed(self, partition_id: PartitionId) -> None:
         """Start a feed; raises any exception that `client_high_water_mark` raises."""
         await self._stop_feed(partition_id)  # removes a feed that has ended by itself
-        assert self._last is not None
-        recipient = self._recipients.setdefault(partition_id, self._last)
+        assert self._last_recipient is not None
+        recipient = self._recipients.setdefault(partition_id, self._last_recipient)
         start = self._feeds[partition_id] = _StartingFeed()
         try:
-            partition = await self._find(partition_id)
+            partition = await self._find_partition(partition_id)
             # A context must not claim the log's mark while the application's view is older.
             with partition.count_starting_feed():
                 mark = await recipient.consumer.start_mark(partition_id)
@@ -194,7 +200,7 @@ class Subscriptions:
             del self._feeds[partition_id]
 
 
-def self_wait_error(partition_id: int) -> errors.UsageError:
+def set_partitions_in_callback_error(partition_id: int) -> errors.UsageError:
     """Return the error for a callback that would wait for itself."""
     return errors.UsageError(
         f"cannot set partitions in a callback of partition {partition_id}: set_partitions "

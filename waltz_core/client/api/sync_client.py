@@ -28,7 +28,7 @@ import uvloop
 
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
-from waltz_core.client.api.opening import NOT_SENT, Opening
+from waltz_core.client.api.opening import NOT_PICKLABLE_TEXT, Opening
 from waltz_core.client.api.scanning import (
     ArrowReader,
     ArrowSchema,
@@ -37,7 +37,7 @@ from waltz_core.client.api.scanning import (
     open_scan,
     scan_ranges_of,
 )
-from waltz_core.client.api.subscriptions import self_wait_error
+from waltz_core.client.api.subscriptions import set_partitions_in_callback_error
 from waltz_core.client.api.thread_outcome import ThreadOutcome
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
@@ -141,8 +141,8 @@ class WaltzClient:
         partitions: Iterable[int] | None = None,
     ) -> Self:
         """Open a client with a given layout; see `AsyncWaltzClient.at`."""
-        made = cls.__new__(cls)
-        made._begin(
+        client = cls.__new__(cls)
+        client._begin(
             lambda: AsyncWaltzClient.at(
                 layout,
                 config,
@@ -152,22 +152,22 @@ class WaltzClient:
                 partitions=partitions,
             )
         )
-        return made
+        return client
 
     @classmethod
     def wrap(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
         """Open a sync client over an asyncio client; `memory_waltz.MemoryWaltz` uses this."""
-        made = cls.__new__(cls)
-        made._begin(opening)
-        return made
+        client = cls.__new__(cls)
+        client._begin(opening)
+        return client
 
     def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
         self._is_closed = False
         # RLock: a signal handler may close the client on the thread that it has interrupted.
         self._closing = threading.RLock()
-        self._handing_over = threading.RLock()
-        self._takes_calls = True  # rule 4
+        self._schedule_lock = threading.RLock()
+        self._accepts_calls = True  # rule 4
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="waltz-client", daemon=True
@@ -218,7 +218,7 @@ class WaltzClient:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise errors.UsageError(NOT_SENT)
+        raise errors.UsageError(NOT_PICKLABLE_TEXT)
 
     # --- the cluster
 
@@ -308,7 +308,7 @@ class WaltzClient:
         assert claim is not None, "for clients with a claim"
         return self._call(claim.other_clients())
 
-    def append(  # noqa: PLR0913 - every one of them is a part of a transaction
+    def append(  # noqa: PLR0913 - the parts of a transaction
         self,
         data: bytes,
         *,
@@ -380,11 +380,11 @@ class WaltzClient:
         """
         check_callbacks(callbacks, is_async=False)
         values = check_headers(headers)
-        rest = self._client, self._appliers, self._running, self._applying
+        consumer_arguments = self._client, self._appliers, self._running, self._applying
         if isinstance(callbacks, BatchCallbacks):
-            consumer: _ThreadConsumer = _BatchConsumer(callbacks, *rest)
+            consumer: _ThreadConsumer = _BatchConsumer(callbacks, *consumer_arguments)
         else:
-            consumer = _ThreadConsumer(callbacks, *rest)
+            consumer = _ThreadConsumer(callbacks, *consumer_arguments)
         self._call(self._client.subscribe_consumer(consumer, partitions, values))
 
     @property
@@ -396,7 +396,7 @@ class WaltzClient:
         """Apply the feeds of exactly these partitions; see `AsyncWaltzClient.set_partitions`."""
         applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
-            raise self_wait_error(applying)
+            raise set_partitions_in_callback_error(applying)
         self._call(self._client.set_partitions(partitions))
 
     # --- reading
@@ -451,11 +451,11 @@ class WaltzClient:
         payloads; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`. Raises
         DataLoss for an ID after the end of the log, and BeforeLogStart for an expired ID.
         """
-        wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
+        partition_ids = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
         # A server that has just lost a partition may return a mark below a given ID.
         is_given = start is not None or stop is not None
-        sources = self.replica_sets(wanted, linearizable=is_given)
+        sources = self.replica_sets(partition_ids, linearizable=is_given)
         return open_scan(self, scan_ranges_of(sources, start, stop), sources, columns)
 
     # --- private
@@ -481,7 +481,7 @@ class WaltzClient:
             if inner.done():  # the loop may end before it runs a callback
                 _copy_outcome(inner, outcome)
             else:
-                inner.add_done_callback(lambda done: _copy_outcome(done, outcome))
+                inner.add_done_callback(lambda finished: _copy_outcome(finished, outcome))
 
         try:
             self._call(begin())
@@ -506,12 +506,12 @@ class WaltzClient:
 
     def _schedule(self, schedule: Callable[[], ResultT]) -> ResultT:
         """Schedule a call on the loop; raises UsageError once no calls are accepted (rule 4)."""
-        with self._handing_over:
+        with self._schedule_lock:
             try:
-                if self._takes_calls:
+                if self._accepts_calls:
                     return schedule()
             except RuntimeError:  # a signal handler has closed the client meanwhile
-                if self._takes_calls:
+                if self._accepts_calls:
                     raise
             raise errors.UsageError(_CLOSED_TEXT)
 
@@ -535,25 +535,25 @@ class WaltzClient:
     def _end_threads(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._appliers.shutdown(wait=False, cancel_futures=True)
-        with self._handing_over:
-            self._takes_calls = False
+        with self._schedule_lock:
+            self._accepts_calls = False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # Cancel requests for which threads still wait, such as data for a callback. A thread may
         # make another request while the cancelled requests end, hence the loop.
         end_s = time.monotonic() + CLOSE_TIMEOUT_S
-        while (left := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
-            for task in left:
+        while (unfinished_tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
+            for task in unfinished_tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_TIMEOUT_S))
+            self._loop.run_until_complete(asyncio.wait(unfinished_tasks, timeout=CLOSE_TIMEOUT_S))
         self._loop.close()
 
     def _await_callbacks(self) -> None:
         if getattr(self._applying, "partition_id", None) is not None:
             return
-        left = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
-        if left:
-            _log.warning("client.closed_while_applying callbacks=%d", len(left))
+        pending = wait(set(self._running), self._client.config.request_timeout_ms / 1000).not_done
+        if pending:
+            _log.warning("client.closed_while_applying callbacks=%d", len(pending))
 
 
 class _Workers(ThreadPoolExecutor):
@@ -569,8 +569,8 @@ class _Workers(ThreadPoolExecutor):
         self,
         fn: Callable[..., ResultT],
         /,
-        *args: Any,  # noqa: ANN401 - fn's
-        **kwargs: Any,  # noqa: ANN401 - fn's
+        *args: Any,  # noqa: ANN401 - the arguments of `fn`
+        **kwargs: Any,  # noqa: ANN401 - the arguments of `fn`
     ) -> "Future[ResultT]":
         try:
             return super().submit(fn, *args, **kwargs)
@@ -619,7 +619,7 @@ class _ThreadContext:
         except Exception:
             raise
         except BaseException as error:
-            raise _error_of_thread(error) from error
+            raise _converted_thread_error(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
         result: object = await _run_in(self._workers, self._context.execute, builder)
@@ -649,7 +649,7 @@ class _ThreadConsumer:
         self._callbacks = callbacks
         self._client = client
         self._workers = workers
-        self._running = running  # changed on the loop, and by workers
+        self._running = running  # the event loop and the workers change this set
         self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
@@ -670,16 +670,16 @@ class _ThreadConsumer:
             until_s = time.monotonic() + HAND_OVER_S_MAX
             count = 0
             try:
-                for number, words in run:
+                for number, header in run:
                     if not is_running():
                         break
-                    given = Transaction(partition_id, TransactionId(number), words, source)
-                    _check_not_coroutine("apply_transaction", apply(given))
+                    transaction = Transaction(partition_id, TransactionId(number), header, source)
+                    _check_not_coroutine("apply_transaction", apply(transaction))
                     count += 1
                     if time.monotonic() > until_s:
                         break
-            except BaseException as error:  # noqa: BLE001 - the application's own
-                return DeliveryProgress(count, _error_of_thread(error))
+            except BaseException as error:  # noqa: BLE001 - any exception of the application
+                return DeliveryProgress(count, _converted_thread_error(error))
             return DeliveryProgress(count, None)
 
         return await self._apply_on_thread(partition_id, apply_all)
@@ -713,8 +713,8 @@ class _BatchConsumer(_ThreadConsumer):
 
     is_batched = True
 
-    def __init__(self, callbacks: BatchCallbacks, client: AsyncWaltzClient, *rest: Any) -> None:  # noqa: ANN401 - handed on
-        super().__init__(callbacks, client, *rest)
+    def __init__(self, callbacks: BatchCallbacks, client: AsyncWaltzClient, *args: Any) -> None:  # noqa: ANN401 - passed on
+        super().__init__(callbacks, client, *args)
         self._batched = callbacks
         self._cluster = client.cluster()
 
@@ -731,8 +731,9 @@ class _BatchConsumer(_ThreadConsumer):
         is_running: Callable[[], bool],
     ) -> DeliveryProgress:
         source = self._client.subscriptions.data_cache(partition_id)
-        given: Sequence[Transaction] = [
-            Transaction(partition_id, TransactionId(number), words, source) for number, words in run
+        transactions: Sequence[Transaction] = [
+            Transaction(partition_id, TransactionId(transaction_id), feed_header, source)
+            for transaction_id, feed_header in run
         ]
 
         def apply_transactions() -> DeliveryProgress:
@@ -740,10 +741,10 @@ class _BatchConsumer(_ThreadConsumer):
                 return DeliveryProgress(0, None)
             try:
                 return DeliveryProgress(
-                    self._batched.apply_transactions(partition_id, given, last), None
+                    self._batched.apply_transactions(partition_id, transactions, last), None
                 )
-            except BaseException as error:  # noqa: BLE001 - the application's own
-                return DeliveryProgress(0, _error_of_thread(error))
+            except BaseException as error:  # noqa: BLE001 - any exception of the application
+                return DeliveryProgress(0, _converted_thread_error(error))
 
         return await self._apply_on_thread(partition_id, apply_transactions)
 
@@ -757,10 +758,10 @@ async def _run_in(
         try:
             return call(*args)
         except BaseException as error:
-            raised = _error_of_thread(error)
-            if raised is error:
+            converted_error = _converted_thread_error(error)
+            if converted_error is error:
                 raise
-            raise raised from error
+            raise converted_error from error
 
     return await asyncio.get_running_loop().run_in_executor(workers, run)
 
@@ -775,7 +776,7 @@ def _check_not_coroutine(name: str, result: object) -> None:
         )
 
 
-def _error_of_thread(error: BaseException) -> Exception:
+def _converted_thread_error(error: BaseException) -> Exception:
     """Return the exception to raise in place of the one that the application raised on a thread."""
     # A future does not accept these exceptions: its task would wait forever or appear cancelled.
     if isinstance(error, StopIteration | CancelledError):
@@ -788,12 +789,12 @@ def _error_of_thread(error: BaseException) -> Exception:
     )
 
 
-def _copy_outcome(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
-    if done.cancelled():
+def _copy_outcome(finished: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
+    if finished.cancelled():
         outcome.set_exception(
             errors.OutcomeUnknown("the client was closed before the outcome was known")
         )
-    elif (error := done.exception()) is not None:
+    elif (error := finished.exception()) is not None:
         outcome.set_exception(error)
     else:
-        outcome.set_result(done.result())
+        outcome.set_result(finished.result())

@@ -75,16 +75,16 @@ class ServerLink:
         number: int,
         link: net.Link,
         *,
-        lost: Callable[["ServerLink"], None],
+        on_closed: Callable[["ServerLink"], None],
         silent_servers: SilentServers,
     ) -> None:
         self.number = number
         self._link = link
-        self._lost = lost
+        self._on_closed = on_closed
         self._answers = PendingRequests(link)
         self._watch = SilenceWatch(silent_servers, link.address, number, self._is_waiting)
         self._streams: dict[int, _Stream] = {}
-        self._used_by: dict[int, IsWaiting] = {}
+        self._waiting_checks: dict[int, IsWaiting] = {}
         self._close_after_s: float | None = None
         self.is_legacy_server = (link.version or 0) <= legacy_server_stream.VERSION_MAX
         self._legacy_server = (
@@ -136,11 +136,11 @@ class ServerLink:
         `prove` checks whether the server owns the partition now; it is used only for a 0.13 server.
         """
         self._streams[partition_id] = _Stream(on_message, on_lost, prove)
-        self._used_by[partition_id] = is_waiting
+        self._waiting_checks[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
         """The partition's stream uses another link now; late answers on this link reach it."""
-        self._used_by.pop(partition_id, None)
+        self._waiting_checks.pop(partition_id, None)
         self._close_if_unused()
 
     def detach(self, partition_id: int) -> None:
@@ -154,7 +154,7 @@ class ServerLink:
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._close_after_s is not None and not self._used_by and not self.is_closed:
+        if self._close_after_s is not None and not self._waiting_checks and not self.is_closed:
             loop = asyncio.get_running_loop()
             loop.call_later(self._close_after_s, self._link.close, "replaced by a newer connection")
 
@@ -182,19 +182,21 @@ class ServerLink:
         )
 
     def _is_waiting(self) -> bool:
-        return self._answers.has_waiting_callers or any(each() for each in self._used_by.values())
+        return self._answers.has_waiting_callers or any(
+            is_partition_waiting() for is_partition_waiting in self._waiting_checks.values()
+        )
 
     def _on_messages_received(self, received: list[Message]) -> None:
         self._watch.on_data_received()
-        rest = [
+        partition_messages = [
             message
             for message in cast("list[ClientMessage]", received)
             if not self._answers.try_complete(message)
         ]
         if self._legacy_server is not None:
-            self._legacy_server.on_received(rest)
+            self._legacy_server.on_received(partition_messages)
             return
-        for message in rest:
+        for message in partition_messages:
             self._deliver_message(message)
 
     def _deliver_message(self, message: ClientMessage) -> None:
@@ -221,9 +223,9 @@ class ServerLink:
             self._legacy_server.stop()
         self._answers.fail(reason)
         streams, self._streams = list(self._streams.values()), {}
-        for each in streams:
-            each.on_lost(self.number, reason)
-        self._lost(self)
+        for stream in streams:
+            stream.on_lost(self.number, reason)
+        self._on_closed(self)
 
 
 class ServerLinks:
@@ -258,20 +260,20 @@ class ServerLinks:
         """
         key = (address, is_bulk)
         while True:
-            found = self._links.get(key)
-            if found is not None and not found.is_closed:
-                if found.number not in excluded:
-                    return found
-                found.retire(self._late_answers_s)
+            link = self._links.get(key)
+            if link is not None and not link.is_closed:
+                if link.number not in excluded:
+                    return link
+                link.retire(self._late_answers_s)
                 del self._links[key]
-            under_way = self._dialing.get(key)
-            if under_way is None:
+            current_dial = self._dialing.get(key)
+            if current_dial is None:
                 return await self._dial_shared(key)
             # NB: if a task that awaits a future is cancelled, the future is cancelled, too; `wait`
             # prevents this.
-            await asyncio.wait([under_way])
-            if not under_way.cancelled():
-                under_way.result()
+            await asyncio.wait([current_dial])
+            if not current_dial.cancelled():
+                current_dial.result()
 
     async def _dial_shared(self, key: _LinkKey) -> ServerLink:
         """Dial; callers that need the same connection meanwhile share the outcome (rule 3)."""
@@ -279,7 +281,7 @@ class ServerLinks:
         self._dialing[key] = outcome
         overdue = self._watch_dial(key[0])
         try:
-            made = await self._dial(key)
+            link = await self._dial(key)
         except errors.WaltzError as error:
             self._silent_servers.on_wait_ended(key[0], _DIAL_NUMBER, error)
             outcome.set_exception(error)
@@ -288,7 +290,7 @@ class ServerLinks:
         else:
             self._silent_servers.on_data_received(key[0], _DIAL_NUMBER)
             outcome.set_result(None)
-            return made
+            return link
         finally:
             overdue.cancel()
             self._silent_servers.on_wait_ended(
@@ -298,7 +300,7 @@ class ServerLinks:
             outcome.cancel()  # no effect if it is done; otherwise the dial was cancelled
 
     def _watch_dial(self, address: str) -> asyncio.TimerHandle:
-        """Report a server that sends no greeting in time (rule 6); the caller cancels the timer."""
+        """Report a server that sends no hello in time (rule 6); the caller cancels the timer."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
@@ -324,23 +326,23 @@ class ServerLinks:
             link.abort("the client was closed")
             raise errors.Unreachable(f"{address}: the client was closed")
         self._count += 1
-        made = ServerLink(
+        server_link = ServerLink(
             self._count,
             link,
-            lost=lambda gone: self._remove_link(key, gone),
+            on_closed=lambda closed_link: self._remove_link(key, closed_link),
             silent_servers=self._silent_servers,
         )
-        if made.is_closed:  # since the greeting: no handler would be notified
+        if server_link.is_closed:  # closed after the hello: no handler would be notified
             raise errors.Unreachable(f"{address}: {link.closed_reason}")
-        self._links[key] = self._open[made.number] = made
-        if made.is_legacy_server and address not in self._logged_legacy_servers:
+        self._links[key] = self._open[server_link.number] = server_link
+        if server_link.is_legacy_server and address not in self._logged_legacy_servers:
             self._logged_legacy_servers.add(address)
             _log.warning(
                 "client.legacy_server server=%s version=%d see=docs/compatibility.md",
                 address,
                 link.version,
             )
-        return made
+        return server_link
 
     async def close(self, reason: str) -> None:
         """Close all connections, and wait until they are closed."""

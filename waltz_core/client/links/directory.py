@@ -6,7 +6,7 @@ both directories in the same way.
 
 Rules:
     1. Owners are used only when assignment and live servers agree.
-    2. `changed` is called after each change, on the event loop.
+    2. `on_change` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
     4. Callers with the same query share one answer. If the caller that has sent the query is
@@ -87,8 +87,8 @@ class Directory(Protocol):
     def cluster(self) -> ClusterInfo:
         """The constants of the cluster; known once `open` has returned."""
 
-    async def open(self, changed: OwnersChanged) -> None:
-        """Open the directory; from now on it calls `changed` after each change of owners."""
+    async def open(self, on_change: OwnersChanged) -> None:
+        """Open the directory; from now on it calls `on_change` after each change of owners."""
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
@@ -140,7 +140,7 @@ class ZooKeeperDirectory:
         self._cluster: ClusterInfo | None = None
         self._owners: dict[PartitionId, Owner] = {}
         self._groups: Mapping[str, int] = {}
-        self._changed: OwnersChanged | None = None
+        self._on_change: OwnersChanged | None = None
         self._refreshing: asyncio.Future[None] | None = None
         self._was_missing = False  # rule 8
 
@@ -170,9 +170,9 @@ class ZooKeeperDirectory:
             raise errors.UsageError(_CLOSED)
         return self._coordinator
 
-    async def open(self, changed: OwnersChanged) -> None:
+    async def open(self, on_change: OwnersChanged) -> None:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
-        self._changed = changed
+        self._on_change = on_change
         self._owners, self._groups = {}, {}  # remove those of an earlier session
         self._cluster, self._was_missing = None, False
         if self._coordinator is None:
@@ -210,34 +210,34 @@ class ZooKeeperDirectory:
         if after_failure or partition_id not in self._owners:
             # The watch may be late, as it always is after a server has died.
             await self._refresh_owners()
-        found = self._owners.get(partition_id)
-        if found is None:
+        owner = self._owners.get(partition_id)
+        if owner is None:
             raise errors.NotOwned(
                 f"partition {partition_id} of {self.coordinator.connect_string} has no owner: no "
                 "running "
                 "server is assigned to it"
             )
-        return found
+        return owner
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
         servers = await self._with_timeout(self.coordinator.read_latest_servers())
-        found = _owners_in(servers).get(partition_id) if servers.is_settled else None
-        if found is None:
+        owner = _owners_in(servers).get(partition_id) if servers.is_settled else None
+        if owner is None:
             raise errors.NotOwned(
                 f"partition {partition_id} of {self.coordinator.connect_string} has no owner yet: "
                 "ZooKeeper assigns it to no server, or to one that does not run"
             )
-        return found
+        return owner
 
     def mark_suspect(self) -> None:
         """Do nothing: the ZooKeeper watch reports every move."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages by address (rule 5)."""
-        if not all(each in self._groups for each in storages):
-            found = await self._with_timeout(self.coordinator.read_groups())
-            self._groups = {str(each): group for each, group in found.groups.items()}
+        if not all(storage in self._groups for storage in storages):
+            groups_view = await self._with_timeout(self.coordinator.read_groups())
+            self._groups = {str(storage): group for storage, group in groups_view.groups.items()}
         return self._groups
 
     async def next_client_id(self) -> int:
@@ -316,8 +316,8 @@ class ZooKeeperDirectory:
         owners = _owners_in(view)
         if owners != self._owners:
             self._owners = owners
-            if self._changed is not None:
-                self._changed(owners)
+            if self._on_change is not None:
+                self._on_change(owners)
 
 
 class FixedDirectory:
@@ -332,7 +332,7 @@ class FixedDirectory:
     ) -> None:
         self._known_owners: dict[PartitionId, Owner] = {}
         self._cluster = layout.cluster
-        self._changed: OwnersChanged | None = None
+        self._on_change: OwnersChanged | None = None
         self.add_owners(layout)
         self._fallback = ZooKeeperDirectory(
             layout.connect,
@@ -372,9 +372,9 @@ class FixedDirectory:
         """The constants of the cluster that were passed to this directory."""
         return self._cluster
 
-    async def open(self, changed: OwnersChanged) -> None:
-        """Store `changed`; no session with ZooKeeper is opened yet."""
-        self._changed = changed
+    async def open(self, on_change: OwnersChanged) -> None:
+        """Store `on_change`; no session with ZooKeeper is opened yet."""
+        self._on_change = on_change
 
     async def run(self) -> None:
         """Wait until an owner is suspect, then follow changes until cancelled (rule 3)."""
@@ -440,11 +440,11 @@ class FixedDirectory:
             self._request_timeout = None
         key = self._fallback.cluster.key
         if key != self._cluster.key:
-            where = self._fallback.coordinator.connect_string
+            connect_string = self._fallback.coordinator.connect_string
             # The session is closed again, so that no later query is answered from the wrong
             # cluster.
             await self._fallback.close()
-            raise _other_cluster_error(self._cluster.key, key, where)
+            raise _other_cluster_error(self._cluster.key, key, connect_string)
         self._is_open = True
         self._is_suspect.set()
         self._accept_owners(self._fallback.owners)
@@ -456,21 +456,22 @@ class FixedDirectory:
 
     def _update_owners(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
         """Accept owners with a generation at least `ahead` above the known generation."""
-        known = self._known_owners
+        previous_owners = self._known_owners
         new_owners = {
-            each: owner
-            for each, owner in owners.items()
-            if each not in known or owner.generation >= known[each].generation + ahead
+            partition_id: owner
+            for partition_id, owner in owners.items()
+            if partition_id not in previous_owners
+            or owner.generation >= previous_owners[partition_id].generation + ahead
         }
-        self._known_owners = {**known, **new_owners}
-        if new_owners and self._changed is not None:
-            self._changed(new_owners)
+        self._known_owners = {**previous_owners, **new_owners}
+        if new_owners and self._on_change is not None:
+            self._on_change(new_owners)
 
 
-def _other_cluster_error(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:
+def _other_cluster_error(expected: bytes, actual: bytes, source: str) -> errors.ClusterKeyMismatch:
     return errors.ClusterKeyMismatch(
-        f"{where} is another cluster than before: expected cluster key {expected.hex()}, "
-        f"found {found.hex()}"
+        f"{source} is another cluster than before: expected cluster key {expected.hex()}, "
+        f"found {actual.hex()}"
     )
 
 

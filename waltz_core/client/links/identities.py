@@ -26,7 +26,7 @@ _NO_CLIENT_ID = -1
 
 
 class ClientIdentities:
-    """Finds the client ID (see the module's rules); `given` is the application's own ID."""
+    """Finds the client ID (see the module's rules); `fixed_identity` is set by the application."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class ClientIdentities:
         links: ServerLinks,
         *,
         timeout_s: float,
-        given: ClientIdentity | None = None,
+        fixed_identity: ClientIdentity | None = None,
     ) -> None:
-        self.current = self._given = given
+        self.current = self._fixed_identity = fixed_identity
         self._directory = directory
         self._links = links
         self._timeout_s = timeout_s
@@ -44,7 +44,7 @@ class ClientIdentities:
 
     def set_identity(self, identity: ClientIdentity) -> None:
         """Use this client ID, and never another one."""
-        self.current = self._given = identity
+        self.current = self._fixed_identity = identity
 
     async def get(
         self, link: ServerLink, *, instead_of: int, is_used_up: bool = False
@@ -54,7 +54,7 @@ class ClientIdentities:
         With `is_used_up`, `instead_of` has no sequence numbers left; otherwise a server has denied
         it. Raises the errors of the server or of ZooKeeper, and ClientIdDenied by rule 3.
         """
-        is_given = self._given is not None and self._given.client_id == instead_of
+        is_given = self._fixed_identity is not None and self._fixed_identity.client_id == instead_of
         if is_given and not is_used_up:
             raise errors.ClientIdDenied(
                 f"argument client_id: the server at {link.address} rejects ID {instead_of}, "

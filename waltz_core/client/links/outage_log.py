@@ -17,15 +17,17 @@ LOG_INTERVAL_S = 60.0
 
 
 class OutageLog:
-    """The outages of one part of a partition's feed; `what` names the part in the log.
+    """The outages of one part of a partition's feed; `operation` names it in log lines.
 
     An outage is logged only after `log_after_s` seconds: 0 if the caller has already tried for a
     long time.
     """
 
-    def __init__(self, partition_id: PartitionId, what: str, *, log_after_s: float = 0.0) -> None:
+    def __init__(
+        self, partition_id: PartitionId, operation: str, *, log_after_s: float = 0.0
+    ) -> None:
         self._partition_id = partition_id
-        self._what = what
+        self._operation = operation
         self._log_after_s = log_after_s
         self._since_s: float | None = None
         self._logged_s: float | None = None
@@ -44,7 +46,7 @@ class OutageLog:
         _log.warning(
             "feed.waiting partition=%d for=%s waited_s=%.0f reason=%s",
             self._partition_id,
-            self._what,
+            self._operation,
             lasts_s,
             reason,
         )
@@ -52,5 +54,5 @@ class OutageLog:
     def note_success(self) -> None:
         """Note that an attempt has succeeded; log the end of an outage that was logged."""
         if self._logged_s is not None:
-            _log.info("feed.resumed partition=%d with=%s", self._partition_id, self._what)
+            _log.info("feed.resumed partition=%d with=%s", self._partition_id, self._operation)
         self._since_s = self._logged_s = None

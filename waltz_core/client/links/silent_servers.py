@@ -38,40 +38,40 @@ class SilentServers:
     """
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
-        self._on_silence = mark_suspect
-        self._known: dict[str, _SilentServer] = {}
+        self._mark_suspect = mark_suspect
+        self._silences: dict[str, _SilentServer] = {}
 
     def on_silence_detected(self, address: str, connection: int, *, since_s: float) -> None:
         """A caller waits on a connection without data since `since_s` (the loop's clock)."""
-        if self._on_silence is None:
+        if self._mark_suspect is None:
             return
-        self._on_silence()
-        known = self._known.setdefault(address, _SilentServer())
-        if not known.connections:
-            known.since_s = since_s
-        known.connections.add(connection)
+        self._mark_suspect()
+        silence = self._silences.setdefault(address, _SilentServer())
+        if not silence.connections:
+            silence.since_s = since_s
+        silence.connections.add(connection)
         now_s = asyncio.get_running_loop().time()
-        is_soon = known.logged_s is not None and now_s - known.logged_s < LOG_INTERVAL_S
-        if known.is_logged or is_soon:
+        is_soon = silence.logged_s is not None and now_s - silence.logged_s < LOG_INTERVAL_S
+        if silence.is_logged or is_soon:
             return
-        known.is_logged, known.logged_s = True, now_s
+        silence.is_logged, silence.logged_s = True, now_s
         _log.warning(
             "server.silent server=%s silent_s=%.1f",
             address,
-            now_s - known.since_s,
+            now_s - silence.since_s,
         )
 
     def on_data_received(self, address: str, connection: int) -> None:
         """A server has sent data on a connection; the end of a silence is logged."""
-        known = self._end_silence(address, connection)
-        if known is not None:
-            _log.info("server.responsive server=%s after_s=%.1f", address, _duration_s(known))
+        silence = self._end_silence(address, connection)
+        if silence is not None:
+            _log.info("server.responsive server=%s after_s=%.1f", address, _duration_s(silence))
 
     def on_wait_ended(self, address: str, connection: int, reason: object) -> None:
         """No caller waits on a connection any more; the end of a silence is logged."""
-        known = self._end_silence(address, connection)
-        if known is not None:
-            lasted_s = _duration_s(known)
+        silence = self._end_silence(address, connection)
+        if silence is not None:
+            lasted_s = _duration_s(silence)
             _log.info(
                 "server.silent_until_closed server=%s after_s=%.1f reason=%s",
                 address,
@@ -81,14 +81,14 @@ class SilentServers:
 
     def _end_silence(self, address: str, connection: int) -> _SilentServer | None:
         """Return the silence that ends with this connection, if the silence was logged."""
-        known = self._known.get(address)
-        if known is None:
+        silence = self._silences.get(address)
+        if silence is None:
             return None
-        known.connections.discard(connection)
-        if known.connections or not known.is_logged:
+        silence.connections.discard(connection)
+        if silence.connections or not silence.is_logged:
             return None
-        known.is_logged = False
-        return known
+        silence.is_logged = False
+        return silence
 
 
 def _duration_s(silence: _SilentServer) -> float:

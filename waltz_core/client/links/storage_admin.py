@@ -106,10 +106,11 @@ async def admin_connection(
     """Connect to an admin port; raises Unreachable, or BadConfig if it is another kind of port."""
     link = await net.dial(WireProtocol.ADMIN, address, timeout_s=DIAL_S_MAX, ssl=ssl)
     try:
-        found = "" if link.peer is None else link.peer.text
-        if found != WireProtocol.ADMIN.listener_text:  # A storage's two ports are easily mixed up.
+        peer_text = "" if link.peer is None else link.peer.text
+        # A storage's two ports are easily mixed up.
+        if peer_text != WireProtocol.ADMIN.listener_text:
             raise BadConfig(
-                f"{address}: expected the admin port of a storage, found a {found[:80]!r}"
+                f"{address}: expected the admin port of a storage, found a {peer_text[:80]!r}"
             )
         yield StorageAdmin(link, address)
     finally:

@@ -62,9 +62,10 @@ class RegistryUser(Protocol):
 
 
 class WriteRequests:
-    """Requests to the registry; see the module's rules. The methods raise like `WriteRegistry`.
+    """Requests to the registry; see the module's rules.
 
-    `connect` is the connect string of the cluster, for rule 2.
+    The methods raise the errors of `WriteRegistry`. `connect` is the connect string of the cluster,
+    for rule 2.
     """
 
     def __init__(self, connect: str, user: RegistryUser) -> None:
@@ -154,12 +155,14 @@ class WriteRequests:
         """Return the tasks that were begun; `others` are those of runs other than `run`."""
 
         async def use_zookeeper(coordinator: Coordinator) -> WriteTasks:
-            found = await coordinator.writes.read_tasks(write)
-            return WriteTasks(tuple(found), client_ids_of_other_runs(run, found))
+            states_by_number = await coordinator.writes.read_tasks(write)
+            return WriteTasks(
+                tuple(states_by_number), client_ids_of_other_runs(run, states_by_number)
+            )
 
         def decode(answer: RegistryResponse) -> WriteTasks:
             values = strict_json.from_json(bytes(answer.result))
-            others = {int(number): each for number, each in values["others"].items()}
+            others = {int(number): state for number, state in values["others"].items()}
             return WriteTasks(tuple(values["tasks"]), others)
 
         make = partial(
@@ -270,9 +273,9 @@ class WriteRequests:
         )
 
     def _addresses(self) -> list[str]:
-        found = sorted({owner.address for owner in self._directory.owners.values()})
-        self._random.shuffle(found)  # clients must not all use the same server
-        return sorted(found, key=lambda each: each != self._last_address)
+        addresses = sorted({owner.address for owner in self._directory.owners.values()})
+        self._random.shuffle(addresses)  # clients must not all use the same server
+        return sorted(addresses, key=lambda address: address != self._last_address)
 
     async def _find_servers(self) -> None:
         """Read the owners again, because the known servers do not answer."""

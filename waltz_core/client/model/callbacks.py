@@ -179,7 +179,7 @@ def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
     """
     if headers is None:
         return ()
-    values = tuple(sorted({check_header(each) for each in items_of("headers", headers)}))
+    values = tuple(sorted({check_header(header) for header in items_of("headers", headers)}))
     if not 0 < len(values) <= FILTER_HEADERS_MAX:
         raise errors.BadRequest(
             f"argument headers: expected 1 to {FILTER_HEADERS_MAX} headers, found {len(values)}"

@@ -1,6 +1,8 @@
-"""Transactions in flight, which a server sends to a writer to compute its next transaction from.
+"""Transactions in flight, from which a writer computes its next transaction.
 
-Nothing else in a client depends on transactions that may never be in the log. Predecessors are
+The server sends these transactions to the writer.
+
+No other code of a client depends on transactions that may never be in the log. Predecessors are
 valid only in the store session and the mount in which they were received. Marks, feeds and
 callbacks outlive both, and never depend on predecessors.
 
@@ -114,16 +116,20 @@ class PipelinedState:
 
     def predecessors_above(self, mark: TransactionId) -> tuple[Predecessor, ...]:
         """Return the predecessors that a state at this mark does not contain."""
-        found = tuple(each for each in self.received if each.transaction_id > mark)
+        newer = tuple(
+            predecessor for predecessor in self.received if predecessor.transaction_id > mark
+        )
         if self.encryption is None:
-            return found
-        return tuple(self._decrypt(each, self.encryption) for each in found)
+            return newer
+        return tuple(self._decrypt(predecessor, self.encryption) for predecessor in newer)
 
-    def _decrypt(self, found: Predecessor, encryption: "Encryption") -> Predecessor:
-        payload = encryption.decrypt(found.data, partition=self.partition_id, header=found.header)
+    def _decrypt(self, predecessor: Predecessor, encryption: "Encryption") -> Predecessor:
+        payload = encryption.decrypt(
+            predecessor.data, partition=self.partition_id, header=predecessor.header
+        )
         if payload.error is None:
-            return found._replace(data=payload.data)
-        unreadable = _UnreadablePredecessor(*found[:-1], None)
+            return predecessor._replace(data=payload.data)
+        unreadable = _UnreadablePredecessor(*predecessor[:-1], None)
         unreadable.reason = payload.error
         return unreadable
 
@@ -131,7 +137,7 @@ class PipelinedState:
         """Return the state of the same author before it has received any predecessors."""
         return initial_state(self.encryption)
 
-    def claim(
+    def mark_and_state(
         self, mark: TransactionId, locks: Iterable[int] = ()
     ) -> tuple[TransactionId, "PipelinedState"]:
         """Return mark and pipelined state to send for a row computed from a state at `mark`.
@@ -141,10 +147,12 @@ class PipelinedState:
         if not self.has_seen or not self.base <= mark < self.mark:
             return mark, self.without_predecessors()
         if not self.locks.issuperset(locks):
-            return self.without(mark)
+            return self.without_predecessors_at(mark)
         return self.mark, self
 
-    def without(self, mark: TransactionId) -> tuple[TransactionId, "PipelinedState"]:
+    def without_predecessors_at(
+        self, mark: TransactionId
+    ) -> tuple[TransactionId, "PipelinedState"]:
         """Return mark and state to send for a row that is checked at its own mark (rule 4)."""
         if not self.has_seen:
             return mark, self.without_predecessors()
@@ -158,24 +166,24 @@ class PipelinedState:
         `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
         predecessors that do not follow the mark.
         """
-        known, base = (self.received, self.base) if self.has_seen else ((), mark)
+        earlier, base = (self.received, self.base) if self.has_seen else ((), mark)
         received = list(_predecessors_in(message))
-        ids = [mark, *(each.transaction_id for each in received)]
+        ids = [mark, *(predecessor.transaction_id for predecessor in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
             raise errors.RemoteProtocolError(
                 f"predecessors of append {message.req_id}: expected ascending "
                 f"transaction IDs from {mark} to {message.last}, found {ids[1:]}"
             )
-        if len(known) + len(received) > PREDECESSORS_MAX:
+        if len(earlier) + len(received) > PREDECESSORS_MAX:
             return self.without_predecessors()
-        found = (*known, *received)
+        all_predecessors = (*earlier, *received)
         return PipelinedState(
             SessionId(message.session_id),
             message.req_id.partition_id,
             mount,
             base,
             TransactionId(message.last),
-            found,
+            all_predecessors,
             frozenset(locks),
             self.encryption,
         )
@@ -188,8 +196,8 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
         crc_at = start + length - CRC_BYTES
         if length < RECORD_OVERHEAD_BYTES or crc_at + CRC_BYTES > len(records):
             break
-        found = crc32(records[start:crc_at])
-        if found != int.from_bytes(records[crc_at : crc_at + CRC_BYTES], "big"):
+        actual_crc = crc32(records[start:crc_at])
+        if actual_crc != int.from_bytes(records[crc_at : crc_at + CRC_BYTES], "big"):
             break
         transaction_id, req_id, header, _, _ = RECORD_PREFIX.unpack_from(records, start)
         data = records[start + RECORD_PREFIX.size : crc_at]

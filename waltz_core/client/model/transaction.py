@@ -78,23 +78,23 @@ def partition_of(hashed: int, partition_count: int) -> PartitionId:
 def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
     """Return lock hashes as a tuple; raises BadRequest for other values, and for too many locks."""
     try:
-        checked = tuple(locks)
+        lock_hashes = tuple(locks)
     except TypeError:
         raise errors.BadRequest(
             f"{kind} locks: expected a list of lock hashes, as lock(name, key) returns them, "
             f"found {locks!r}"
         ) from None
-    if len(checked) > LOCKS_MAX:
+    if len(lock_hashes) > LOCKS_MAX:
         raise errors.BadRequest(
-            f"{kind} locks: expected at most {LOCKS_MAX} locks, found {len(checked)}"
+            f"{kind} locks: expected at most {LOCKS_MAX} locks, found {len(lock_hashes)}"
         )
-    for hashed in checked:
+    for hashed in lock_hashes:
         if not _is_int32(hashed):
             raise errors.BadRequest(
                 f"{kind} locks: expected 32-bit hashes, as lock(name, key) returns them, "
                 f"found {hashed!r}"
             )
-    return checked
+    return lock_hashes
 
 
 # ---------------------------------------------------------------------------------------------
@@ -144,18 +144,18 @@ class TransactionBuilder:
         self.client_high_water_mark = self.pipelined_from = check_mark(mark)
         if self.pipelined_state is None:
             return ()
-        return self.pipelined_state.claim(self.pipelined_from)[1].predecessors_above(
+        return self.pipelined_state.mark_and_state(self.pipelined_from)[1].predecessors_above(
             self.pipelined_from
         )
 
-    def claim(self) -> tuple[TransactionId, PipelinedState | None]:
+    def mark_and_state(self) -> tuple[TransactionId, PipelinedState | None]:
         """Return the mark to send, and the pipelined state if `predecessors` was called."""
         mark = check_mark(self.client_high_water_mark)
         if self.pipelined_state is None or self.pipelined_from is None:
             return mark, None  # pipelining would repeat this attempt at once, without progress
         if self.pipelined_from != mark:  # computed from another state than the server checks
-            return self.pipelined_state.without(mark)
-        return self.pipelined_state.claim(mark, (*self.write_locks, *self.read_locks))
+            return self.pipelined_state.without_predecessors_at(mark)
+        return self.pipelined_state.mark_and_state(mark, (*self.write_locks, *self.read_locks))
 
     def set_header(self, header: int) -> None:
         """Set the application's metadata, a 32-bit integer [default: 0]."""
@@ -230,7 +230,7 @@ class TransactionContext(ABC):
     def on_exception(self, error: BaseException) -> None:  # noqa: B027
         """`execute` raised, or a retry cannot help.
 
-        The transaction is not in the log, except that this is undecided after `OutcomeUnknown`.
+        The transaction is not in the log. Exception: after `OutcomeUnknown`, it may be in the log.
         """
 
     def on_lock_failure(self) -> None:  # noqa: B027
@@ -271,15 +271,15 @@ def check_partition(partition: object, cluster: str, partition_count: int) -> Pa
     return PartitionId(number)
 
 
-def items_of(what: str, given: Iterable[T]) -> tuple[T, ...]:
+def items_of(description: str, items: Iterable[T]) -> tuple[T, ...]:
     """Return the items as a tuple; raises BadRequest for a single value."""
     try:
-        each = iter(given)
+        iterator = iter(items)
     except TypeError:
         raise errors.BadRequest(
-            f"{what}: expected a list such as [{given!r}], found {given!r}"
+            f"{description}: expected a list such as [{items!r}], found {items!r}"
         ) from None
-    return tuple(each)  # outside `try`: a generator may raise a TypeError of its own
+    return tuple(iterator)  # outside `try`: a generator may raise a TypeError of its own
 
 
 def check_range(partition: PartitionId, first: int, last: int) -> None:
@@ -359,26 +359,26 @@ class DataSource(Protocol):
 class FeedItem:
     """One committed transaction as a feed delivers it; its data is fetched on request."""
 
-    __slots__ = ("_data_error", "_source", "_words", "partition_id", "transaction_id")
+    __slots__ = ("_data_error", "_feed_header", "_source", "partition_id", "transaction_id")
 
     def __init__(
         self,
         partition_id: PartitionId,
         transaction_id: TransactionId,
-        words: tuple[int, int, int, int, int],
+        feed_header: tuple[int, int, int, int, int],
         source: DataSource,
     ) -> None:
         self.partition_id = partition_id
         self.transaction_id = transaction_id
         # The five numbers of a feed header. They have no object of their own, because a feed
         # delivers millions of headers per minute.
-        self._words = words
+        self._feed_header = feed_header
         self._source = source
 
     @property
     def req_id(self) -> ReqId:
         """The request ID of the append that wrote the transaction."""
-        client_id, generation, partition_id, sequence, _ = self._words
+        client_id, generation, partition_id, sequence, _ = self._feed_header
         return ReqId(
             ClientId(client_id), Generation(generation), PartitionId(partition_id), sequence
         )
@@ -386,7 +386,7 @@ class FeedItem:
     @property
     def header(self) -> int:
         """The header: a 32-bit integer that the application has set."""
-        return self._words[4]
+        return self._feed_header[4]
 
     @property
     def data_error(self) -> str | None:
@@ -424,8 +424,8 @@ class Transaction(FeedItem):
         encryption = self._source.encryption
         if encryption is None:
             return data
-        place = {"partition": self.partition_id, "header": self.header}
-        return self._note(encryption.decrypt(data, **place))
+        context = {"partition": self.partition_id, "header": self.header}
+        return self._note(encryption.decrypt(data, **context))
 
     @overload
     def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
@@ -457,8 +457,8 @@ class AsyncTransaction(FeedItem):
         encryption = self._source.encryption
         if encryption is None:
             return data
-        place = {"partition": self.partition_id, "header": self.header}
-        return self._note(await decrypt_payload(encryption, data, **place))
+        context = {"partition": self.partition_id, "header": self.header}
+        return self._note(await decrypt_payload(encryption, data, **context))
 
     @overload
     async def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value

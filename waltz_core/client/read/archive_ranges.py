@@ -54,8 +54,10 @@ class ArchivedObjects:
 
     def objects_between(self, first: int, last: int) -> "ArchivedObjects":
         """Return the objects that contain at least one of the IDs first..last."""
-        chosen = tuple(each for each in self.entries if each.last >= first and each.first <= last)
-        return ArchivedObjects(self.url, _manifest_with_entries(self.manifest, chosen))
+        overlapping = tuple(
+            entry for entry in self.entries if entry.last >= first and entry.first <= last
+        )
+        return ArchivedObjects(self.url, _manifest_with_entries(self.manifest, overlapping))
 
 
 def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> ArchivedObjects:
@@ -75,7 +77,7 @@ def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> Ar
 def last_committed_before(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId:
     """Return the last archived ID that is known to be committed before a time.
 
-    If no ID is known to be, the result is the ID before the first available one.
+    If there is no such ID, the result is the ID before the first available one.
 
     Raises:
         Like `find_objects`.
@@ -150,10 +152,10 @@ def _chunk_of(read: RangeRead, form: RangeForm, header_values: Sequence[int]) ->
         records, lengths = select_records(records, lengths, np.isin(values, header_values))
     if form is RangeForm.HEADERS:
         records, lengths = raw_records.headers_of(records, lengths), _NO_LENGTHS
-    reach = TransactionId(read.first + count)
-    mark = TransactionId(reach - 1)
+    next_id = TransactionId(read.first + count)
+    mark = TransactionId(next_id - 1)
     return RangeChunk(
-        form, read.first, count, reach, lengths, records, NO_SESSION, mark, read.entries
+        form, read.first, count, next_id, lengths, records, NO_SESSION, mark, read.entries
     )
 
 

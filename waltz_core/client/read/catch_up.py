@@ -86,13 +86,15 @@ class CatchUp:
         self._data.release_applied(mark)
         self._partition.on_feed_applied(mark)
 
-    async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
-        """Fetch the transactions after `fed` and queue them, up to near the end of the log."""
+    async def _fetch_all(self, fetched_mark: TransactionId, last: TransactionId) -> None:
+        """Fetch and queue the transactions after a mark, until the end of the log is near."""
         lag_max = self._partition.settings.feed_lag_max
         try:
-            while last - fed > lag_max // 2 and self._applier.stopped is None:
-                fed = await self._query_until_answered(partial(self._fetch_next_range, fed, last))
-                if fed >= last:
+            while last - fetched_mark > lag_max // 2 and self._applier.stopped is None:
+                fetched_mark = await self._query_until_answered(
+                    partial(self._fetch_next_range, fetched_mark, last)
+                )
+                if fetched_mark >= last:
                     last = await self._query_until_answered(self._request_mark)
         except errors.WaltzError as error:
             await self._applier.stop(error)
@@ -101,7 +103,7 @@ class CatchUp:
             await self._applier.stop(error)
             raise
         if self._applier.stopped is None:
-            self._partition.on_feed_caught_up(fed)
+            self._partition.on_feed_caught_up(fetched_mark)
 
     async def _query_until_answered(self, query: Callable[[], Awaitable[T]]) -> T:
         """Repeat a query until it is answered (rule 1).
@@ -123,11 +125,13 @@ class CatchUp:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
-    async def _fetch_next_range(self, fed: TransactionId, last: TransactionId) -> TransactionId:
+    async def _fetch_next_range(
+        self, fetched_mark: TransactionId, last: TransactionId
+    ) -> TransactionId:
         """Fetch one range, and queue it when the application is near enough; return its last ID."""
         partition_id = self._partition.partition_id
         query = RangeQuery(
-            TransactionId(fed + 1),
+            TransactionId(fetched_mark + 1),
             last,
             RangeForm.HEADERS,
             self._header_values,
@@ -137,17 +141,17 @@ class CatchUp:
         if chunk.next <= query.first:
             raise errors.DataLoss(
                 f"partition {partition_id} has lost transactions: its log ended at {last}, "
-                f"and now ends at {fed}"
+                f"and now ends at {fetched_mark}"
             )
-        heads = np.frombuffer(chunk.records, dtype=HEADER_DTYPE)
-        feed = np.empty(heads.size, dtype=FEED_HEADER_DTYPE)
-        feed["req_id"] = heads["req_id"]
-        feed["header"] = heads["header"]
+        record_headers = np.frombuffer(chunk.records, dtype=HEADER_DTYPE)
+        feed = np.empty(record_headers.size, dtype=FEED_HEADER_DTYPE)
+        feed["req_id"] = record_headers["req_id"]
+        feed["header"] = record_headers["header"]
         await self._applier.wait_until_applied(
-            TransactionId(max(fed - self._config.feed_prefetch_count_max, -1))
+            TransactionId(max(fetched_mark - self._config.feed_prefetch_count_max, -1))
         )
         last = TransactionId(chunk.next - 1)
-        self._applier.queue_range(heads["transaction_id"].tolist(), feed.tobytes(), last)
+        self._applier.queue_range(record_headers["transaction_id"].tolist(), feed.tobytes(), last)
         return last
 
     async def _request_mark(self) -> TransactionId:

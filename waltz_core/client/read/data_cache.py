@@ -61,7 +61,7 @@ class DataBudget:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._caches: dict[DataCache, None] = {}
-        self._kept: dict[tuple[DataCache, TransactionId], int] = {}  # oldest first
+        self._chunk_costs: dict[tuple[DataCache, TransactionId], int] = {}  # oldest first
         self.used_bytes = 0
 
     @property
@@ -79,21 +79,21 @@ class DataBudget:
 
     def take(self, cache: "DataCache", first: TransactionId, cost_bytes: int) -> None:
         """Count a new chunk; drop the oldest other chunks while the budget is exceeded."""
-        self._kept[cache, first] = cost_bytes
+        self._chunk_costs[cache, first] = cost_bytes
         self.used_bytes += cost_bytes
-        while self.used_bytes > self._bytes_max and len(self._kept) > 1:
-            holder, its_first = next(iter(self._kept))
-            holder.drop(its_first)
+        while self.used_bytes > self._bytes_max and len(self._chunk_costs) > 1:
+            holder, oldest_first = next(iter(self._chunk_costs))
+            holder.drop(oldest_first)
 
     def release(self, cache: "DataCache", first: TransactionId) -> None:
         """Subtract the bytes of a chunk that was dropped."""
-        self.used_bytes -= self._kept.pop((cache, first))
+        self.used_bytes -= self._chunk_costs.pop((cache, first))
 
 
 class DataCache:
     """The data of one partition's transactions; see the module's rules."""
 
-    def __init__(  # noqa: PLR0913 - two ways to fetch, and what bounds them
+    def __init__(  # noqa: PLR0913 - two ways to fetch, and their limits
         self,
         fetch: Callable[[RangeQuery], Awaitable[RangeChunk]],
         fetch_one: Callable[[TransactionId], Awaitable[bytes]],
@@ -115,33 +115,33 @@ class DataCache:
         self._header_values = header_values
         # The chunks by first ID, oldest first. Other threads read this dict, so it changes in
         # single (atomic) steps only.
-        self._kept: dict[TransactionId, _CachedChunk] = {}
-        self._expected = BEFORE_FIRST
-        self._bytes = PREFETCH_BYTES_MIN
-        self._turn = asyncio.Lock()
+        self._chunks: dict[TransactionId, _CachedChunk] = {}
+        self._next_id = BEFORE_FIRST
+        self._next_fetch_bytes = PREFETCH_BYTES_MIN
+        self._fetch_lock = asyncio.Lock()
         budget.add(self)
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""
-        found = self._find_data(transaction_id)
-        if found is not None:
-            return found
-        async with self._turn:
-            found = self._find_data(transaction_id)
-            if found is not None:
-                return found
+        data = self._find_data(transaction_id)
+        if data is not None:
+            return data
+        async with self._fetch_lock:
+            data = self._find_data(transaction_id)
+            if data is not None:
+                return data
             return await self._fetch_data(transaction_id)
 
     def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data to a thread other than the event loop's."""
-        found = self._find_data(transaction_id)
-        if found is not None:
-            return found
-        reading = self.data_of(transaction_id)
+        data = self._find_data(transaction_id)
+        if data is not None:
+            return data
+        read_coroutine = self.data_of(transaction_id)
         try:
-            future = asyncio.run_coroutine_threadsafe(reading, self._loop)
+            future = asyncio.run_coroutine_threadsafe(read_coroutine, self._loop)
         except RuntimeError:  # the loop is closed
-            reading.close()
+            read_coroutine.close()
             raise errors.Unavailable("the client is closed") from None
         while True:
             try:
@@ -149,8 +149,8 @@ class DataCache:
             except TimeoutError:
                 # A loop that was closed in the meantime never resolves the future.
                 if not future.done() and self._loop.is_closed():
-                    if inspect.getcoroutinestate(reading) == inspect.CORO_CREATED:
-                        reading.close()
+                    if inspect.getcoroutinestate(read_coroutine) == inspect.CORO_CREATED:
+                        read_coroutine.close()
                     raise errors.Unavailable("the client is closed") from None
                 if future.done():
                     raise
@@ -159,38 +159,41 @@ class DataCache:
 
     def release_applied(self, mark: TransactionId) -> None:
         """Drop the chunks that the application has applied completely (rule 2)."""
-        for first, kept in list(self._kept.items()):
-            if kept.last <= mark:
+        for first, chunk in list(self._chunks.items()):
+            if chunk.last <= mark:
                 self.drop(first)
 
     def drop(self, first: TransactionId) -> None:
         """Drop the chunk that begins at `first`."""
-        del self._kept[first]
+        del self._chunks[first]
         self._budget.release(self, first)
 
     def clear(self) -> None:
         """Drop all chunks, and leave the budget: the feed has ended."""
-        for first in list(self._kept):
+        for first in list(self._chunks):
             self.drop(first)
         self._budget.remove(self)
 
     def _find_data(self, transaction_id: TransactionId) -> bytes | None:
-        for kept in list(self._kept.values()):
-            data = kept.data(transaction_id)
+        for chunk in list(self._chunks.values()):
+            data = chunk.data(transaction_id)
             if data is not None:
                 return data
         return None
 
     async def _fetch_data(self, transaction_id: TransactionId) -> bytes:
-        is_sequential = transaction_id == self._expected
+        is_sequential = transaction_id == self._next_id
         if self._header_values:  # the next one that passes the filter has any later ID
-            is_sequential = BEFORE_FIRST < self._expected <= transaction_id
-        wanted_bytes = 2 * self._bytes if is_sequential else PREFETCH_BYTES_MIN
-        self._bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)
+            is_sequential = BEFORE_FIRST < self._next_id <= transaction_id
+        wanted_bytes = 2 * self._next_fetch_bytes if is_sequential else PREFETCH_BYTES_MIN
+        self._next_fetch_bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)
         last = max(transaction_id, self._mark())
         try:
             query = RangeQuery(
-                transaction_id, last, header_values=self._header_values, bytes_max=self._bytes
+                transaction_id,
+                last,
+                header_values=self._header_values,
+                bytes_max=self._next_fetch_bytes,
             )
             chunk = await self._fetch(query)
         except errors.BadRequest:
@@ -200,9 +203,9 @@ class DataCache:
                 f"the log has lost transactions: the feed had transaction {transaction_id}, "
                 f"but the log now ends at {chunk.high_water_mark}"
             )
-        found = self._keep_chunk(chunk).data(transaction_id)
-        assert found is not None
-        return found
+        data = self._keep_chunk(chunk).data(transaction_id)
+        assert data is not None
+        return data
 
     def _keep_chunk(self, chunk: RangeChunk) -> _CachedChunk:
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
@@ -210,12 +213,12 @@ class DataCache:
         ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
         if self._header_values:
             ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
-        kept = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
-        if chunk.first in self._kept:
+        cached_chunk = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
+        if chunk.first in self._chunks:
             self.drop(chunk.first)
-        self._kept[chunk.first] = kept
-        self._budget.take(self, chunk.first, kept.cost_bytes)
-        while len(self._kept) > CHUNKS_KEPT_MAX:
-            self.drop(next(iter(self._kept)))
-        self._expected = chunk.next
-        return kept
+        self._chunks[chunk.first] = cached_chunk
+        self._budget.take(self, chunk.first, cached_chunk.cost_bytes)
+        while len(self._chunks) > CHUNKS_KEPT_MAX:
+            self.drop(next(iter(self._chunks)))
+        self._next_id = chunk.next
+        return cached_chunk

@@ -48,9 +48,9 @@ RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
 ResultT = TypeVar("ResultT")
 
-Words: TypeAlias = tuple[int, int, int, int, int]
+FeedHeaderFields: TypeAlias = tuple[int, int, int, int, int]
 # Transactions that are passed on together: ascending IDs, and the five numbers of each.
-DeliveryRun: TypeAlias = list[tuple[int, Words]]
+DeliveryRun: TypeAlias = list[tuple[int, FeedHeaderFields]]
 
 
 class DeliveryProgress(NamedTuple):
@@ -79,10 +79,9 @@ class Consumer(Protocol):
     ) -> DeliveryProgress:
         """Apply transactions in order while `is_running()` is True, up to the first that raises.
 
-        When all transactions are
-        applied, the log is applied up to `last`. A consumer may apply only a part: a batched
-        consumer any number, any other consumer the transactions that it begins within
-        `HAND_OVER_S_MAX`, at least one.
+        When all transactions are applied, the log is applied up to `last`. A consumer may apply
+        only a part of them. A batched consumer may apply any number. Any other consumer applies at
+        least one, and begins no further one after `HAND_OVER_S_MAX`.
         """
 
     async def on_uncaught_exception(
@@ -121,17 +120,17 @@ class LoopConsumer:
         until_s = loop.time() + HAND_OVER_S_MAX
         count = 0
         try:
-            for number, words in run:
+            for transaction_number, feed_header in run:
                 if not is_running():
                     break
-                transaction_id = TransactionId(number)
-                await apply(AsyncTransaction(partition_id, transaction_id, words, source))
+                transaction_id = TransactionId(transaction_number)
+                await apply(AsyncTransaction(partition_id, transaction_id, feed_header, source))
                 count += 1
                 if loop.time() > until_s:
                     break
         except asyncio.CancelledError as error:
             return DeliveryProgress(count, application_cancellation_error(error))
-        except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
+        except Exception as error:  # noqa: BLE001 - any exception of the application
             return DeliveryProgress(count, error)
         return DeliveryProgress(count, None)
 
@@ -190,8 +189,8 @@ class Applier:
         self._consumer = consumer
         self._on_applied = applied
         self._queue: deque[tuple[Sequence[int], Buffer, TransactionId]] = deque()
-        self._arrived = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._range_arrived = asyncio.Event()
+        self._end_event = asyncio.Event()
         self._applied: TransactionId | None = None
         self._advanced_s = 0.0
         self._waiting: dict[asyncio.Future[None], TransactionId] = {}
@@ -213,7 +212,7 @@ class Applier:
         if self.stopped is not None:
             return
         self._queue.append((ids, headers, last))
-        self._arrived.set()
+        self._range_arrived.set()
 
     async def wait_until_applied(self, mark: TransactionId) -> None:
         """Wait until the feed is applied up to `mark`; raises Unavailable if it stops before."""
@@ -225,7 +224,7 @@ class Applier:
                 ) from self.stopped
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting[future] = mark
-            self._arrived.set()  # this wait may be for a mark that is held back
+            self._range_arrived.set()  # this wait may be for a mark that is held back
             try:
                 await future
             finally:  # a cancelled caller must leave no future: a pause may take days
@@ -236,8 +235,8 @@ class Applier:
         size = BATCH_MAX if self._consumer.is_batched else HAND_OVER_COUNT_MAX
         while self.stopped is None:
             if not self._queue:
-                self._arrived.clear()
-                await self._arrived.wait()
+                self._range_arrived.clear()
+                await self._range_arrived.wait()
                 continue
             run, last = self._take_from_queue(size)
             if not run and not self._consumer.is_batched:
@@ -275,12 +274,12 @@ class Applier:
                 return True
             if self._queue:
                 return False
-            self._arrived.clear()
-            await self._pause(left_s, self._arrived)
+            self._range_arrived.clear()
+            await self._pause(left_s, self._range_arrived)
         return True
 
     def _is_awaited(self, mark: TransactionId) -> bool:
-        return any(wanted <= mark for wanted in self._waiting.values())
+        return any(awaited_mark <= mark for awaited_mark in self._waiting.values())
 
     async def stop(self, error: Exception) -> None:
         """End a feed that cannot continue; notify the application and the callers that wait."""
@@ -291,7 +290,7 @@ class Applier:
         next_id = TransactionId(0 if self._applied is None else self._applied + 1)
         try:
             await self._consumer.on_uncaught_exception(self._partition_id, next_id, error)
-        except Exception as another:  # noqa: BLE001 - the application's own
+        except Exception as another:  # noqa: BLE001 - any exception of the application
             _log.exception(
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )
@@ -320,7 +319,7 @@ class Applier:
                 self._advance_mark(first)
                 run = run[1:]
             else:
-                await self._pause(pause_s, self._ended)
+                await self._pause(pause_s, self._end_event)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
         return self.stopped is None
 
@@ -361,7 +360,7 @@ class Applier:
                     self._partition_id, transaction_id, error
                 )
             )
-        except Exception as another:  # noqa: BLE001 - the application's own
+        except Exception as another:  # noqa: BLE001 - any exception of the application
             _log.exception(
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )
@@ -373,7 +372,9 @@ class Applier:
         self._advanced_s = asyncio.get_running_loop().time()
         self._on_applied(mark)
         if self._waiting:
-            for future in [each for each, wanted in self._waiting.items() if wanted <= mark]:
+            for future in [
+                waiter for waiter, awaited_mark in self._waiting.items() if awaited_mark <= mark
+            ]:
                 del self._waiting[future]
                 if not future.done():
                     future.set_result(None)
@@ -386,8 +387,8 @@ class Applier:
     def end(self, error: Exception) -> None:
         """End the feed without notifying the application: no transaction is passed on any more."""
         self.stopped = error
-        self._arrived.set()
-        self._ended.set()
+        self._range_arrived.set()
+        self._end_event.set()
         waiting, self._waiting = self._waiting, {}
         for future in waiting:
             if not future.done():

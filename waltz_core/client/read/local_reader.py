@@ -5,7 +5,7 @@ socket, each byte would be copied twice and pass through two processes.
 
 Rules:
     1. The client reads the same bytes that the storage would have sent. The request has the session
-       that the server named, and asks only for records that the session has committed. The storage
+       that the server named, and covers only records that the session has committed. The storage
        answers only while it takes part in that session. Committed records never change, so the
        answer is valid while the file is open.
     2. The client checks the ID, length and CRC of every record: the storage has not read it.
@@ -100,9 +100,9 @@ class LocalReader:
         self._partition_id = partition_id
         self._timeout_s = timeout_s
         self._files: dict[TransactionId, FileIO] = {}
-        self._buffers = _Buffers()
+        self._buffers = _ReadBuffers()
         self._grant: ReadGrant | None = None
-        self._on_disk: ReadGrant | None = None  # the grant that was not in the page cache
+        self._uncached_grant: ReadGrant | None = None  # the grant that was not in the page cache
         self._is_reading = False  # rule 5
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class LocalReader:
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await query()
-            self._close_other_files({place.segment for place in grant.places})
+            self._close_other_files({location.segment for location in grant.places})
         low = first - grant.first
         high = min(last + 1, grant.next) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
@@ -139,12 +139,14 @@ class LocalReader:
 
     def _read_from_page_cache(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
         """Read from the page cache; return None if a part is not in it (rule 6)."""
-        if self._on_disk is grant or any(each.segment not in self._files for each in grant.places):
+        if self._uncached_grant is grant or any(
+            location.segment not in self._files for location in grant.places
+        ):
             return None
         try:
             return self._read_records(grant, low, high, _NO_WAIT_FLAG)
         except BlockingIOError:
-            self._on_disk = grant  # the rest of the grant is not tried either
+            self._uncached_grant = grant  # do not try the page cache for the rest
             return None
 
     async def _read_on_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:
@@ -167,7 +169,9 @@ class LocalReader:
 
     def _close_other_files(self, segments: Collection[TransactionId]) -> None:
         """Close the files of other segments: a log may have more files than a process may open."""
-        for segment in [each for each in self._files if each not in segments]:
+        for segment in [
+            open_segment for open_segment in self._files if open_segment not in segments
+        ]:
             self._files.pop(segment).close()
 
     def _read_records(self, grant: ReadGrant, low: int, high: int, flags: int) -> memoryview:
@@ -178,15 +182,15 @@ class LocalReader:
         lengths = grant.lengths[low:high]
         skip, size = raw_records.total_bytes(grant.lengths[:low]), raw_records.total_bytes(lengths)
         records = self._buffers.take(size)
-        done = crc = 0
-        for place in grant.places:
-            if skip < place.size and done < size:
-                count = min(place.size - skip, size - done)
-                part = records[done : done + count]
-                start = FileLocation(place.segment, place.offset + skip, count)
+        read_bytes = crc = 0
+        for location in grant.places:
+            if skip < location.size and read_bytes < size:
+                count = min(location.size - skip, size - read_bytes)
+                part = records[read_bytes : read_bytes + count]
+                start = FileLocation(location.segment, location.offset + skip, count)
                 crc = self._read_segment(part, start, grant.ticket, crc, flags)
-                done += count
-            skip = max(0, skip - place.size)
+                read_bytes += count
+            skip = max(0, skip - location.size)
         first = TransactionId(grant.first + low)
         if raw_records.verified_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(
@@ -197,18 +201,18 @@ class LocalReader:
         return records
 
     def _read_segment(
-        self, part: memoryview, place: FileLocation, ticket: bytes, crc: int, flags: int
+        self, part: memoryview, location: FileLocation, ticket: bytes, crc: int, flags: int
     ) -> int:
         """Read bytes of a segment into `part`; return `crc` continued over these bytes."""
-        segment, offset = place.segment, place.offset
+        segment, offset = location.segment, location.offset
         file = self._files.get(segment)
         try:
             if file is None:
                 request = encode_segment(self._partition_id, segment, ticket)
-                taken = descriptor_passing.request_descriptor(
+                descriptor = descriptor_passing.request_descriptor(
                     self._socket_name, request, timeout_s=self._timeout_s
                 )
-                file = self._files[segment] = FileIO(taken)
+                file = self._files[segment] = FileIO(descriptor)
             while part:
                 count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)
                 if not count and flags:
@@ -230,7 +234,7 @@ class LocalReader:
         return crc
 
 
-class _Buffers:
+class _ReadBuffers:
     """Read buffers, which are reused as soon as no view of them is held.
 
     New memory for each read would cost more than the read, because the system clears it first. Any
@@ -243,13 +247,13 @@ class _Buffers:
 
     def take(self, size: int) -> memoryview:
         """Return a buffer of `size` bytes that no other view uses; its content is arbitrary."""
-        for place in range(len(self._all)):
+        for index in range(len(self._all)):
             # Each view of the buffer, also a view of a view, holds one more reference.
-            if sys.getrefcount(self._all[place]) == _OWN_REFERENCES:
-                if self._all[place].size < size:
-                    self._all[place] = np.empty(size, dtype=np.uint8)
-                return self._all[place].data[:size]
-        made = np.empty(size, dtype=np.uint8)
+            if sys.getrefcount(self._all[index]) == _OWN_REFERENCES:
+                if self._all[index].size < size:
+                    self._all[index] = np.empty(size, dtype=np.uint8)
+                return self._all[index].data[:size]
+        buffer = np.empty(size, dtype=np.uint8)
         if len(self._all) < _BUFFERS_MAX:
-            self._all.append(made)
-        return made.data
+            self._all.append(buffer)
+        return buffer.data

@@ -198,18 +198,18 @@ async def read_chunks(
         DataLoss: the log ends before `last`, or there is a gap.
         ChecksumMismatch, BadFormat: the bytes are damaged.
     """
-    rest = query
-    coming: Awaitable[RangeChunk] | None = None
-    while rest.first <= rest.last:
-        chunk = await (coming or fetch(rest))
-        if chunk.next <= rest.first:
+    query_part = query
+    next_fetch: Awaitable[RangeChunk] | None = None
+    while query_part.first <= query_part.last:
+        chunk = await (next_fetch or fetch(query_part))
+        if chunk.next <= query_part.first:
             raise errors.DataLoss(
-                f"partition {partition_id}: expected transactions {rest.first}..{query.last}, "
-                f"but the log ends at {chunk.high_water_mark}"
+                f"partition {partition_id}: expected transactions "
+                f"{query_part.first}..{query.last}, but the log ends at {chunk.high_water_mark}"
             )
-        rest = replace(query, first=chunk.next)
-        if start is not None and rest.first <= rest.last:
-            coming = start(fetch(rest))
+        query_part = replace(query, first=chunk.next)
+        if start is not None and query_part.first <= query_part.last:
+            next_fetch = start(fetch(query_part))
         yield chunk
 
 
@@ -218,14 +218,14 @@ class SteppedChunks:
 
     def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
         self._chunks = cast("AsyncGenerator[RangeChunk, None]", chunks)
-        self._turn = asyncio.Lock()
+        self._step_lock = asyncio.Lock()
         self._fetching: asyncio.Task[Any] | None = None
 
     async def next_or_none(self) -> RangeChunk | None:
         """Return the next chunk; None after the last one."""
         self._fetching = asyncio.current_task()
         try:
-            async with self._turn:
+            async with self._step_lock:
                 return await anext(self._chunks)
         except StopAsyncIteration:
             return None
@@ -234,7 +234,7 @@ class SteppedChunks:
         """Close the range and cancel a fetch whose caller has stopped waiting."""
         if self._fetching is not None:
             self._fetching.cancel()
-        async with self._turn:
+        async with self._step_lock:
             await self._chunks.aclose()
 
 
@@ -253,43 +253,43 @@ def chunk_of_server(
     partition_id: PartitionId, query: RangeQuery, answer: messages.RangeData
 ) -> RangeChunk:
     """Verify a server's answer, and return it as a chunk (rules 1, 2 and 5)."""
-    where = (
+    source = (
         f"answer of the server for partition {partition_id}, transactions "
         f"{query.first}..{query.last}"
     )
     if answer.form != query.form or answer.first != query.first or answer.count < 0:
         raise errors.RemoteProtocolError(
-            f"{where}: expected form={query.form}, first={query.first} and count>=0, found "
+            f"{source}: expected form={query.form}, first={query.first} and count>=0, found "
             f"form={answer.form}, first={answer.first} and count={answer.count}"
         )
-    _check_end(answer.next - 1, query, where)
+    _check_end(answer.next - 1, query, source)
     chunk = RangeChunk(
         query.form,
         query.first,
         answer.count,
         TransactionId(answer.next),
-        _decode_lengths(answer.form, answer.lengths, answer.records, where),
+        _decode_lengths(answer.form, answer.lengths, answer.records, source),
         answer.records,
         SessionId(answer.session_id),
         TransactionId(answer.high_water_mark),
         answer.lineage,
     )
-    _verify_chunk(chunk, where, is_filtered=bool(query.header_values))
+    _verify_chunk(chunk, source, is_filtered=bool(query.header_values))
     return chunk
 
 
-def chunk_of_records(query: RangeQuery, found: LegacyRecords) -> RangeChunk:
+def chunk_of_records(query: RangeQuery, legacy_records: LegacyRecords) -> RangeChunk:
     """Return the records of a 0.13 server as a chunk; they were verified when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(
         query.form,
         query.first,
-        len(found.lengths) if is_whole else len(found.records) // HEADER_BYTES,
-        TransactionId(found.last + 1),
-        np.array(found.lengths, dtype=np.int64),
-        found.records,
+        len(legacy_records.lengths) if is_whole else len(legacy_records.records) // HEADER_BYTES,
+        TransactionId(legacy_records.last + 1),
+        np.array(legacy_records.lengths, dtype=np.int64),
+        legacy_records.records,
         NO_SESSION,
-        found.last,
+        legacy_records.last,
         (),
     )
 
@@ -330,7 +330,7 @@ class ReaderConnection:
     def __init__(self, link: net.Link) -> None:
         self._link = link
         self._sequence = 0
-        self._turn = asyncio.Lock()
+        self._query_lock = asyncio.Lock()
 
     @staticmethod
     async def open(
@@ -340,18 +340,18 @@ class ReaderConnection:
 
         Raises Unreachable, ClusterKeyMismatch, or another error that the storage returns.
         """
-        made = ReaderConnection(
+        reader_connection = ReaderConnection(
             await net.dial(WireProtocol.STORAGE, address, timeout_s=timeout_s, ssl=ssl)
         )
         request = messages.OpenRequest(
             NO_SESSION, -1, -1, replicas.cluster_key, replicas.partition_count
         )
         try:
-            await made._query(request, timeout_s)
+            await reader_connection._query(request, timeout_s)
         except BaseException:  # also when the caller is cancelled
-            made.close()
+            reader_connection.close()
             raise
-        return made
+        return reader_connection
 
     @property
     def is_closed(self) -> bool:
@@ -374,7 +374,7 @@ class ReaderConnection:
         """Read one chunk; raises SessionFenced, NotOwned, ... if the storage may not answer."""
         assert query.last <= high_water_mark
         assert not query.header_values
-        answer, where = await self._request_range(
+        answer, source = await self._request_range(
             partition_id, query, query.form, session_id, timeout_s
         )
         chunk = RangeChunk(
@@ -382,13 +382,13 @@ class ReaderConnection:
             query.first,
             answer.count,
             TransactionId(answer.first + answer.count),
-            _decode_lengths(answer.form, answer.lengths, answer.records, where),
+            _decode_lengths(answer.form, answer.lengths, answer.records, source),
             answer.records,
             session_id,
             high_water_mark,
             answer.lineage,
         )
-        _verify_chunk(chunk, where, is_filtered=False)
+        _verify_chunk(chunk, source, is_filtered=False)
         return chunk
 
     async def request_locations(
@@ -399,21 +399,24 @@ class ReaderConnection:
         session_id: SessionId,
         timeout_s: float,
     ) -> ReadGrant:
-        """Request the positions of a range's records; raises like `fetch`, and if not supported."""
+        """Request the positions of a range's records.
+
+        Raises the errors of `fetch`, and an error if the storage does not support this request.
+        """
         larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
-        answer, where = await self._request_range(
+        answer, source = await self._request_range(
             partition_id, larger, LOCATIONS, session_id, timeout_s
         )
         if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
-                f"{where}: expected {answer.count} lengths, found {len(answer.lengths) / 4:g}"
+                f"{source}: expected {answer.count} lengths, found {len(answer.lengths) / 4:g}"
             )
         lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
         try:
             raw_records.lengths_from_wire(answer.lengths, int(lengths.sum()))
             places = decode_locations(answer.records, int(lengths.sum()))
         except errors.BadFormat as error:
-            raise errors.BadFormat(f"{where}: {error}") from error
+            raise errors.BadFormat(f"{source}: {error}") from error
         return ReadGrant(query.first, lengths, places, answer.lineage, bytes(answer.ticket))
 
     async def _request_range(
@@ -439,27 +442,27 @@ class ReaderConnection:
         )
         answer = await self._query(request, timeout_s)
         transactions = f"transactions {query.first}..{query.last}"
-        where = f"answer of {self._link.address} for partition {partition_id}, {transactions}"
+        source = f"answer of {self._link.address} for partition {partition_id}, {transactions}"
         if not isinstance(answer, messages.RangeBytes):
             raise errors.RemoteProtocolError(
-                f"{where}: expected RangeBytes, found {type(answer).__name__}"
+                f"{source}: expected RangeBytes, found {type(answer).__name__}"
             )
         if answer.first != query.first or answer.form != form or answer.count <= 0:
             raise errors.RemoteProtocolError(
-                f"{where}: expected form={form}, first={query.first} and count>=1, found "
+                f"{source}: expected form={form}, first={query.first} and count>=1, found "
                 f"form={answer.form}, first={answer.first} and count={answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
             raise errors.ChecksumMismatch(
-                f"{where}: the CRC of the answer does not match its bytes"
+                f"{source}: the CRC of the answer does not match its bytes"
             )
-        _check_end(answer.first + answer.count - 1, query, where)
-        return answer, where
+        _check_end(answer.first + answer.count - 1, query, source)
+        return answer, source
 
     async def _query(
         self, request: messages.StorageMessage, timeout_s: float
     ) -> messages.StorageMessage:
-        async with self._turn:
+        async with self._query_lock:
             self._link.send(request)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -510,7 +513,7 @@ class ReplicaReader:
         # Rules 6 and 9.
         self._addresses = sorted(replicas.replicas)  # a server names the fastest first
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
-        self._addresses.sort(key=lambda each: each not in replicas.nearby)
+        self._addresses.sort(key=lambda address: address not in replicas.nearby)
         self._link: ReaderConnection | None = None
         self._local_reader: LocalReader | None = (
             None  # the connected storage, if it is on this machine
@@ -572,11 +575,11 @@ class ReplicaReader:
     async def _fetch_from(self, address: str, query: RangeQuery) -> RangeChunk:
         if self._link is None or self._link.is_closed:
             self._disconnect()
-            made = await self._connect(address)
-            if self._is_closed:  # otherwise it would never be closed
-                made.close()
+            connection = await self._connect(address)
+            if self._is_closed:  # otherwise the connection would stay open
+                connection.close()
                 raise errors.Unreachable(f"{address}: the reader was closed")
-            self._link = made
+            self._link = connection
             self._local_reader = self._local_reader_at(address)
         link = self._link  # the reader may be closed during a read
         if self._local_reader is not None and query.form is RangeForm.WHOLE:
@@ -640,19 +643,21 @@ class ReplicaReader:
                 self._partition_id, query, session_id=session_id, timeout_s=self._timeout_s
             )
 
-        found = await local_reader.read(query.first, query.last, query.bytes_max, query_grant)
-        count = int(found.lengths.size)
+        local_records = await local_reader.read(
+            query.first, query.last, query.bytes_max, query_grant
+        )
+        count = int(local_records.lengths.size)
         self.from_local_count += 1
         return RangeChunk(
             query.form,
             query.first,
             count,
             TransactionId(query.first + count),
-            found.lengths,
-            found.records,
+            local_records.lengths,
+            local_records.records,
             session_id,
             TransactionId(self._replicas.high_water_mark),
-            found.lineage,
+            local_records.lineage,
         )
 
 
@@ -660,30 +665,30 @@ class ReplicaReader:
 # checks
 
 
-def _check_end(last: int, query: RangeQuery, where: str) -> None:
+def _check_end(last: int, query: RangeQuery, source: str) -> None:
     """Raise RemoteProtocolError for IDs beyond the last requested one (rule 5)."""
     if last > query.last:
         raise errors.RemoteProtocolError(
-            f"{where}: expected no transaction after {query.last}, found transactions "
+            f"{source}: expected no transaction after {query.last}, found transactions "
             f"{query.first}..{last}"
         )
 
 
-def _decode_lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
+def _decode_lengths(form: int, packed: Buffer, records: Buffer, source: str) -> I64:
     if form == RangeForm.WHOLE:
         try:
             return raw_records.lengths_from_wire(packed, len(records))
         except errors.BadFormat as error:
-            raise errors.BadFormat(f"{where}: {error}") from error
+            raise errors.BadFormat(f"{source}: {error}") from error
     if len(records) % HEADER_BYTES:
         raise errors.BadFormat(
-            f"{where}: expected {HEADER_BYTES} bytes for each header, found {len(records)} "
+            f"{source}: expected {HEADER_BYTES} bytes for each header, found {len(records)} "
             "bytes in total"
         )
     return np.empty(0, dtype=np.int64)
 
 
-def _verify_chunk(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
+def _verify_chunk(chunk: RangeChunk, source: str, *, is_filtered: bool) -> None:
     """Raise an error unless a chunk has exactly the records of its range, undamaged."""
     if (
         chunk.form is RangeForm.WHOLE
@@ -695,26 +700,26 @@ def _verify_chunk(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
     if chunk.form is RangeForm.WHOLE:
         bad = raw_records.first_bad_record(chunk.records, chunk.lengths)
         if bad is not None:
-            raise errors.ChecksumMismatch(f"{where}: record {bad} of the answer is damaged")
+            raise errors.ChecksumMismatch(f"{source}: record {bad} of the answer is damaged")
         ids = raw_records.ids_of(chunk.records, chunk.lengths)
     else:
-        heads = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
-        ids = heads["transaction_id"].astype(np.int64)
+        record_headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
+        ids = record_headers["transaction_id"].astype(np.int64)
     if is_filtered:
         steps = np.diff(ids)
         inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
         if not inside or bool((steps <= 0).any()):
-            raise errors.DataLoss(f"{where}: the transaction IDs of the answer are not ascending")
+            raise errors.DataLoss(f"{source}: the transaction IDs of the answer are not ascending")
         return
     # The count is compared first: an array of all stated IDs could be larger than the memory.
     if ids.size != max(chunk.next - chunk.first, 0) or not np.array_equal(
         ids, np.arange(chunk.first, chunk.next, dtype=np.int64)
     ):
         raise errors.DataLoss(
-            f"{where}: expected all transactions {chunk.first}..{chunk.next - 1}, found "
+            f"{source}: expected all transactions {chunk.first}..{chunk.next - 1}, found "
             f"{ids.size} transactions with other IDs"
         )
     if ids.size != chunk.count:
         raise errors.RemoteProtocolError(
-            f"{where}: expected {chunk.count} records, as the answer states, found {ids.size}"
+            f"{source}: expected {chunk.count} records, as the answer states, found {ids.size}"
         )

@@ -77,7 +77,7 @@ ResponseT = TypeVar("ResponseT")
 OwnerRequest: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ResponseT]]
 
 
-class _OpenQuery(NamedTuple):
+class _WaitingQuery(NamedTuple):
     """A query that waits for an answer, and the server that it was sent to."""
 
     partition_id: PartitionId
@@ -95,21 +95,21 @@ class OwnerRequests:
         self._links = links
         self._config = config
         self._random = random
-        self._waiting: dict[int, _OpenQuery] = {}
-        self._numbers = count(1)
-        self._old_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
+        self._waiting: dict[int, _WaitingQuery] = {}
+        self._query_numbers = count(1)
+        self._legacy_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
 
     def on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         """Repeat queries on the new owner if their partition has moved (rule 5)."""
-        for each in self._waiting.values():
-            owner = owners.get(each.partition_id)
-            is_moved = owner is not None and owner.address != each.address
-            if is_moved and not each.timeout.expired():
-                each.timeout.reschedule(0.0)
+        for query in self._waiting.values():
+            owner = owners.get(query.partition_id)
+            is_moved = owner is not None and owner.address != query.address
+            if is_moved and not query.timeout.expired():
+                query.timeout.reschedule(0.0)
 
     def close(self) -> None:
         """Stop the reads from 0.13 servers, and close their connections."""
-        self._old_reads.close()
+        self._legacy_reads.close()
 
     async def query(
         self,
@@ -129,33 +129,39 @@ class OwnerRequests:
     async def _query_until_answered(
         self, partition_id: PartitionId, query: OwnerRequest[ResponseT], *, is_bulk: bool
     ) -> ResponseT:
-        """Query the owner until it answers; raises like `query`."""
+        """Query the owner until it answers; raises the errors of `query`."""
         loop = asyncio.get_running_loop()
-        whole_s = self._config.request_timeout_ms / 1000
-        deadline_s = loop.time() + whole_s
+        total_s = self._config.request_timeout_ms / 1000
+        deadline_s = loop.time() + total_s
         pause_s = self._config.retry_interval_ms_min / 1000
-        before: errors.Unavailable | None = None
+        previous_error: errors.Unavailable | None = None
         while True:
             timeout_s = max(deadline_s - loop.time(), 0.001)
             try:
                 return await self._query_once(
-                    partition_id, query, is_bulk=is_bulk, timeout_s=timeout_s, before=before
+                    partition_id,
+                    query,
+                    is_bulk=is_bulk,
+                    timeout_s=timeout_s,
+                    previous_error=previous_error,
                 )
             except errors.Unavailable as error:
                 now_s = loop.time()
                 if now_s + pause_s >= deadline_s:
-                    was_cut = now_s >= deadline_s and timeout_s < whole_s * _ATTEMPT_SHARE_MIN
-                    last_error = before if was_cut and before is not None else error
+                    was_cut_short = now_s >= deadline_s and timeout_s < total_s * _ATTEMPT_SHARE_MIN
+                    last_error = (
+                        previous_error if was_cut_short and previous_error is not None else error
+                    )
                     raise errors.error_from_code(
                         last_error.code,
                         f"no server answered a read of partition {partition_id} within "
                         f"{self._config.request_timeout_ms} ms: {last_error}",
                         retry_after_ms=_retry_after_ms(last_error),
                     ) from error
-                before = error
-                named_s = _retry_after_ms(error) / 1000
-                named_s = min(named_s, deadline_s - now_s - pause_s)
-            await asyncio.sleep(max(named_s, pause_s * (0.5 + self._random.random() / 2)))
+                previous_error = error
+                requested_pause_s = _retry_after_ms(error) / 1000
+                requested_pause_s = min(requested_pause_s, deadline_s - now_s - pause_s)
+            await asyncio.sleep(max(requested_pause_s, pause_s * (0.5 + self._random.random() / 2)))
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
     async def _query_once(
@@ -165,16 +171,16 @@ class OwnerRequests:
         *,
         is_bulk: bool,
         timeout_s: float,
-        before: errors.Unavailable | None,
+        previous_error: errors.Unavailable | None,
     ) -> ResponseT:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        owner = await self._owner(partition_id, timeout_s=timeout_s, before=before)
+        owner = await self._owner(partition_id, timeout_s=timeout_s, previous_error=previous_error)
         timeout_s = max(deadline_s - loop.time(), 0.001)
-        number = next(self._numbers)
+        number = next(self._query_numbers)
         try:
             async with asyncio.timeout(None) as timeout:
-                self._waiting[number] = _OpenQuery(partition_id, owner.address, timeout)
+                self._waiting[number] = _WaitingQuery(partition_id, owner.address, timeout)
                 link = await self._link(owner, is_bulk=is_bulk)
                 return await query(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5
@@ -185,13 +191,19 @@ class OwnerRequests:
             self._waiting.pop(number, None)
 
     async def _owner(
-        self, partition_id: PartitionId, *, timeout_s: float, before: errors.Unavailable | None
+        self,
+        partition_id: PartitionId,
+        *,
+        timeout_s: float,
+        previous_error: errors.Unavailable | None,
     ) -> Owner:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._directory.owner(partition_id, after_failure=before is not None)
+                return await self._directory.owner(
+                    partition_id, after_failure=previous_error is not None
+                )
         except TimeoutError as error:  # ZooKeeper's own timeout is longer
-            reason = "" if before is None else f"; before that: {before}"
+            reason = "" if previous_error is None else f"; before that: {previous_error}"
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper has no owner for the partition{reason}"
             ) from error
@@ -337,31 +349,38 @@ class OwnerRequests:
         async def query(reader: OwnerLink) -> bool:
             return reader.link.is_legacy_server
 
-        found = await query_partitions(
-            partition_ids, lambda each: self._query_until_answered(each, query, is_bulk=False)
+        answers = await query_partitions(
+            partition_ids,
+            lambda partition_id: self._query_until_answered(partition_id, query, is_bulk=False),
         )
-        return any(found.values())
+        return any(answers.values())
 
     async def replica_sets(
         self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
     ) -> dict[int, ReplicaSet]:
         """Return the `replicas` of each partition; those of `group` are nearby (rule 3)."""
         query = partial(self.replicas, linearizable=linearizable)
-        found = await query_partitions(partition_ids, query)
+        sets_by_partition = await query_partitions(partition_ids, query)
         if group == NO_GROUP:
-            return found
+            return sets_by_partition
         try:
-            addresses = {address for each in found.values() for address in each.replicas}
+            addresses = {
+                address
+                for replica_set in sets_by_partition.values()
+                for address in replica_set.replicas
+            }
             groups = await self._directory.groups(addresses)
         except errors.WaltzError as error:
             _log.warning("client.groups_read_failed error=%s", error)
-            return found
+            return sets_by_partition
         return {
             partition: replace(
-                each,
-                nearby=tuple(address for address in each.replicas if groups.get(address) == group),
+                replica_set,
+                nearby=tuple(
+                    address for address in replica_set.replicas if groups.get(address) == group
+                ),
             )
-            for partition, each in found.items()
+            for partition, replica_set in sets_by_partition.items()
         }
 
     async def fetch_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
@@ -383,7 +402,7 @@ class OwnerRequests:
 
     async def _fetch_range_from(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
         if reader.link.is_legacy_server:
-            return chunk_of_records(query, await self._old_reads.range(reader, query))
+            return chunk_of_records(query, await self._legacy_reads.range(reader, query))
         answer = await _request_answer(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
         )
@@ -394,7 +413,7 @@ class OwnerRequests:
 
         async def query_owner(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_legacy_server:
-                return chunk_of_records(query, await self._old_reads.data_range(reader, query))
+                return chunk_of_records(query, await self._legacy_reads.data_range(reader, query))
             return await self._fetch_range_from(query, reader)
 
         return await self._query_until_answered(partition_id, query_owner, is_bulk=True)
@@ -406,9 +425,9 @@ class OwnerRequests:
             messages.TransactionDataResponse,
             lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
         )
-        data, fault = answer.result
+        data, error_text = answer.result
         if data is None:
-            raise errors.BadRequest(f"transaction {transaction_id}: {fault}")
+            raise errors.BadRequest(f"transaction {transaction_id}: {error_text}")
         return bytes(data)
 
 
@@ -455,9 +474,9 @@ async def query_partitions(
     query: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
 ) -> dict[int, ResponseT]:
     """Query all partitions in parallel; raises the first error itself, not an exception group."""
-    wanted = sorted(partition_ids)
-    found = await run_parallel(query(each) for each in wanted)
-    return dict(zip(map(int, wanted), found, strict=True))
+    sorted_ids = sorted(partition_ids)
+    answers = await run_parallel(query(partition_id) for partition_id in sorted_ids)
+    return dict(zip(map(int, sorted_ids), answers, strict=True))
 
 
 def _retry_after_ms(error: errors.WaltzError) -> int:

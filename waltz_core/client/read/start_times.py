@@ -33,9 +33,9 @@ def first_since(
     """
     search = _search_start(mark, since_ms, older)
     try:
-        wanted = next(search)
+        transaction_id = next(search)
         while True:
-            wanted = search.send(stamp_ms_of(wanted))
+            transaction_id = search.send(stamp_ms_of(transaction_id))
     except StopIteration as end:
         return int(end.value)
 
@@ -49,9 +49,9 @@ async def async_first_since(
     """Return the same as `first_since`; `stamp_ms_of` is awaited."""
     search = _search_start(mark, since_ms, older)
     try:
-        wanted = next(search)
+        transaction_id = next(search)
         while True:
-            wanted = search.send(await stamp_ms_of(wanted))
+            transaction_id = search.send(await stamp_ms_of(transaction_id))
     except StopIteration as end:
         return int(end.value)
 
@@ -63,7 +63,7 @@ def _search_start(mark: int, since_ms: int, older: int) -> StartSearch:
     a 0.13 server wrote have no stamp (0): only a later transaction can prove that they are older.
     After `UNSTAMPED_READS_MAX` reads of such transactions, the rest count as not older (rule 1).
     """
-    found = older
+    last_older = older
     unstamped_left = UNSTAMPED_READS_MAX
     parts = [(older + 1, mark)]  # the parts left to search, latest part first
     while parts:
@@ -81,10 +81,10 @@ def _search_start(mark: int, since_ms: int, older: int) -> StartSearch:
                 del parts[1:]  # rule 1
         elif stamp_ms < since_ms:
             # All transactions before it are older, too.
-            found, parts = middle, [(middle + 1, high)]
+            last_older, parts = middle, [(middle + 1, high)]
         else:
             parts.append((low, middle - 1))
-    return found
+    return last_older
 
 
 def stamp_ms_of(client: "WaltzClient", partition: int, transaction_id: int) -> int:
@@ -95,8 +95,8 @@ def stamp_ms_of(client: "WaltzClient", partition: int, transaction_id: int) -> i
 
 async def async_stamp_ms_of(client: "AsyncWaltzClient", partition: int, transaction_id: int) -> int:
     """Return the same as `stamp_ms_of`; the server answers, not a replica."""
-    wanted = TransactionId(transaction_id)
+    first = TransactionId(transaction_id)
     chunk = await client.requests.fetch_range(
-        PartitionId(partition), RangeQuery(wanted, wanted, RangeForm.HEADERS)
+        PartitionId(partition), RangeQuery(first, first, RangeForm.HEADERS)
     )
     return max((stamp_ms for _, _, stamp_ms in chunk.stamps), default=UNSTAMPED)

@@ -60,7 +60,7 @@ class AppendCounts:
         for reason, row_count in dict(other.rejected).items():
             self._reject(reason, row_count)
         pairs = zip(self.bucket_counts, other.bucket_counts, strict=True)
-        self.bucket_counts = [one + another for one, another in pairs]
+        self.bucket_counts = [own_count + other_count for own_count, other_count in pairs]
 
     def _reject(self, reason: str, row_count: int) -> None:
         self.rejected[reason] = self.rejected.get(reason, 0) + row_count

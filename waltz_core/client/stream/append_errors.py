@@ -48,16 +48,16 @@ def remount_reason(outcome: BatchOutcome) -> RowOutcomeCode | None:
     """Return the reason to mount the partition again; None if there is no such reason."""
     if not outcome.has_rejections:
         return None
-    found = outcome.reasons.tobytes()
-    return next((reason for reason in _REMOUNT_OUTCOMES if reason in found), None)
+    reason_codes = outcome.reasons.tobytes()
+    return next((reason for reason in _REMOUNT_OUTCOMES if reason in reason_codes), None)
 
 
 def is_order_lost(submission: Submission, outcome: BatchOutcome) -> bool:
     """Whether later submissions must wait until rows of this submission are sent again."""
     if not submission.keeps_order or not outcome.has_rejections:
         return False
-    found = outcome.reasons.tobytes()
-    return any(reason in found for reason in TRANSIENT_OUTCOMES)
+    reason_codes = outcome.reasons.tobytes()
+    return any(reason in reason_codes for reason in TRANSIENT_OUTCOMES)
 
 
 def is_mount_retriable(error: errors.WaltzError) -> bool:

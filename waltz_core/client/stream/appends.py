@@ -137,10 +137,10 @@ class PendingRow:
             mark = pipelined_state.base
         mark = self.mark if mark is None else mark
         if mark < pipelined_state.base:  # the transactions in between are not known
-            self.mark, self.pipelined_state = pipelined_state.without(mark)
+            self.mark, self.pipelined_state = pipelined_state.without_predecessors_at(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
-            self.mark, self.pipelined_state = pipelined_state.claim(mark, locks)
+            self.mark, self.pipelined_state = pipelined_state.mark_and_state(mark, locks)
 
     @property
     def row_count(self) -> int:
@@ -284,35 +284,35 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[
-            PendingRow | _BatchSubmission
-        ] = []  # has batches only after rows that are held
+        # Rows to send, and batches that must wait for held rows.
+        self._gathered: list[PendingRow | _BatchSubmission] = []
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_finished = False
         self._gather_timer: asyncio.TimerHandle | None = None
         self._submissions: dict[int, list[PendingRow] | _BatchSubmission] = {}
         self._token = 0
-        self._added = 0
+        self._added_count = 0
         # Rows to send again, when the submissions up to the barrier are final and the pause has
         # ended.
-        self._held: list[PendingRow] = []
+        self._held_rows: list[PendingRow] = []
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
-        self._pause_until_s = 0.0  # uvloop's handles lack this time when none is left
+        # Kept here, because a handle of uvloop does not have it if the time has passed already.
+        self._pause_until_s = 0.0
         self._flush_groups: deque[_FlushGroup] = deque((_FlushGroup(),))
 
     @property
     def has_pending(self) -> bool:
         """Whether any append has no outcome yet."""
-        return bool(self._submissions) or bool(self._gathered) or bool(self._held)
+        return bool(self._submissions) or bool(self._gathered) or bool(self._held_rows)
 
     # --- in
 
     def add(self, row: PendingRow) -> None:
         """Append a row that has reserved its space in the window."""
-        self._added += 1
-        row.number = self._added
+        self._added_count += 1
+        row.number = self._added_count
         row.added_s = self._loop.time()
         row.flush_group = self._join_flush_group()
         if self._tracer is not None:
@@ -388,7 +388,7 @@ class Appends:
         if self._gather_timer is not None:
             self._gather_timer.cancel()
             self._gather_timer = None
-        if not self._gathered or self._held:  # rule 4
+        if not self._gathered or self._held_rows:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
         for (is_batch, is_alone), run in groupby(rows, _gathering_key):
@@ -404,10 +404,10 @@ class Appends:
     def _send_batch(self, batch: _BatchSubmission) -> None:
         order = batch.order
         if order is not None and order.reported_count != batch.processed_count:
-            lost = BatchOutcome.uniform(
+            lost_outcome = BatchOutcome.uniform(
                 batch.row_count, RowOutcomeCode.LOST, high_water_mark=BEFORE_FIRST
             )
-            self._finish_batch(batch, lost)
+            self._finish_batch(batch, lost_outcome)
             self._notify_flushes()
             return
         token = self._next_token()
@@ -490,22 +490,22 @@ class Appends:
 
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail all appends with this error: no further answers will arrive."""
-        rows = [*self._held, *self._gathered]
+        rows = [*self._held_rows, *self._gathered]
         # First, because rows that wait for a submission would otherwise be sent when the submission
         # fails.
-        self._held, self._gathered, self._gathered_bytes = [], [], 0
+        self._held_rows, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._submissions):
             self.on_rejected(token, error)
-        for each in rows:
-            self._end_append(each)
-            self.counts.fail(error, each.row_count)
-            if not each.future.done():
-                each.future.set_exception(error)
+        for row in rows:
+            self._end_append(row)
+            self.counts.fail(error, row.row_count)
+            if not row.future.done():
+                row.future.set_exception(error)
         self._on_submission_finished()
 
     def _settle_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
-        again: list[PendingRow] = []
-        final: list[int] = []
+        resent_rows: list[PendingRow] = []
+        final_reasons: list[int] = []
         now_s = self._loop.time()
         for row, transaction_id, reason, conflicting in zip(
             rows,
@@ -515,10 +515,10 @@ class Appends:
             strict=True,
         ):
             if row.may_resend and reason in _TRANSIENT_ERRORS and now_s < row.deadline_s:
-                again.append(row)
+                resent_rows.append(row)
                 continue
             self._end_append(row)
-            final.append(reason)
+            final_reasons.append(reason)
             if row.future.done():
                 continue
             ids = (TransactionId(transaction_id), TransactionId(conflicting))
@@ -528,22 +528,22 @@ class Appends:
             elif reason == RowOutcomeCode.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
-                error = error_of(self._partition_id, row, result, outcome.detail)
+                error = error_of_row(self._partition_id, row, result, outcome.detail)
                 if isinstance(error, errors.Overloaded):
                     error.retry_after_ms = outcome.retry_after_ms
                 if isinstance(error, errors.LockFailed) and outcome.pipelined_state is not None:
                     error.pipelined_state = outcome.pipelined_state
                     error.conflicting = outcome.pipelined_state.mark
                 row.future.set_exception(error)
-        self.counts.count(bytes(final), now_s - rows[0].added_s)
-        if again:
-            self.counts.retried += len(again)
+        self.counts.count(bytes(final_reasons), now_s - rows[0].added_s)
+        if resent_rows:
+            self.counts.retried += len(resent_rows)
             is_full = bool(np.isin(outcome.reasons, _FULL_OUTCOMES).any())
-            self._hold_rows(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
+            self._hold_rows(resent_rows, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
     def _hold_rows(self, rows: Sequence[PendingRow], pause_s: float) -> None:
         """Send rows again after a pause, in order with the other rows that were lost with them."""
-        self._held += rows
+        self._held_rows += rows
         self._barrier = self._token
         until_s = self._loop.time() + pause_s
         if self._pause is not None:
@@ -558,20 +558,20 @@ class Appends:
 
     def _send_held_rows(self) -> None:
         """Send the held rows again if rule 4 permits it now."""
-        if not self._held or self._pause is not None:
+        if not self._held_rows or self._pause is not None:
             return
         if self._submissions and next(iter(self._submissions)) <= self._barrier:
             return
-        rows = sorted(self._held, key=lambda row: row.number)
-        self._held = []
+        rows = sorted(self._held_rows, key=lambda row: row.number)
+        self._held_rows = []
         self._gathered[:0] = rows
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()
 
-    def _end_append(self, each: PendingRow | _BatchSubmission) -> None:
-        each.flush_group.unfinished -= 1
-        assert each.flush_group.unfinished >= 0
-        self.window.release(each.row_count, each.size_bytes)
+    def _end_append(self, append: PendingRow | _BatchSubmission) -> None:
+        append.flush_group.unfinished -= 1
+        assert append.flush_group.unfinished >= 0
+        self.window.release(append.row_count, append.size_bytes)
 
     def _on_submission_finished(self) -> None:
         """A submission has its outcome: send the rows that were gathered in the meantime."""
@@ -589,14 +589,14 @@ class Appends:
                     future.set_result(None)
 
 
-def error_of(
+def error_of_row(
     partition_id: PartitionId, row: PendingRow, outcome: RowOutcome, detail: str = ""
 ) -> errors.WaltzError:
     """Return the error that states why a row is not in the log; `detail` is from the server."""
-    where = f"partition {partition_id}"
+    position = f"partition {partition_id}"
     if outcome.reason == RowOutcomeCode.LOCK:
         failed = errors.LockFailed(
-            f"{where}: lock conflict, because transaction {outcome.conflicting} (or an earlier "
+            f"{position}: lock conflict, because transaction {outcome.conflicting} (or an earlier "
             "one) has written a lock of this transaction after the client's high-water mark "
             f"{row.mark}"
         )
@@ -605,26 +605,28 @@ def error_of(
         return failed
     if outcome.reason == RowOutcomeCode.AHEAD:
         return errors.ClientAheadOfLog(
-            f"{where}: the client's high-water mark {row.mark} is above the log's, "
+            f"{position}: the client's high-water mark {row.mark} is above the log's, "
             f"{outcome.high_water_mark}. Hint: the client may be connected to another "
             "cluster, or the log has lost transactions."
         )
     if outcome.reason == RowOutcomeCode.TOO_LARGE:
         return errors.TooLarge(
-            f"{where}: the server rejects a transaction with {len(row.data)} bytes of data as "
+            f"{position}: the server rejects a transaction with {len(row.data)} bytes of data as "
             "too large"
         )
-    made = _TRANSIENT_ERRORS.get(outcome.reason, errors.Unavailable)
+    error_class = _TRANSIENT_ERRORS.get(outcome.reason, errors.Unavailable)
     name = RowOutcomeCode(outcome.reason).name
-    why = f"{name}: {detail}" if detail else name
-    return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")
+    cause = f"{name}: {detail}" if detail else name
+    return error_class(
+        f"{position}: the transaction was not appended ({cause}). Hint: append it again."
+    )
 
 
-def _gathering_key(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
+def _gathering_key(append: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
     """Return two flags: the element is a batch; the element is a row that is sent alone."""
-    return isinstance(each, _BatchSubmission), isinstance(
-        each, PendingRow
-    ) and each.pipelined_state is not None
+    return isinstance(append, _BatchSubmission), isinstance(
+        append, PendingRow
+    ) and append.pipelined_state is not None
 
 
 def _split_rows(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:

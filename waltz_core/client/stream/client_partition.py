@@ -78,13 +78,13 @@ class ClientPartition:
         self.partition_id = partition_id
         self._services = services
         self.settings = stream_settings(config)
-        known = services.ids.current
+        identity = services.ids.current
         self.stream = PartitionStream(
-            None if known is None else known.client_id,
+            None if identity is None else identity.client_id,
             partition_id,
             self.settings,
             services.random,
-            NO_PROOF if known is None else known.proof,
+            NO_PROOF if identity is None else identity.proof,
         )
         self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
@@ -105,9 +105,9 @@ class ClientPartition:
             tracer=self.tracer,
         )
         self._applier: Applier | None = None
-        self._consumed: TransactionId | None = None
+        self._applied_mark: TransactionId | None = None
         self._applier_changed = asyncio.Event()
-        self._starts = 0
+        self._starting_feed_count = 0
         # Fetches the feed from one mark to about another one, then calls `on_feed_caught_up`.
         self.fetch: FetchFeed | None = None
         self._link: ServerLink | None = None
@@ -116,7 +116,7 @@ class ClientPartition:
         # long time.
         self._mount_waiters: dict[asyncio.Future[None], None] = {}
         self._mark_waiters: dict[asyncio.Future[None], TransactionId] = {}
-        self._stopped: errors.WaltzError | None = None
+        self._stop_error: errors.WaltzError | None = None
 
     # --- the feed's receiver
 
@@ -137,22 +137,22 @@ class ClientPartition:
     @property
     def is_starting(self) -> bool:
         """Whether a feed starts, and the application has not returned its mark yet."""
-        return self._starts > 0
+        return self._starting_feed_count > 0
 
     @contextlib.contextmanager
     def count_starting_feed(self) -> Iterator[None]:
         """Count a feed as starting while the application's mark is requested."""
-        self._starts += 1
+        self._starting_feed_count += 1
         try:
             yield
         finally:
-            self._starts -= 1
+            self._starting_feed_count -= 1
             self._notify_applier_changed()
 
     @property
     def has_view(self) -> bool:
         """Whether the application has a view of this partition, fed now or earlier (rule 3)."""
-        return self.is_starting or self._consumed is not None or self._applier is not None
+        return self.is_starting or self._applied_mark is not None or self._applier is not None
 
     @property
     def has_feed(self) -> bool:
@@ -168,8 +168,8 @@ class ClientPartition:
         while self._applier is None or self._applier.is_paused_by_application:
             if not self.has_view:
                 return None
-            if self._stopped is not None:
-                raise self._stopped
+            if self._stop_error is not None:
+                raise self._stop_error
             await self._applier_changed.wait()
         return self._applier
 
@@ -178,7 +178,7 @@ class ClientPartition:
     @property
     def is_ready(self) -> bool:
         """Whether appends can be sent; False for a failed stream, whatever its phase is."""
-        return self.stream.phase is Phase.READY and self._stopped is None
+        return self.stream.phase is Phase.READY and self._stop_error is None
 
     @property
     def mark(self) -> TransactionId:
@@ -187,14 +187,14 @@ class ClientPartition:
         If the application ever had a feed, this is the mark that it has applied (rule 3). Otherwise
         it is the highest known mark of the log.
         """
-        return self.stream.high_water_mark if self._consumed is None else self._consumed
+        return self.stream.high_water_mark if self._applied_mark is None else self._applied_mark
 
     async def ensure_mounted(self) -> None:
         """Mount the partition if necessary; raises Unavailable after `request_timeout_ms`."""
         if self.is_ready:
             return
-        if self._stopped is not None:
-            raise self._stopped
+        if self._stop_error is not None:
+            raise self._stop_error
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._mount_waiters[future] = None
         self._driver.post(stream_events.MountPartition())
@@ -213,7 +213,7 @@ class ClientPartition:
 
     async def wait_until_known(self, mark: TransactionId) -> None:
         """Wait until the high-water mark of the log is known to be at least `mark`."""
-        while self.stream.high_water_mark < mark and self._stopped is None:
+        while self.stream.high_water_mark < mark and self._stop_error is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._mark_waiters[future] = mark
             try:
@@ -225,8 +225,8 @@ class ClientPartition:
         """Start the feed of the applier after `mark`."""
         assert self.applier is not None
         self._driver.post(stream_events.Subscribe(mark, header_values))
-        if self._stopped is not None:
-            self._spawn(self.applier.stop(self._stopped), "feed-stop")
+        if self._stop_error is not None:
+            self._spawn(self.applier.stop(self._stop_error), "feed-stop")
 
     def unsubscribe(self) -> None:
         """End the feed; the applier of the feed has ended already."""
@@ -240,7 +240,7 @@ class ClientPartition:
 
     def on_feed_applied(self, mark: TransactionId) -> None:
         """Note that the application has applied the feed up to `mark`."""
-        self._consumed = mark
+        self._applied_mark = mark
         if self.stream.has_feed:
             self._driver.post(stream_events.FeedApplied(mark))
 
@@ -266,7 +266,7 @@ class ClientPartition:
 
     def _post_submission(self, submission: Submission) -> None:
         if self._driver.is_stopped:  # the submission would never get an outcome
-            error = self._stopped or errors.Unreachable(
+            error = self._stop_error or errors.Unreachable(
                 "the client was closed before the append was sent"
             )
             self.appends.on_rejected(submission.token, error)
@@ -366,26 +366,26 @@ class ClientPartition:
         if link.is_legacy_server and self._services.claim is not None:
             raise legacy_server_stream.exactly_once_error(link.address)
 
-    async def _verify_owner(self, known: Owner, on_result: Callable[[bool], None]) -> None:
+    async def _verify_owner(self, expected_owner: Owner, on_result: Callable[[bool], None]) -> None:
         """Report whether the owner is unchanged, because a 0.13 server cannot prove this itself."""
         now: Owner | None = None
         try:
             now = await self._services.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
             _log.info("client.owner_read_failed partition=%d error=%s", self.partition_id, error)
-        on_result(now == known)
+        on_result(now == expected_owner)
 
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:
             self._on_machine_failed(
                 errors.TooLarge(
-                    "a task of an exactly-once write has more rows than sequence numbers of "
+                    "a task of an exactly-once write has used all sequence numbers of its "
                     "request IDs. Hint: use more tasks."
                 )
             )
             return
         pause_s = self._services.config.retry_interval_ms_min / 1000
-        while self._stopped is None:
+        while self._stop_error is None:
             assert self._link is not None  # appends were sent on it
             try:
                 identity = await self._services.ids.get(
@@ -405,7 +405,7 @@ class ClientPartition:
 
     def _is_waiting(self) -> bool:
         """Whether the partition waits for its server; after a failure, it does not."""
-        if self._stopped is not None:
+        if self._stop_error is not None:
             return False
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
 
@@ -423,13 +423,15 @@ class ClientPartition:
         self._driver.post(stream_events.LinkLost(link, reason))
 
     def _on_mark_advanced(self, mark: TransactionId) -> None:
-        for future in [each for each, wanted in self._mark_waiters.items() if wanted <= mark]:
+        for future in [
+            waiter for waiter, awaited_mark in self._mark_waiters.items() if awaited_mark <= mark
+        ]:
             del self._mark_waiters[future]
             if not future.done():
                 future.set_result(None)
 
     def _on_stream_stopped(self, error: errors.WaltzError) -> None:
-        self._stopped = error
+        self._stop_error = error
         self._applier_changed.set()
         waiting, self._mount_waiters = self._mount_waiters, {}
         for future in waiting:
@@ -442,12 +444,12 @@ class ClientPartition:
     def _on_machine_failed(self, error: Exception) -> None:
         """Process an error that the machine raised: a bug, or a log that contradicts itself."""
         known_error = error if isinstance(error, errors.WaltzError) else None
-        why = (
+        cause = (
             f"the client's state machine for partition {self.partition_id} has failed: "
             f"{known_error or repr(error)}"
         )
-        self._on_stream_stopped(known_error or errors.WaltzError(why))
-        self.appends.abandon(errors.OutcomeUnknown(why))
+        self._on_stream_stopped(known_error or errors.WaltzError(cause))
+        self.appends.abandon(errors.OutcomeUnknown(cause))
 
 
 def stream_settings(config: ClientConfig) -> StreamSettings:

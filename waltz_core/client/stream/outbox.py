@@ -72,9 +72,9 @@ class Outbox:
 
     def take_all(self) -> list[WaitingSubmission]:
         """Remove all submissions and return them."""
-        taken = list(self._waiting)
+        submissions = list(self._waiting)
         self._waiting.clear()
-        return taken
+        return submissions
 
     def fail_following(
         self, submission: Submission, outcome: BatchOutcome
@@ -87,18 +87,18 @@ class Outbox:
             waiting = self._waiting.popleft()
             if waiting.submission.keeps_order:
                 rows, mark = waiting.submission.row_count, outcome.high_water_mark
-                lost = BatchOutcome.uniform(rows, RowOutcomeCode.LOST, high_water_mark=mark)
-                outcomes.append((waiting.submission.token, lost))
+                lost_outcome = BatchOutcome.uniform(rows, RowOutcomeCode.LOST, high_water_mark=mark)
+                outcomes.append((waiting.submission.token, lost_outcome))
             else:
                 self._waiting.append(waiting)
         return outcomes
 
     def take_expired(self, now_ms: int) -> list[WaitingSubmission]:
         """Remove the submissions whose deadline has passed, and return them."""
-        taken = []
+        expired = []
         while self._waiting and self._waiting[0].deadline_ms <= now_ms:
-            taken.append(self._waiting.popleft())
-        return taken
+            expired.append(self._waiting.popleft())
+        return expired
 
     def rejection(
         self, submission: Submission, limits: MountLimits, mount: int

@@ -8,10 +8,10 @@ Rules:
     1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
        order.
     2. An outcome is reported once, and only when it is final for every row of the submission.
-    3. A row is COMMITTED if an answer states it, or if its request ID is in the log.
-    4. A row is LOST if an answer states it. It is also LOST if a mount has proven that all older
-       appends are final, and the log, which was read back to the mark of that mount, does not
-       contain the row.
+    3. A row is COMMITTED if an answer reports it as committed, or if its request ID is in the log.
+    4. A row is LOST if an answer reports it as lost. It is also LOST if a mount has proven that all
+       older appends are final, and the log does not contain the row. The log is then read back to
+       the mark of that mount.
     5. If a row is in the log, its ID is above every mark that was known when the row was sent. So
        reading back starts there.
     6. The log is decisive: an answer that contradicts it is ignored.
@@ -158,13 +158,13 @@ class Submission:
         mark, content = self.client_high_water_mark, self.content
         if isinstance(content, SingleRow):
             locks = (content.write_locks, content.read_locks, content.append_locks)
-            rest = (req_id, mark, *locks, content.header, content.data, self.content_crc)
+            append_fields = (req_id, mark, *locks, content.header, content.data, self.content_crc)
             if content.pipelined_state is None:
-                return AppendRequest(*rest)
+                return AppendRequest(*append_fields)
             if supports_pipelining:
-                return AppendFollowing(*rest, content.pipelined_state.session_id)
+                return AppendFollowing(*append_fields, content.pipelined_state.session_id)
             assert not content.pipelined_state.has_seen
-            return AppendRequest(*rest)
+            return AppendRequest(*append_fields)
         return AppendBatch(req_id, mark, content, self.content_crc)
 
 
@@ -179,7 +179,7 @@ class PendingSubmission:
     known_mark: TransactionId  # the known mark when it was sent (rule 5)
     deadline_ms: int
     proven_mark: TransactionId | None = None  # the mark of the mount that made it final (rule 4)
-    found: I64 | None = field(default=None, repr=False)  # IDs found in the log, otherwise -1
+    found_ids: I64 | None = field(default=None, repr=False)  # IDs found in the log, otherwise -1
     is_link_lost: bool = False
 
     @property
@@ -189,12 +189,12 @@ class PendingSubmission:
 
     def known_outcome(self, high_water_mark: TransactionId) -> BatchOutcome | None:
         """Return the outcome if all rows were found in the log, otherwise None."""
-        if self.found is None or not (self.found != BEFORE_FIRST).all():
+        if self.found_ids is None or not (self.found_ids != BEFORE_FIRST).all():
             return None
-        lost = BatchOutcome.uniform(
+        lost_outcome = BatchOutcome.uniform(
             self.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
         )
-        return _correct_outcome(lost, self.found)
+        return _correct_outcome(lost_outcome, self.found_ids)
 
 
 class OutcomeTracker:
@@ -260,8 +260,8 @@ class OutcomeTracker:
             outcome = _rejected_outcome(result, pending)
         else:
             outcome = _decode_outcome(result, pending.submission.row_count)
-        if pending.found is not None:
-            outcome = _correct_outcome(outcome, pending.found)
+        if pending.found_ids is not None:
+            outcome = _correct_outcome(outcome, pending.found_ids)
         self.remove(pending)
         return pending, outcome
 
@@ -286,11 +286,11 @@ class OutcomeTracker:
         """
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
-        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
-        ids = heads["transaction_id"].astype(np.int64)
+        record_headers = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = record_headers["transaction_id"].astype(np.int64)
         if not np.array_equal(ids, np.arange(first, first + count)):
             return False
-        self._match(ids, heads["req_id"])
+        self._match(ids, record_headers["req_id"])
         return True
 
     def match_own_headers(
@@ -299,13 +299,13 @@ class OutcomeTracker:
         """Find rows in first..last, like `match_headers`, in headers that are all this client's."""
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
-        heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
-        ids = heads["transaction_id"].astype(np.int64)
+        record_headers = np.frombuffer(headers, dtype=HEADER_DTYPE)
+        ids = record_headers["transaction_id"].astype(np.int64)
         bounds = np.concatenate(([first - 1], ids, [last + 1]))
-        is_own = bool((heads["req_id"]["client_id"] == self._client_id).all())
+        is_own = bool((record_headers["req_id"]["client_id"] == self._client_id).all())
         if not is_own or (np.diff(bounds) <= 0).any():
             return False
-        self._match(ids, heads["req_id"])
+        self._match(ids, record_headers["req_id"])
         return True
 
     def prove(self, mark: TransactionId) -> None:
@@ -316,15 +316,15 @@ class OutcomeTracker:
 
     def unresolved_range(self) -> tuple[TransactionId, TransactionId] | None:
         """Return the range first..last of the log to read back; None if no row is in doubt."""
-        doubtful = [
+        mark_ranges = [
             (pending.known_mark, pending.proven_mark)
             for pending in self._pending.values()
             if pending.proven_mark is not None and pending.known_outcome(BEFORE_FIRST) is None
         ]
-        if not doubtful:
+        if not mark_ranges:
             return None
-        first = TransactionId(min(before for before, _ in doubtful) + 1)
-        last = TransactionId(max(proven for _, proven in doubtful))
+        first = TransactionId(min(known_mark for known_mark, _ in mark_ranges) + 1)
+        last = TransactionId(max(proven_mark for _, proven_mark in mark_ranges))
         return (first, last) if first <= last else None
 
     def in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
@@ -342,12 +342,12 @@ class OutcomeTracker:
     ) -> list[tuple[PendingSubmission, BatchOutcome]]:
         """Return the outcomes of all proven submissions, after the log was read back (rule 4)."""
         settled = []
-        for pending in [each for each in self if each.proven_mark is not None]:
+        for pending in [submission for submission in self if submission.proven_mark is not None]:
             outcome = BatchOutcome.uniform(
                 pending.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
             )
-            if pending.found is not None:
-                outcome = _correct_outcome(outcome, pending.found)
+            if pending.found_ids is not None:
+                outcome = _correct_outcome(outcome, pending.found_ids)
             self.remove(pending)
             settled.append((pending, outcome))
         return settled
@@ -355,18 +355,18 @@ class OutcomeTracker:
     def _match_one_by_one(self, first: int, headers: Buffer) -> None:
         """Match like `_match`, for a number of rows so small that arrays would cost more."""
         writer = (self._client_id, self._partition_id)
-        own = [
+        own_rows = [
             (transaction_id, generation, sequence)
             for transaction_id, (client_id, generation, partition_id, sequence, _) in enumerate(
                 _FEED_HEADER_STRUCT.iter_unpack(headers), first
             )
             if (client_id, partition_id) == writer
         ]
-        if not own:
+        if not own_rows:
             return
         firsts = list(self._pending)
         hits: dict[int, list[tuple[int, int]]] = {}
-        for transaction_id, generation, sequence in own:
+        for transaction_id, generation, sequence in own_rows:
             position = bisect_right(firsts, sequence) - 1
             if position < 0:
                 continue
@@ -382,13 +382,13 @@ class OutcomeTracker:
         assert req_ids.dtype == REQ_ID_DTYPE
         if not self._pending:
             return
-        own = np.flatnonzero(
+        own_positions = np.flatnonzero(
             (req_ids["client_id"] == self._client_id)
             & (req_ids["partition_id"] == self._partition_id)
         )
-        if own.size == 0:
+        if own_positions.size == 0:
             return
-        sequences = req_ids["sequence"][own].astype(np.int64)
+        sequences = req_ids["sequence"][own_positions].astype(np.int64)
         firsts = np.fromiter(self._pending, dtype=np.int64, count=len(self._pending))
         positions = np.searchsorted(firsts, sequences, side="right") - 1
         for position in np.unique(positions[positions >= 0]).tolist():
@@ -397,36 +397,36 @@ class OutcomeTracker:
             hits = np.flatnonzero(
                 (positions == position)
                 & (rows < pending.submission.row_count)
-                & (req_ids["generation"][own] == pending.req_id.generation)
+                & (req_ids["generation"][own_positions] == pending.req_id.generation)
             )
             if hits.size:
-                _note_found_rows(pending, rows[hits], ids[own[hits]])
+                _note_found_rows(pending, rows[hits], ids[own_positions[hits]])
 
 
 def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
-    if pending.found is None:
-        pending.found = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
-    known = pending.found[rows]
-    pending.found[rows] = ids
-    reported = np.where(known == BEFORE_FIRST, ids, known)
-    twice = np.flatnonzero(pending.found[rows] != reported)
-    if twice.size:
-        position = int(twice[0])
+    if pending.found_ids is None:
+        pending.found_ids = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
+    earlier_ids = pending.found_ids[rows]
+    pending.found_ids[rows] = ids
+    reported = np.where(earlier_ids == BEFORE_FIRST, ids, earlier_ids)
+    contradictions = np.flatnonzero(pending.found_ids[rows] != reported)
+    if contradictions.size:
+        position = int(contradictions[0])
         raise errors.DataLoss(
             f"row {rows[position]} of append {pending.req_id} is in the log twice: as "
             f"transaction {reported[position]} and as transaction "
-            f"{pending.found[rows[position]]}"
+            f"{pending.found_ids[rows[position]]}"
         )
 
 
-def _correct_outcome(outcome: BatchOutcome, found: I64) -> BatchOutcome:
+def _correct_outcome(outcome: BatchOutcome, found_ids: I64) -> BatchOutcome:
     """Return the outcome, with the rows that were found in the log as committed (rule 6)."""
-    seen = found != BEFORE_FIRST
+    is_found = found_ids != BEFORE_FIRST
     return BatchOutcome(
-        TransactionId(max(outcome.high_water_mark, int(found.max()))),
-        np.where(seen, found, outcome.transaction_ids),
-        np.where(seen, np.uint8(RowOutcomeCode.COMMITTED), outcome.reasons),
-        np.where(seen, BEFORE_FIRST, outcome.conflicting),
+        TransactionId(max(outcome.high_water_mark, int(found_ids.max()))),
+        np.where(is_found, found_ids, outcome.transaction_ids),
+        np.where(is_found, np.uint8(RowOutcomeCode.COMMITTED), outcome.reasons),
+        np.where(is_found, BEFORE_FIRST, outcome.conflicting),
     )
 
 

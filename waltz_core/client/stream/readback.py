@@ -80,8 +80,8 @@ class ReadBack:
         self._request = None
         fits = message.form == request.form and message.first == request.first
         if not fits or not _match_own_rows(message, request, tracker):
-            where = f"transactions {request.first}..{request.last}"
-            return f"the server's answer for {where} has headers that were not requested"
+            range_text = f"transactions {request.first}..{request.last}"
+            return f"the server's answer for {range_text} has headers that were not requested"
         if self._chain is not None:
             self._chain = None
             return None

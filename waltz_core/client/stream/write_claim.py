@@ -96,13 +96,13 @@ class TaskClaim:
     @property
     def is_done(self) -> bool:
         """Whether the write was done when this attempt began (rule 3)."""
-        assert self._write_state is not None, "open comes first"
+        assert self._write_state is not None, "call `open` first"
         return self._write_state.is_done
 
     @property
     def marks(self) -> dict[int, int]:
         """The starting marks of the write, by partition."""
-        assert self._write_state is not None, "open comes first"
+        assert self._write_state is not None, "call `open` first"
         return dict(self._write_state.marks)
 
     @property

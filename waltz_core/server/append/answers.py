@@ -71,11 +71,11 @@ def superseded_answer(request: RequestReceived) -> SendToClient:
     return request_error_answer(request, error)
 
 
-def not_owned_answer(request: RequestReceived, place: PartitionPosition) -> SendToClient:
+def not_owned_answer(request: RequestReceived, position: PartitionPosition) -> SendToClient:
     """Build the answer that this server does not own the partition."""
     if isinstance(request.message, MountRequest):
         return _mount_state_answer(request, MountState.NOT_READY)
-    return request_error_answer(request, errors.NotOwned(f"this server does not own {place}"))
+    return request_error_answer(request, errors.NotOwned(f"this server does not own {position}"))
 
 
 def mount_error_answer(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
@@ -159,8 +159,8 @@ def expiry_answer(
 ) -> SendToClient:
     """Build the answer to a request for an expiry of the archive."""
     if archived is None:
-        fault = "no transaction of the partition is archived, so none can expire"
-        return request_error_answer(request, errors.BadRequest(fault))
+        error_text = "no transaction of the partition is archived, so none can expire"
+        return request_error_answer(request, errors.BadRequest(error_text))
     answer = ExpireResponse(request.message.req_id, archived.first, is_done)
     return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 

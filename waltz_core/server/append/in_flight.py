@@ -94,7 +94,7 @@ class InFlightBatches:
     def __init__(self, throttle: LargeBatchThrottle) -> None:
         self._throttle = throttle
         self._batches: deque[InFlightBatch] = deque()
-        self.gathered: BatchDraft | None = None  # rows that are admitted, but not submitted yet
+        self.draft: BatchDraft | None = None  # rows that are admitted, but not submitted yet
         self.submitted_bytes = 0
         self._large_count = 0
         self.next_id = TransactionId(0)
@@ -114,18 +114,18 @@ class InFlightBatches:
     @property
     def size_bytes(self) -> int:
         """The size of all records that have IDs but are not final, in bytes."""
-        gathered = self.gathered
-        return self.submitted_bytes + (gathered.size_bytes if gathered is not None else 0)
+        draft = self.draft
+        return self.submitted_bytes + (draft.size_bytes if draft is not None else 0)
 
     @property
     def gathered_count(self) -> int:
         """The number of IDs of rows that are not submitted yet."""
-        return self.next_id - 1 - self._submitted_last if self.gathered is not None else 0
+        return self.next_id - 1 - self._submitted_last if self.draft is not None else 0
 
     @property
     def last(self) -> InFlightBatch | BatchDraft | None:
         """The batch in flight, or the draft, with the highest IDs."""
-        return self.gathered or (self._batches[-1] if self._batches else None)
+        return self.draft or (self._batches[-1] if self._batches else None)
 
     # ---- the store session
 
@@ -139,14 +139,14 @@ class InFlightBatches:
 
         Return these, and the last ID that was submitted to the store.
         """
-        lost: list[InFlightBatch | BatchDraft] = [*self._batches]
-        if self.gathered is not None:
-            lost.append(self.gathered)
+        lost_batches: list[InFlightBatch | BatchDraft] = [*self._batches]
+        if self.draft is not None:
+            lost_batches.append(self.draft)
         self._batches.clear()
-        self.gathered = None
+        self.draft = None
         self.stop()
         self.submitted_bytes = 0
-        return lost, self._submitted_last
+        return lost_batches, self._submitted_last
 
     def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
         """Start to assign the IDs above `high_water_mark`.

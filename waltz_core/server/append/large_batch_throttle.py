@@ -9,11 +9,11 @@ Rules:
     2. The server is *shared* for `SHARED_MS` after a small request of one client met large requests
        of another client. While it is shared, large requests go in pieces, one at a time. Each piece
        is followed by a pause: the time that the piece took, multiplied by a factor.
-    3. The factor depends on the latency of small requests. The *baseline* is the latency that one
-       small request in a hundred exceeds while the server is not shared. If a small request meets a
-       piece and takes more than a fifth longer than the baseline, the factor rises. Any other
-       small request lowers it a little. In equilibrium one request in two hundred takes longer.
-       With idle CPUs the factor falls to its minimum.
+    3. The factor depends on the latency of small requests. The *baseline* is the 99th percentile of
+       this latency while the server is not shared. If a small request meets a piece and takes more
+       than a fifth longer than the baseline, the factor rises. Any other small request lowers the
+       factor a little. In equilibrium, one request in two hundred makes the factor rise. With idle
+       CPUs the factor falls to its minimum.
     4. Nothing waits without a limit: a pause is bounded. If a piece never becomes final, because
        its session has ended, the throttle forgets it together with its partition's appends in
        flight.
@@ -43,14 +43,14 @@ SLOWDOWN_FACTOR: Final = 1.2
 # How long a baseline stays valid. After that, the throttle measures it with requests that met no
 # piece.
 BASELINE_KEPT_MS: Final = 60_000
-# The factors by which the baseline rises and falls. It falls a hundred times as often as it rises.
+# The factors by which the baseline rises and falls. It falls 99 times as often as it rises.
 BASELINE_INCREASE: Final = 1.2
 BASELINE_DECREASE: Final = BASELINE_INCREASE ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
 # How long other large batches wait until a piece is final. After this time they start without
 # waiting.
 PIECE_WAIT_MS_MAX: Final = 1_000
-# How soon to check again while a piece of another partition is in flight.
+# The interval of checks while a piece of another partition is in flight.
 RECHECK_MS: Final = 2
 
 
@@ -60,38 +60,39 @@ class LargeBatchThrottle:
     __slots__ = (
         "_baseline_kept_until_ms",
         "_baseline_ms",
-        "_busy_ms",
         "_free_at_ms",
         "_in_flight",
-        "_is_on",
-        "_large",
-        "_large_ms",
+        "_is_enabled",
+        "_large_sender",
+        "_large_started_ms",
+        "_last_piece_ms",
         "_shared_until_ms",
         "factor",
     )
 
     def __init__(self, *, is_on: bool = True) -> None:
-        self._is_on = is_on
+        self._is_enabled = is_on
         self._in_flight = 0
-        self._large: ConnectionId | None = None  # the sender of the last large batch that started
-        self._large_ms = 0
+        # The sender of the last large batch that started.
+        self._large_sender: ConnectionId | None = None
+        self._large_started_ms = 0
         self._free_at_ms = 0
         self._shared_until_ms = 0
-        self._busy_ms = -1  # when a piece was last in flight, as far as known
+        self._last_piece_ms = -1  # when a piece was last in flight, as far as known
         self._baseline_ms: float | None = None  # the baseline latency (rule 3)
         self._baseline_kept_until_ms = 0
         self.factor = PAUSE_FACTOR_FIRST
 
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Record that a small request takes its turn (rule 2)."""
-        is_other = self._large not in {None, connection}
-        if self._is_on and is_other and now_ms - self._large_ms < SHARED_MS:
+        is_other = self._large_sender not in {None, connection}
+        if self._is_enabled and is_other and now_ms - self._large_started_ms < SHARED_MS:
             self._shared_until_ms = now_ms + SHARED_MS
 
     def on_small_request_finished(self, received_ms: int, now_ms: int) -> None:
         """Record the latency of a small request, from its arrival until it was final (rule 3)."""
         took_ms = now_ms - received_ms
-        if not self._in_flight and self._busy_ms < received_ms:
+        if not self._in_flight and self._last_piece_ms < received_ms:
             self._update_baseline(took_ms, now_ms)
         elif self._baseline_ms is not None and took_ms > SLOWDOWN_FACTOR * self._baseline_ms:
             self.factor = min(self.factor * PAUSE_FACTOR_INCREASE, PAUSE_FACTOR_MAX)
@@ -99,7 +100,7 @@ class LargeBatchThrottle:
             self.factor = max(self.factor * PAUSE_FACTOR_DECREASE, PAUSE_FACTOR_MIN)
 
     def _update_baseline(self, took_ms: int, now_ms: int) -> None:
-        """Update the baseline (rule 3), unless the server is shared and the time is still valid.
+        """Update the baseline (rule 3), unless the server is shared and the old baseline is valid.
 
         While the server is shared, all requests are slower.
         """
@@ -116,7 +117,7 @@ class LargeBatchThrottle:
         """Return when a large batch may start, or when to call this function again."""
         if now_ms >= self._shared_until_ms:
             return now_ms
-        if self._in_flight and now_ms - self._large_ms < PIECE_WAIT_MS_MAX:
+        if self._in_flight and now_ms - self._large_started_ms < PIECE_WAIT_MS_MAX:
             return now_ms + RECHECK_MS
         return max(now_ms, self._free_at_ms)
 
@@ -130,13 +131,13 @@ class LargeBatchThrottle:
         The caller must call `on_large_batch_finished` or `on_large_batches_forgotten` for it later.
         """
         self._in_flight += 1
-        self._large, self._large_ms = connection, now_ms
-        self._busy_ms = now_ms
+        self._large_sender, self._large_started_ms = connection, now_ms
+        self._last_piece_ms = now_ms
 
     def on_large_batch_finished(self, started_ms: int, now_ms: int) -> None:
         """A large batch, or a piece of one, is final: start the pause (rule 2)."""
         self.on_large_batches_forgotten()
-        self._busy_ms = now_ms
+        self._last_piece_ms = now_ms
         pause_ms = min(self.factor * max(1, now_ms - started_ms), PAUSE_MS_MAX)
         self._free_at_ms = now_ms + math.ceil(pause_ms)
 

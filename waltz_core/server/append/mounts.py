@@ -89,8 +89,8 @@ class Mounts:
 
     def highest_sequence(self, client_id: ClientId) -> int | None:
         """Return the highest connection sequence of the client's mounts; None if unknown."""
-        known = self._last_known_mount(client_id)
-        return None if known is None else known[0]
+        mount = self._last_known_mount(client_id)
+        return None if mount is None else mount[0]
 
     def _last_known_mount(self, client_id: ClientId) -> tuple[int, str] | None:
         mount = self._mounts.get(client_id)
@@ -136,8 +136,8 @@ class Mounts:
 
     def _foreign_id_error(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
         """Return the error if the client ID belongs to another principal (rule 7)."""
-        known = self._last_known_mount(client_id)
-        if not principal or known is None or known[1] in ("", principal):
+        mount = self._last_known_mount(client_id)
+        if not principal or mount is None or mount[1] in ("", principal):
             return None
         return ClientIdDenied(
             f"client ID {client_id} has no proof that it belongs to {principal}, and another "
@@ -253,7 +253,7 @@ class Mounts:
         for mount in self._mounts.values():
             mount.is_ready = False
 
-    def on_generation_begun(self) -> None:
+    def on_generation_started(self) -> None:
         """A new generation begins: every client must mount again, with any sequence."""
         self._mounts.clear()
         self._clients_of.clear()

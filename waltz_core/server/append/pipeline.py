@@ -32,8 +32,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in
         the log, provided that the predecessors are in flight in this same session. Otherwise they
         are rejected. While a batch is in flight, admitted dependent appends are gathered. They go
-        to the store when the batch is committed. They go at once, unless other writers wait: then
-        they go `GATHER_MS` after the previous batch.
+        to the store when the batch is committed. If other writers wait then, the appends go to the
+        store `GATHER_MS` after the batch was submitted, but not before its commit.
 """
 
 from collections.abc import Iterable
@@ -140,7 +140,7 @@ class AppendPipeline:
     def _gathered_draft_due_ms(self, now_ms: int) -> int | None:
         """Return when the gathered draft is submitted, if no commit happens before (rule 10)."""
         in_flight = self._in_flight
-        if in_flight.gathered is None or not self._is_open or len(in_flight):
+        if in_flight.draft is None or not self._is_open or len(in_flight):
             return None
         return (
             now_ms
@@ -181,14 +181,14 @@ class AppendPipeline:
         self._completions.high_water_mark = opened.high_water_mark
         for settled in self._in_flight.pop_settled_batches(last):
             self._finish_batch(settled, out, now_ms=None, is_owner=follows_own_session)
-        lost, submitted = self._in_flight.pop_lost_batches()
-        self.rejections.drop_lost(min(last, submitted))
-        for each in lost:
-            for pending in each.appends:
-                if pending.settle(min(last, submitted), self._loss_code):
+        lost_batches, submitted_last = self._in_flight.pop_lost_batches()
+        self.rejections.drop_lost(min(last, submitted_last))
+        for lost_batch in lost_batches:
+            for pending in lost_batch.appends:
+                if pending.settle(min(last, submitted_last), self._loss_code):
                     self._mounts.require_remount(pending.req_id.client_id)
                 self._finish_part(pending, out)
-            out.extend(BarrierReached(token) for token in each.waiting)
+            out.extend(BarrierReached(token) for token in lost_batch.waiting)
         self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
@@ -213,31 +213,33 @@ class AppendPipeline:
         assert self._table is not None
         self._table.on_committed(last)
         out: list[AppendOutcome] = []
-        for each in self._in_flight.pop_committed_batches(last, chain, now_ms):
-            self.proved_ms = each.submitted_ms
-            if each.appends:
-                self.counters.took_ms.append(now_ms - each.appends[0].received_ms)
-            self._finish_batch(each, out, now_ms=now_ms)
+        for batch in self._in_flight.pop_committed_batches(last, chain, now_ms):
+            self.proved_ms = batch.submitted_ms
+            if batch.appends:
+                self.counters.took_ms.append(now_ms - batch.appends[0].received_ms)
+            self._finish_batch(batch, out, now_ms=now_ms)
         return out
 
     def hold_submissions(self) -> None:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
         self._are_submissions_held = True
 
-    def on_session_closed(self, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> list[AppendOutcome]:
+    def on_session_closed(
+        self, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
+    ) -> list[AppendOutcome]:
         """The session has ended; appends in flight wait until the next session is settled.
 
-        `loss` is the reason to report for rows that turn out to be lost: NO_SPACE for a full disk.
+        `loss_reason` is the reason to report for lost rows, for example NO_SPACE.
         """
         self._is_open = False
         self.lock_loader.stop()
-        self._loss_code = loss
+        self._loss_code = loss_reason
         self._in_flight.stop()
         self._dependent.on_session_closed()
         # Report final rejections now: it may take long until the next session opens.
         return self._completions.answer_rejected(
-            self._lock_queues.all()
-        ) + self._answer_dependent_writers(self._dependent.waiting.all())
+            self._lock_queues.take_all()
+        ) + self._answer_dependent_writers(self._dependent.waiting.take_all())
 
     def abandon(self) -> tuple[list[PendingAppend], list[PendingAppend], list[AppendOutcome]]:
         """Release the partition and drop its appends.
@@ -252,24 +254,24 @@ class AppendPipeline:
         queued: list[PendingAppend] = []
         # By identity: a request may be in several batches in flight, and the rest of it in its
         # lane.
-        doubtful: dict[int, PendingAppend] = {}
-        for each in self._in_flight.pop_lost_batches()[0]:
-            for pending in each.appends:
-                if isinstance(each, BatchDraft) and isinstance(pending, PendingSingle):
+        appends_in_doubt: dict[int, PendingAppend] = {}
+        for lost_batch in self._in_flight.pop_lost_batches()[0]:
+            for pending in lost_batch.appends:
+                if isinstance(lost_batch, BatchDraft) and isinstance(pending, PendingSingle):
                     queued.append(pending)  # This append was not submitted.
                 else:
-                    doubtful[id(pending)] = pending
-            out.extend(BarrierReached(token) for token in each.waiting)
+                    appends_in_doubt[id(pending)] = pending
+            out.extend(BarrierReached(token) for token in lost_batch.waiting)
         for pending in self._lanes.drop_all():
             if isinstance(pending, PendingBatch) and pending.validated_count:
-                doubtful[id(pending)] = pending
+                appends_in_doubt[id(pending)] = pending
             else:
                 queued.append(pending)
         # These were rejected, so they are not in the log either.
-        queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
+        queued += [*self._lock_queues.take_all(), *self._dependent.waiting.take_all()]
         out += self._completions.abandon()
         self.rejections.clear()
-        return queued, list(doubtful.values()), out
+        return queued, list(appends_in_doubt.values()), out
 
     # -----------------------------------------------------------------------------------------
     # clients
@@ -350,13 +352,13 @@ class AppendPipeline:
     def process_slice(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take requests of about one slice from the lanes, validate and submit them (rule 5)."""
         in_flight, self.rejections.wall_ms = self._in_flight, wall_ms
-        draft, in_flight.gathered = in_flight.gathered or BatchDraft(), None
+        draft, in_flight.draft = in_flight.draft or BatchDraft(), None
         draft.out = [*self.lock_loader.load_slice(now_ms)]
         draft.out += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))
         draft.out += self._answer_dependent_writers(self._dependent.waiting.take_due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._must_keep_draft(draft, now_ms):
-            in_flight.gathered = draft
+            in_flight.draft = draft
             draft.out, out = [], draft.out
             return out
         batch = in_flight.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
@@ -518,7 +520,7 @@ class AppendPipeline:
             draft.add(piece.part, piece.locks, piece.writers)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
             self._dependent.on_rows_admitted(piece)
-        for pending in piece.doubtful:
+        for pending in piece.unsettled:
             if isinstance(pending, PendingBatch):
                 pending.in_flight_count += 1
             draft.appends.append(pending)
@@ -541,17 +543,17 @@ class AppendPipeline:
         self.counters.committed_bytes += len(batch.records)
         if is_owner:  # Otherwise another owner may have truncated and extended the log since.
             out.append(BatchCommitted(finished.entry, batch))
-        held: list[PendingSingle] = []
+        lock_waiters: list[PendingSingle] = []
         for pending in finished.appends:
             if now_ms is not None and self._may_wait_in_lock_queue(pending):
-                held.append(pending)
+                lock_waiters.append(pending)
             else:
                 self._finish_part(pending, out)
         if now_ms is not None:
             took_ms = now_ms - finished.submitted_ms
             out += self._completions.answer_rejected(
                 self._lock_queues.on_committed(
-                    finished.appends, held, took_ms=took_ms, now_ms=now_ms
+                    finished.appends, lock_waiters, took_ms=took_ms, now_ms=now_ms
                 )
             )
         out.extend(BarrierReached(token) for token in finished.waiting)

@@ -100,8 +100,11 @@ class RecentRejections:
 
         These are single appends: the conflicts of a batch are final when it is answered.
         """
-        kept = deque(each for each in self._appends if max(each.conflicts) <= last)
-        self._appends, self._row_count = kept, sum(len(each.reasons) for each in kept)
+        kept_appends = deque(append for append in self._appends if max(append.conflicts) <= last)
+        self._appends, self._row_count = (
+            kept_appends,
+            sum(len(append.reasons) for append in kept_appends),
+        )
 
     def clear(self) -> None:
         """Drop all rows, because the server releases the partition (rule 3)."""
@@ -111,7 +114,7 @@ class RecentRejections:
     def newest_first(self, high_water_mark: TransactionId) -> list[RejectionEntry]:
         """Return the rejections whose conflicting transactions are committed (rule 2)."""
         newest = islice(
-            (entry for each in reversed(self._appends) for entry in each.newest_first()),
+            (entry for append in reversed(self._appends) for entry in append.newest_first()),
             REJECTIONS_MAX,
         )
         return [entry for entry in newest if entry.conflict <= high_water_mark]

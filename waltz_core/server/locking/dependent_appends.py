@@ -67,27 +67,27 @@ class _AdmittedEntry(NamedTuple):
 class RecentAppends:
     """The transactions that were admitted last, without a gap."""
 
-    __slots__ = ("_after", "_entries", "_size_bytes")
+    __slots__ = ("_entries", "_remembered_after", "_size_bytes")
 
     def __init__(self) -> None:
         self._entries: deque[_AdmittedEntry] = deque()
         self._size_bytes = 0
         # All transactions above this ID are remembered; None if no transaction is remembered.
-        self._after: int | None = None
+        self._remembered_after: int | None = None
 
     @property
     def is_remembering(self) -> bool:
         """Whether transactions are being remembered."""
-        return self._after is not None
+        return self._remembered_after is not None
 
     def begin(self, last: TransactionId) -> None:
         """Remember the transactions that are admitted after ID `last`."""
-        self._after = last
+        self._remembered_after = last
 
     def end(self) -> None:
         """Forget all transactions (rule 5)."""
         self._entries.clear()
-        self._size_bytes, self._after = 0, None
+        self._size_bytes, self._remembered_after = 0, None
 
     def add(self, pending: PendingSingle, record: Buffer) -> None:
         """Remember a single transaction, which was admitted with the next ID."""
@@ -104,9 +104,13 @@ class RecentAppends:
 
         Return None if the transactions are not known or are over the limit (rule 2).
         """
-        if self._after is None or mark < self._after or len(locks) > PREDECESSORS_LOCKS_MAX:
+        if (
+            self._remembered_after is None
+            or mark < self._remembered_after
+            or len(locks) > PREDECESSORS_LOCKS_MAX
+        ):
             return None
-        found: list[Buffer] = []
+        records: list[Buffer] = []
         size_bytes = 0
         for entry in reversed(self._entries):
             if entry.last <= mark:
@@ -118,11 +122,11 @@ class RecentAppends:
             if entry.locks.isdisjoint(locks):
                 continue
             size_bytes += len(entry.content)
-            if len(found) == PREDECESSORS_COUNT_MAX or size_bytes > PREDECESSORS_BYTES_MAX:
+            if len(records) == PREDECESSORS_COUNT_MAX or size_bytes > PREDECESSORS_BYTES_MAX:
                 return None
-            found.append(entry.content)
-        found.reverse()
-        return found
+            records.append(entry.content)
+        records.reverse()
+        return records
 
     def _add(self, entry: _AdmittedEntry) -> None:
         self._entries.append(entry)
@@ -130,7 +134,7 @@ class RecentAppends:
         while len(self._entries) > REMEMBERED_COUNT_MAX or self._size_bytes > REMEMBERED_BYTES_MAX:
             oldest = self._entries.popleft()
             self._size_bytes -= oldest.size_bytes
-            self._after = oldest.last
+            self._remembered_after = oldest.last
 
 
 def _may_contain_lock(packed_locks: bytes, locks: Sequence[int]) -> bool:
@@ -193,7 +197,7 @@ class DependentAppends:
         part = piece.part
         assert part is not None
         end = 0
-        for pending in piece.doubtful:
+        for pending in piece.unsettled:
             if not isinstance(pending, PendingSingle):
                 self._admitted.add_rows(part.last, piece.locks)
             elif pending.transaction_id >= 0:
@@ -217,11 +221,11 @@ class DependentAppends:
         """
         if self._session_id == NO_SESSION:
             return None
-        found = self._admitted.records_above(*_mark_and_locks_of(pending))
-        if found is None:
+        predecessors = self._admitted.records_above(*_mark_and_locks_of(pending))
+        if predecessors is None:
             return None
-        lengths = struct.pack(f">{len(found)}i", *map(len, found))
-        records = b"".join(found)
+        lengths = struct.pack(f">{len(predecessors)}i", *map(len, predecessors))
+        records = b"".join(predecessors)
         last = next_id - 1
         message = Predecessors(
             pending.req_id, self._session_id, high_water_mark, last, lengths, records

@@ -116,21 +116,23 @@ class LockQueues:
         `finished` are the appends of the batch. `rejected` are the rejected ones among them that
         may wait.
         """
-        touched: dict[LockKey, _LockQueue] = {}
+        queues_by_key: dict[LockKey, _LockQueue] = {}
         for pending in rejected:
             queue = self._enqueue(pending, now_ms, due_ms=now_ms)
             queue.last_id = max(queue.last_id, pending.conflict)
-            touched[lock_key_of(pending)] = queue
+            queues_by_key[lock_key_of(pending)] = queue
         if not self._queues:
             return []
-        for each in finished:
-            if isinstance(each, PendingSingle) and each.transaction_id != REJECTED:
-                key = lock_key_of(each)
+        for append in finished:
+            if isinstance(append, PendingSingle) and append.transaction_id != REJECTED:
+                key = lock_key_of(append)
                 if key in self._queues:
-                    touched[key] = self._queues[key]
-                    touched[key].last_id = max(touched[key].last_id, each.transaction_id)
+                    queues_by_key[key] = self._queues[key]
+                    queues_by_key[key].last_id = max(
+                        queues_by_key[key].last_id, append.transaction_id
+                    )
         notified: list[PendingSingle] = []
-        for queue in touched.values():
+        for queue in queues_by_key.values():
             queue.notify_interval_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
             notified.append(self._take_first(queue, now_ms))
         self._remove_unused(now_ms)
@@ -153,12 +155,12 @@ class LockQueues:
         self._remove_unused(0)
         return dropped
 
-    def all(self) -> list[PendingSingle]:
+    def take_all(self) -> list[PendingSingle]:
         """Remove and return all waiting writers."""
-        taken = self._take_matching(lambda _: True)
+        appends = self._take_matching(lambda _: True)
         self._queues.clear()
         self._not_before_ms = None
-        return taken
+        return appends
 
     def _enqueue(self, pending: PendingSingle, now_ms: int, *, due_ms: int) -> _LockQueue:
         queue = self._queues.setdefault(lock_key_of(pending), _LockQueue(due_ms))
@@ -185,16 +187,16 @@ class LockQueues:
             if not queue.waiting and not (self._expects_next_attempt and queue.due_ms > now_ms):
                 del self._queues[key]
         self._not_before_ms = min(
-            (each.process_at_ms for each in self._queues.values()), default=None
+            (queue_left.process_at_ms for queue_left in self._queues.values()), default=None
         )
 
-    def _take_matching(self, wanted: Callable[[PendingSingle], bool]) -> list[PendingSingle]:
-        taken: list[PendingSingle] = []
+    def _take_matching(self, is_match: Callable[[PendingSingle], bool]) -> list[PendingSingle]:
+        matching: list[PendingSingle] = []
         for queue in self._queues.values():
-            taken += [pending for pending, _ in queue.waiting if wanted(pending)]
-            queue.waiting = deque(each for each in queue.waiting if not wanted(each[0]))
-        self.waiting_count -= len(taken)
-        return taken
+            matching += [pending for pending, _ in queue.waiting if is_match(pending)]
+            queue.waiting = deque(entry for entry in queue.waiting if not is_match(entry[0]))
+        self.waiting_count -= len(matching)
+        return matching
 
 
 def lock_key_of(pending: PendingSingle) -> LockKey:

@@ -183,13 +183,13 @@ class LockTable:
         entering = write.concatenate(append)
         # Flat arrays only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
-        found = self._estimates(write.concatenate(read), entering, entries)
-        accepted, conflicts = _decide_rows(found, marks, open_rows, entries)
+        estimates = self._estimates(write.concatenate(read), entering, entries)
+        accepted, conflicts = _decide_rows(estimates, marks, open_rows, entries)
         ranks = np.cumsum(accepted)
         # A conflict with a row of this batch contains the row's number. Replace it by the row's ID.
-        inside = conflicts >= _IN_BATCH
-        if inside.any():
-            conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
+        in_batch = conflicts >= _IN_BATCH
+        if in_batch.any():
+            conflicts[in_batch] = next_id - 1 + ranks[conflicts[in_batch] - _IN_BATCH]
         ids = np.where(accepted, next_id - 1 + ranks, REJECTED)
         self._enter_accepted(*entries, ids)
         return Validation(
@@ -244,11 +244,13 @@ class LockTable:
         The caller must be sure that no other server has owned the partition since. Otherwise call
         `reset`.
         """
-        while self._entered and (lost := self._entered.pop()).last > high_water_mark:
-            self._slots[lost.slots] = lost.before
-            if lost.ids is not None:  # The first rows may be in the log.
-                kept = lost.ids <= high_water_mark
-                np.maximum.at(self._slots, np.asarray(lost.slots)[kept], lost.ids[kept])
+        while self._entered and (lost_entry := self._entered.pop()).last > high_water_mark:
+            self._slots[lost_entry.slots] = lost_entry.before
+            if lost_entry.ids is not None:  # The first rows may be in the log.
+                is_kept = lost_entry.ids <= high_water_mark
+                np.maximum.at(
+                    self._slots, np.asarray(lost_entry.slots)[is_kept], lost_entry.ids[is_kept]
+                )
         self._entered.clear()
         np.minimum(self._slots, high_water_mark, out=self._slots)
 
@@ -309,12 +311,12 @@ class LockTable:
         itself, and removes them again. A second table of the same size would double the memory of a
         partition.
         """
-        kept = self._slots.take(entering.slots)
-        before = kept if checked is entering else self._slots.take(checked.slots)
+        saved_values = self._slots.take(entering.slots)
+        before = saved_values if checked is entering else self._slots.take(checked.slots)
         self._slots[entering.slots] = _I64_MAX
         np.minimum.at(self._slots, entries[1], entries[0] + _IN_BATCH)
         entered = self._slots.take(checked.slots)
-        self._slots[entering.slots] = kept
+        self._slots[entering.slots] = saved_values
         earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
         return _Estimates(checked.rows, checked.slots, before, np.where(earlier, entered, before))
 
@@ -335,9 +337,9 @@ def slot_indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
     """
     value = np.asarray(locks, dtype=np.int32).view(np.uint32)
     slots = np.empty((HASH_COUNT, value.size), dtype=np.int64)
-    for turn in range(HASH_COUNT):
+    for hash_number in range(HASH_COUNT):
         value = value * _MULTIPLIER + _INCREMENT
-        slots[turn] = (value & _INDEX_MASK) % np.uint32(slot_count)
+        slots[hash_number] = (value & _INDEX_MASK) % np.uint32(slot_count)
     return slots
 
 
@@ -367,7 +369,7 @@ def slot_count_within(budget_bytes: int, table_count: int) -> int:
 
 
 def _decide_rows(
-    found: _Estimates, marks: I64, open_rows: Mask, entries: tuple[I64, I64]
+    estimates: _Estimates, marks: I64, open_rows: Mask, entries: tuple[I64, I64]
 ) -> tuple[Mask, I64]:
     """Return a mask of the accepted rows, and the conflicts of the other open rows.
 
@@ -375,15 +377,15 @@ def _decide_rows(
     are decided one by one.
     """
     count = marks.size
-    lowest = _greatest_by_row(found.before.min(axis=0), found.rows, count)
-    highest = _greatest_by_row(found.entered.min(axis=0), found.rows, count)
+    lowest = _greatest_by_row(estimates.before.min(axis=0), estimates.rows, count)
+    highest = _greatest_by_row(estimates.entered.min(axis=0), estimates.rows, count)
     accepted = open_rows & (lowest <= marks)
-    doubtful = open_rows & (highest != lowest) & (highest > marks)
+    undecided = open_rows & (highest != lowest) & (highest > marks)
     conflicts = np.where(open_rows & ~accepted, lowest, NO_CONFLICT)
-    if doubtful.any():
-        accepted &= ~doubtful
+    if undecided.any():
+        accepted &= ~undecided
         _decide_in_order(
-            _collect_doubtful_slots(found, doubtful, entries), marks, accepted, conflicts
+            _collect_undecided_slots(estimates, undecided, entries), marks, accepted, conflicts
         )
     return accepted, conflicts
 
@@ -396,45 +398,47 @@ def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
     return greatest
 
 
-class _DoubtfulSlots(NamedTuple):
-    """The slots that doubtful rows check, renumbered, as plain lists in row order."""
+class _UndecidedSlots(NamedTuple):
+    """The slots that undecided rows check, renumbered, as plain lists in row order."""
 
     rows: list[int]  # the row of each checked lock
-    indexes: list[list[int]]  # the three slots of each checked lock, as indexes into `held`
-    held: list[int]  # the value of each slot, updated through the batch
+    indexes: list[list[int]]  # the three slots of each checked lock, as indexes into `slot_values`
+    slot_values: list[int]  # the value of each slot, updated through the batch
     entering: list[int]  # the row of each entry into one of these slots
     targets: list[int]  # the index of the slot of each entry
 
 
-def _collect_doubtful_slots(
-    found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]
-) -> _DoubtfulSlots:
-    checked = np.flatnonzero(doubtful[found.rows])
-    checked = checked[np.argsort(found.rows[checked], kind="stable")]
-    slots, indexes = np.unique(found.slots[:, checked], return_inverse=True)
+def _collect_undecided_slots(
+    estimates: _Estimates, undecided: Mask, entries: tuple[I64, I64]
+) -> _UndecidedSlots:
+    lock_positions = np.flatnonzero(undecided[estimates.rows])
+    lock_positions = lock_positions[np.argsort(estimates.rows[lock_positions], kind="stable")]
+    slots, indexes = np.unique(estimates.slots[:, lock_positions], return_inverse=True)
     indexes = indexes.reshape(HASH_COUNT, -1)
-    held = np.empty(slots.size, dtype=np.int64)
-    held[indexes] = found.before[:, checked]
+    slot_values = np.empty(slots.size, dtype=np.int64)
+    slot_values[indexes] = estimates.before[:, lock_positions]
     rows, entered = entries
     target = np.minimum(np.searchsorted(slots, entered), slots.size - 1)
     relevant = np.flatnonzero(slots[target] == entered)
     relevant = relevant[np.argsort(rows[relevant], kind="stable")]
-    return _DoubtfulSlots(
-        rows=found.rows[checked].tolist(),
+    return _UndecidedSlots(
+        rows=estimates.rows[lock_positions].tolist(),
         indexes=indexes.T.tolist(),
-        held=held.tolist(),
+        slot_values=slot_values.tolist(),
         entering=rows[relevant].tolist(),
         targets=target[relevant].tolist(),
     )
 
 
-def _decide_in_order(followed: _DoubtfulSlots, marks: I64, accepted: Mask, conflicts: I64) -> None:
-    """Decide the doubtful rows one after the other, in place.
+def _decide_in_order(
+    undecided_slots: _UndecidedSlots, marks: I64, accepted: Mask, conflicts: I64
+) -> None:
+    """Decide the undecided rows one after the other, in place.
 
     The caller has marked all of them as not accepted. The loop calls no functions: it may run for
     each row of a batch in which all rows write the same lock.
     """
-    rows, indexes, held, entering, targets = followed
+    rows, indexes, values, entering, targets = undecided_slots
     passed, rejected, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()
     lock, lock_count = 0, len(rows)
     entry, entry_count = 0, len(entering)
@@ -442,14 +446,14 @@ def _decide_in_order(followed: _DoubtfulSlots, marks: I64, accepted: Mask, confl
         row = rows[lock]
         while entry < entry_count and entering[entry] < row:
             if passed[entering[entry]]:
-                held[targets[entry]] = _IN_BATCH + entering[entry]
+                values[targets[entry]] = _IN_BATCH + entering[entry]
             entry += 1
         estimate = NO_CONFLICT
         while lock < lock_count and rows[lock] == row:
             first, second, third = indexes[lock]
-            least = held[first] if held[first] < held[second] else held[second]  # noqa: FURB136
-            least = least if least < held[third] else held[third]  # noqa: FURB136
-            estimate = least if least > estimate else estimate  # noqa: FURB136 - no call per row
+            lowest = values[first] if values[first] < values[second] else values[second]  # noqa: FURB136
+            lowest = lowest if lowest < values[third] else values[third]  # noqa: FURB136
+            estimate = lowest if lowest > estimate else estimate  # noqa: FURB136 - no call per row
             lock += 1
         if estimate > limits[row]:
             rejected[row] = estimate

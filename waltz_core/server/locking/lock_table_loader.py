@@ -8,7 +8,7 @@ blocks and checks them, piece by piece. The table uses only blocks that match th
 Rules:
     1. The floor is a position in the log. The table knows every writer above the floor; all other
        locks count as written at the floor. The floor starts at the session's high-water mark and
-       only goes down.
+       only goes down; this is the *descent*.
     2. A block lowers the floor only if it ends at the floor and contains the log's hash chain
        there. If the next block is missing, old, torn or incomplete, the descent stops. This causes
        only additional rejections.
@@ -99,11 +99,13 @@ class LockTableLoader:
     ) -> list[Fetch | Report]:
         """A session has opened: query its replicas for missing locks (rules 3 and 4)."""
         self.stop()
-        left = [each for each in replicas if self._floors_without_block.get(each) != self.floor]
-        if self._is_done or not left:
+        replicas_left = [
+            replica for replica in replicas if self._floors_without_block.get(replica) != self.floor
+        ]
+        if self._is_done or not replicas_left:
             return []
         self._session_id, self._fetch_count = session_id, 0
-        self._replicas_left = left
+        self._replicas_left = replicas_left
         self._held_until_ms = now_ms + HOLD_APPENDS_MS_MAX if holds else None
         return self._fetch_next(now_ms)
 
@@ -197,7 +199,7 @@ class LockTableLoader:
     def _take_slice(self, blocks: LockBlockReader) -> bool:
         """Lower the floor by one slice of blocks (rule 2); return whether more may follow."""
         assert self._table is not None
-        found: list[LockBlock] = []
+        taken_blocks: list[LockBlock] = []
         bytes_left, floor = SLICE_LOCKS_MAX * HASH_BYTES, self._floor
         steps_left = SLICE_BLOCKS_MAX
         while steps_left > 0 and bytes_left > 0 and floor.last > self._target_floor:
@@ -205,12 +207,12 @@ class LockTableLoader:
             steps_left -= 1
             if block is None:
                 break
-            found.append(block)
+            taken_blocks.append(block)
             bytes_left -= len(block.locks)
             floor = block.end_before
-        if found:
-            locks = np.frombuffer(b"".join(block.locks for block in found), dtype=">i4")
-            ids = np.concatenate([_entered_ids(block) for block in found])
+        if taken_blocks:
+            locks = np.frombuffer(b"".join(block.locks for block in taken_blocks), dtype=">i4")
+            ids = np.concatenate([_entered_ids(block) for block in taken_blocks])
             self._table.refine(self._floor.last, floor.last, locks.astype(np.int32), ids)
             self._floor = floor
         return not blocks.is_exhausted

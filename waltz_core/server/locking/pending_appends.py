@@ -121,11 +121,13 @@ class PendingSingle:
         """Reject the transaction for a lock last written at or below `conflict`; this is final."""
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
-    def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
+    def settle(
+        self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
+    ) -> bool:
         """Mark the append as lost if it is above `last` (rule 2); return whether it is."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
-            self.reject(loss)
+            self.reject(loss_reason)
         return is_lost
 
     def answer(self, high_water_mark: TransactionId) -> SendToClient:
@@ -211,8 +213,8 @@ class PendingBatch:
             return self.rows.count
         start = self.validated_count
         # The minimum size of a record bounds the number of rows that can fit.
-        near = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
-        ends = np.cumsum(self.rows.lengths[start:near] + RECORD_OVERHEAD_BYTES)
+        nearest_row = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
+        ends = np.cumsum(self.rows.lengths[start:nearest_row] + RECORD_OVERHEAD_BYTES)
         return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
 
     def cost_up_to(self, row: int) -> int:
@@ -231,13 +233,15 @@ class PendingBatch:
         self.reasons[self.validated_count :] = reason
         self.on_rows_validated(self.ids.size)
 
-    def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
-        """Mark the rows above `last` as lost, with reason `loss`; return whether there are any."""
-        lost = (self.ids > last) | (self.conflicts > last)
-        self.ids = np.where(lost, REJECTED, self.ids)
-        self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
-        self.reasons = np.where(lost, np.uint8(loss), self.reasons)
-        return bool(lost.any())
+    def settle(
+        self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
+    ) -> bool:
+        """Mark the rows above `last` as lost; return whether there are any."""
+        is_lost = (self.ids > last) | (self.conflicts > last)
+        self.ids = np.where(is_lost, REJECTED, self.ids)
+        self.conflicts = np.where(is_lost, NO_CONFLICT, self.conflicts)
+        self.reasons = np.where(is_lost, np.uint8(loss_reason), self.reasons)
+        return bool(is_lost.any())
 
     def answer(self, high_water_mark: TransactionId) -> SendToClient:
         """Build the answer to the client."""

@@ -27,7 +27,7 @@ def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
 
 def encode_singles(appends: Sequence[PendingSingle]) -> EncodedBatch:
     """Encode single transactions with consecutive IDs as records."""
-    made = [
+    encoded = [
         encode_record(
             pending.transaction_id,
             pending.message.req_id,
@@ -37,13 +37,13 @@ def encode_singles(appends: Sequence[PendingSingle]) -> EncodedBatch:
         )
         for pending in appends
     ]
-    records = b"".join(made)
+    records = b"".join(encoded)
     return EncodedBatch(
         first=TransactionId(appends[0].transaction_id),
         last=TransactionId(appends[-1].transaction_id),
-        lengths=struct.pack(f">{len(made)}i", *map(len, made)),
+        lengths=struct.pack(f">{len(encoded)}i", *map(len, encoded)),
         records=memoryview(records),
-        record_crcs=b"".join(record[-4:] for record in made),
+        record_crcs=b"".join(record[-4:] for record in encoded),
         records_crc=crc32(records),
     )
 

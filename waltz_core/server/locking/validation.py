@@ -45,12 +45,12 @@ class ValidatedPiece(NamedTuple):
 
     `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
     the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of its record. It is
-    empty if there are too many rows. `doubtful` appends wait for a transaction in flight, which may
-    be one of these records. `rejected` appends are validated and wait for no record of this piece.
+    empty if there are too many rows. `unsettled` appends wait for a transaction in flight, which
+    may be one of these records. `rejected` appends do not wait for a record of this piece.
     """
 
     part: EncodedBatch | None
-    doubtful: list[PendingAppend]
+    unsettled: list[PendingAppend]
     rejected: list[PendingAppend]
     locks: bytes = b""
     writers: bytes = b""
@@ -71,10 +71,11 @@ def decode_batch(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
         TooLarge: the number of rows or bytes is over the limit.
         BadRequest: the payload is not a batch, or its sequence numbers exceed the maximum.
     """
-    found, expected = crc32(message.payload), message.payload_crc
-    if found != expected:
+    actual_crc, expected_crc = crc32(message.payload), message.payload_crc
+    if actual_crc != expected_crc:
         raise ChecksumMismatch(
-            f"append batch: the payload is damaged: expected CRC {expected:08x}, found {found:08x}"
+            f"append batch: the payload is damaged: expected CRC {expected_crc:08x}, "
+            f"found {actual_crc:08x}"
         )
     rows = decode_append(
         message.payload, rows_max=limits.batch_rows_max, bytes_max=limits.batch_bytes_max
@@ -91,10 +92,10 @@ def decode_batch(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
 
 def verify_data(message: AppendRequest) -> None:
     """Raise ChecksumMismatch if the data of a single transaction differs from the data sent."""
-    found, expected = crc32(message.data), message.data_crc
-    if found != expected:
+    actual_crc, expected_crc = crc32(message.data), message.data_crc
+    if actual_crc != expected_crc:
         raise ChecksumMismatch(
-            f"append: the data is damaged: expected CRC {expected:08x}, found {found:08x}"
+            f"append: the data is damaged: expected CRC {expected_crc:08x}, found {actual_crc:08x}"
         )
 
 
@@ -154,8 +155,8 @@ def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
     numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
     writers = []
     for column in (rows.write_locks, rows.append_locks):
-        found = np.repeat(numbers, column.counts)
-        writers.append(found if keep is None else found[np.repeat(keep, column.counts)])
+        writer_rows = np.repeat(numbers, column.counts)
+        writers.append(writer_rows if keep is None else writer_rows[np.repeat(keep, column.counts)])
     return np.concatenate(writers).astype(np.uint8).tobytes()
 
 
@@ -164,32 +165,32 @@ def validate_singles(
 ) -> ValidatedPiece:
     """Validate single transactions, in order."""
     validate = _validate_one_by_one if len(group) <= ONE_BY_ONE_MAX else _validate_together
-    kept: list[PendingSingle] = []
-    doubtful: list[PendingAppend] = []
+    accepted: list[PendingSingle] = []
+    unsettled: list[PendingAppend] = []
     rejected: list[PendingAppend] = []
     for pending, (transaction_id, conflict) in zip(
         group, validate(group, table, in_flight), strict=True
     ):
         if transaction_id >= 0:
             pending.transaction_id = transaction_id
-            kept.append(pending)
-            doubtful.append(pending)
+            accepted.append(pending)
+            unsettled.append(pending)
         elif conflict == AHEAD:
             pending.reject(RowOutcomeCode.AHEAD)
             rejected.append(pending)
         else:
             pending.reason, pending.conflict = RowOutcomeCode.LOCK, conflict
-            (doubtful if conflict > in_flight.high_water_mark else rejected).append(pending)
-    if not kept:
-        return ValidatedPiece(None, doubtful, rejected)
-    messages = [pending.message for pending in kept]
-    locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
+            (unsettled if conflict > in_flight.high_water_mark else rejected).append(pending)
+    if not accepted:
+        return ValidatedPiece(None, unsettled, rejected)
+    messages = [pending.message for pending in accepted]
+    locks = [lock for message in messages for lock in (*message.write_locks, *message.append_locks)]
     writers = b""
-    if locks and len(kept) <= DISTANCES_TRANSACTIONS_MAX:
-        counts = [len(each.write_locks) + len(each.append_locks) for each in messages]
+    if locks and len(accepted) <= DISTANCES_TRANSACTIONS_MAX:
+        counts = [len(message.write_locks) + len(message.append_locks) for message in messages]
         writers = b"".join(_ROW_BYTES[row] * number for row, number in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
-    return ValidatedPiece(encode_singles(kept), doubtful, rejected, packed, writers)
+    return ValidatedPiece(encode_singles(accepted), unsettled, rejected, packed, writers)
 
 
 # A row's ID, and its conflict: an ID, NO_CONFLICT or AHEAD.

@@ -91,8 +91,8 @@ class LinearizableRequests(Generic[RequestT]):
 
     def drop(self, is_dropped: Callable[[RequestT], bool]) -> None:
         """Drop the requests for which `is_dropped` returns True: their connection was closed."""
-        self._requests = [each for each in self._requests if not is_dropped(each)]
-        self._waiting = [each for each in self._waiting if not is_dropped(each)]
+        self._requests = [request for request in self._requests if not is_dropped(request)]
+        self._waiting = [request for request in self._waiting if not is_dropped(request)]
 
     def reset(self) -> Sequence[RequestT]:
         """The session has ended: discard all proofs, and return all waiting requests."""

@@ -104,7 +104,8 @@ class Partition:
         self._opened_ms = 0
         self._written_ms = 0  # when the last write of the metadata was requested
         self._opened_mark = BEFORE_FIRST
-        self._is_much_archived = False  # above the low-water marks that the session has confirmed
+        # The store requests a checkpoint when much is archived above the confirmed low-water marks.
+        self._has_store_requested_checkpoint = False
         self._is_checkpoint_due = False
         self._waiting = WaitingRequests(limits.session_wait_ms_max)
         self._now_ms = 0
@@ -285,16 +286,18 @@ class Partition:
             case messages.TransactionDataRequest():
                 self._route_reads(self.reads.request_data(event, message))
             case _:
-                fault = f"a server accepts no {type(message).__name__} as a request for a partition"
-                self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
+                error_text = (
+                    f"a server accepts no {type(message).__name__} as a request for a partition"
+                )
+                self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
 
     def _answer_range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
         """Answer a range request. Only the client's mounted connection may read its own headers."""
         client_id = message.req_id.client_id
         is_own = message.form == messages.OWN_HEADERS
         if is_own and not self._mounts.has_mount(client_id, event.connection):
-            fault = f"{self._position}: client {client_id} is not mounted on this connection"
-            self._out.append(answers.request_error_answer(event, errors.NotMounted(fault)))
+            error_text = f"{self._position}: client {client_id} is not mounted on this connection"
+            self._out.append(answers.request_error_answer(event, errors.NotMounted(error_text)))
         else:
             self._route_reads(self.reads.request_range(event, message))
 
@@ -306,7 +309,9 @@ class Partition:
         # Appends that wait for a proof stay, unanswered: flushes of other connections wait for
         # them.
         self._linearizable.drop(
-            lambda each: isinstance(each, RequestReceived) and each.connection == connection
+            lambda request: (
+                isinstance(request, RequestReceived) and request.connection == connection
+            )
         )
         self._route_appends(self.pipeline.close(connection))
 
@@ -317,16 +322,16 @@ class Partition:
         message, connection = event.message, event.connection
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         req_id = message.req_id
-        fault = self._mounts.mount_error(message, connection, self._position, event.principal)
-        if fault is not None:
-            self._out.append(answers.mount_error_answer(event, fault))
+        error = self._mounts.mount_error(message, connection, self._position, event.principal)
+        if error is not None:
+            self._out.append(answers.mount_error_answer(event, error))
             return
         # End all older feeds and mounts of this client, even those of the same connection.
-        older = self.feed.drop_client(req_id.client_id)
-        if older:
+        older_mounts = self.feed.drop_client(req_id.client_id)
+        if older_mounts:
             self.reads.on_feeds_ended(self.feed.fetched_first_ids)
-        older += self._waiting.take_older_mounts(req_id.client_id)
-        self._out.extend(answers.superseded_answer(request) for request in older)
+        older_mounts += self._waiting.take_older_mounts(req_id.client_id)
+        self._out.extend(answers.superseded_answer(request) for request in older_mounts)
         sequence = message.connection_sequence
         self._mounts.begin_mount(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
@@ -367,11 +372,13 @@ class Partition:
         if self._mounts.has_mount(req_id.client_id, event.connection):
             return False
         if req_id.generation != self._generation:
-            fault = (
+            error_text = (
                 f"{self._position}: the append is for generation {req_id.generation} of the "
                 "partition, which has ended"
             )
-            self._out.append(answers.mount_error_answer(event, errors.GenerationMismatch(fault)))
+            self._out.append(
+                answers.mount_error_answer(event, errors.GenerationMismatch(error_text))
+            )
         return True
 
     def _finish_mount(self, event: RequestReceived) -> None:
@@ -381,9 +388,9 @@ class Partition:
         )
 
     def _grant_feed(self, event: RequestReceived, message: messages.FeedRequest) -> None:
-        fault = self.feed.add_request(event, message.client_high_water_mark, self._position)
-        if fault is not None:
-            self._out.append(answers.request_error_answer(event, fault))
+        error = self.feed.add_request(event, message.client_high_water_mark, self._position)
+        if error is not None:
+            self._out.append(answers.request_error_answer(event, error))
 
     def _deliver_feed(self) -> None:
         if self.feed.has_work:
@@ -432,11 +439,11 @@ class Partition:
     def _answer_expiry(self, event: RequestReceived, message: messages.ExpireRequest) -> None:
         before = TransactionId(message.before)
         if before < 0 or message.before_ms < 0:
-            fault = (
+            error_text = (
                 f"expiry: expected IDs and times of 0 or more, found {before} and "
                 f"{message.before_ms}"
             )
-            self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
+            self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
             return
         is_done = self._store.is_expiry_done(before, message.before_ms)
         self._out.append(answers.expiry_answer(event, self._store.archived_mark, is_done=is_done))
@@ -450,8 +457,8 @@ class Partition:
         archived = self._store.archived_mark
         end = -1 if archived is None else archived.last
         if not 0 <= first <= last <= end:
-            fault = f"expected an object with transactions in 0..{end}, found {first}..{last}"
-            self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
+            error_text = f"expected an object with transactions in 0..{end}, found {first}..{last}"
+            self._out.append(answers.request_error_answer(event, errors.BadRequest(error_text)))
             return
         request = replication.ReplaceArchivedObject(message.object, first, last, message.token)
         self._out.append(
@@ -475,7 +482,7 @@ class Partition:
                 case replication.SessionClosed():
                     self._on_session_closed(effect)
                 case replication.CheckpointDue():
-                    self._is_much_archived = True
+                    self._has_store_requested_checkpoint = True
                     self._begin_due_checkpoint()
                 case replication.MarkProved() | replication.MarkProofFailed():
                     self._on_proof_ended(effect)
@@ -491,7 +498,7 @@ class Partition:
 
     def _on_ownership_taken(self, event: replication.TakeOwnership) -> None:
         if event.generation != self._generation:
-            self._mounts.on_generation_begun()
+            self._mounts.on_generation_started()
             self._generation = event.generation
         self._is_owned = True
         self._step_store(event)
@@ -519,7 +526,7 @@ class Partition:
         self._session_id, self._is_open = opened.session_id, True
         self._high_water_mark = mark
         self._opened_ms, self._opened_mark = self._now_ms, mark
-        self._is_checkpoint_due = self._is_much_archived = False
+        self._is_checkpoint_due = self._has_store_requested_checkpoint = False
         self.session_changes += 1
         # Do not use the present time: a paused process may see the result of the write much later.
         self._linearizable.note_confirmation(self._written_ms)
@@ -549,11 +556,11 @@ class Partition:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
-        landed = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
+        append_outcomes = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
         # All parts receive the new mark before a mount that waited for it continues.
         self.reads.on_mark_advanced(event.last)
         self.feed.on_mark_advanced(self._session_id, event.last)
-        self._route_appends(landed)
+        self._route_appends(append_outcomes)
         if self.pipeline.proved_ms is not None:
             self._linearizable.note_confirmation(self.pipeline.proved_ms)
         self._deliver_feed()
@@ -573,7 +580,7 @@ class Partition:
             if self._store.is_archiving:
                 limit *= _ARCHIVING_FACTOR
             self._is_checkpoint_due = (
-                count >= limit or self._is_much_archived
+                count >= limit or self._has_store_requested_checkpoint
             ) and age_ms >= self._limits.checkpoint_interval_ms
             if self._is_checkpoint_due:
                 self.pipeline.hold_submissions()
@@ -584,8 +591,8 @@ class Partition:
         self._is_open = False
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
-        loss = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
-        self._route_appends(self.pipeline.on_session_closed(loss))
+        loss_reason = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
+        self._route_appends(self.pipeline.on_session_closed(loss_reason))
         self.reads.on_session_closed()
         # The requests arrived in the session that ended. The next session may answer them as well.
         for request in self._reject_unproved(self._linearizable.reset()):
@@ -598,16 +605,16 @@ class Partition:
         if isinstance(event, replication.MarkProved):
             requests, proofs = self._linearizable.on_proof_succeeded(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark
-            for each in requests:
-                self._on_request_proved(each)
+            for request in requests:
+                self._on_request_proved(request)
         else:
             requests, proofs = self._linearizable.on_proof_failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
                 f"{self._position}: no quorum of storages has confirmed the store session"
             )
             self._out.extend(
-                answers.request_error_answer(each, unproved)
-                for each in self._reject_unproved(requests)
+                answers.request_error_answer(request, unproved)
+                for request in self._reject_unproved(requests)
             )
         for proof in proofs:
             self._step_store(proof)
@@ -616,13 +623,13 @@ class Partition:
         self, requests: Sequence[RequestReceived | PendingAppend]
     ) -> list[RequestReceived]:
         """Answer appends that are ahead with NOT_MOUNTED; return the other requests (rule 6)."""
-        rest: list[RequestReceived] = []
-        for each in requests:
-            if isinstance(each, RequestReceived):
-                rest.append(each)
+        other_requests: list[RequestReceived] = []
+        for request in requests:
+            if isinstance(request, RequestReceived):
+                other_requests.append(request)
             else:
-                self._route_appends(self.pipeline.answer_ahead_of_log(each, is_proved=False))
-        return rest
+                self._route_appends(self.pipeline.answer_ahead_of_log(request, is_proved=False))
+        return other_requests
 
     # -----------------------------------------------------------------------------------------
     # release
@@ -642,25 +649,25 @@ class Partition:
         """Stop serving the partition: answer all waiting requests."""
         self._is_owned = self._is_open = False
         self._opening = None
-        queued, in_flight, reached = self.pipeline.abandon()
-        where = f"{self._position}: {reason}"
-        gone = errors.NotOwned(where)
-        unknown = errors.OutcomeUnknown(f"{where}; the transaction may or may not be in the log")
-        self._out.extend(answers.append_error_answer(pending, gone) for pending in queued)
+        queued, in_flight, barriers = self.pipeline.abandon()
+        cause = f"{self._position}: {reason}"
+        not_owned = errors.NotOwned(cause)
+        unknown = errors.OutcomeUnknown(f"{cause}; the transaction may or may not be in the log")
+        self._out.extend(answers.append_error_answer(pending, not_owned) for pending in queued)
         self._out.extend(answers.append_error_answer(pending, unknown) for pending in in_flight)
         waiting = self._waiting.take_all()
         waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.on_released()
-        self._out.extend(answers.request_error_answer(request, gone) for request in waiting)
-        assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in reached)
+        self._out.extend(answers.request_error_answer(request, not_owned) for request in waiting)
+        assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in barriers)
 
     # -----------------------------------------------------------------------------------------
     # routing between the parts
 
-    def _route_appends(self, found: Sequence[outcomes.AppendOutcome]) -> None:
-        for outcome in found:
+    def _route_appends(self, append_outcomes: Sequence[outcomes.AppendOutcome]) -> None:
+        for outcome in append_outcomes:
             match outcome:
                 case SendToClient() | Fetch() | Report():
                     self._out.append(outcome)
@@ -675,8 +682,8 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_feed(self, found: Sequence[feeds.FeedOutcome]) -> None:
-        for outcome in found:
+    def _route_feed(self, feed_outcomes: Sequence[feeds.FeedOutcome]) -> None:
+        for outcome in feed_outcomes:
             match outcome:
                 case SendToClient():
                     self._out.append(outcome)
@@ -688,27 +695,31 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, found: Sequence[ReadOutcome]) -> None:
-        for outcome in found:
+    def _route_reads(self, read_outcomes: Sequence[ReadOutcome]) -> None:
+        for outcome in read_outcomes:
             if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.on_headers_fetched(outcome))
             elif isinstance(outcome, FeedFailed):
                 requests = self.feed.on_fetch_failed(outcome.first)
                 self._out.extend(
-                    answers.request_error_answer(each, outcome.error) for each in requests
+                    answers.request_error_answer(request, outcome.error) for request in requests
                 )
             else:
                 self._out.append(outcome)
 
     def _on_barrier_reached(self, token: int) -> None:
-        found = self._waiting.take_waiting(token)
-        if found is None:
+        request_or_mount = self._waiting.take_waiting(token)
+        if request_or_mount is None:
             return  # A later mount has replaced this one, or its request was dropped.
-        request = found.request if isinstance(found, WaitingMount) else found
+        request = (
+            request_or_mount.request
+            if isinstance(request_or_mount, WaitingMount)
+            else request_or_mount
+        )
         if not self._is_open:
             # The session has ended since; the request starts again in the next session.
             self._wait_for_session(request)
-        elif isinstance(found, WaitingMount):
-            self._on_mount_drained(found)
+        elif isinstance(request_or_mount, WaitingMount):
+            self._on_mount_drained(request_or_mount)
         else:
             self._answer_mark(request)

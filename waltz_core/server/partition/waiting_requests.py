@@ -44,10 +44,10 @@ class WaitingRequests:
 
     def take_overdue(self, now_ms: int) -> list[RequestReceived]:
         """Remove and return the requests that have timed out."""
-        found: list[RequestReceived] = []
+        overdue: list[RequestReceived] = []
         while self._until_open and self._until_open[0][0] <= now_ms:
-            found.append(self._until_open.popleft()[1])
-        return found
+            overdue.append(self._until_open.popleft()[1])
+        return overdue
 
     def on_session_opened(self) -> list[RequestReceived]:
         """Remove and return the requests that waited for a session."""
@@ -57,7 +57,7 @@ class WaitingRequests:
     def drop(self, connection: ConnectionId) -> None:
         """Drop the requests of a closed connection: they could wait for days."""
         self._until_open = deque(
-            each for each in self._until_open if each[1].connection != connection
+            entry for entry in self._until_open if entry[1].connection != connection
         )
         for token, mount in list(self._mounts.items()):
             if mount.request.connection == connection:
@@ -76,12 +76,12 @@ class WaitingRequests:
 
     def take_older_mounts(self, client_id: ClientId) -> list[RequestReceived]:
         """Remove and return the older mounts of a client."""
-        older = [
+        older_mounts = [
             token
             for token, mount in self._mounts.items()
             if mount.request.message.req_id.client_id == client_id
         ]
-        return [self._mounts.pop(token).request for token in older]
+        return [self._mounts.pop(token).request for token in older_mounts]
 
     def add_flush(self, request: RequestReceived) -> int:
         """Add a flush; return the token for which it waits."""

@@ -54,14 +54,14 @@ class AppendTimes:
 
     def recent(self, now_ms: int) -> list[AppendTime]:
         """Return the latencies of storages that answered in the last minute, sorted by name."""
-        found = []
+        append_times = []
         for replica, seconds in sorted(self._seconds.items()):
             means_ms = [
-                each.total_ms / each.count
-                for each in seconds
-                if each.count and each.number > now_ms // 1000 - WINDOW_S
+                second.total_ms / second.count
+                for second in seconds
+                if second.count and second.number > now_ms // 1000 - WINDOW_S
             ]
             if means_ms:
                 median_us = round(median(means_ms) * 1000)
-                found.append(AppendTime(replica, len(means_ms), median_us))
-        return found
+                append_times.append(AppendTime(replica, len(means_ms), median_us))
+        return append_times

@@ -6,10 +6,10 @@ links do not depend on partitions.
 
 Rules:
     1. Every request is answered: by a partition, by the process, or by an error.
-    2. A link is read only while `flow` has room for its requests.
+    2. A link is read only while flow control has room for its requests.
     3. A partition that has received a request of a connection is notified when the connection is
        congested, drained or closed. If the feeds of a principal pause because of its limit, its
-       connections are congested for partitions, but not for `flow`.
+       connections are congested for partitions, but not for flow control.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
     5. A denied request is rejected here, and no other module receives it (decision 048, AC 7). A
@@ -179,7 +179,7 @@ class _ClientConnection:
 
     link: Link
     legacy_client: LegacyClientAdapter | None
-    hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # with its requests
+    hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # those with its requests
     is_feed_paused: bool = False  # Its partitions send no feed (rule 3).
     is_read: bool = True
     # The small answers of one turn of the event loop are sent together. A system call for each
@@ -201,18 +201,18 @@ class ClientConnections:
         self._metrics = metrics
         self._flow = FlowControl(limits)
         self._clients: dict[ConnectionId, _ClientConnection] = {}
-        self._ids = count(1)
-        self._answered: dict[ConnectionId, None] = {}
+        self._connection_ids = count(1)
+        self._connections_to_flush: dict[ConnectionId, None] = {}
         # The requests that receive the result of the running check, which connects to every
         # storage.
-        self._checks: list[tuple[ConnectionId, AdmittedRequest]] = []
+        self._connectivity_requests: list[tuple[ConnectionId, AdmittedRequest]] = []
         self._loop = asyncio.get_running_loop()
-        self._recount: asyncio.TimerHandle | None = None
+        self._memory_check_timer: asyncio.TimerHandle | None = None
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """The size of all requests and answers in progress, in bytes."""
-        return self._flow.bytes
+        return self._flow.memory_bytes
 
     @property
     def count(self) -> int:
@@ -228,7 +228,7 @@ class ClientConnections:
 
     def accept(self, link: Link) -> None:
         """Accept the link of a client that has connected."""
-        connection = ConnectionId(next(self._ids))
+        connection = ConnectionId(next(self._connection_ids))
         version = link.version
         assert version is not None
         legacy_client = LegacyClientAdapter(version) if version <= VERSION_MAX else None
@@ -279,7 +279,7 @@ class ClientConnections:
     def _on_link_closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
         _log.debug("client.disconnected address=%s reason=%s", client.link.address, reason)
-        self._answered.pop(connection, None)
+        self._connections_to_flush.pop(connection, None)
         self._flow.close(connection)
         for _, audited in client.audited.values():
             audited.end("unknown", "the connection was closed before the answer")
@@ -308,10 +308,10 @@ class ClientConnections:
             if translated is not None:
                 self._send_to_legacy_client(connection, client, translated)
         self._flow.on_answered(connection, effect.cost_bytes)
-        if not self._answered:
+        if not self._connections_to_flush:
             # Send later: the caller is in the middle of a step.
             self._loop.call_soon(self._flush_answers)
-        self._answered[connection] = None
+        self._connections_to_flush[connection] = None
 
     def _send_answer(
         self, connection: ConnectionId, client: _ClientConnection, message: ClientMessage
@@ -371,7 +371,7 @@ class ClientConnections:
 
     def _flush_answers(self) -> None:
         """Send the collected answers, and admit the requests for which there is room now."""
-        connections, self._answered = self._answered, {}
+        connections, self._connections_to_flush = self._connections_to_flush, {}
         for connection in connections:
             client = self._clients.get(connection)
             if client is not None and client.outbox:
@@ -387,7 +387,7 @@ class ClientConnections:
             # Notify at once: a partition may take a turn of its feeds before the loop's next turn.
             for host in list(client.hosts.values()):
                 host.post(ConnectionCongested(connection))
-        self._update_backlog(connection, client)  # last: `flow` must consider the congestion, too
+        self._update_backlog(connection, client)  # last: flow control must see the congestion, too
 
     def _update_backlog(self, connection: ConnectionId, client: _ClientConnection) -> None:
         self._flow.note_backlog(
@@ -407,17 +407,17 @@ class ClientConnections:
 
         Read the present backlogs first, because no event reports that a backlog has decreased.
         """
-        if self._flow.is_over_limit and self._recount is None:
+        if self._flow.is_over_limit and self._memory_check_timer is None:
             self._update_backlogs()
         for connection in self._flow.balance():
             self._admit_requests(connection)
-        if self._flow.has_paused_connections and self._recount is None:
-            self._recount = self._loop.call_later(
+        if self._flow.has_paused_connections and self._memory_check_timer is None:
+            self._memory_check_timer = self._loop.call_later(
                 _MEMORY_CHECK_INTERVAL_S, self._recheck_memory_limit
             )
 
     def _recheck_memory_limit(self) -> None:
-        self._recount = None
+        self._memory_check_timer = None
         self._update_backlogs()
         self._apply_memory_limit()
 
@@ -543,13 +543,13 @@ class ClientConnections:
             times = self._backend.append_times()
             answer = AppendTimesResponse(
                 message.req_id,
-                tuple(each.replica for each in times),
-                tuple(each.second_count for each in times),
-                tuple(each.median_us for each in times),
+                tuple(append_time.replica for append_time in times),
+                tuple(append_time.second_count for append_time in times),
+                tuple(append_time.median_us for append_time in times),
             )
         elif isinstance(message, CheckConnectivityRequest):
-            self._checks.append((connection, request))
-            if len(self._checks) == 1:
+            self._connectivity_requests.append((connection, request))
+            if len(self._connectivity_requests) == 1:
                 self._tasks.create_task(self._check_connectivity())
             return
         elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
@@ -566,15 +566,15 @@ class ClientConnections:
             self._tasks.create_task(self._serve_registry(connection, request, answer_coroutine))
             return
         else:
-            fault = f"a server accepts no {type(message).__name__} as a request"
-            error = errors.BadRequest(fault)
+            error_text = f"a server accepts no {type(message).__name__} as a request"
+            error = errors.BadRequest(error_text)
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return
         self.answer(SendToClient(connection, answer, cost_bytes, message))
 
     async def _check_connectivity(self) -> None:
         reachable = tuple(await self._backend.check_connectivity())
-        checks, self._checks = self._checks, []
+        checks, self._connectivity_requests = self._connectivity_requests, []
         for connection, (message, cost_bytes) in checks:
             answer = CheckConnectivityResponse(message.req_id, reachable)
             self.answer(SendToClient(connection, answer, cost_bytes, message))
@@ -611,8 +611,12 @@ class ClientConnections:
             return
         except Exception as error:  # noqa: BLE001 - a request must not end the server
             _log.exception("client.request_failed request=%s", type(message).__name__)
-            fault = errors.WaltzError(f"the server failed to process the request: {error!r:.200}")
-            self.answer(error_answer(connection, message.req_id, cost_bytes, fault, message))
+            internal_error = errors.WaltzError(
+                f"the server failed to process the request: {error!r:.200}"
+            )
+            self.answer(
+                error_answer(connection, message.req_id, cost_bytes, internal_error, message)
+            )
             return
         self.answer(SendToClient(connection, answer, cost_bytes))
 
@@ -624,12 +628,14 @@ class ClientConnections:
     ) -> None:
         """Change the preferences; answer False if a partition is unknown or none is given."""
         count = self._backend.partition_count
-        wanted = [PartitionId(number) for number in message.partitions]
-        is_done = bool(wanted) and all(0 <= number < count for number in wanted)
+        partition_ids = [PartitionId(number) for number in message.partitions]
+        is_done = bool(partition_ids) and all(0 <= number < count for number in partition_ids)
         is_added = isinstance(message, AddPreferredRequest)
         try:
             if is_done:
-                await self._backend.prefer(wanted if is_added else (), () if is_added else wanted)
+                await self._backend.prefer(
+                    partition_ids if is_added else (), () if is_added else partition_ids
+                )
         except errors.WaltzError as error:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))
             return

@@ -77,9 +77,9 @@ class FailureDetector:
     def watch_servers(self, view: ServersView) -> None:
         """Watch exactly the other servers of this view."""
         others = {
-            (each.server_id, each.address): each
-            for each in view.servers.values()
-            if each.server_id != self._server_id
+            (server.server_id, server.address): server
+            for server in view.servers.values()
+            if server.server_id != self._server_id
         }
         for key in self._watches.keys() - others.keys():
             self._watches.pop(key).stop()
@@ -199,19 +199,19 @@ class _ServerWatch:
             self._results.record_dial(self.descriptor.server_id, error)
 
     async def _remove_dead_server(self) -> bool:
-        dead = self.descriptor
+        dead_server = self.descriptor
         try:
-            await self._remove_dead(dead)
+            await self._remove_dead(dead_server)
         except WaltzError as error:
             _log.warning(
-                "server.dead_peer_removal_failed server=%s error=%s", dead.server_id, error
+                "server.dead_peer_removal_failed server=%s error=%s", dead_server.server_id, error
             )
             return False
         _log.warning(
             "server.dead_peer_removed server=%s address=%s "
             "reason='nothing listens at this address'",
-            dead.server_id,
-            dead.address,
+            dead_server.server_id,
+            dead_server.address,
         )
         return True
 

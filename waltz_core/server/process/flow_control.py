@@ -69,7 +69,7 @@ class _Account:
     is_congested: bool = False
 
     @property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         return self.in_flight_bytes + self.waiting_bytes + self.backlog_bytes
 
     @property
@@ -85,10 +85,10 @@ class FlowControl:
         self._limits = limits
         self._accounts: dict[ConnectionId, _Account] = {}
         self._paused: dict[ConnectionId, None] = {}  # connections that are not read (rule 3)
-        self._reads_without_room: dict[
+        self._reads_waiting_for_memory: dict[
             ConnectionId, None
         ] = {}  # connections whose reads wait (rule 3)
-        self.bytes = 0
+        self.memory_bytes = 0
 
     # -----------------------------------------------------------------------------------------
     # connections
@@ -100,10 +100,10 @@ class FlowControl:
 
     def close(self, connection: ConnectionId) -> None:
         """Close the account of a closed connection; its bytes are free."""
-        self.bytes -= self._accounts.pop(connection).bytes
+        self.memory_bytes -= self._accounts.pop(connection).memory_bytes
         self._paused.pop(connection, None)
-        self._reads_without_room.pop(connection, None)
-        assert self.bytes >= 0
+        self._reads_waiting_for_memory.pop(connection, None)
+        assert self.memory_bytes >= 0
 
     def may_read(self, connection: ConnectionId) -> bool:
         """Whether the server should read more from the connection."""
@@ -123,7 +123,7 @@ class FlowControl:
             request_bytes = _request_bytes(message)
             account.waiting.append(message)
             account.waiting_bytes += request_bytes
-            self.bytes += request_bytes
+            self.memory_bytes += request_bytes
 
     def admit(self, connection: ConnectionId) -> list[AdmittedRequest]:
         """Remove and return the requests that may be processed now, in order."""
@@ -135,7 +135,7 @@ class FlowControl:
             account.waiting_bytes -= request_bytes
             account.in_flight_bytes += request_bytes + answer_bytes
             account.count += 1
-            self.bytes += answer_bytes
+            self.memory_bytes += answer_bytes
             admitted.append(AdmittedRequest(message, request_bytes + answer_bytes))
         return admitted
 
@@ -146,7 +146,7 @@ class FlowControl:
             return
         account.count -= 1
         account.in_flight_bytes -= cost_bytes
-        self.bytes -= cost_bytes
+        self.memory_bytes -= cost_bytes
         assert account.count >= 0
         assert account.in_flight_bytes >= 0
 
@@ -156,7 +156,7 @@ class FlowControl:
         """Record how many bytes of answers a connection has buffered."""
         account = self._accounts.get(connection)
         if account is not None:
-            self.bytes += backlog_bytes - account.backlog_bytes
+            self.memory_bytes += backlog_bytes - account.backlog_bytes
             account.backlog_bytes = backlog_bytes
             account.is_congested = is_congested
 
@@ -166,7 +166,7 @@ class FlowControl:
     @property
     def is_over_limit(self) -> bool:
         """Whether the memory of all connections exceeds the limit, with their last backlogs."""
-        return self.bytes > self._limits.memory_bytes_max
+        return self.memory_bytes > self._limits.memory_bytes_max
 
     @property
     def has_paused_connections(self) -> bool:
@@ -177,25 +177,30 @@ class FlowControl:
         """Apply rule 3; return the connections for which `admit` or `may_read` may have changed."""
         if self.is_over_limit:
             return self._pause_largest()
-        freed = self._reads_without_room
-        self._reads_without_room = {}
-        if self._paused and self.bytes <= self._limits.memory_bytes_max // 8 * 7:
-            freed |= self._paused
+        unpaused = self._reads_waiting_for_memory
+        self._reads_waiting_for_memory = {}
+        if self._paused and self.memory_bytes <= self._limits.memory_bytes_max // 8 * 7:
+            unpaused |= self._paused
             self._paused.clear()
-        return list(freed)
+        return list(unpaused)
 
     def _pause_largest(self) -> list[ConnectionId]:
         """Stop reading the largest connections, until these account for the excess bytes."""
-        over_bytes = self.bytes - self._limits.memory_bytes_max
-        stopped: list[ConnectionId] = []
-        held = sorted(((account.bytes, each) for each, account in self._accounts.items()))
-        while over_bytes > 0 and held:
-            held_bytes, connection = held.pop()
-            over_bytes -= held_bytes
+        over_bytes = self.memory_bytes - self._limits.memory_bytes_max
+        paused_now: list[ConnectionId] = []
+        connections_by_size = sorted(
+            (
+                (account.memory_bytes, connection_id)
+                for connection_id, account in self._accounts.items()
+            )
+        )
+        while over_bytes > 0 and connections_by_size:
+            size_bytes, connection = connections_by_size.pop()
+            over_bytes -= size_bytes
             if connection not in self._paused:
                 self._paused[connection] = None
-                stopped.append(connection)
-        return stopped
+                paused_now.append(connection)
+        return paused_now
 
     # -----------------------------------------------------------------------------------------
     # implementation
@@ -207,7 +212,7 @@ class FlowControl:
         bytes_max = limits.connection_in_flight_bytes_max
         is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
         if is_read and account.has_data and self.is_over_limit:
-            self._reads_without_room[connection] = None
+            self._reads_waiting_for_memory[connection] = None
             return False
         if isinstance(account.waiting[0], RangeRequest):
             bytes_max //= 2

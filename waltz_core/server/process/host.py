@@ -96,7 +96,7 @@ _OPENING_END_REPORTS: Final = frozenset({"session.opened", "session.closed", "se
 
 @dataclass(frozen=True, slots=True)
 class ServerServices:
-    """The services that all partitions of a process share. `failed` makes the process exit."""
+    """The services that all partitions of a process share. `on_failure` makes the process exit."""
 
     coordinator: Coordinator
     tasks: TaskStarter
@@ -107,7 +107,7 @@ class ServerServices:
     refresh_storage_ids: Callable[[], Awaitable[None]]
     hand_over: Callable[[PartitionId, Generation], Awaitable[bool]]
     answer: Callable[[SendToClient], None]
-    failed: Callable[[Exception], None]
+    on_failure: Callable[[Exception], None]
     write_backlog_bytes_max: int
     ssl: SSLContext | None  # for dialing storages
 
@@ -143,7 +143,7 @@ class Host:
             partition,
             self._perform_effect,
             on_report=self._log_report,
-            on_failure=services.failed,
+            on_failure=services.on_failure,
             name=f"partition-{partition_id}",
         )
 
@@ -337,8 +337,8 @@ class Host:
         for replica, took_ms in self._take_append_times().items():
             self._services.append_times.add(replica, took_ms, now_ms)
             name = "waltz_server_replica_append_seconds"
-            for each in took_ms:
-                self._services.metrics.observe(name, each / 1000, replica=replica)
+            for append_ms in took_ms:
+                self._services.metrics.observe(name, append_ms / 1000, replica=replica)
 
     @property
     def silent_replicas(self) -> list[ReplicaId]:
@@ -356,14 +356,14 @@ class InSyncReplicaMetric:
 
     def publish(self, assigned: Iterable[ReplicaId], engaged: Collection[ReplicaId]) -> None:
         """Update the metric if a replica has changed."""
-        in_sync = {each: each in engaged for each in assigned}
+        in_sync = {replica: replica in engaged for replica in assigned}
         if in_sync == self._before:
             return
-        for each in self._before.keys() - in_sync.keys():
-            self._metrics.forget(partition=self._partition_id, replica=each)
-        for each, value in in_sync.items():
+        for replica in self._before.keys() - in_sync.keys():
+            self._metrics.forget(partition=self._partition_id, replica=replica)
+        for replica, value in in_sync.items():
             self._metrics.set(
-                "waltz_server_replica_in_sync", value, partition=self._partition_id, replica=each
+                "waltz_server_replica_in_sync", value, partition=self._partition_id, replica=replica
             )
         self._before = in_sync
 
@@ -390,20 +390,20 @@ class ReplicaWaitReporter:
     def publish(self, now_ms: int) -> None:
         """Update the metrics; log when a replica becomes silent or answers again."""
         waits_ms = self._waits_ms(now_ms)
-        slow = {each for each, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
-        for each in sorted(slow | self._slow):
+        slow = {replica for replica, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
+        for replica in sorted(slow | self._slow):
             self._metrics.set(
                 "waltz_server_replica_wait_seconds",
-                waits_ms[each] / 1_000 if each in slow else 0,
+                waits_ms[replica] / 1_000 if replica in slow else 0,
                 partition=self._partition_id,
-                replica=each,
+                replica=replica,
             )
-        silent = {each for each in slow if waits_ms[each] >= SILENT_REPLICA_MS}
-        for each in sorted(silent - self.silent):
-            self._metrics.report(Report("replica.silent", (("replica", each),)))
-            _log.warning("replica.silent partition=%s replica=%s", self._partition_id, each)
-        for each in sorted(self.silent - silent):
-            _log.info("replica.responsive partition=%s replica=%s", self._partition_id, each)
+        silent = {replica for replica in slow if waits_ms[replica] >= SILENT_REPLICA_MS}
+        for replica in sorted(silent - self.silent):
+            self._metrics.report(Report("replica.silent", (("replica", replica),)))
+            _log.warning("replica.silent partition=%s replica=%s", self._partition_id, replica)
+        for replica in sorted(self.silent - silent):
+            _log.info("replica.responsive partition=%s replica=%s", self._partition_id, replica)
         self._slow, self.silent = slow, silent
 
 
@@ -458,10 +458,10 @@ class _PublishedCounters:
         first = partition.first_available
         gauges = (len(partition.engaged), mark, lag, session_id, first)
         # If these are unchanged, so is the lock table, except for entries in flight.
-        known = (*gauges, partition.pipeline.lock_loader.floor)
-        if known == self._gauges:
+        current = (*gauges, partition.pipeline.lock_loader.floor)
+        if current == self._gauges:
             return
-        self._gauges = known
+        self._gauges = current
         for name, value in zip(_GAUGES, gauges, strict=True):
             metrics.set(name, value, partition=partition_id)
         locks = partition.pipeline.locks
@@ -481,14 +481,14 @@ class _PublishedCounters:
             return
         last, backlog = partition.archive_progress
         waited_ms = 0 if backlog.since_ms is None else loop_clock_ms() - backlog.since_ms
-        figures: tuple[float, ...] = (
+        values: tuple[float, ...] = (
             last,
             backlog.transaction_count,
             nan if backlog.byte_count is None else backlog.byte_count,
             max(0, waited_ms) / 1_000,
         )
-        if figures == self._archive:
+        if values == self._archive:
             return
-        self._archive = figures
-        for name, value in zip(_ARCHIVE_GAUGES, figures, strict=True):
+        self._archive = values
+        for name, value in zip(_ARCHIVE_GAUGES, values, strict=True):
             metrics.set(name, value, partition=partition_id)

@@ -96,13 +96,13 @@ class MemoryLog:
         """Return all transactions of the log."""
         if self.mark == BEFORE_FIRST:
             return []
-        found: list[StoredTransaction] = []
+        stored: list[StoredTransaction] = []
         for part in self._batches.read(TransactionId(0), self.mark, _UNLIMITED_BYTES):
             offsets = offsets_of(part.lengths).tolist()
             heads = np.frombuffer(headers_of(part.records, part.lengths), HEADER_DTYPE)
             for index, head in enumerate(heads):
                 start, end = offsets[index] + RECORD_PREFIX.size, offsets[index + 1] - _CRC_BYTES
-                found.append(
+                stored.append(
                     StoredTransaction(
                         TransactionId(int(head["transaction_id"])),
                         ReqId.from_bytes(head["req_id"].tobytes()),
@@ -110,7 +110,7 @@ class MemoryLog:
                         bytes(part.records[start:end]),
                     )
                 )
-        return found
+        return stored
 
 
 class MemoryStore:

@@ -39,20 +39,29 @@ class Preferences:
         """Return the preferences to write to ZooKeeper for this change; does not apply it yet."""
         suspended = self._suspended.keys() - {*added, *removed}
         return tuple(
-            each for each in self._preferences_after(added, removed) if each not in suspended
+            partition_id
+            for partition_id in self._preferences_after(added, removed)
+            if partition_id not in suspended
         )
 
     def change(self, added: Collection[PartitionId], removed: Collection[PartitionId]) -> None:
         """Apply a change that was written to ZooKeeper (rule 3)."""
         self.wanted = self._preferences_after(added, removed)
-        for each in {*added, *removed}:
-            self._suspended.pop(each, None)
+        for partition_id in {*added, *removed}:
+            self._suspended.pop(partition_id, None)
 
     def _preferences_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
-        kept = [each for each in self.wanted if each not in removed]
-        return (*kept, *(each for each in dict.fromkeys(added) if each not in kept))
+        kept_ids = [partition_id for partition_id in self.wanted if partition_id not in removed]
+        return (
+            *kept_ids,
+            *(
+                partition_id
+                for partition_id in dict.fromkeys(added)
+                if partition_id not in kept_ids
+            ),
+        )
 
     def suspend(self, partition_id: PartitionId, now_s: float) -> bool:
         """Suspend the preference for a partition that was handed over (rule 1).
@@ -66,19 +75,21 @@ class Preferences:
 
     def resumable_partitions(self, now_s: float) -> list[PartitionId]:
         """Return the partitions that have been suspended for the minimum time (rule 2)."""
-        return sorted(each for each, until_s in self._suspended.items() if until_s <= now_s)
+        return sorted(
+            partition_id for partition_id, until_s in self._suspended.items() if until_s <= now_s
+        )
 
 
 def reachable_partitions(
     partitions: Collection[PartitionId],
     replicas_of: Callable[[PartitionId], tuple[ReplicaId, ...]],
-    reached: Mapping[ReplicaId, bool],
+    is_reachable: Mapping[ReplicaId, bool],
 ) -> list[PartitionId]:
     """Return the partitions with a quorum of reachable replicas."""
 
     def has_reachable_quorum(partition_id: PartitionId) -> bool:
         replicas = replicas_of(partition_id)
-        count = sum(reached.get(each, False) for each in replicas)
+        count = sum(is_reachable.get(replica, False) for replica in replicas)
         return bool(replicas) and count >= quorum_size(len(replicas))
 
-    return [each for each in partitions if has_reachable_quorum(each)]
+    return [partition_id for partition_id in partitions if has_reachable_quorum(partition_id)]

@@ -109,7 +109,9 @@ class Rebalancer:
         if now_ms < self._paused_until_ms:
             self._balancer.reset_history()
             return  # rule 3
-        preferred = {each for its in view.servers.values() for each in its.preferred}
+        preferred = {
+            partition for descriptor in view.servers.values() for partition in descriptor.preferred
+        }
         moves = self._balancer.plan_moves(owners, preferred, loads, published.keys(), now_ms)
         if moves and await self._coordinator.move_partitions(view, moves):
             self._balancer.on_partitions_moved(moves, now_ms)

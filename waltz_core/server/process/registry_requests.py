@@ -75,7 +75,7 @@ class RegistryRequests:
         self._next_client_id = next_client_id
         self._partition_count = partition_count
         self._tasks = tasks
-        self._is_removing = False
+        self._is_removing_expired = False
         self._arguments_bytes_max = min(
             NODE_BYTES_MAX, _ARGUMENTS_BYTES + _ARGUMENTS_BYTES_PER_PARTITION * partition_count
         )
@@ -93,8 +93,8 @@ class RegistryRequests:
     ) -> RegistryResponse:
         """Process a registry request.
 
-        `access` is that of the connection, None without access control. `is_closed` returns whether
-        the connection was closed (rule 6).
+        `access` is the access of the connection; None without access control. `is_closed` returns
+        whether the connection was closed (rule 6).
 
         Raises:
             BadRequest: the request is not valid, or the principal has too many writes.
@@ -103,15 +103,15 @@ class RegistryRequests:
             Unavailable: ZooKeeper does not answer, or the principal requests too many client IDs.
         """
         principal = "" if access is None else access.principal
-        async with AsyncExitStack() as turn:
+        async with AsyncExitStack() as turn_stack:
             if request.operation == RegistryOperation.TASKS:
-                await turn.enter_async_context(self._listings[principal])  # rule 7
-            await turn.enter_async_context(self._turns[principal])
+                await turn_stack.enter_async_context(self._listings[principal])  # rule 7
+            await turn_stack.enter_async_context(self._turns[principal])
             _check_connection_open(is_closed)
             answer = await self._process_for_principal(request, access, is_closed)
         is_over = request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET)
-        if is_over and not self._is_removing:
-            self._is_removing = True
+        if is_over and not self._is_removing_expired:
+            self._is_removing_expired = True
             self._tasks.create_task(self._forget_expired())
         return answer
 
@@ -122,9 +122,9 @@ class RegistryRequests:
         is_closed: Callable[[], bool],
     ) -> RegistryResponse:
         if access is not None:
-            own = self._writes.for_principal(access.principal, is_limited=access.is_enforced)
+            own_writes = self._writes.for_principal(access.principal, is_limited=access.is_enforced)
             try:
-                return await self._carry_out_operation(request, own, access, is_closed)
+                return await self._carry_out_operation(request, own_writes, access, is_closed)
             except errors.PermissionDenied as error:
                 if not access.is_only_reported(error, request):
                     raise
@@ -138,34 +138,38 @@ class RegistryRequests:
         access: ConnectionAccess | None,
         is_closed: Callable[[], bool],
     ) -> RegistryResponse:
-        given = Arguments(bytes(request.arguments), self._arguments_bytes_max)
+        arguments = Arguments(bytes(request.arguments), self._arguments_bytes_max)
         write = request.write
         match request.operation:
             case RegistryOperation.BEGIN:
                 marks = self._starting_marks(request)
-                keep_ms, in_series = given.keep_ms(), given.flag("in_series")
-                begun = await writes.begin(write, marks, keep_ms, in_series=in_series)
-                return RegistryResponse(request.req_id, begun.to_bytes())
+                keep_ms, in_series = arguments.keep_ms(), arguments.flag("in_series")
+                new_state = await writes.begin(write, marks, keep_ms, in_series=in_series)
+                return RegistryResponse(request.req_id, new_state.to_bytes())
             case RegistryOperation.READ:
-                found = await writes.read(write)
-                return RegistryResponse(request.req_id, b"" if found is None else found.to_bytes())
+                write_state = await writes.read(write)
+                return RegistryResponse(
+                    request.req_id, b"" if write_state is None else write_state.to_bytes()
+                )
             case RegistryOperation.ENTER:
-                task, run = _task_number(request), given.text("run")
-                issue = partial(self._issue_client_id, access)
-                entered = await writes.enter(write, task, run, issue)
-                proof = NO_PROOF if access is None else access.proof_of(entered.client_id)
-                return RegistryResponse(request.req_id, entered.to_bytes(), proof)
+                task, run = _task_number(request), arguments.text("run")
+                issue_client_id = partial(self._issue_client_id, access)
+                entered_task = await writes.enter(write, task, run, issue_client_id)
+                proof = NO_PROOF if access is None else access.proof_of(entered_task.client_id)
+                return RegistryResponse(request.req_id, entered_task.to_bytes(), proof)
             case RegistryOperation.CHECK:
                 await writes.check(write, _task_number(request), request.attempt)
             case RegistryOperation.TASKS:
-                result = await _read_tasks(writes, write, given.text("run"), is_closed)
+                result = await _read_tasks(writes, write, arguments.text("run"), is_closed)
                 return RegistryResponse(request.req_id, result)
             case RegistryOperation.FINISH:
-                by = (
+                finished_by = (
                     TaskAttempt(_task_number(request), request.attempt) if request.attempt else None
                 )
-                done = await writes.finish(write, given.summary(), given.keep_ms(), by=by)
-                return RegistryResponse(request.req_id, done.to_bytes())
+                finished_state = await writes.finish(
+                    write, arguments.summary(), arguments.keep_ms(), by=finished_by
+                )
+                return RegistryResponse(request.req_id, finished_state.to_bytes())
             case RegistryOperation.FORGET:
                 await writes.forget(write)
             case unknown:
@@ -213,7 +217,7 @@ class RegistryRequests:
                 "registry.expired_writes_not_removed reason=%s", error
             )  # retried with the next request
         finally:
-            self._is_removing = False
+            self._is_removing_expired = False
 
 
 class Arguments:
@@ -243,36 +247,36 @@ class Arguments:
 
     def keep_ms(self) -> int:
         """Return how long the registry must keep the write, in ms."""
-        found = self._values.get("keep_ms")
-        if type(found) is not int or not 0 <= found <= KEEP_MS_MAX:
+        value = self._values.get("keep_ms")
+        if type(value) is not int or not 0 <= value <= KEEP_MS_MAX:
             raise self._bad_argument_error("keep_ms", f"0 to {KEEP_MS_MAX} (a year)")
-        return found
+        return value
 
     def flag(self, name: str) -> bool:
         """Return the boolean argument `name`; False if it is absent."""
-        found = self._values.get(name, False)
-        if type(found) is not bool:
+        value = self._values.get(name, False)
+        if type(value) is not bool:
             raise self._bad_argument_error(name, "true or false")
-        return found
+        return value
 
     def text(self, name: str) -> str:
         """Return the text argument `name`, of at most `NAME_CHARACTERS_MAX` characters."""
-        found = self._values.get(name)
-        if type(found) is not str or len(found) > NAME_CHARACTERS_MAX:
+        value = self._values.get(name)
+        if type(value) is not str or len(value) > NAME_CHARACTERS_MAX:
             raise self._bad_argument_error(
                 name, f"a text of at most {NAME_CHARACTERS_MAX} characters"
             )
-        return found
+        return value
 
     def summary(self) -> dict[str, Any]:
         """Return the summary of a write."""
-        found = self._values.get("summary")
-        if not isinstance(found, dict) or not _has_levels(found, _SUMMARY_LEVELS_MAX):
+        value = self._values.get("summary")
+        if not isinstance(value, dict) or not _has_at_most_levels(value, _SUMMARY_LEVELS_MAX):
             # NB: the depth of Python's stack determines whether it can decode many levels.
             raise self._bad_argument_error(
                 "summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels"
             )
-        return found
+        return value
 
     def _bad_argument_error(self, name: str, expected: str) -> errors.BadRequest:
         return errors.BadRequest(
@@ -288,29 +292,31 @@ async def _read_tasks(
 
     There may be a hundred thousand tasks, so the nodes are read in groups.
     """
-    await writes.read(write)  # it checks the owner
+    await writes.read(write)  # raises if the write belongs to another principal
     numbers = await writes.read_task_numbers(write)
-    found: list[int] = []
+    task_numbers: list[int] = []
     others: dict[str, int] = {}
     for start in range(0, len(numbers), CONCURRENT_READS_MAX):
         _check_connection_open(is_closed)
         tasks = await _read_task_states(
             writes, write, numbers[start : start + CONCURRENT_READS_MAX]
         )
-        found += tasks
+        task_numbers += tasks
         others |= {
-            str(number): each for number, each in client_ids_of_other_runs(run, tasks).items()
+            str(number): state for number, state in client_ids_of_other_runs(run, tasks).items()
         }
-    return strict_json.to_json({"tasks": found, "others": others})
+    return strict_json.to_json({"tasks": task_numbers, "others": others})
 
 
 async def _read_task_states(
     writes: WriteRegistry, write: str, numbers: Sequence[int]
 ) -> dict[int, TaskState]:
     """Read the states of the given tasks concurrently."""
-    states = await run_parallel(writes.read_task_state(write, each) for each in numbers)
-    found = zip(numbers, states, strict=True)
-    return {number: state for number, state in found if state is not None}
+    states = await run_parallel(
+        writes.read_task_state(write, task_number) for task_number in numbers
+    )
+    numbered_states = zip(numbers, states, strict=True)
+    return {number: state for number, state in numbered_states if state is not None}
 
 
 def _check_connection_open(is_closed: Callable[[], bool]) -> None:
@@ -318,12 +324,12 @@ def _check_connection_open(is_closed: Callable[[], bool]) -> None:
         raise errors.Unreachable("the connection was closed before its request was processed")
 
 
-def _has_levels(value: object, levels_max: int) -> bool:
+def _has_at_most_levels(value: object, levels_max: int) -> bool:
     """Whether at most `levels_max` JSON objects and lists are nested in one another."""
     if not isinstance(value, dict | list):
         return True
     children = value.values() if isinstance(value, dict) else value
-    return levels_max > 0 and all(_has_levels(each, levels_max - 1) for each in children)
+    return levels_max > 0 and all(_has_at_most_levels(child, levels_max - 1) for child in children)
 
 
 def _task_number(request: RegistryRequest) -> int:

@@ -121,10 +121,10 @@ async def serve(
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
             # A single error is easier to read than a tree of tasks.
-            known, _ = group.split(errors.WaltzError)
-            if known is None:
+            known_errors, _ = group.split(errors.WaltzError)
+            if known_errors is None:
                 raise
-            raise errors.first_error_in(known) from group
+            raise errors.first_error_in(known_errors) from group
 
 
 class _ServerStopped(Exception):
@@ -177,10 +177,10 @@ class Server:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
-        self._preferring = asyncio.Lock()
+        self._preference_lock = asyncio.Lock()
         self._client_ids = ClientIdQueue(coordinator.issued_ids.allocate_ids)
         self._handed_over_s: dict[PartitionId, float] = {}
-        self._handing_over = asyncio.Lock()
+        self._hand_over_lock = asyncio.Lock()
         self._without_quorum_s = -math.inf
         self._is_registered = False
         self.address = ""
@@ -294,7 +294,7 @@ class Server:
         self._clients.pause()
         for _ in range(LAST_APPENDS_POLLS):
             pipelines = [host.partition.pipeline for host in self.hosts.values()]
-            if not any(each.queued_bytes or each.in_flight_bytes for each in pipelines):
+            if not any(pipeline.queued_bytes or pipeline.in_flight_bytes for pipeline in pipelines):
                 break
             await asyncio.sleep(LAST_APPENDS_POLL_S)
         try:
@@ -341,11 +341,11 @@ class Server:
     def _apply_ownership(self) -> None:
         if self._view is None:
             return
-        own = self._view.partitions_of(self._server_id)
-        for partition_id in [each for each in self.hosts if each not in own]:
+        own_ids = self._view.partitions_of(self._server_id)
+        for partition_id in [hosted_id for hosted_id in self.hosts if hosted_id not in own_ids]:
             _log.info("partition.moved_away partition=%s", partition_id)
             self._drop_host(partition_id)
-        for partition_id, generation in own.items():
+        for partition_id, generation in own_ids.items():
             replicas = self._assignments.replicas_of(partition_id)
             host = self.hosts.get(partition_id)
             if host is None:
@@ -386,7 +386,7 @@ class Server:
             refresh_storage_ids=self._storage_id_reads.wait_for_answer,
             hand_over=self._hand_over_partition,
             answer=self._clients.answer,
-            failed=self._on_partition_failed,
+            on_failure=self._on_partition_failed,
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
             ssl=self._ssl,
         )
@@ -399,11 +399,11 @@ class Server:
         if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
             return False
         # One at a time: concurrent changes of the same node would conflict.
-        async with self._handing_over:
+        async with self._hand_over_lock:
             host = self.hosts.get(partition_id)
             if host is None or host.partition.is_owned:
                 return False  # The partition was owned again meanwhile.
-            async with self._preferring:  # `hand_over` also removes a preference.
+            async with self._preference_lock:  # `hand_over` also removes a preference.
                 if not await self._coordinator.hand_over(partition_id, generation):
                     return False
                 if self._preferences.suspend(partition_id, time.monotonic()):
@@ -413,20 +413,22 @@ class Server:
         return True
 
     async def _read_storage_ids(self) -> None:
-        found = await self._coordinator.read_storage_ids()
-        self._storage_ids.update((each, uuid.bytes) for each, uuid in found.items())
+        uuids = await self._coordinator.read_storage_ids()
+        self._storage_ids.update((replica, uuid.bytes) for replica, uuid in uuids.items())
 
     async def _refresh_nearby(self) -> None:
         if self._config.group != NO_GROUP:
             groups = (await self._coordinator.read_groups()).groups
             self._nearby.clear()
-            self._nearby.update(each for each in groups if groups[each] == self._config.group)
+            self._nearby.update(
+                storage for storage in groups if groups[storage] == self._config.group
+            )
 
     async def prefer(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
         """Add and remove preferred partitions (`clients.Backend`)."""
-        async with self._preferring:
+        async with self._preference_lock:
             await self._change_preferences(added, removed)
 
     async def _change_preferences(
@@ -443,17 +445,24 @@ class Server:
             resumable_partitions = self._preferences.resumable_partitions(time.monotonic())
             if not resumable_partitions:
                 continue
-            reached = {ReplicaId(name): is_it for name, is_it in await self.check_connectivity()}
-            back = reachable_partitions(
-                resumable_partitions, self._assignments.replicas_of, reached
+            reachability = {
+                ReplicaId(name): was_reached
+                for name, was_reached in await self.check_connectivity()
+            }
+            resumed_partitions = reachable_partitions(
+                resumable_partitions, self._assignments.replicas_of, reachability
             )
-            if back:
-                await self._restore_preferences(back)
+            if resumed_partitions:
+                await self._restore_preferences(resumed_partitions)
 
     async def _restore_preferences(self, partitions: Collection[PartitionId]) -> None:
-        async with self._preferring:
+        async with self._preference_lock:
             # A preference may have been removed while the storages were queried.
-            suspended = [each for each in partitions if each in self._preferences.suspended]
+            suspended = [
+                partition_id
+                for partition_id in partitions
+                if partition_id in self._preferences.suspended
+            ]
             if not suspended:
                 return
             try:
@@ -478,17 +487,17 @@ class Server:
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment (`clients.Backend`)."""
-        found: dict[str, bool] = {}
+        is_reachable_by_name: dict[str, bool] = {}
 
         async def check(replica: ReplicaId) -> None:
-            found[replica] = await is_reachable(
+            is_reachable_by_name[replica] = await is_reachable(
                 replica, self._cluster_key, self.partition_count, ssl=self._ssl
             )
 
         async with asyncio.TaskGroup() as tasks:
             for replica in self._assignments.partitions:
                 tasks.create_task(check(replica))
-        return sorted(found.items())
+        return sorted(is_reachable_by_name.items())
 
     async def health(self) -> Health:
         """Return the health of the server.
@@ -534,7 +543,7 @@ class Server:
             )
             metrics.set("waltz_server_connections", self._clients.count)
             metrics.set("waltz_server_legacy_client_connections", self._clients.legacy_client_count)
-            metrics.set("waltz_server_queued_bytes", self._clients.bytes)
+            metrics.set("waltz_server_queued_bytes", self._clients.memory_bytes)
             metrics.set("waltz_server_feed_cache_bytes", len(self.hosts) * self._feed_cache_bytes)
             metrics.set("waltz_server_transaction_cache_bytes", self._budget.used_bytes)
             tables = [host.partition.pipeline.locks for host in self.hosts.values()]
@@ -602,10 +611,12 @@ def session_limits_of(config: ServerConfig) -> SessionLimits:
 
 
 def _flow_limits(config: ServerConfig) -> FlowLimits:
-    held = config.lock_table_bytes_max + config.feed_cache_bytes + config.transaction_cache_bytes
+    reserved_bytes = (
+        config.lock_table_bytes_max + config.feed_cache_bytes + config.transaction_cache_bytes
+    )
     return FlowLimits(
         connection_in_flight_count_max=config.connection_in_flight_count_max,
         connection_in_flight_bytes_max=config.connection_in_flight_bytes_max,
-        memory_bytes_max=max(config.memory_bytes_max - held, 16 * MIB),
+        memory_bytes_max=max(config.memory_bytes_max - reserved_bytes, 16 * MIB),
         range_bytes_max=config.range_bytes_max,
     )

@@ -205,9 +205,9 @@ class MemoryServer:
         self.loop.call_at(due_s, self._send_delayed_answer, connection)
 
     def _send_delayed_answer(self, connection: ConnectionId) -> None:
-        waiting = self._delayed[connection]
-        self.clients.answer(waiting.popleft())
-        if not waiting:
+        delayed_answers = self._delayed[connection]
+        self.clients.answer(delayed_answers.popleft())
+        if not delayed_answers:
             del self._delayed[connection], self._due_s[connection]
 
 
@@ -232,7 +232,7 @@ class MemoryHost:
         )
         # The requests whose answers will be lost, and the time until which each client may not
         # mount.
-        self._muted: set[ReqId] = set()
+        self._unanswered_requests: set[ReqId] = set()
         self._disconnected_until_s: dict[int, float] = {}
         self._driver: Driver[Event, Effect] = Driver(
             self._partition,
@@ -303,7 +303,7 @@ class MemoryHost:
         Return True if the append is lost. If `enters_log` is None, the choice is random.
         """
         if self._server.faults.random_bool() if enters_log is None else enters_log:
-            self._muted.add(req_id)
+            self._unanswered_requests.add(req_id)
             return False
         self._server.clients.disconnect(connection, "an append was lost")
         return True
@@ -320,8 +320,8 @@ class MemoryHost:
 
     def _send_or_lose_answer(self, effect: SendToClient) -> None:
         message = effect.message
-        if message.req_id in self._muted and isinstance(message, AppendResult):
-            self._muted.discard(message.req_id)
+        if message.req_id in self._unanswered_requests and isinstance(message, AppendResult):
+            self._unanswered_requests.discard(message.req_id)
             self._server.clients.disconnect(effect.connection, "an answer was lost")
         elif isinstance(message, ReplicasResponse):
             # There are no storages: the server itself answers readers.

@@ -194,12 +194,12 @@ class ReadLinks:
                 read_link.waiting[number] = answer
                 read_link.link.send(replace(message, sequence=number))
                 try:
-                    found = await answer
+                    fetched = await answer
                 finally:
                     read_link.waiting.pop(number, None)
         except TimeoutError as error:
             raise Unreachable(f"replica {replica} did not answer within {timeout_s} s") from error
-        return replace(found, sequence=message.sequence)
+        return replace(fetched, sequence=message.sequence)
 
     def close(self) -> None:
         """Close all links."""
@@ -209,9 +209,9 @@ class ReadLinks:
     async def _get_link(self, replica: ReplicaId) -> _ReadLink:
         lock = self._dialing.setdefault(replica, asyncio.Lock())
         async with lock:
-            found = self._links.get(replica)
-            if found is not None:
-                return found
+            open_link = self._links.get(replica)
+            if open_link is not None:
+                return open_link
             link = await dial(
                 WireProtocol.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=self._ssl
             )

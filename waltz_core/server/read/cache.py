@@ -194,26 +194,30 @@ class TransactionCache:
             return []
         self.hits += 1
         position = bisect_right(self._firsts, first, lo=self._head) - 1
-        found: list[CachedRange] = []
+        ranges: list[CachedRange] = []
         start = int(first)
-        while start <= min(last, newest) and (bytes_max > 0 or not found):
-            part = _part_of(self._batches[self._firsts[position]][1], start, int(last), bytes_max)
-            found.append(part)
+        while start <= min(last, newest) and (bytes_max > 0 or not ranges):
+            part = _range_of_batch(
+                self._batches[self._firsts[position]][1], start, int(last), bytes_max
+            )
+            ranges.append(part)
             bytes_max -= len(part.records)
             # A part that ends inside its batch has reached a limit, so it is the last one.
             if part.last < part.entry.last:
                 break
             start = part.last + 1
             position += 1
-        return found
+        return ranges
 
 
-def _part_of(batch: CachedBatch, first: int, last: int, bytes_max: int) -> CachedRange:
+def _range_of_batch(batch: CachedBatch, first: int, last: int, bytes_max: int) -> CachedRange:
     entry, lengths, records = batch
     assert entry.first <= first <= entry.last
     skip = first - entry.first
-    wanted = min(last, entry.last) - first + 1
-    count = min(wanted, raw_records.count_within(lengths[skip : skip + wanted], bytes_max))
+    wanted_count = min(last, entry.last) - first + 1
+    count = min(
+        wanted_count, raw_records.count_within(lengths[skip : skip + wanted_count], bytes_max)
+    )
     view, part = raw_records.slice_records(records, lengths, skip=skip, count=count)
     return CachedRange(TransactionId(first), TransactionId(first + count - 1), part, view, entry)
 
@@ -255,16 +259,16 @@ class FeedCache:
             self._first = first  # rule 1
         self._last = first + count - 1
         self._first = max(self._first, self._last - self._capacity + 1)
-        kept = min(count, self._capacity)
-        view = memoryview(packed)[(count - kept) * _FEED_HEADER_BYTES :]
-        start = (self._last - kept + 1) % self._capacity
-        until_end = min(kept, self._capacity - start)
-        self._ring[start * _FEED_HEADER_BYTES : (start + until_end) * _FEED_HEADER_BYTES] = view[
-            : until_end * _FEED_HEADER_BYTES
-        ]
-        if until_end < kept:
-            self._ring[: (kept - until_end) * _FEED_HEADER_BYTES] = view[
-                until_end * _FEED_HEADER_BYTES :
+        kept_count = min(count, self._capacity)
+        view = memoryview(packed)[(count - kept_count) * _FEED_HEADER_BYTES :]
+        start = (self._last - kept_count + 1) % self._capacity
+        count_until_end = min(kept_count, self._capacity - start)
+        self._ring[start * _FEED_HEADER_BYTES : (start + count_until_end) * _FEED_HEADER_BYTES] = (
+            view[: count_until_end * _FEED_HEADER_BYTES]
+        )
+        if count_until_end < kept_count:
+            self._ring[: (kept_count - count_until_end) * _FEED_HEADER_BYTES] = view[
+                count_until_end * _FEED_HEADER_BYTES :
             ]
 
     def read(self, first: TransactionId, last: TransactionId) -> bytes:
@@ -280,15 +284,17 @@ class FeedCache:
         self.hits += 1
         count = min(last, self._last) - first + 1
         start = first % self._capacity
-        until_end = min(count, self._capacity - start)
-        if until_end == count:
+        count_until_end = min(count, self._capacity - start)
+        if count_until_end == count:
             return bytes(
                 self._ring[start * _FEED_HEADER_BYTES : (start + count) * _FEED_HEADER_BYTES]
             )
         return b"".join(
             (
-                self._ring[start * _FEED_HEADER_BYTES : (start + until_end) * _FEED_HEADER_BYTES],
-                self._ring[: (count - until_end) * _FEED_HEADER_BYTES],
+                self._ring[
+                    start * _FEED_HEADER_BYTES : (start + count_until_end) * _FEED_HEADER_BYTES
+                ],
+                self._ring[: (count - count_until_end) * _FEED_HEADER_BYTES],
             )
         )
 

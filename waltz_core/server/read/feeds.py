@@ -124,15 +124,15 @@ class Feed:
     @property
     def fetched_first_ids(self) -> set[TransactionId]:
         """The first IDs of the ranges that are being fetched for feeds."""
-        return {each.next for each in self._contexts.values() if each.is_fetching}
+        return {context.next for context in self._contexts.values() if context.is_fetching}
 
     def lag_max(self) -> int:
         """Return how many committed transactions are not yet sent to the slowest client.
 
         Return 0 if there is no client.
         """
-        nexts = [context.next for context in self._contexts.values()]
-        return self._high_water_mark + 1 - min(nexts) if nexts else 0
+        next_ids = [context.next for context in self._contexts.values()]
+        return self._high_water_mark + 1 - min(next_ids) if next_ids else 0
 
     # -----------------------------------------------------------------------------------------
     # requests
@@ -164,20 +164,20 @@ class Feed:
         self, request: RequestReceived, mark: int, position: PartitionPosition
     ) -> WaltzError | None:
         """Grant a feed request; return the error, or None if it is granted."""
-        where = f"feed request after transaction {mark} of {position}"
+        description = f"feed request after transaction {mark} of {position}"
         if not self.is_mounted(request):
             return NotMounted(
-                f"{where}: the client has not mounted the partition, or only in an earlier "
+                f"{description}: the client has not mounted the partition, or only in an earlier "
                 "generation"
             )
         if mark > position.high_water_mark:
             return ClientAheadOfLog(
-                f"{where}: the log ends before it, at transaction {position.high_water_mark}"
+                f"{description}: the log ends before it, at transaction {position.high_water_mark}"
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
-                f"{where}: expected a high-water mark of -1 or more, and no earlier feed request "
-                "of the client that is still open"
+                f"{description}: expected a high-water mark of -1 or more, and no earlier feed "
+                "request of the client that is still open"
             )
         return None
 
@@ -230,7 +230,7 @@ class Feed:
 
     def abandon(self) -> list[RequestReceived]:
         """End all feeds; return the unanswered mounts and feed requests."""
-        waiting = [each.request for each in self._contexts.values() if each.is_granted]
+        waiting = [context.request for context in self._contexts.values() if context.is_granted]
         self._contexts.clear()
         self._has_more = False
         return waiting
@@ -256,14 +256,14 @@ class Feed:
                 self._contexts.move_to_end(key)
         return out
 
-    def on_headers_fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
+    def on_headers_fetched(self, fetched_headers: FeedHeaders) -> list[FeedOutcome]:
         """Send fetched headers to all contexts that wait at the first ID of these headers."""
         out: list[FeedOutcome] = []
         for context in self._contexts.values():
-            if context.is_fetching and context.next == stretch.first:
+            if context.is_fetching and context.next == fetched_headers.first:
                 context.is_fetching = False
                 if context.connection not in self._congested:
-                    self._send_frame(context, stretch, out)
+                    self._send_frame(context, fetched_headers, out)
                     self._end_grant(context, out)
                 self._has_more = True
         return out
@@ -271,7 +271,9 @@ class Feed:
     def on_fetch_failed(self, first: TransactionId) -> list[RequestReceived]:
         """End the feeds that wait at an ID that no replica can return; return their requests."""
         keys = [
-            key for key, each in self._contexts.items() if each.is_fetching and each.next == first
+            key
+            for key, context in self._contexts.items()
+            if context.is_fetching and context.next == first
         ]
         return [self._contexts.pop(key).request for key in keys]
 
@@ -282,8 +284,8 @@ class Feed:
             self._end_grant(context, out)
             return False
         last = min(last, TransactionId(context.next + self._limits.feed_frame_count_max - 1))
-        stretch = self._memory.read_cached(context.next, last)
-        if stretch is None:
+        cached_headers = self._memory.read_cached(context.next, last)
+        if cached_headers is None:
             context.is_fetching = True
             fetch = FetchHeaders(
                 context.next,
@@ -292,25 +294,25 @@ class Feed:
             if fetch not in out:
                 out.append(fetch)
             return False
-        self._send_frame(context, stretch, out)
+        self._send_frame(context, cached_headers, out)
         self._end_grant(context, out)
         return True
 
     def _send_frame(
-        self, context: _ClientFeed, stretch: FeedHeaders, out: list[FeedOutcome]
+        self, context: _ClientFeed, feed_headers: FeedHeaders, out: list[FeedOutcome]
     ) -> None:
         # Headers that were fetched for another context may exceed the grant of this one.
-        count = min(stretch.size, context.until - context.next + 1)
-        assert stretch.first == context.next
+        count = min(feed_headers.size, context.until - context.next + 1)
+        assert feed_headers.first == context.next
         assert count > 0
         assert context.next + count - 1 <= self._high_water_mark
-        chain_at, chain = stretch.chain_at, stretch.chain
+        chain_at, chain = feed_headers.chain_at, feed_headers.chain
         if chain_at >= context.next + count:
             chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
-        headers: Buffer = memoryview(stretch.headers)[: count * FEED_HEADER_BYTES]
-        picked = b""
+        headers: Buffer = memoryview(feed_headers.headers)[: count * FEED_HEADER_BYTES]
+        offsets = b""
         if context.header_values:
-            headers, picked = select_headers(headers, context.header_values)
+            headers, offsets = select_headers(headers, context.header_values)
         message = FeedBatch(
             context.mount_id,
             context.next,
@@ -319,7 +321,7 @@ class Feed:
             self._session_id,
             chain_at,
             chain,
-            picked,
+            offsets,
         )
         context.next = TransactionId(context.next + count)
         out.append(SendToClient(context.connection, message, 0))
@@ -343,8 +345,8 @@ def select_headers(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buf
 
     If all headers have one of the values, there are no offsets.
     """
-    heads = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
-    offsets = np.flatnonzero(np.isin(heads["header"].astype(np.int32), header_values))
-    if offsets.size == heads.size:
+    feed_headers = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
+    offsets = np.flatnonzero(np.isin(feed_headers["header"].astype(np.int32), header_values))
+    if offsets.size == feed_headers.size:
         return headers, b""
-    return heads[offsets].tobytes(), offsets.astype(">i4").tobytes()
+    return feed_headers[offsets].tobytes(), offsets.astype(">i4").tobytes()

@@ -54,11 +54,11 @@ class ReadAhead:
 
     def find(self, transaction_id: TransactionId) -> memoryview | None:
         """Return the record of a transaction; None if it was not prefetched."""
-        for first, stretch in self._ranges.items():
+        for first, prefetched in self._ranges.items():
             index = transaction_id - first
-            if 0 <= index < stretch.offsets.size - 1:
+            if 0 <= index < prefetched.offsets.size - 1:
                 self.hits += 1
-                return stretch.records[stretch.offsets[index] : stretch.offsets[index + 1]]
+                return prefetched.records[prefetched.offsets[index] : prefetched.offsets[index + 1]]
         return None
 
     def is_wanted(self, transaction_id: TransactionId) -> bool:
@@ -96,5 +96,5 @@ class ReadAhead:
         self._ends.clear()
 
     def _drop(self, first: TransactionId) -> None:
-        stretch = self._ranges.pop(first)
-        self._budget.release(stretch.receipt, stretch.cost_bytes)
+        prefetched = self._ranges.pop(first)
+        self._budget.release(prefetched.receipt, prefetched.cost_bytes)

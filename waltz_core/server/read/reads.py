@@ -22,11 +22,11 @@ Rules:
     10. If the log begins after the first ID of a fetch, the fetch fails at once. The records are
         not in the archive, either, and the beginning of the archive is the same for all replicas.
     11. A request fails after `ROUNDS_MAX` rounds over all replicas. If a replica has reported
-        damage, the error states this reason. If in the last round all replicas of the session
-        report damage, locally and in the archive, the error is that of the damage, which is not
-        retriable. A feed waits instead. But if all these replicas report damage, with pauses of up
-        to `RETRY_MAX_MS`, the feed fails with a retriable error that states what is damaged, so
-        that the feed continues after a repair.
+        damage, the error states the damage. If all replicas of the session have reported damage in
+        the last round, locally and in the archive, the error is not retriable.
+    12. A feed does not fail after `ROUNDS_MAX` rounds: it waits. Exception: if all replicas of the
+        session report damage, and the pause between rounds has grown to `RETRY_MAX_MS`, the feed
+        fails. Its error is retriable, so that the feed continues after a repair.
 """
 
 from collections import deque
@@ -136,8 +136,8 @@ class _RangeFetch:
     tried_replicas: list[ReplicaId] = field(default_factory=list)
     round_count: int = 0
     retry_ms: int = RETRY_FIRST_MS
-    # Rule 11: whether all replicas of the present round report damage, and the last damage with its
-    # code.
+    # Rules 11 and 12: whether all replicas of the present round report damage, and the last damage
+    # with its code.
     is_damaged_everywhere: bool = True
     damage: str = ""
     damage_code: int = 0
@@ -171,8 +171,9 @@ class Reads:
         self._running: dict[int, _RangeFetch | None] = {}  # None: no request waits any more
         self._delayed: list[tuple[int, _RangeFetch]] = []
         self._token = 0
-        self._turn = 0
-        self._avoided: dict[ReplicaId, int] = {}  # avoided until this number of fetches (rule 7)
+        self._replica_turn = 0
+        # The number of fetches until which each failed replica is avoided (rule 7).
+        self._avoided_until: dict[ReplicaId, int] = {}
         self.replicas: Sequence[ReplicaId] = ()
         # The storages in the group of this server. The set may change at any time (rule 6).
         self.nearby: Container[ReplicaId] = ()
@@ -248,14 +249,16 @@ class Reads:
 
     def request_range(self, request: RequestReceived, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request from memory, or fetch the range."""
-        if fault := _range_request_error(message):
-            return [request_error_answer(request, BadRequest(fault))]
+        if error_text := _range_request_error(message):
+            return [request_error_answer(request, BadRequest(error_text))]
         form = RangeForm.HEADERS if message.form == OWN_HEADERS else message.form
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
-            run = _RangeRecords(first, TransactionId(first - 1), form, _NO_LENGTHS, b"", ())
-            return [self._range_answer(request, message, run)]
+            range_records = _RangeRecords(
+                first, TransactionId(first - 1), form, _NO_LENGTHS, b"", ()
+            )
+            return [self._range_answer(request, message, range_records)]
         bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
         run_or_none = self._read_cached_run(first, last, bytes_max, form)
         if run_or_none is not None:
@@ -266,31 +269,31 @@ class Reads:
         self, request: RequestReceived, message: TransactionDataRequest
     ) -> list[ReadOutcome]:
         """Answer a request for one transaction's data from memory, or fetch the transaction."""
-        wanted = TransactionId(message.transaction_id)
-        if not 0 <= wanted <= self._high_water_mark:
-            fault = (
-                f"transaction {wanted} of partition {self._partition_id} is not in the log, "
-                f"which ends at transaction {self._high_water_mark}"
+        transaction_id = TransactionId(message.transaction_id)
+        if not 0 <= transaction_id <= self._high_water_mark:
+            error_text = (
+                f"transaction {transaction_id} of partition {self._partition_id} is not in the "
+                f"log, which ends at transaction {self._high_water_mark}"
             )
-            answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
+            answer = TransactionDataResponse(message.req_id, transaction_id, (None, error_text))
             return [SendToClient(request.connection, answer, request.cost_bytes)]
-        record = self._ahead.find(wanted)
+        record = self._ahead.find(transaction_id)
         if record is not None:
             return [_data_answer(request, message, record)]
-        run = self._read_cached_run(wanted, wanted, 1, RangeForm.WHOLE)
-        if run is not None:
-            return [_data_answer(request, message, run.records)]
-        return self._request_fetch(self._fetch_key_of(wanted), request)
+        range_records = self._read_cached_run(transaction_id, transaction_id, 1, RangeForm.WHOLE)
+        if range_records is not None:
+            return [_data_answer(request, message, range_records.records)]
+        return self._request_fetch(self._fetch_key_of(transaction_id), request)
 
-    def _fetch_key_of(self, wanted: TransactionId) -> _FetchKey:
+    def _fetch_key_of(self, transaction_id: TransactionId) -> _FetchKey:
         """Return the key of the fetch for a single transaction (rule 8)."""
         for key in self._reading_ahead:
-            if key.first <= wanted <= key.last:
+            if key.first <= transaction_id <= key.last:
                 return key
-        if not self._ahead.is_wanted(wanted):
-            return _single_fetch_key(wanted)
-        last = TransactionId(min(wanted + PREFETCH_COUNT_MAX - 1, self._high_water_mark))
-        key = _FetchKey(wanted, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_ahead=True)
+        if not self._ahead.is_wanted(transaction_id):
+            return _single_fetch_key(transaction_id)
+        last = TransactionId(min(transaction_id + PREFETCH_COUNT_MAX - 1, self._high_water_mark))
+        key = _FetchKey(transaction_id, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_ahead=True)
         self._reading_ahead[key] = None
         return key
 
@@ -304,7 +307,7 @@ class Reads:
     def close(self, connection: ConnectionId, awaited_firsts: Container[TransactionId]) -> None:
         """Drop the requests of a closed connection, as in `on_feeds_ended` (rule 9)."""
         for job in self._jobs.values():
-            job.waiting = [each for each in job.waiting if each.connection != connection]
+            job.waiting = [request for request in job.waiting if request.connection != connection]
         self.on_feeds_ended(awaited_firsts)
 
     def on_feeds_ended(self, awaited_firsts: Container[TransactionId]) -> None:
@@ -320,7 +323,7 @@ class Reads:
                 dropped.add(key)
         if dropped:
             self._ready = deque(job for job in self._ready if job.key not in dropped)
-            self._delayed = [each for each in self._delayed if each[1].key not in dropped]
+            self._delayed = [entry for entry in self._delayed if entry[1].key not in dropped]
         for key in dropped:
             del self._jobs[key]
             self._reading_ahead.pop(key, None)
@@ -333,8 +336,8 @@ class Reads:
         headers = self._feed.read(first, last)
         if not headers:
             return None
-        reach = first + len(headers) // raw_records.FEED_HEADER_BYTES - 1
-        end = self._last_entry_within(TransactionId(first), TransactionId(reach))
+        cached_last = first + len(headers) // raw_records.FEED_HEADER_BYTES - 1
+        end = self._last_entry_within(TransactionId(first), TransactionId(cached_last))
         if end is None:
             return FeedHeaders(first, headers)
         return FeedHeaders(first, headers, end.last, end.chain)
@@ -361,15 +364,17 @@ class Reads:
         if not parts:
             return None
         lineage = tuple(part.entry for part in parts)
-        reach = parts[-1].last
+        run_last = parts[-1].last
         if form == RangeForm.HEADERS:
-            heads = [raw_records.headers_of(part.records, part.lengths) for part in parts]
-            return _RangeRecords(first, reach, form, _NO_LENGTHS, b"".join(heads), lineage)
+            record_headers = [raw_records.headers_of(part.records, part.lengths) for part in parts]
+            return _RangeRecords(
+                first, run_last, form, _NO_LENGTHS, b"".join(record_headers), lineage
+            )
         if len(parts) == 1:
-            return _RangeRecords(first, reach, form, parts[0].lengths, parts[0].records, lineage)
+            return _RangeRecords(first, run_last, form, parts[0].lengths, parts[0].records, lineage)
         lengths = np.concatenate([part.lengths for part in parts])
         return _RangeRecords(
-            first, reach, form, lengths, b"".join(part.records for part in parts), lineage
+            first, run_last, form, lengths, b"".join(part.records for part in parts), lineage
         )
 
     # -----------------------------------------------------------------------------------------
@@ -397,24 +402,24 @@ class Reads:
         if job is None:
             return self._ignore_answer(token)
         try:
-            run = _check_range(message, job.key)
+            range_records = _check_range(message, job.key)
         except WaltzError as error:
             return self.on_fetch_failed(FetchFailed(token, str(error)), now_ms)
         del self._running[token], self._jobs[job.key]
         if job.key in self._reading_ahead:
             del self._reading_ahead[job.key]
-            self._ahead.keep(run.first, run.lengths, run.records)
-        elif job.key == _single_fetch_key(run.first):
-            self._ahead.note_fetched_up_to(run.last)
+            self._ahead.keep(range_records.first, range_records.lengths, range_records.records)
+        elif job.key == _single_fetch_key(range_records.first):
+            self._ahead.note_fetched_up_to(range_records.last)
         out: list[ReadOutcome] = []
         if job.is_for_feed:
-            out.append(_feed_headers_in(run))
+            out.append(_feed_headers_in(range_records))
         for request in job.waiting:
-            out += self._range_answers(request, run)
+            out += self._range_answers(request, range_records)
         return out + self._start_fetches()
 
     def on_fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
-        """A fetch has failed: retry it, or reject its requests (rules 2, 10 and 11)."""
+        """A fetch has failed: retry it, or reject its requests (rules 2 and 10 to 12)."""
         job = self._running.get(event.token)
         if job is None:
             return self._ignore_answer(event.token)
@@ -422,7 +427,7 @@ class Reads:
         if event.first_available > job.key.first:
             return self._reject_expired(job, event.first_available)
         self.failed_fetches += 1
-        self._avoided[job.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
+        self._avoided_until[job.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
         if job.key.is_ahead:
             return self._fetch_separately(job)
         job.is_damaged_everywhere &= event.damage_code != 0
@@ -441,7 +446,7 @@ class Reads:
         return out + self._start_fetches()
 
     def _on_round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
-        """Reject the requests for which all replicas have failed often enough (rule 11)."""
+        """Reject the requests for which all replicas have failed often enough (rules 11 and 12)."""
         job.tried_replicas.clear()
         job.round_count += 1
         text = (
@@ -485,8 +490,8 @@ class Reads:
         out: list[ReadOutcome] = []
         for request in job.waiting:
             assert isinstance(request.message, TransactionDataRequest)
-            wanted = TransactionId(request.message.transaction_id)
-            out += self._request_fetch(_single_fetch_key(wanted), request)
+            transaction_id = TransactionId(request.message.transaction_id)
+            out += self._request_fetch(_single_fetch_key(transaction_id), request)
         return out
 
     def _ignore_answer(self, token: int) -> list[ReadOutcome]:
@@ -520,11 +525,15 @@ class Reads:
     def _create_fetch(self, job: _RangeFetch) -> Fetch:
         untried = [replica for replica in self.replicas if replica not in job.tried_replicas]
         untried = untried or list(self.replicas)
-        trusted = [each for each in untried if self._avoided.get(each, 0) <= self.fetches]
+        trusted = [
+            replica_id
+            for replica_id in untried
+            if self._avoided_until.get(replica_id, 0) <= self.fetches
+        ]
         trusted = trusted or untried
         choice = [replica for replica in trusted if replica in self.nearby] or trusted
-        replica = choice[self._turn % len(choice)]
-        self._turn += 1
+        replica = choice[self._replica_turn % len(choice)]
+        self._replica_turn += 1
         self._token += 1
         self.fetches += 1
         job.tried_replicas.append(replica)
@@ -547,33 +556,37 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _range_answers(self, request: RequestReceived, run: _RangeRecords) -> list[ReadOutcome]:
+    def _range_answers(
+        self, request: RequestReceived, range_records: _RangeRecords
+    ) -> list[ReadOutcome]:
         message = request.message
         if isinstance(message, RangeRequest):
-            return [self._range_answer(request, message, run)]
+            return [self._range_answer(request, message, range_records)]
         assert isinstance(message, TransactionDataRequest)
-        skip = message.transaction_id - run.first
-        if skip >= run.lengths.size:
+        skip = message.transaction_id - range_records.first
+        if skip >= range_records.lengths.size:
             return self.request_data(request, message)  # the read-ahead ended before
-        record, _ = raw_records.slice_records(run.records, run.lengths, skip=skip, count=1)
+        record, _ = raw_records.slice_records(
+            range_records.records, range_records.lengths, skip=skip, count=1
+        )
         return [_data_answer(request, message, record)]
 
     def _range_answer(
-        self, request: RequestReceived, message: RangeRequest, run: _RangeRecords
+        self, request: RequestReceived, message: RangeRequest, range_records: _RangeRecords
     ) -> SendToClient:
-        lengths, records = run.lengths, run.records
-        count = run.last - run.first + 1
-        lineage = run.lineage
+        lengths, records = range_records.lengths, range_records.records
+        count = range_records.last - range_records.first + 1
+        lineage = range_records.lineage
         if message.form == OWN_HEADERS:
-            records, count = _headers_of_client(run, message.req_id.client_id)
+            records, count = _headers_of_client(range_records, message.req_id.client_id)
             lineage = ()
         elif message.header_values and count:
-            lengths, records, count = _filter_records(run, message.header_values)
+            lengths, records, count = _filter_records(range_records, message.header_values)
         answer = RangeData(
             message.req_id,
-            run.first,
+            range_records.first,
             count,
-            run.last + 1,
+            range_records.last + 1,
             message.form,
             raw_records.lengths_to_wire(lengths),
             records,
@@ -602,8 +615,8 @@ def _range_request_error(message: RangeRequest) -> str | None:
     return None
 
 
-def _single_fetch_key(wanted: TransactionId) -> _FetchKey:
-    return _FetchKey(wanted, wanted, 1, RangeForm.WHOLE)
+def _single_fetch_key(transaction_id: TransactionId) -> _FetchKey:
+    return _FetchKey(transaction_id, transaction_id, 1, RangeForm.WHOLE)
 
 
 def _data_answer(
@@ -614,62 +627,73 @@ def _data_answer(
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def _feed_headers_in(run: _RangeRecords) -> FeedHeaders:
-    heads = np.frombuffer(run.records, dtype=np.uint8).reshape(-1, RECORD_HEADER.size)
-    headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
+def _feed_headers_in(range_records: _RangeRecords) -> FeedHeaders:
+    record_headers = np.frombuffer(range_records.records, dtype=np.uint8).reshape(
+        -1, RECORD_HEADER.size
+    )
+    headers = record_headers[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
-    for entry in reversed(run.lineage):
+    for entry in reversed(range_records.lineage):
         # A reconstructed batch of a storage has a chain that no other replica has.
-        if run.first <= entry.last <= run.last and entry.session_id != RECONSTRUCTED:
+        if (
+            range_records.first <= entry.last <= range_records.last
+            and entry.session_id != RECONSTRUCTED
+        ):
             chain_at, chain = entry.last, entry.chain
             break
-    return FeedHeaders(run.first, headers, chain_at, chain)
+    return FeedHeaders(range_records.first, headers, chain_at, chain)
 
 
-def _headers_of_client(run: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
+def _headers_of_client(range_records: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
     """Return the headers of one client's transactions, and their number."""
-    heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
-    kept = heads[heads["req_id"]["client_id"] == client_id]
-    return kept.tobytes(), int(kept.size)
+    record_headers = np.frombuffer(range_records.records, dtype=raw_records.HEADER_DTYPE)
+    client_headers = record_headers[record_headers["req_id"]["client_id"] == client_id]
+    return client_headers.tobytes(), int(client_headers.size)
 
 
-def _filter_records(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
+def _filter_records(
+    range_records: _RangeRecords, header_values: Sequence[int]
+) -> tuple[I64, Buffer, int]:
     """Return lengths, records and count of the records with one of the header values."""
-    if run.form == RangeForm.HEADERS:
-        heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
-        kept = heads[np.isin(heads["header"].astype(np.int32), header_values)]
-        return _NO_LENGTHS, kept.tobytes(), int(kept.size)
-    values = raw_records.application_headers_of(run.records, run.lengths)
-    records, lengths = select_records(run.records, run.lengths, np.isin(values, header_values))
+    if range_records.form == RangeForm.HEADERS:
+        record_headers = np.frombuffer(range_records.records, dtype=raw_records.HEADER_DTYPE)
+        matching_headers = record_headers[
+            np.isin(record_headers["header"].astype(np.int32), header_values)
+        ]
+        return _NO_LENGTHS, matching_headers.tobytes(), int(matching_headers.size)
+    values = raw_records.application_headers_of(range_records.records, range_records.lengths)
+    records, lengths = select_records(
+        range_records.records, range_records.lengths, np.isin(values, header_values)
+    )
     return lengths, records, int(lengths.size)
 
 
 def _check_range(message: RangeBytes, key: _FetchKey) -> _RangeRecords:
     """Check a storage's answer (rule 3); raises BadFormat or ChecksumMismatch."""
     first, last, form = key.first, key.last, key.form
-    reach = TransactionId(message.first + message.count - 1)
-    if message.first != first or not first <= reach <= last or message.form != form:
+    range_last = TransactionId(message.first + message.count - 1)
+    if message.first != first or not first <= range_last <= last or message.form != form:
         raise BadFormat(
             f"range from a storage: expected transactions from {first} up to {last} with "
-            f"form={form}, found {message.first}..{reach} with form={message.form}"
+            f"form={form}, found {message.first}..{range_last} with form={message.form}"
         )
     if form == RangeForm.HEADERS:
         _check_headers(message)
-        return _RangeRecords(first, reach, form, _NO_LENGTHS, message.records, message.lineage)
+        return _RangeRecords(first, range_last, form, _NO_LENGTHS, message.records, message.lineage)
     lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
     if lengths.size != message.count:
         raise BadFormat(
             f"range from a storage: expected {message.count} lengths, found {lengths.size}"
         )
-    bad = raw_records.first_bad_record(message.records, lengths)
-    if bad is None:
-        bad = raw_records.first_gap(message.records, lengths, first)
-    if bad is not None:
+    first_bad = raw_records.first_bad_record(message.records, lengths)
+    if first_bad is None:
+        first_bad = raw_records.first_gap(message.records, lengths, first)
+    if first_bad is not None:
         raise ChecksumMismatch(
-            f"range from a storage: the record at the position of transaction {first + bad} is "
-            "damaged, or is that of another transaction"
+            f"range from a storage: the record at the position of transaction {first + first_bad} "
+            "is damaged, or is that of another transaction"
         )
-    return _RangeRecords(first, reach, form, lengths, message.records, message.lineage)
+    return _RangeRecords(first, range_last, form, lengths, message.records, message.lineage)
 
 
 def _check_headers(message: RangeBytes) -> None:
@@ -680,9 +704,9 @@ def _check_headers(message: RangeBytes) -> None:
         )
     if crc32(message.records) != message.records_crc:
         raise ChecksumMismatch("range from a storage: the CRC of the headers does not match")
-    heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
+    record_headers = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
-    if (heads["transaction_id"] != expected).any():
+    if (record_headers["transaction_id"] != expected).any():
         raise BadFormat(
             f"range from a storage: the transaction IDs from {message.first} on are not consecutive"
         )

@@ -60,7 +60,7 @@ _FILE_MODE: Final = 0o640
 # Fields of messages that "object" contains already, or that mean nothing to a reader.
 _OMITTED_FIELDS: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
 
-BeginCallback: TypeAlias = Callable[[WaltzError | None], None]
+WrittenCallback: TypeAlias = Callable[[WaltzError | None], None]
 
 
 def _wall_clock_ms() -> int:
@@ -75,14 +75,14 @@ class Peer(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One line of the file; if it is not written, `on_begun` is called with the error.
+    """One line of the file; if it is not written, `on_written` is called with the error.
 
     `is_kept` states that the line waits while the file cannot be written (rule 4).
     """
 
     data: bytes
     is_kept: bool = False
-    on_begun: BeginCallback | None = None
+    on_written: WrittenCallback | None = None
 
 
 class _Command(NamedTuple):
@@ -111,7 +111,7 @@ class AuditFile:
         self._queue: SimpleQueue[_Line | _Command] = SimpleQueue()
         # Used by the thread only: lines that are kept until the next write, and the count of lost
         # lines.
-        self._kept: list[_Line] = []
+        self._kept_lines: list[_Line] = []
         self._lost_count = 0
         self._has_failed = False
         self._thread = Thread(target=self._serve, name="audit-log", daemon=True)
@@ -146,7 +146,7 @@ class AuditFile:
             return
         fields = _fields_of(peer, requirement, message)
         fields["outcome"] = "denied" if is_enforced else "would_be_denied"
-        self._denials.taken[kind] = _RecordedDenial(fields)
+        self._denials.recorded[kind] = _RecordedDenial(fields)
         omitted = self._denials.take_omitted()
         more = {"omitted": omitted} if omitted else {}
         self._put(_Line(self._encode({**fields, **more}, error=error)))
@@ -169,9 +169,9 @@ class AuditFile:
             self._minute_end.cancel()
             self._minute_end = None
         has_room = self._has_room()
-        for each in self._denials.take_all():
-            if each.repeated_count and has_room:
-                self._put(_Line(self._encode({**each.fields, "repeated": each.repeated_count})))
+        for denial in self._denials.take_all():
+            if denial.repeated_count and has_room:
+                self._put(_Line(self._encode({**denial.fields, "repeated": denial.repeated_count})))
 
     def log_revision(self, permissions: Permissions) -> None:
         """Write a line that this revision of the permissions is now in use."""
@@ -200,15 +200,15 @@ class AuditFile:
         self._queue.put(_Command(is_end=True))
         await asyncio.to_thread(self._thread.join, CLOSE_S_MAX)
 
-    def _begin(self, fields: dict[str, object], on_begun: BeginCallback) -> None:
+    def _begin_request(self, fields: dict[str, object], on_written: WrittenCallback) -> None:
         if self._queue.qsize() >= QUEUE_LINES_MAX:
             self._loop.call_soon(
-                on_begun, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
+                on_written, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
             )
             return
-        self._put(_Line(self._encode({**fields, "outcome": "begun"}), on_begun=on_begun))
+        self._put(_Line(self._encode({**fields, "outcome": "begun"}), on_written=on_written))
 
-    def _end(self, fields: dict[str, object], outcome: str, error: str) -> None:
+    def _end_request(self, fields: dict[str, object], outcome: str, error: str) -> None:
         line = self._encode({**fields, "outcome": outcome}, error=error)
         self._put(_Line(line, is_kept=True))
 
@@ -221,9 +221,9 @@ class AuditFile:
     def _put(self, line: _Line) -> None:
         self._queue.put(line)
 
-    def _report(self, outcomes: Sequence[tuple[BeginCallback, WaltzError | None]]) -> None:
-        for on_begun, error in outcomes:
-            on_begun(error)
+    def _report(self, outcomes: Sequence[tuple[WrittenCallback, WaltzError | None]]) -> None:
+        for on_written, error in outcomes:
+            on_written(error)
 
     # ---- on its own thread (rule 4)
 
@@ -244,24 +244,24 @@ class AuditFile:
                 self._open_again()
 
     def _write(self, lines: list[_Line]) -> None:
-        lines = self._kept + lines
+        lines = self._kept_lines + lines
         if not lines:
             return
-        written_count, failure = self._file.write([each.data for each in lines])
+        written_count, failure = self._file.write([line.data for line in lines])
         failed = lines[written_count:]
-        kept = [each for each in failed if each.is_kept]
-        self._kept = kept[-QUEUE_LINES_MAX:]
-        self._lost_count += len(failed) - len(self._kept)
+        kept_lines = [line for line in failed if line.is_kept]
+        self._kept_lines = kept_lines[-QUEUE_LINES_MAX:]
+        self._lost_count += len(failed) - len(self._kept_lines)
         error = None
         if failure is not None:
             error = Unavailable(
                 f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's "
                 "log names the file (`audit.write_failed`)."
             )
-        outcomes: list[tuple[BeginCallback, WaltzError | None]] = [
-            (each.on_begun, error if number >= written_count else None)
-            for number, each in enumerate(lines)
-            if each.on_begun is not None
+        outcomes: list[tuple[WrittenCallback, WaltzError | None]] = [
+            (line.on_written, error if number >= written_count else None)
+            for number, line in enumerate(lines)
+            if line.on_written is not None
         ]
         self._log_change(failure)
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process exits.
@@ -294,16 +294,16 @@ class AuditedRequest:
         self._log = log
         self._fields = fields
 
-    def begin(self, on_begun: BeginCallback) -> None:
-        """Write the first line of the request, and call `on_begun` afterwards.
+    def begin(self, on_written: WrittenCallback) -> None:
+        """Write the first line of the request, and call `on_written` afterwards.
 
-        `on_begun` receives an error if the request must be rejected, and None otherwise.
+        `on_written` receives an error if the request must be rejected, and None otherwise.
         """
-        self._log._begin(self._fields, on_begun)
+        self._log._begin_request(self._fields, on_written)
 
     def end(self, outcome: str, error: str = "") -> None:
         """Write the outcome of the request: "done", "rejected" with an error, or "unknown"."""
-        self._log._end(self._fields, outcome, error)
+        self._log._end_request(self._fields, outcome, error)
 
 
 class _DenialKind(NamedTuple):
@@ -319,8 +319,8 @@ class _DenialKind(NamedTuple):
     def from_request(peer: Peer, requirement: Requirement | str, message: Message) -> "_DenialKind":
         partitions: tuple[int, ...] = ()
         if isinstance(requirement, Requirement) and requirement.scope is Scope.NAMED:
-            named = message.named_partitions()  # a peer can name thousands
-            partitions = (len(named), *named[:_COMPARED_MAX])
+            named_partitions = message.named_partitions()  # a peer can name thousands
+            partitions = (len(named_partitions), *named_partitions[:_COMPARED_MAX])
         host = network_of(peer.address.rpartition(":")[0])
         return _DenialKind(peer.principal, host, type(message), requirement, partitions)
 
@@ -339,30 +339,30 @@ class _Denials:
     def __init__(self) -> None:
         self.omitted_count = 0
         self.minute = 0
-        self.taken: dict[_DenialKind, _RecordedDenial] = {}
+        self.recorded: dict[_DenialKind, _RecordedDenial] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def should_write(self, kind: _DenialKind, *, has_room: bool) -> bool:
-        """Whether the caller must write a denial, and add it to `taken`.
+        """Whether the caller must write a denial, and add it to `recorded`.
 
         Otherwise this method counts the denial as repeated or omitted.
         """
-        earlier = self.taken.get(kind)
+        earlier = self.recorded.get(kind)
         if earlier is not None:
             earlier.repeated_count += 1
             return False
         keys = ("principal", kind.principal), ("host", kind.host)
         is_over = any(self._counts[key] >= DENIALS_PER_PEER_MAX for key in keys)
-        if is_over or len(self.taken) >= DENIALS_MAX or not has_room:
+        if is_over or len(self.recorded) >= DENIALS_MAX or not has_room:
             self.omitted_count += 1
             return False
         self._counts.update(keys)
         return True
 
     def take_all(self) -> list[_RecordedDenial]:
-        taken, self.taken = list(self.taken.values()), {}
+        denials, self.recorded = list(self.recorded.values()), {}
         self._counts.clear()
-        return taken
+        return denials
 
     def take_omitted(self) -> int:
         omitted, self.omitted_count = self.omitted_count, 0
@@ -410,16 +410,16 @@ def is_administrative(requirement: Requirement) -> bool:
 
 def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> dict[str, object]:
     if isinstance(requirement, str):
-        verbs, named = "", requirement
+        verbs, object_text = "", requirement
     else:
-        joined = " and " if requirement.needs_all else " or "
-        verbs = joined.join(each.value for each in requirement.verbs)
-        named = _object_of(requirement, message)
+        separator = " and " if requirement.needs_all else " or "
+        verbs = separator.join(verb.value for verb in requirement.verbs)
+        object_text = _object_of(requirement, message)
     return {
         "principal": peer.principal,
         "address": peer.address,
         "verb": verbs,
-        "object": named,
+        "object": object_text,
         "message": _message_text(message),
     }
 
@@ -427,32 +427,33 @@ def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> 
 def _object_of(requirement: Requirement, message: Message) -> str:
     if requirement.scope is Scope.ALL:
         return "all partitions"
-    named = message.named_partitions() if requirement.scope is Scope.NAMED else ()
-    if len(named) > _PARTITIONS_MAX:  # a peer can name millions, which would take seconds
-        return f"{len(named)} partitions"
+    named_partitions = message.named_partitions() if requirement.scope is Scope.NAMED else ()
+    # A peer can name millions, which would take seconds.
+    if len(named_partitions) > _PARTITIONS_MAX:
+        return f"{len(named_partitions)} partitions"
     return (
-        _truncate_text(f"partitions {format_ranges(ranges_of(named))}")
-        if named
+        _truncate_text(f"partitions {format_ranges(ranges_of(named_partitions))}")
+        if named_partitions
         else "any partition"
     )
 
 
 def _message_text(message: Message) -> str:
     """Return the name of a message with its fields; a long field is replaced by its size."""
-    words = [type(message).__name__]
+    parts = [type(message).__name__]
     assert dataclasses.is_dataclass(message)
-    for each in dataclasses.fields(message):
-        if each.name in _OMITTED_FIELDS or not each.repr:  # a token has no repr
+    for message_field in dataclasses.fields(message):
+        if message_field.name in _OMITTED_FIELDS or not message_field.repr:  # a token has no repr
             continue
-        found = getattr(message, each.name)
-        words.append(f"{each.name}={_value_text(found)}")
-    return _truncate_text(" ".join(words))
+        value = getattr(message, message_field.name)
+        parts.append(f"{message_field.name}={_value_text(value)}")
+    return _truncate_text(" ".join(parts))
 
 
-def _value_text(found: object) -> str:
-    if isinstance(found, Sized) and not isinstance(found, str):
-        return f"({len(found)})"
-    return found.name if isinstance(found, Enum) else str(found)
+def _value_text(value: object) -> str:
+    if isinstance(value, Sized) and not isinstance(value, str):
+        return f"({len(value)})"
+    return value.name if isinstance(value, Enum) else str(value)
 
 
 def _truncate_text(text: str) -> str:

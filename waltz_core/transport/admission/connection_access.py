@@ -60,8 +60,8 @@ class ConnectionAccess:
     __slots__ = (
         "_end",
         "_granted",
-        "_has_entered",
         "_has_id_without_proof",
+        "_is_registered",
         "_over_limit",
         "_port",
         "_token_hash",
@@ -78,7 +78,7 @@ class ConnectionAccess:
         self.peer = peer
         self.expires_ms: int | None = None  # the end of the credential's validity
         self.quota: Quota | None = None  # None without limits
-        self._has_entered = False
+        self._is_registered = False
         self._has_id_without_proof = False
         # Requests over a limit, by `id`, with the errors that `denial` returns for them.
         self._over_limit: dict[int, tuple[Message, Overloaded]] = {}
@@ -104,8 +104,8 @@ class ConnectionAccess:
     def take_token(self, secret: bytes) -> None:
         """Set the principal from a token; raises AuthenticationFailed."""
         token_hash = hash_of(secret)
-        known = self._port.valid_token(token_hash)
-        self.principal, self.expires_ms = known.principal, known.expires_ms
+        token = self._port.valid_token(token_hash)
+        self.principal, self.expires_ms = token.principal, token.expires_ms
         self._token_hash = token_hash
         self._granted = self._grants()
         self._port.watch_expiry()
@@ -117,7 +117,7 @@ class ConnectionAccess:
         (`port_limits.py`, rule 3).
         """
         self.unregister_connection()  # a token may have changed the principal
-        self._has_entered = True
+        self._is_registered = True
         quota = self._port.quotas.quota_of(self.principal, self.now_ns)
         try:
             if quota is not None:
@@ -178,11 +178,11 @@ class ConnectionAccess:
         principal = self.principal
         if self._token_hash is not None:
             try:
-                known = self._port.valid_token(self._token_hash)
+                token = self._port.valid_token(self._token_hash)
             except AuthenticationFailed as error:
                 self._end(str(error))
                 return
-            self.principal, self.expires_ms = known.principal, known.expires_ms
+            self.principal, self.expires_ms = token.principal, token.expires_ms
         earlier, self._granted = self._granted, self._grants()
         # The mounted client IDs belong to the principal (rule 7).
         is_changed = self.principal != principal or not self._granted.includes(earlier)
@@ -192,7 +192,7 @@ class ConnectionAccess:
             self._end(f"{self.principal} has no permission")
         elif self._has_id_without_proof and not self._port.accepts_0_13:
             self._end("client IDs without a proof of their principal are no longer accepted")
-        elif self._has_entered:
+        elif self._is_registered:
             self._change_quota()
 
     def _change_quota(self) -> None:
@@ -213,26 +213,28 @@ class ConnectionAccess:
         """
         over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
         try:
-            declared = _requirement_of(message)
+            requirement = _requirement_of(message)
         except BadRequest as unknown:
             return unknown
-        if isinstance(declared, Exemption):
+        if isinstance(requirement, Exemption):
             return self._not_a_request_error(message)
-        named: Collection[int] = ()
-        if declared.scope is Scope.NAMED:
-            named = own = message.named_partitions()
-            if len(own) > 1:
-                named = self._granted.partitions_to_check(declared, own)
-        for partition in named or _NO_PARTITION:
-            missing = self._granted.missing_verb(declared, partition)
+        partitions_to_check: Collection[int] = ()
+        if requirement.scope is Scope.NAMED:
+            partitions_to_check = named_partitions = message.named_partitions()
+            if len(named_partitions) > 1:
+                partitions_to_check = self._granted.partitions_to_check(
+                    requirement, named_partitions
+                )
+        for partition in partitions_to_check or _NO_PARTITION:
+            missing = self._granted.missing_verb(requirement, partition)
             if missing is not None:
-                error = self._denial_error(declared, missing, partition, message)
+                error = self._denial_error(requirement, missing, partition, message)
                 if error is not None:
                     return self._as_known_error(error, message.protocol, version)
                 break
         if isinstance(message, MountRequest | MountWriter) and not self._is_own_id(message):
             error = self._report_denial(
-                declared, message, lambda: ClientIdDenied(self._id_text(message))
+                requirement, message, lambda: ClientIdDenied(self._id_text(message))
             )
             if error is not None:
                 return self._as_known_error(error, message.protocol, version)
@@ -240,8 +242,12 @@ class ConnectionAccess:
 
     def proof_of(self, client_id: int) -> bytes:
         """Return the proof of a client ID that this server issues to the principal."""
-        known = self._port.permissions
-        return NO_PROOF if known is None else proof_of(known.client_key, client_id, self.principal)
+        permissions = self._port.permissions
+        return (
+            NO_PROOF
+            if permissions is None
+            else proof_of(permissions.client_key, client_id, self.principal)
+        )
 
     @property
     def is_enforced(self) -> bool:
@@ -270,13 +276,13 @@ class ConnectionAccess:
 
     def _is_own_id(self, message: MountRequest | MountWriter) -> bool:
         """Whether a mount's client ID may be the principal's (rule 7, up to the first mount)."""
-        known, client_id = self._port.permissions, message.req_id.client_id
-        if known is None:
+        permissions, client_id = self._port.permissions, message.req_id.client_id
+        if permissions is None:
             return True
         proof = _proof_in(message)
-        if known.accepts_0_13 and client_id < FIRST_ISSUED_ID and proof == NO_PROOF:
+        if permissions.accepts_0_13 and client_id < FIRST_ISSUED_ID and proof == NO_PROOF:
             return True
-        return is_valid_proof(proof, known.client_key, client_id, self.principal)
+        return is_valid_proof(proof, permissions.client_key, client_id, self.principal)
 
     def _id_text(self, message: MountRequest | MountWriter) -> str:
         client_id = message.req_id.client_id
@@ -298,10 +304,10 @@ class ConnectionAccess:
 
         The line names the token if the port knows it: a peer that sends the token has its secret.
         """
-        named = self._port.find_token(hash_of(message.token))
+        known_token = self._port.find_token(hash_of(message.token))
         peer, name = Peer(self.principal, self.peer), "unknown token"
-        if named is not None:
-            peer, name = Peer(named.principal, self.peer), f"token {named.token_id}"
+        if known_token is not None:
+            peer, name = Peer(known_token.principal, self.peer), f"token {known_token.token_id}"
         self._audit_denial(peer, name, message, error, is_enforced=True)
 
     def audit_request(self, request: Message) -> AuditedRequest | None:
@@ -354,22 +360,22 @@ class ConnectionAccess:
     def _denied_text(
         self, requirement: Requirement, missing: AccessVerb, partition: int | None, message: Message
     ) -> str:
-        where = "all partitions" if requirement.scope is Scope.ALL else "any partition"
+        scope_text = "all partitions" if requirement.scope is Scope.ALL else "any partition"
         hint = "Hint: `waltz-core access grant` grants the verb"
         if partition is not None:
-            where = f"partition {partition}"
-            if any(self._granted.ranges_by_verb.get(each) for each in requirement.verbs):
+            scope_text = f"partition {partition}"
+            if any(self._granted.ranges_by_verb.get(verb) for verb in requirement.verbs):
                 hint += (
                     "; a client that has permissions for some partitions only must name them "
                     "(docs/access.md)"
                 )
-        joined = (" and " if requirement.needs_all else " or ").join(
-            each.value for each in requirement.verbs
+        verbs_text = (" and " if requirement.needs_all else " or ").join(
+            verb.value for verb in requirement.verbs
         )
-        lacking = missing.value if requirement.needs_all else joined
+        missing_text = missing.value if requirement.needs_all else verbs_text
         return (
-            f"{type(message).__name__} requires the verb {joined} for {where}, but "
-            f"{self.principal} has no grant of {lacking} there. {hint}."
+            f"{type(message).__name__} requires the verb {verbs_text} for {scope_text}, but "
+            f"{self.principal} has no grant of {missing_text} there. {hint}."
         )
 
     def _report_denial(
@@ -422,14 +428,14 @@ def _proof_in(message: MountRequest | MountWriter) -> bytes:
 
 def _requirement_of(message: Message) -> Requirement | Exemption:
     """Return the requirement of a message; raises BadRequest for an unknown value of its field."""
-    declared = message.requires
-    if not isinstance(declared, RequirementByField):
-        return declared
-    found = getattr(message, declared.field)
-    if found not in declared.requirements:
-        expected = ", ".join(map(str, declared.requirements))
+    requirement = message.requires
+    if not isinstance(requirement, RequirementByField):
+        return requirement
+    value = getattr(message, requirement.field)
+    if value not in requirement.requirements:
+        expected = ", ".join(map(str, requirement.requirements))
         raise BadRequest(
-            f"{type(message).__name__}: expected one of {expected} in field {declared.field}, "
-            f"found {found}"
+            f"{type(message).__name__}: expected one of {expected} in field {requirement.field}, "
+            f"found {value}"
         )
-    return declared.requirements[found]
+    return requirement.requirements[value]

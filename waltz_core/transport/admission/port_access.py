@@ -20,9 +20,9 @@ Rules:
        while the permissions accept 0.13, an ID below `FIRST_ISSUED_ID` needs no proof. It belongs
        to the principal that mounts it first in a generation (`server/append/mounts.py`). When a
        revision no longer accepts 0.13, connections with such IDs end.
-    8. A connection counts for its principal from its first message on (`enter`), or after it was
-       silent for a while. If a revision lowers limits, the connections above them end. If it
-       introduces a limit of feeds, all connections end, because their present feeds were not
+    8. A connection counts for its principal from its first message on, or after it was silent for a
+       while (`register_connection`). If a revision lowers limits, the connections above them end.
+       If it introduces a limit of feeds, all connections end, because their present feeds were not
        counted.
 """
 
@@ -99,15 +99,17 @@ class PortAccess:
 
         `permissions` is None if ZooKeeper has none.
         """
-        known = self.permissions
+        previous = self.permissions
         if permissions is None:
-            _log.warning("access.permissions_missing revision=%d", known.revision if known else 0)
+            _log.warning(
+                "access.permissions_missing revision=%d", previous.revision if previous else 0
+            )
             return
-        if known is not None and permissions.revision < known.revision:
+        if previous is not None and permissions.revision < previous.revision:
             _log.error(
                 "access.older_revision_ignored revision=%d known=%d",
                 permissions.revision,
-                known.revision,
+                previous.revision,
             )
             return
         self._note_revoked(permissions)
@@ -115,12 +117,14 @@ class PortAccess:
         if self.is_enforced:  # rule 6
             self.quotas.apply_permissions(permissions, self.grants)
         for connection in list(self._connections):
-            connection.apply_revision(is_first=known is None)
+            connection.apply_revision(is_first=previous is None)
         for connection_access in self.quotas.connections_over_limit():
             assert isinstance(connection_access, ConnectionAccess)
             connection_access.end_over_limit()
         _log.info("access.revision_applied revision=%d", permissions.revision)
-        if self.audit is not None and (known is None or known.revision < permissions.revision):
+        if self.audit is not None and (
+            previous is None or previous.revision < permissions.revision
+        ):
             self.audit.log_revision(permissions)
 
     def add_connection(
@@ -131,12 +135,14 @@ class PortAccess:
         `certificate` is the verified certificate of the peer, if it has one.
         """
         principal = principal_of(certificate, self._pattern) or ANONYMOUS
-        made = ConnectionAccess(self, principal, peer, end)
+        connection_access = ConnectionAccess(self, principal, peer, end)
         if certificate and self.is_enforced:
-            made.expires_ms = int(1000 * ssl.cert_time_to_seconds(certificate["notAfter"]))
+            connection_access.expires_ms = int(
+                1000 * ssl.cert_time_to_seconds(certificate["notAfter"])
+            )
             self.watch_expiry()
-        self._connections[made] = None
-        return made
+        self._connections[connection_access] = None
+        return connection_access
 
     def remove_connection(self, connection: "ConnectionAccess") -> None:
         """Remove a connection, which has closed."""
@@ -154,10 +160,10 @@ class PortAccess:
             raise AuthenticationFailed(
                 "the token cannot be checked, because this process has no permissions yet"
             )
-        known = self.permissions.valid_token(token_hash, self._clock_ms())
-        if known is None:
+        token = self.permissions.valid_token(token_hash, self._clock_ms())
+        if token is None:
             raise AuthenticationFailed(self.invalid_token_reason(token_hash))
-        return known
+        return token
 
     def _note_revoked(self, permissions: Permissions) -> None:
         for token_hash, token in self.permissions.tokens.items() if self.permissions else ():
@@ -168,20 +174,20 @@ class PortAccess:
 
     def find_token(self, token_hash: str) -> StoredToken | None:
         """Return a token, even if it has expired, or was revoked while the port was open."""
-        listed = self.permissions.tokens.get(token_hash) if self.permissions else None
-        return listed or self._revoked.get(token_hash)
+        token = self.permissions.tokens.get(token_hash) if self.permissions else None
+        return token or self._revoked.get(token_hash)
 
     def invalid_token_reason(self, token_hash: str) -> str:
         """Return why a token is not valid.
 
         The text may contain the token's ID, because only a peer that has the token receives it.
         """
-        named = self.find_token(token_hash)
-        if named is None:
+        token = self.find_token(token_hash)
+        if token is None:
             return "the token is unknown, or was revoked"
         is_listed = self.permissions is not None and token_hash in self.permissions.tokens
         state = "has expired" if is_listed else "is revoked"
-        return f"token {named.token_id} of {named.principal} {state}"
+        return f"token {token.token_id} of {token.principal} {state}"
 
     def watch_expiry(self) -> None:
         """Check every `EXPIRY_CHECK_S` which credentials have expired, while any can expire."""
@@ -192,7 +198,11 @@ class PortAccess:
     def _check_expiry(self) -> None:
         self._timer = None
         now_ms = self._clock_ms()
-        expiring = [each for each in self._connections if each.expires_ms is not None]
+        expiring = [
+            connection_access
+            for connection_access in self._connections
+            if connection_access.expires_ms is not None
+        ]
         for connection in expiring:
             connection.check_expiry(now_ms)
         if expiring:

@@ -111,17 +111,17 @@ class HandshakeLimits:
 
     def _take(self, host: str) -> bool:
         now_s = self._clock_s()
-        left = self._tokens_left(host, now_s)
-        if left < 1:
+        tokens_left = self._tokens_left(host, now_s)
+        if tokens_left < 1:
             return False
         if len(self._tokens) >= _HOSTS_MAX and host not in self._tokens:
             self._forget_idle(now_s)
-        self._tokens[host] = left - 1, now_s
+        self._tokens[host] = tokens_left - 1, now_s
         return True
 
     def _tokens_left(self, host: str, now_s: float) -> float:
-        left, at_s = self._tokens.get(host, (float(self._burst), now_s))
-        return min(self._burst, left + (now_s - at_s) * self._per_s)
+        tokens_left, at_s = self._tokens.get(host, (float(self._burst), now_s))
+        return min(self._burst, tokens_left + (now_s - at_s) * self._per_s)
 
     def _forget_idle(self, now_s: float) -> None:
         """Forget the hosts that may begin a full burst.
@@ -129,8 +129,8 @@ class HandshakeLimits:
         If all others are still too many, forget all.
         """
         self._tokens = {
-            host: each
-            for host, each in self._tokens.items()
+            host: tokens_entry
+            for host, tokens_entry in self._tokens.items()
             if self._tokens_left(host, now_s) < self._burst
         }
         if len(self._tokens) >= _HOSTS_MAX:
@@ -149,13 +149,15 @@ class HandshakeQueue:
         # The waiting handshakes by host; the first host has the next turn.
         self._waiting: dict[str, deque[tuple[Future[None], Callable[[], bool]]]] = {}
 
-    def add(self, address: str, turn: "Future[None]", has_closed: Callable[[], bool]) -> None:
-        """Queue a handshake of a host, and set the result of `turn` when its turn comes.
+    def add(
+        self, address: str, turn_future: "Future[None]", has_closed: Callable[[], bool]
+    ) -> None:
+        """Queue a handshake of a host, and set the result of `turn_future` at its turn.
 
         If the peer `has_closed` by then, no pause follows: a port that cannot keep up with a mass
         of dialing clients would otherwise spend its turns on connections that are closed.
         """
-        self._waiting.setdefault(network_of(address), deque()).append((turn, has_closed))
+        self._waiting.setdefault(network_of(address), deque()).append((turn_future, has_closed))
         if not self._is_scheduled:
             self._schedule(0)
 
@@ -168,11 +170,11 @@ class HandshakeQueue:
         while self._waiting:
             host = next(iter(self._waiting))
             turns = self._waiting.pop(host)
-            turn, has_closed = turns.popleft()
+            turn_future, has_closed = turns.popleft()
             if turns:
                 self._waiting[host] = turns
-            if not turn.done():  # it was not cancelled meanwhile
-                turn.set_result(None)
+            if not turn_future.done():  # it was not cancelled meanwhile
+                turn_future.set_result(None)
                 # Schedule this even if no handshake waits: the next one must wait for the rest of
                 # the pause.
                 self._schedule(0 if has_closed() else HANDSHAKE_PAUSE_S)
@@ -252,7 +254,7 @@ class LinkLimits:
     def _update_counts(self) -> None:
         """Stop counting a link as unauthorized if its principal has a permission by now."""
         for host, links in list(self._unauthorized.items()):
-            self._unauthorized[host] = {each: None for each in links if each.is_unauthorized}
+            self._unauthorized[host] = {link: None for link in links if link.is_unauthorized}
             if not self._unauthorized[host]:
                 del self._unauthorized[host]
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SLACK_NS: Final = SECOND_NS // 100
-OVERRUN_MAX: Final = 1_000
+REJECTED_WRITERS_MAX: Final = 1_000
 MOUNTS_MAX: Final = 10_000
 RANGE_SHARE: Final = 4
 RANGE_BYTES_MIN: Final = 64 * 1024
@@ -100,7 +100,7 @@ class Throttle:
         self._is_charged = False  # whether the first waiting request is charged (rule 3)
         self._since_ns = 0  # when the first of these requests arrived
         self._has_rejected = False
-        self._overrun: dict[CountedFeedKey, None] = {}  # rule 4
+        self._rejected_writers: dict[CountedFeedKey, None] = {}  # rule 4
         self._mounts: dict[ReqId, _MountKind] = {}  # mounts without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
         self._unpaid_bytes = 0  # the unpaid bytes of feeds (rule 7)
@@ -178,44 +178,45 @@ class Throttle:
         append_key = None
         if isinstance(message, AppendRequest | AppendBatch):
             append_key = _feed_key(message)
-        begun = quota.begin_request(
+        wait_or_error = quota.begin_request(
             now_ns,
             size_bytes=_size_bytes(message),
             is_append=append_key is not None,
             waited_ns=now_ns - self._since_ns,
-            has_rejected_append=append_key in self._overrun,
+            has_rejected_append=append_key in self._rejected_writers,
         )
-        if isinstance(begun, Overloaded):
+        if isinstance(wait_or_error, Overloaded):
             if append_key is not None:
-                self._note_overrun(append_key)
-            self._reject(message, begun, quota, now_ns)
+                self._note_rejected_writer(append_key)
+            self._reject(message, wait_or_error, quota, now_ns)
             return 0
-        excess = self._count_feed(message, quota)
-        if excess is not None:
-            self._reject(message, excess, quota, now_ns)
-        return begun
+        feed_error = self._count_feed(message, quota)
+        if feed_error is not None:
+            self._reject(message, feed_error, quota, now_ns)
+        return wait_or_error
 
     def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
         self._access.mark_over_limit(message, error)
         quota.charge_rejection(_size_bytes(message), now_ns)
         self._has_rejected = True
 
-    def _note_overrun(self, key: CountedFeedKey) -> None:
-        if len(self._overrun) >= OVERRUN_MAX:
-            self._overrun.clear()  # Later appends are charged, though their partitions reject them.
-        self._overrun[key] = None
+    def _note_rejected_writer(self, key: CountedFeedKey) -> None:
+        if len(self._rejected_writers) >= REJECTED_WRITERS_MAX:
+            # Later appends are charged, though their partitions reject them.
+            self._rejected_writers.clear()
+        self._rejected_writers[key] = None
 
     def _count_feed(self, message: Message, quota: Quota) -> Overloaded | None:
         if isinstance(message, MountWriter | MountRequest):
-            self._overrun.pop(_feed_key(message), None)
+            self._rejected_writers.pop(_feed_key(message), None)
         if isinstance(message, MountWriter) and not message.wants_feed:
             self._mounts.setdefault(message.req_id, _MountKind.WITHOUT_FEED)
         elif isinstance(message, MountWriter | MountRequest):
             key, mount = _feed_key(message), _MountKind.AGAIN
             if key not in quota.feeds:
-                excess, mount = quota.begin_feed(key, self._access), _MountKind.NEW
-                if excess is not None:
-                    return excess
+                error, mount = quota.begin_feed(key, self._access), _MountKind.NEW
+                if error is not None:
+                    return error
             self._mounts.setdefault(message.req_id, mount)
         if len(self._mounts) > MOUNTS_MAX:  # mounts that a 0.13 client replaces have no answer
             self._access.end_over_limit()
@@ -306,7 +307,7 @@ class Throttle:
         """Stop counting the feeds of a partition that the daemon no longer serves."""
         quota = self._access.quota
         if quota is not None:
-            for key in [each for each in quota.feeds if each[0] == partition_id]:
+            for key in [feed_key for feed_key in quota.feeds if feed_key[0] == partition_id]:
                 quota.end_feed(key, self._access)
 
 
