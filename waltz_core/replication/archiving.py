@@ -312,7 +312,7 @@ class SessionArchiver:
             return
         if self.mark_to_write is not None:
             return
-        capable = [each for each in engaged if each.supports_archiving]
+        capable = [peer for peer in engaged if peer.supports_archiving]
         self._replace_object(capable, now_ms)
         is_due = self._next_expiry_at_ms is not None and now_ms >= self._next_expiry_at_ms
         if is_due and self.recorded is not None and self._attempt is None:
@@ -341,14 +341,14 @@ class SessionArchiver:
         self._attempt_count += 1
         return capable[self._attempt_count % len(capable)]
 
-    def _archive_range(self, each: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
+    def _archive_range(self, peer: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
         recorded = self.recorded
         first = TransactionId(self.last + 1)
-        self._attempt = _Attempt(self._attempt_count, each.replica, first, now_ms)
+        self._attempt = _Attempt(self._attempt_count, peer.replica, first, now_ms)
         chain = GENESIS_CHAIN if recorded is None else recorded.chain
         manifest = ("", 0) if recorded is None else (recorded.manifest, recorded.manifest_crc)
         fields = (self._attempt_count, first, committed, chain, *manifest)
-        each.send_request(
+        peer.send_request(
             ArchiveRange, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -361,25 +361,25 @@ class SessionArchiver:
         """Request a garbage collection if the state of all replicas permits it (rule 7)."""
         recorded = self.recorded
         assert recorded is not None
-        known = [each for each in replicas if each.supports_archiving and each.repair is not None]
+        known = [peer for peer in replicas if peer.supports_archiving and peer.repair is not None]
         if len(known) < len(replicas) or not capable:
             self._next_collection_at_ms = now_ms + self._limits.archive_interval_ms
             return
-        for each in known:
-            assert each.repair is not None
-            if each.repair.start > recorded.last:
+        for peer in known:
+            assert peer.repair is not None
+            if peer.repair.start > recorded.last:
                 reason = (
-                    f"the log of the replica begins after transaction {each.repair.start}, "
+                    f"the log of the replica begins after transaction {peer.repair.start}, "
                     f"but in ZooKeeper the last archived transaction is {recorded.last}: "
                     "ZooKeeper's data was rolled back"
                 )
-                self._on_collection_failed(each.replica, reason, now_ms)
+                self._on_collection_failed(peer.replica, reason, now_ms)
                 return
-        each = self._next_replica(capable)
+        peer = self._next_replica(capable)
         number, first = self._attempt_count, TransactionId(self.last + 1)
-        self._attempt = _Attempt(number, each.replica, first, now_ms, is_garbage_collection=True)
+        self._attempt = _Attempt(number, peer.replica, first, now_ms, is_garbage_collection=True)
         fields = (number, recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
-        each.send_request(
+        peer.send_request(
             CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -420,16 +420,16 @@ class SessionArchiver:
         if not capable:
             self._next_expiry_at_ms = now_ms + EXPIRY_RETRY_MS
             return
-        each = self._next_replica(capable)
+        peer = self._next_replica(capable)
         number, first, bounds = (
             self._attempt_count,
             TransactionId(self.last + 1),
             self._requested_expiry,
         )
-        self._attempt = _Attempt(number, each.replica, first, now_ms, expiry=bounds)
+        self._attempt = _Attempt(number, peer.replica, first, now_ms, expiry=bounds)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         fields = (number, *mark, *bounds, self._limits.archive_retention_ms)
-        each.send_request(
+        peer.send_request(
             ExpireObjects, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -488,20 +488,20 @@ class SessionArchiver:
         current, recorded = self._replacement, self.recorded
         if current is None or current.outcome is not None:
             return
-        untried = [each for each in capable if each.replica not in current.failures]
+        untried = [peer for peer in capable if peer.replica not in current.failures]
         if not untried or recorded is None:
             reasons = current.failure_reasons or (
                 "no storage whose replica is in sync can archive",
             )
             current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
             return
-        each, request = self._next_replica(untried), current.request
+        peer, request = self._next_replica(untried), current.request
         number, first = self._attempt_count, TransactionId(self.last + 1)
-        self._attempt = _Attempt(number, each.replica, first, now_ms, is_replacement=True)
+        self._attempt = _Attempt(number, peer.replica, first, now_ms, is_replacement=True)
         old = (request.first, request.last, request.name)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         fields = (number, *old, *mark)
-        each.send_request(
+        peer.send_request(
             ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -537,10 +537,10 @@ class SessionArchiver:
         name, manifest = current.request.name, recorded.manifest
         self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
 
-    def on_attempt_notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
+    def on_attempt_notified(self, peer: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
         """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
         attempt = self._attempt
-        if attempt is None or (attempt.replica, attempt.number) != (each.replica, notice.attempt):
+        if attempt is None or (attempt.replica, attempt.number) != (peer.replica, notice.attempt):
             return
         attempt.progress_ms = now_ms
         match notice:
@@ -594,7 +594,7 @@ class SessionArchiver:
         now_ms: int,
     ) -> None:
         """Request the chain at the range's end from another replica that has it (rule 3)."""
-        others = [each for each in engaged if each.replica != attempt.replica]
+        others = [peer for peer in engaged if peer.replica != attempt.replica]
         # Choose another replica with each attempt: a log with a reconstructed batch there has
         # another chain.
         turn = attempt.number % max(1, len(others))
@@ -602,10 +602,10 @@ class SessionArchiver:
         if not others:
             self._attempt, self.mark_to_write = None, found
             return
-        for each in others:
-            if each.synced_last >= found.last:
+        for peer in others:
+            if peer.synced_last >= found.last:
                 attempt.is_comparing = True
-                each.send_request(
+                peer.send_request(
                     LineageRequest,
                     found.last,
                     found.last,
@@ -616,7 +616,7 @@ class SessionArchiver:
 
     def on_lineage_received(
         self,
-        each: ReplicaSession,
+        peer: ReplicaSession,
         message: StorageMessage,
         answer: LineageResponse,
         now_ms: int,
@@ -626,7 +626,7 @@ class SessionArchiver:
             self._on_mark_checked(answer, now_ms)
             return
         attempt = self._attempt
-        if attempt is None or attempt.reported_mark is None or not self._is_current(each, message):
+        if attempt is None or attempt.reported_mark is None or not self._is_current(peer, message):
             return
         found = attempt.reported_mark
         end = answer.lineage[-1] if answer.lineage else None
@@ -640,26 +640,26 @@ class SessionArchiver:
         )
         self._on_attempt_failed(
             f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
-            f"archived by {attempt.replica}, found {shown} at replica {each.replica}",
+            f"archived by {attempt.replica}, found {shown} at replica {peer.replica}",
             now_ms,
         )
 
     def on_request_rejected(
-        self, each: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
+        self, peer: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
     ) -> None:
         """A replica has rejected an archive request: the attempt has failed (rule 4)."""
         if isinstance(message, SetArchived):
-            self._report("archive.failed", replica=each.replica, reason=reason)
-        elif self._is_current(each, message):
+            self._report("archive.failed", replica=peer.replica, reason=reason)
+        elif self._is_current(peer, message):
             self._on_attempt_failed(reason, now_ms)
 
-    def _is_current(self, each: ReplicaSession, message: StorageMessage) -> bool:
+    def _is_current(self, peer: ReplicaSession, message: StorageMessage) -> bool:
         """Whether a request belongs to the attempt in progress, and not to an abandoned one."""
         attempt = self._attempt
         if attempt is None:
             return False
         if isinstance(message, ArchiveRange | CollectGarbage | ExpireObjects | ReplaceObject):
-            return (attempt.replica, attempt.number) == (each.replica, message.attempt)
+            return (attempt.replica, attempt.number) == (peer.replica, message.attempt)
         found = attempt.reported_mark if attempt.is_comparing else None
         return (
             isinstance(message, LineageRequest) and found is not None and message.last == found.last
@@ -750,13 +750,13 @@ class SessionArchiver:
         recorded = self.recorded
         if recorded is None:
             return
-        for each in engaged:
-            is_known = self._announced_marks.get(each.replica) == recorded
-            if each.supports_archiving and not is_known and each.synced_last >= recorded.last:
-                self._announced_marks[each.replica] = recorded
+        for peer in engaged:
+            is_known = self._announced_marks.get(peer.replica) == recorded
+            if peer.supports_archiving and not is_known and peer.synced_last >= recorded.last:
+                self._announced_marks[peer.replica] = recorded
                 last, chain, _, *others = recorded
                 fields = (last, chain, *others)
-                each.send_request(
+                peer.send_request(
                     SetArchived, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
                 )
 
