@@ -70,7 +70,7 @@ class Descriptors:
             with self.lock:
                 self._count -= 1
 
-    def _close_idle(self, wanted: int) -> None:
-        while self._count + wanted > self._count_max and self._idle:
+    def _close_idle(self, new_count: int) -> None:
+        while self._count + new_count > self._count_max and self._idle:
             with suppress(OSError):  # all written bytes are synced, so nothing can be lost
                 next(iter(self._idle)).release()

@@ -205,12 +205,12 @@ def _open_locked(disk: Disk, path: Path) -> File:
 
 def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -> None:
     """Create the control file durably; raise BadFormat if there is a partition (rule 5)."""
-    held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
-    if held:
+    partitions = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
+    if partitions:
         raise BadFormat(
             f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, "
-            f"because the directory has files of partitions {', '.join(held)}, found {found}. "
-            "The storage does not create a new control file, because the promised store "
+            f"because the directory has files of partitions {', '.join(partitions)}, found "
+            f"{found}. The storage does not create a new control file, because the promised store "
             "sessions in it would be lost"
         )
     create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
@@ -241,9 +241,11 @@ def _check_header(
 
 def _newer_copy_index(file: File, index: int, path: Path) -> int:
     """Return which structure of a partition counts (docs/design/disk-format.md 2)."""
-    stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
-    if stated != index:
-        raise BadFormat(f"{path}: expected partition {index} in entry {index}, found {stated}")
+    partition_id = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
+    if partition_id != index:
+        raise BadFormat(
+            f"{path}: expected partition {index} in entry {index}, found {partition_id}"
+        )
     sequences: list[tuple[int, int]] = []
     for slot in (0, 1):
         try:

@@ -55,7 +55,7 @@ class DiskSpace:
         self._directory = directory
         self._reserve_bytes = reserve_bytes
         self._is_reserved = reserve_bytes == 0
-        self._wanted_bytes = 0  # the size of the append that was rejected last
+        self._rejected_bytes = 0  # the size of the append that was rejected last
         self._spare_bytes = 0  # bytes that may be written before the next query (rule 4)
         # Pairs of time in ms and free bytes (rule 6).
         self._samples: deque[tuple[int, int]] = deque(maxlen=DAY_MS // SAMPLE_INTERVAL_MS)
@@ -78,15 +78,15 @@ class DiskSpace:
             self._check_free(size)
 
     def _check_free(self, size: int) -> None:
-        free = self.free_bytes()
-        wanted = size if self._is_reserved else size + self._reserve_bytes
-        self.is_short = free < wanted
-        self._spare_bytes = min((free - wanted) // 2, SPARE_BYTES_MAX)
+        free_bytes = self.free_bytes()
+        needed_bytes = size if self._is_reserved else size + self._reserve_bytes
+        self.is_short = free_bytes < needed_bytes
+        self._spare_bytes = min((free_bytes - needed_bytes) // 2, SPARE_BYTES_MAX)
         if self.is_short:
-            self._wanted_bytes = size
+            self._rejected_bytes = size
             raise NoSpace(
                 f"{self._directory}: the disk is full: an append and the reserve need "
-                f"{wanted} bytes, and {free} are free"
+                f"{needed_bytes} bytes, and {free_bytes} are free"
             )
 
     def check_files_fit(self) -> None:
@@ -95,17 +95,17 @@ class DiskSpace:
         Raises:
             NoSpace: there is no space for the files; nothing was written.
         """
-        free = self.free_bytes()
-        if free < NEW_FILES_BYTES:
+        free_bytes = self.free_bytes()
+        if free_bytes < NEW_FILES_BYTES:
             raise NoSpace(
                 f"{self._directory}: the disk is full: new files need {NEW_FILES_BYTES} bytes, "
-                f"and {free} are free"
+                f"and {free_bytes} are free"
             )
 
     def note_shortage(self, size: int) -> None:
         """Note that an append found no space although `check_append` allowed it (rule 4)."""
         with self._lock:
-            self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
+            self.is_short, self._rejected_bytes, self._spare_bytes = True, size, 0
 
     def call_with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
         """Call a function; if it finds no space, release the reserve and call it again."""
@@ -152,7 +152,7 @@ class DiskSpace:
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill_reserve()
             self._spare_bytes = 0
-            self._check_free(self._wanted_bytes)
+            self._check_free(self._rejected_bytes)
             self._spare_bytes = 0  # no append was written
 
     def free_bytes(self) -> int:
@@ -169,11 +169,11 @@ class DiskSpace:
 
         None in the first hour.
         """
-        began_ms, began_bytes = self._samples[0] if self._samples else (now_ms, free_bytes)
-        took_ms = now_ms - began_ms
-        if took_ms < SAMPLE_INTERVAL_MS:
+        oldest_ms, oldest_free_bytes = self._samples[0] if self._samples else (now_ms, free_bytes)
+        elapsed_ms = now_ms - oldest_ms
+        if elapsed_ms < SAMPLE_INTERVAL_MS:
             return None
-        return max(0, (began_bytes - free_bytes) * DAY_MS // took_ms)
+        return max(0, (oldest_free_bytes - free_bytes) * DAY_MS // elapsed_ms)
 
     def size_bytes(self) -> int:
         """Return the size of the file system in bytes; raises DiskFailed."""

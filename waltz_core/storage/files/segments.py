@@ -214,10 +214,10 @@ class Segments:
         Their creation failed after the file had its final name.
         """
         names = self._disk.list(self.directory)
-        unknown = [
+        unfinished = [
             first for first in map(first_id_in_name, names) if first not in {None, *self._firsts}
         ]
-        for first in unknown:
+        for first in unfinished:
             assert first is not None
             header = self._blank._replace(first=first)
             Segment(self._disk, self.directory, header).remove()
@@ -228,23 +228,23 @@ class Segments:
         Raises:
             BadFormat: the records do not fit into the hole.
         """
-        done = 0
-        while done < lengths.size:
+        written_count = 0
+        while written_count < lengths.size:
             segment = self._segment_of(first)
-            count = min(int(lengths.size) - done, segment.next_id - first)
-            part = lengths[done : done + count]
+            count = min(int(lengths.size) - written_count, segment.next_id - first)
+            part = lengths[written_count : written_count + count]
             size = int(part.sum())
-            here = IdRange(first, min(hole.last, segment.last))
-            segment.fill(part, records[:size], here)
+            segment_hole = IdRange(first, min(hole.last, segment.last))
+            segment.fill(part, records[:size], segment_hole)
             records = records[size:]
-            done += count
+            written_count += count
             first = TransactionId(first + count)
 
-    def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
+    def diagnose(self, transaction_id: TransactionId) -> tuple[IdRange, ...]:
         """Return the damage around a wrong record; repair the index of its segment if necessary."""
-        segment = self._segment_of(wrong)
-        if segment.has_correct_index(wrong):
-            return (IdRange(wrong, wrong),)
+        segment = self._segment_of(transaction_id)
+        if segment.has_correct_index(transaction_id):
+            return (IdRange(transaction_id, transaction_id),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
 
     def repair(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
@@ -288,12 +288,12 @@ class Segments:
 
         Return whether it was rebuilt.
         """
-        made = (
+        entry = (
             self._reconstruct_batch(lost.segment_index, lost.position) if lost.is_provable else None
         )
-        if made is None:
+        if entry is None:
             return False
-        self.all[lost.segment_index].lineage.rewrite(lost.position, [made])
+        self.all[lost.segment_index].lineage.rewrite(lost.position, [entry])
         return True
 
     def readable_batches(
@@ -336,32 +336,35 @@ class Segments:
                 f"the last {high - low} of {high} batch entries of the segment that begins "
                 f"with transaction {self.all[index].first} cannot be read"
             )
-        after = lineage.entry(high)
-        before = self._entry_before(index, low)
+        following = lineage.entry(high)
+        previous = self._entry_before(index, low)
         entry_count = high - low
-        ends = [before.last + count for count in range(1, entry_count)] + [after.first - 1]
-        made = self._reconstruct_batch(index, low) if entry_count == 1 else None
-        if made is not None:
-            lineage.rewrite(low, [made])
+        ends = [previous.last + count for count in range(1, entry_count)] + [following.first - 1]
+        entry = self._reconstruct_batch(index, low) if entry_count == 1 else None
+        if entry is not None:
+            lineage.rewrite(low, [entry])
             return
         entries: list[LineageEntry] = []
         for end in ends:
-            entries.append(self._reconstructed_entry(before, end, RECONSTRUCTED))
-            before = entries[-1]
+            entries.append(self._reconstructed_entry(previous, end, RECONSTRUCTED))
+            previous = entries[-1]
         lineage.rewrite(low, entries)
 
     def _reconstruct_batch(self, index: int, position: int) -> LineageEntry | None:
         """Reconstruct a lost batch from the next chain hash; None if no session matches."""
-        before, after = (
+        previous, following = (
             self._entry_before(index, position),
             self.all[index].lineage.entry(position + 1),
         )
-        if not 0 <= before.session_id <= after.session_id <= before.session_id + 100:
+        if not 0 <= previous.session_id <= following.session_id <= previous.session_id + 100:
             return None
-        for session in range(before.session_id, after.session_id + 1):
-            made = self._reconstructed_entry(before, after.first - 1, SessionId(session))
-            if self._reconstructed_entry(made, after.last, after.session_id).chain == after.chain:
-                return made
+        for session in range(previous.session_id, following.session_id + 1):
+            candidate = self._reconstructed_entry(previous, following.first - 1, SessionId(session))
+            if (
+                self._reconstructed_entry(candidate, following.last, following.session_id).chain
+                == following.chain
+            ):
+                return candidate
         return None
 
     def _entry_before(self, index: int, position: int) -> LineageEntry:
@@ -380,12 +383,12 @@ class Segments:
         return self.all[0].lineage.chain_before
 
     def _reconstructed_entry(
-        self, before: LineageEntry, last: int, session: SessionId
+        self, previous: LineageEntry, last: int, session: SessionId
     ) -> LineageEntry:
-        first, end = TransactionId(before.last + 1), TransactionId(last)
+        first, end = TransactionId(previous.last + 1), TransactionId(last)
         crcs = self.record_crcs(first, end) or bytes(4 * (end - first + 1))
-        chain = next_chain(before.chain, first, end, session, crcs)
-        return LineageEntry(first, end, session, before.stamp_ms, chain)
+        chain = next_chain(previous.chain, first, end, session, crcs)
+        return LineageEntry(first, end, session, previous.stamp_ms, chain)
 
     def close(self) -> None:
         """Close all files."""
@@ -503,17 +506,17 @@ class Segments:
         """
         slices: list[Sequence[LineageEntry]] = []
         chain_before = self.chain
-        left = entries_max
+        remaining = entries_max
         for index in range(self._last_index_of(last), -1, -1):
             lineage = self.all[index].lineage
             low = lineage.position_of(first)
             high = min(lineage.position_of(last) + 1, lineage.count)
-            low = max(low, high - left)
+            low = max(low, high - remaining)
             if low < high:
                 slices.append(_checked_run(lineage.slice(low, high)))
                 chain_before = lineage.chain_at(low)
-                left -= high - low
-            if left == 0 or self.all[index].first <= first:
+                remaining -= high - low
+            if remaining == 0 or self.all[index].first <= first:
                 break
         return chain_before, tuple(entry for part in reversed(slices) for entry in part)
 
@@ -530,11 +533,11 @@ class Segments:
 
 def _checked_run(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     """Return entries of one file, after a check that each continues the previous one."""
-    for before, after in pairwise(entries):
-        if after.first != before.last + 1:
+    for previous, following in pairwise(entries):
+        if following.first != previous.last + 1:
             raise ChecksumMismatch(
-                f"expected a batch that begins at transaction {before.last + 1}, after batch "
-                f"{before.first}..{before.last}, found {after.first}..{after.last}"
+                f"expected a batch that begins at transaction {previous.last + 1}, after batch "
+                f"{previous.first}..{previous.last}, found {following.first}..{following.last}"
             )
     return entries
 

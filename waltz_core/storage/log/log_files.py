@@ -145,10 +145,10 @@ class LogFiles:
         its middle.
         """
         last = self.segments.last_id
-        here = [entry for entry in entries if entry.last <= last]
-        self.segments.current.append_entries(here, self.synced_max)
-        if here:
-            end = AckedMarker(here[-1].last, here[-1].chain)
+        segment_entries = [entry for entry in entries if entry.last <= last]
+        self.segments.current.append_entries(segment_entries, self.synced_max)
+        if segment_entries:
+            end = AckedMarker(segment_entries[-1].last, segment_entries[-1].chain)
         self.sync_count += self.segments.sync()
         self.segments.sync_index()
         marker = AckedMarker(last, UNBATCHED) if self.slot.is_unbatched else end
@@ -156,7 +156,7 @@ class LogFiles:
             self.write_slot(replace(self.slot, acked=marker))
             self._unmarked_ms = 0
         self.segments.add(self._settings.now_ms(), end.chain)
-        return entries[len(here) :], end
+        return entries[len(segment_entries) :], end
 
     def sync(self) -> TransactionId:
         """Sync all appended records and their batches; return the last ID.

@@ -241,16 +241,16 @@ class _LogOpening:
         # Whether a 0.13 process has written after this version, or an owner has left records
         # without batches.
         self._is_overtaken = slot.is_overtaken(info)
-        self._adopting = self._is_overtaken or slot.is_unbatched
+        self._is_adopting = self._is_overtaken or slot.is_unbatched
         self.opened: list[Segment] = []  # all segments to close if the opening fails
-        self._rebuilt: list[Segment] = []
-        self._implausible: set[TransactionId] = set()  # older segments, by their first ID
+        self._rebuilt_segments: list[Segment] = []
+        self._implausible_segments: set[TransactionId] = set()  # older segments, by their first ID
         # A slot, of this version or of 0.13, confirms the records up to the marker. Only after the
         # segments are open, it is known up to which ID the batch entries confirm the records.
         acked = slot.acked.transaction_id
-        self._marker = info.local_low_water_mark if self._is_overtaken else acked
-        self._durable = self._marker
-        self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
+        self._marker_id = info.local_low_water_mark if self._is_overtaken else acked
+        self._last_durable_id = self._marker_id
+        self._older_batches_end = BEFORE_FIRST  # the end of the last batch in an older segment
 
     def may_return_to_older_slot(self) -> bool:
         """Return whether a crash during this opening may make the older slot valid again.
@@ -265,7 +265,7 @@ class _LogOpening:
             and older.dirty
             and self.slot == newer
             and not newer.suspect
-            and not self._adopting
+            and not self._is_adopting
             and newer.truncate is older.truncate is None
             and newer.start == older.start
             and older.acked.transaction_id <= newer.acked.transaction_id
@@ -312,7 +312,7 @@ class _LogOpening:
         lineage = self._open_lineage(header)
         rebuilt = lineage is None
         if lineage is None:
-            if not self._adopting:
+            if not self._is_adopting:
                 self._mark_suspect()
             content = LineageHeader(header, chain_before or GENESIS_CHAIN).encode()
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
@@ -326,12 +326,12 @@ class _LogOpening:
         )
         self.opened.append(segment)
         is_continued = chain_before in {None, segment.lineage.chain_before}
-        if not is_continued and not self._adopting:
+        if not is_continued and not self._is_adopting:
             self._mark_suspect()
-            self._rebuilt.extend(self.opened[-2:-1])  # It may have lost its last batches.
+            self._rebuilt_segments.extend(self.opened[-2:-1])  # It may have lost its last batches.
         end = segment.lineage.trim_invalid()
         if rebuilt:
-            self._rebuilt.append(segment)
+            self._rebuilt_segments.append(segment)
         return segment, end
 
     def _open_lineage(self, header: SegmentHeader) -> LineageFile | None:
@@ -359,9 +359,9 @@ class _LogOpening:
             chain = lineage.chain_at(lineage.count)
             end = lineage.entry(lineage.count - 1) if lineage.count else None
         if end is not None:
-            self._passed = end.last
+            self._older_batches_end = end.last
         if segment.next_id != next_first or not segment.is_plausible():
-            self._implausible.add(segment.first)
+            self._implausible_segments.add(segment.first)
         segment.close()
         return chain
 
@@ -376,7 +376,7 @@ class _LogOpening:
     def recover_records(self, segments: Segments) -> None:
         """Read the records after the marker, truncate a torn tail, and note damage (rule 2)."""
         lineage = segments.current.lineage
-        after = lineage.position_of(TransactionId(self._marker + 1))
+        after = lineage.position_of(TransactionId(self._marker_id + 1))
         durable = lineage.durable_before(after)
         if self._is_overtaken:
             # 0.13 may have truncated records that were synced at that time. It has no marker: all
@@ -385,23 +385,27 @@ class _LogOpening:
             durable = max(min(durable, segments.last_id), self._last_complete(segments))
         # The marker moves when a full segment is closed, but not when a failure makes the log begin
         # a new file.
-        self._durable = max(self._marker, self._passed, durable)
+        self._last_durable_id = max(self._marker_id, self._older_batches_end, durable)
         if self.slot.truncate is not None:
             # An entry above the truncation is valid, but does not count after the truncation (rule
             # 1).
-            self._durable = min(self._durable, self.slot.truncate.last_to_keep)
+            self._last_durable_id = min(self._last_durable_id, self.slot.truncate.last_to_keep)
         nexts = [*(segment.first for segment in segments.all[1:]), None]
         for segment, next_first in zip(segments.all, nexts, strict=True):
             if next_first is None:
-                start = max(segment.first, TransactionId(self._marker))
-                self._recover(segment, start, self._durable, is_last=True)
+                start = max(segment.first, TransactionId(self._marker_id))
+                self._recover(segment, start, self._last_durable_id, is_last=True)
                 continue
-            reach = TransactionId(next_first - 1)
-            plausible = segment.first not in self._implausible
-            if not plausible or reach > self._marker:
-                start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
-                self._recover(segment, start, reach, is_last=False)
-        if segments.last_id < self._durable:
+            last_synced = TransactionId(next_first - 1)
+            plausible = segment.first not in self._implausible_segments
+            if not plausible or last_synced > self._marker_id:
+                start = (
+                    max(segment.first, min(self._marker_id, last_synced))
+                    if plausible
+                    else segment.first
+                )
+                self._recover(segment, start, last_synced, is_last=False)
+        if segments.last_id < self._last_durable_id:
             self._mark_suspect()
         if self.slot.truncate is not None:
             segments.truncate(
@@ -413,7 +417,7 @@ class _LogOpening:
     def _last_complete(self, segments: Segments) -> TransactionId:
         """Return the last ID above the marker whose record is where the index states."""
         current = segments.current
-        lowest = max(current.first, self._marker + 1, current.last - _TORN_RECORDS_MAX)
+        lowest = max(current.first, self._marker_id + 1, current.last - _TORN_RECORDS_MAX)
         for each in range(current.last, lowest - 1, -1):
             with suppress(ChecksumMismatch):
                 if segments.record_crcs(TransactionId(each), TransactionId(each)) is not None:
@@ -421,11 +425,11 @@ class _LogOpening:
         return BEFORE_FIRST
 
     def _recover(
-        self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
+        self, segment: Segment, start: TransactionId, last_synced: TransactionId, *, is_last: bool
     ) -> None:
-        found = segment.recover(start, reach, is_last=is_last)
+        found = segment.recover(start, last_synced, is_last=is_last)
         self._note_damage(found.damaged)
-        if found.lost:
+        if found.has_lost_ids:
             self._mark_suspect()
 
     def _note_damage(self, damaged: tuple[IdRange, ...]) -> None:
@@ -439,17 +443,19 @@ class _LogOpening:
 
         Truncate or adopt records without a valid batch (rules 3, 4).
         """
-        for segment in self._rebuilt:
+        for segment in self._rebuilt_segments:
             self._fill_between(segments, segment)
-        anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
-        if not self._adopting and not self._is_marker_valid(segments):
+        anchor = (
+            min(self._marker_id, self.slot.low_water_mark) if self._is_adopting else self._marker_id
+        )
+        if not self._is_adopting and not self._is_marker_valid(segments):
             self._mark_suspect()
         end = min(self._valid_end(segments, TransactionId(anchor)), segments.last_id)
-        if not self._adopting and end < self._durable:
+        if not self._is_adopting and end < self._last_durable_id:
             self._mark_suspect()
-        if self._adopting:
+        if self._is_adopting:
             end = self._end_before_gap(segments, end)
-        if self._adopting or end < self._durable:
+        if self._is_adopting or end < self._last_durable_id:
             drop_batches(segments, end)
             # If an entry below that end is unreadable, it is truncated, with all entries after it.
             end = min(end, self._lineage_end_id(segments))
@@ -459,7 +465,7 @@ class _LogOpening:
 
     def _is_marker_valid(self, segments: Segments) -> bool:
         try:
-            return segments.chain_at(TransactionId(self._marker)) == self.slot.acked.chain
+            return segments.chain_at(TransactionId(self._marker_id)) == self.slot.acked.chain
         except (BadFormat, ChecksumMismatch):
             return False
 
@@ -553,8 +559,8 @@ class _LogOpening:
             chain = next_chain(chain_before(segments, position), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
-            made = LineageEntry(first, end, session_id, stamp_ms, chain)
-            segment.append_entries([made], BEFORE_FIRST)
+            entry = LineageEntry(first, end, session_id, stamp_ms, chain)
+            segment.append_entries([entry], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
         rewrite_chain_headers(segments)
@@ -567,7 +573,7 @@ class _LogOpening:
         Batches of 0.13 never had a session; other batches have lost theirs. Stamps never decrease,
         so the stamp of the preceding batch is the nearest known value.
         """
-        if self._adopting and not self.slot.suspect:
+        if self._is_adopting and not self.slot.suspect:
             return NO_SESSION, 0
         before = entry_before(segments, first)
         return RECONSTRUCTED, 0 if before is None else before.stamp_ms
@@ -583,12 +589,12 @@ class _LogOpening:
         try:
             crcs = segments.record_crcs(first, last)
         except ReadFailed:
-            if not self._adopting:
+            if not self._is_adopting:
                 raise
-        if crcs is not None or not self._adopting:
+        if crcs is not None or not self._is_adopting:
             return crcs or bytes(4 * (last - first + 1))
-        every = map(TransactionId, range(first, last + 1))
-        return b"".join(self._crc_of(segments, each) for each in every)
+        ids = map(TransactionId, range(first, last + 1))
+        return b"".join(self._crc_of(segments, each) for each in ids)
 
     def _crc_of(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         try:
@@ -643,13 +649,13 @@ class _LogOpening:
 
         A log of 0.13 may be long, so it is only synced.
         """
-        current, durable_before, marker = segments.current, self._durable, self._marker
+        current, durable_before, marker = segments.current, self._last_durable_id, self._marker_id
         if self._is_overtaken:
             durable_before = marker = segments.last_id
         current.write_again(
             max(current.first, TransactionId(durable_before + 1)),
             index_rewrite_first=max(current.first, TransactionId(marker + 1)),
-            syncs_all=self._adopting or segments.last_id > self._marker,
+            syncs_all=self._is_adopting or segments.last_id > self._marker_id,
         )
 
     def final_slot(self, segments: Segments) -> Slot:

@@ -109,7 +109,7 @@ class LogReader:
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
         self._check_bounds(first, last)
-        wrong = BEFORE_FIRST
+        wrong_id = BEFORE_FIRST
         while True:
             self._reject_damaged(first, whole_batches=whole_batches)
             read = self._read_with_repair(
@@ -125,9 +125,9 @@ class LogReader:
             # Either the index is wrong, and is repaired once, or the record is lost. Each round
             # notes damage that the next round skips.
             self._note_damage(
-                self._segments.diagnose(read) if read != wrong else (IdRange(read, read),)
+                self._segments.diagnose(read) if read != wrong_id else (IdRange(read, read),)
             )
-            wrong = read
+            wrong_id = read
 
     def _read_with_repair(
         self, first: TransactionId, last: TransactionId, read: Callable[[], _ReadT]
@@ -161,9 +161,9 @@ class LogReader:
             if unreadable is not None:
                 return unreadable
             records, lengths = self._segments.read(first, end)
-        bad = first_invalid_record(records, lengths, first)
-        if bad is not None:
-            return TransactionId(first + bad)
+        wrong_index = first_invalid_record(records, lengths, first)
+        if wrong_index is not None:
+            return TransactionId(first + wrong_index)
         chain_before, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
         self.checked_bytes += len(records)
         return RangeRead(first, lengths, records, entries, chain_before)

@@ -168,13 +168,13 @@ class ServedReplicas:
                 if self._engine.has_lost_files:
                     await self._in_thread(self._engine.check_files)
                 leaving = await self._leaving_partitions()
-                wanted = {
+                wanted_partitions = {
                     each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
                 }
-                for partition_id in self._unlocked_partitions(self.logs.keys() - wanted):
+                for partition_id in self._unlocked_partitions(self.logs.keys() - wanted_partitions):
                     drops.create_task(self._drop_exclusively(partition_id))
                 await self._open_exclusively(
-                    self._unlocked_partitions(wanted - self.logs.keys()), leaving
+                    self._unlocked_partitions(wanted_partitions - self.logs.keys()), leaving
                 )
                 on_checked()
 
@@ -290,9 +290,9 @@ class ServedReplicas:
         """Note that a dropped partition has no running work any more."""
         self._dropping[partition_id].set()
 
-    def stop_serving(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
+    def stop_serving(self, partition_id: PartitionId, error: errors.WaltzError) -> None:
         """Drop a partition whose files were deleted or replaced (rule 5)."""
-        self._engine.stop_serving(partition_id, why)
+        self._engine.stop_serving(partition_id, error)
         self.recheck()
 
     # ---- administration (rules 2 and 3)

@@ -581,7 +581,7 @@ class StorageDaemon:
                 self._serving.on_partition_idle(effect.log.partition_id)
             case service_effects.DropPartition():
                 assert self._serving is not None
-                self._serving.stop_serving(effect.log.partition_id, effect.why)
+                self._serving.stop_serving(effect.log.partition_id, effect.error)
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
                 check.add_done_callback(partial(self._post_to_loop, self._on_space_checked))
@@ -788,9 +788,9 @@ class _StorageStopped(Exception):
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
     async with TaskGroup() as tasks:
-        waits = [tasks.create_task(each.wait()) for each in events]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for each in waits:
+        waiting_tasks = [tasks.create_task(each.wait()) for each in events]
+        await asyncio.wait(waiting_tasks, return_when=asyncio.FIRST_COMPLETED)
+        for each in waiting_tasks:
             each.cancel()
 
 

@@ -162,7 +162,7 @@ class AdminService:
         self._waiting: deque[AdminRequest] = deque()
         self._changing: AdminRequest | None = None
         self._effects: list[Effect] = []
-        self._makers: dict[type[AdminMessage], Callable[..., Script]] = {
+        self._script_makers: dict[type[AdminMessage], Callable[..., Script]] = {
             wire.CheckCluster: self._check_cluster,
             wire.SetAvailable: self._set_available,
             wire.SetAssigned: self._set_assigned,
@@ -276,16 +276,16 @@ class AdminService:
 
     def _report_event(self, name: str, request: AdminRequest, **fields: object) -> None:
         message = request.message
-        of_request = (
+        request_fields = (
             ("request", type(message).__name__),
             ("partition", getattr(message, "partition_id", "none")),
         )
-        self._effects.append(Report(name, (*of_request, *fields.items())))
+        self._effects.append(Report(name, (*request_fields, *fields.items())))
 
     # ------------------------------------------------------------------ requests
 
     def _create_script(self, message: AdminMessage) -> Script:
-        make: Callable[..., Script] = self._makers.get(type(message), self._reject_kind)
+        make: Callable[..., Script] = self._script_makers.get(type(message), self._reject_kind)
         return make(message)
 
     def _reject_kind(self, message: AdminMessage) -> Script:
@@ -357,10 +357,10 @@ class AdminService:
         return wire.Done(message.sequence)
 
     def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
-        held = yield from _find_held_partitions()
+        partitions = yield from _find_held_partitions()
         if isinstance(message, wire.HeldRequest):
             pairs = tuple(
-                (int(partition.partition_id), partition.is_available) for partition in held
+                (int(partition.partition_id), partition.is_available) for partition in partitions
             )
             return wire.HeldResponse(message.sequence, pairs)
         return wire.StorageResponse(
@@ -369,16 +369,16 @@ class AdminService:
             cluster_key=self._identity.cluster_key,
             partition_count=self._identity.partition_count,
             address=self._address,
-            held=tuple(int(partition.partition_id) for partition in held),
+            held=tuple(int(partition.partition_id) for partition in partitions),
         )
 
     def _answer_gauges(self, message: wire.MetricsRequest) -> Script:
-        held = yield from _find_held_partitions()
+        partitions = yield from _find_held_partitions()
         disk_status = yield FindDiskStatus()
         assert isinstance(disk_status, DiskStatus)
         archive = yield FindArchiveState()
         assert archive is None or isinstance(archive, ArchiveState)
-        return wire.MetricsResponse(message.sequence, gauges_json(held, disk_status, archive))
+        return wire.MetricsResponse(message.sequence, gauges_json(partitions, disk_status, archive))
 
     def _answer_marks(self, message: wire.SessionInfoRequest) -> Script:
         info = (yield from _inspect(PartitionId(message.partition_id))).info
@@ -386,15 +386,15 @@ class AdminService:
         return wire.SessionInfoResponse(message.sequence, message.partition_id, *marks)
 
     def _answer_replica(self, message: wire.ReplicaRequest) -> Script:
-        facts = yield from _inspect(PartitionId(message.partition_id), must_be_held=False)
-        log = facts.log or NO_LOG
+        status = yield from _inspect(PartitionId(message.partition_id), must_be_held=False)
+        log = status.log or NO_LOG
         return wire.ReplicaResponse(
             message.sequence,
             message.partition_id,
-            is_held=facts.is_held,
-            is_available=facts.is_available,
-            is_served=facts.is_served,
-            reason=facts.reason,
+            is_held=status.is_held,
+            is_available=status.is_available,
+            is_served=status.is_served,
+            reason=status.reason,
             is_suspect=log.is_suspect,
             promised=log.promised,
             last_session=log.last_session,
@@ -449,8 +449,8 @@ class AdminService:
                 f"partition {partition_id}: expected a transaction ID, found {message.first}"
             )
         if message.first > log.low_water_mark:
-            nothing = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
-            return wire.Copy(message.sequence, partition_id, *nothing)
+            empty_copy = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
+            return wire.Copy(message.sequence, partition_id, *empty_copy)
         first, bytes_max = TransactionId(message.first), min(message.bytes_max, RANGE_BYTES_MAX)
         read = yield from _read_range(
             ReadRange(partition_id, first, log.low_water_mark, bytes_max, whole_batches=True)
@@ -468,8 +468,8 @@ class AdminService:
 
     def _receive_copy(self, message: wire.Copy) -> Script:
         partition_id = PartitionId(message.partition_id)
-        facts = yield from _inspect(partition_id)
-        if facts.is_available:
+        status = yield from _inspect(partition_id)
+        if status.is_available:
             raise BadRequest(
                 f"the replica of partition {partition_id} must be offline while it receives a "
                 "copy, but it is online. Hint: take it offline first (`storage availability`)."
@@ -526,30 +526,32 @@ def _remove_partition(
 
 def _is_engaged_error(state: ZooKeeperState) -> str:
     """Describe the replicas of the last session, and the number left without this one."""
-    left, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
+    remaining_count, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
     names = ", ".join(state.engaged)
-    safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
+    quorum_text = (
+        "still a quorum" if remaining_count >= quorum else f"less than the quorum of {quorum}"
+    )
     return (
         f"it is in sync, so its acknowledgements count in store session {state.session_id} "
-        f"(replicas {names}; without it, {left} are left, {safe})"
+        f"(replicas {names}; without it, {remaining_count} are left, {quorum_text})"
     )
 
 
 def _inspect(
     partition_id: PartitionId, *, must_be_held: bool = True
 ) -> Generator[AdminTask, object, ReplicaStatus]:
-    facts = yield InspectReplica(partition_id)
-    assert isinstance(facts, ReplicaStatus)
-    if must_be_held and not facts.is_held:
+    status = yield InspectReplica(partition_id)
+    assert isinstance(status, ReplicaStatus)
+    if must_be_held and not status.is_held:
         raise BadRequest(f"this storage does not have partition {partition_id}")
-    return facts
+    return status
 
 
 def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogStatus]:
-    facts = yield from _inspect(partition_id)
-    if facts.log is None:
-        raise BadRequest(f"the log of partition {partition_id} cannot be read: {facts.reason}")
-    return facts.log
+    status = yield from _inspect(partition_id)
+    if status.log is None:
+        raise BadRequest(f"the log of partition {partition_id} cannot be read: {status.reason}")
+    return status.log
 
 
 def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, ZooKeeperState]:
@@ -559,9 +561,9 @@ def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, 
 
 
 def _find_held_partitions() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:
-    held = yield FindHeldPartitions()
-    assert isinstance(held, tuple)
-    return held
+    partitions = yield FindHeldPartitions()
+    assert isinstance(partitions, tuple)
+    return partitions
 
 
 def _read_range(task: ReadRange) -> Generator[AdminTask, object, RangeBytes]:
@@ -576,19 +578,19 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
     ids = raw_records.ids_of(read.records, lengths)
     headers = raw_records.application_headers_of(read.records, lengths)
     view = memoryview(read.records)
-    found, at = [], 0
+    records, offset = [], 0
     for position, length in enumerate(lengths.tolist()):
-        data = view[at + RECORD_OVERHEAD_BYTES - 4 : at + length - 4]
-        req_id = ReqId.from_bytes(view[at + 8 : at + 24])
-        found.append(
+        data = view[offset + RECORD_OVERHEAD_BYTES - 4 : offset + length - 4]
+        req_id = ReqId.from_bytes(view[offset + 8 : offset + 24])
+        records.append(
             Record(TransactionId(int(ids[position])), req_id, int(headers[position]), bytes(data))
         )
-        at += length
-    return tuple(found)
+        offset += length
+    return tuple(records)
 
 
 def gauges_json(
-    held: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveState | None
+    partitions: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveState | None
 ) -> bytes:
     """Return the gauges as JSON, under the names of Waltz 0.13, for its tools.
 
@@ -597,25 +599,27 @@ def gauges_json(
     """
     group = "waltz-storage"
     values: dict[str, object] = {
-        f"{group}.waltz-storage-num-partitions": len(held),
-        f"{group}.waltz-storage-partition-ids": [partition.partition_id for partition in held],
+        f"{group}.waltz-storage-num-partitions": len(partitions),
+        f"{group}.waltz-storage-partition-ids": [
+            partition.partition_id for partition in partitions
+        ],
     }
     facts = zip(DISK_GAUGES, disk_status, strict=True)
     values |= {f"{group}.{name}": value for name, value in facts if value is not None}
     if archive is not None:
         values[f"{group}.archive"] = archive._asdict()
-    for partition in held:
-        own = f"{group}.partition-{partition.partition_id}"
+    for partition in partitions:
+        prefix = f"{group}.partition-{partition.partition_id}"
         values |= {
-            f"{own}.session-id": partition.info.session_id,
-            f"{own}.low-water-mark": partition.info.low_water_mark,
-            f"{own}.local-low-water-mark": partition.info.local_low_water_mark,
-            f"{own}.flags": partition.info.flags,
-            f"{own}.sequence-number": partition.info.sequence,
-            f"{own}.max-transaction-id": partition.synced_max,
+            f"{prefix}.session-id": partition.info.session_id,
+            f"{prefix}.low-water-mark": partition.info.low_water_mark,
+            f"{prefix}.local-low-water-mark": partition.info.local_low_water_mark,
+            f"{prefix}.flags": partition.info.flags,
+            f"{prefix}.sequence-number": partition.info.sequence,
+            f"{prefix}.max-transaction-id": partition.synced_max,
         }
     gauges = {name: {"value": value} for name, value in values.items()}
     kinds = ("counters", "histograms", "meters", "timers")
-    others: dict[str, dict[str, object]] = {kind: {} for kind in kinds}
-    whole = {"metrics": gauges, "ids": list(gauges), "gauges": gauges, **others}
-    return json.dumps(whole, separators=(",", ":")).encode()
+    empty_kinds: dict[str, dict[str, object]] = {kind: {} for kind in kinds}
+    document = {"metrics": gauges, "ids": list(gauges), "gauges": gauges, **empty_kinds}
+    return json.dumps(document, separators=(",", ":")).encode()

@@ -87,11 +87,11 @@ def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
     space = engine.space
     facts = DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms)
     try:
-        free = space.free_bytes()
+        free_bytes = space.free_bytes()
         return facts._replace(
-            free_bytes=free,
+            free_bytes=free_bytes,
             size_bytes=space.size_bytes(),
-            filling_bytes_per_day=space.filling_bytes_per_day(free, clock_ms),
+            filling_bytes_per_day=space.filling_bytes_per_day(free_bytes, clock_ms),
         )
     except WaltzError as error:
         return facts._replace(disk_error=str(error))

@@ -299,8 +299,8 @@ class StorageService:
             case PartitionDropped():
                 self._on_partition_dropped(event.partition_id)
             case ScrubRequested(partition_id):
-                wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
-                self._scrub.request(sorted(wanted), now_ms)
+                ids = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
+                self._scrub.request(sorted(ids), now_ms)
                 self._queue_scrub_piece(now_ms)
             case SpaceChecked():
                 self._space_check_at_ms = None
@@ -419,32 +419,32 @@ class StorageService:
                 f"because the replica has promised session {promise.session_id} to another "
                 "server"
             )
-        why: WaltzError = SessionFenced(f"a later store session, {session}, was prepared")
+        error: WaltzError = SessionFenced(f"a later store session, {session}, was prepared")
         if requested == promise:  # rule 10
-            why = ConnectionSuperseded(
+            error = ConnectionSuperseded(
                 f"a later connection of the same server, for store session {session}, has "
                 "replaced this one"
             )
             if lane.owner is not None and request.connection < lane.owner:
-                raise why
+                raise error
         # Set the promise first: rejected owners must receive this session in the error.
         lane.promise = requested
-        self._fence(lane, why, keep=request.connection)
+        self._fence(lane, error, keep=request.connection)
         lane.owner = request.connection
         self._queue_request(lane, lane.writes, request)
 
-    def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
+    def _fence(self, lane: Lane, error: WaltzError, *, keep: ConnectionId | None = None) -> None:
         """End the lane's session: reject its queued requests, and close its connection.
 
         The error must state the reason: the old owner must not mistake it for a later session.
         """
         for request in (*lane.writes, *lane.reads):
             self.queue_limits.subtract(request)
-            self._send_error(request, why)
+            self._send_error(request, error)
         lane.writes.clear()
         lane.reads.clear()
         if lane.owner not in (None, keep):
-            self._effects.append(CloseConnection(lane.owner, str(why)))
+            self._effects.append(CloseConnection(lane.owner, str(error)))
         lane.owner = None
         lane.engaged_session = NO_SESSION
         self._forget_archiving(lane)
@@ -460,8 +460,8 @@ class StorageService:
                 lane.owner = None
                 self._forget_archiving(lane)
             for queue in filter(None, (lane.writes, lane.reads)):
-                gone = [request for request in queue if request.connection == connection]
-                for request in gone:
+                removed = [request for request in queue if request.connection == connection]
+                for request in removed:
                     queue.remove(request)
                     self.queue_limits.subtract(request)
 
@@ -475,10 +475,10 @@ class StorageService:
     def _on_partition_dropped(self, partition_id: PartitionId) -> None:
         lane = self._lanes.pop(partition_id)
         self._scrub.on_partition_dropped(partition_id)
-        gone = UnknownPartition(
+        error = UnknownPartition(
             f"partition {partition_id} was taken offline, or is no longer assigned to this storage"
         )
-        self._fence(lane, gone)
+        self._fence(lane, error)
         self._retention.on_partition_dropped(partition_id)
         if lane.work is None:
             self._effects.append(PartitionIdle(lane.log))
@@ -697,12 +697,12 @@ class StorageService:
                 last=message.mark,
             )
 
-    def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
+    def _stop_serving(self, lane: Lane, error: WaltzError) -> None:
         """Stop serving a partition whose files were deleted or replaced (rule 11)."""
-        self._report_event("storage.files_replaced", partition=lane.log.partition_id, error=why)
+        self._report_event("storage.files_replaced", partition=lane.log.partition_id, error=error)
         lane.has_lost_files = True
-        self._fence(lane, why)
-        self._effects.append(DropPartition(lane.log, why))
+        self._fence(lane, error)
+        self._effects.append(DropPartition(lane.log, error))
 
     def _on_disk_failed(self, lane: Lane, result: WorkResult) -> None:
         """Leave the session after a failure of the disk; exit after a second one (rule 6)."""

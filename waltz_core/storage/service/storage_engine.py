@@ -173,10 +173,10 @@ class StorageEngine:
 
     def assigned_partitions(self) -> Sequence[PartitionId]:
         """Return the partitions that this storage holds, in ascending order."""
-        every = map(PartitionId, range(self.partition_count))
+        partition_ids = map(PartitionId, range(self.partition_count))
         return [
             partition_id
-            for partition_id in every
+            for partition_id in partition_ids
             if self._control.info(partition_id).flags & FLAG_ASSIGNED
         ]
 
@@ -261,10 +261,10 @@ class StorageEngine:
         with suppress(WaltzError):  # The error is in `open_errors`.
             self._open_log(partition_id)
 
-    def stop_serving(self, partition_id: PartitionId, why: WaltzError) -> None:
+    def stop_serving(self, partition_id: PartitionId, error: WaltzError) -> None:
         """Do not open a partition again, because its files were deleted or replaced (rule 8)."""
         self._lost_logs[partition_id] = self.logs.pop(partition_id)
-        self.open_errors[partition_id] = why
+        self.open_errors[partition_id] = error
 
     def has_lost_files_of(self, partition_id: PartitionId) -> bool:
         """Whether the files of a partition were deleted or replaced (rule 8)."""

@@ -276,16 +276,16 @@ class Work:
 
 
 def _without_known(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
-    for each in known:
-        ranges = remove_damage(ranges, each)
+    for known_range in known:
+        ranges = remove_damage(ranges, known_range)
     return ranges
 
 
 def _scrub(log: PartitionLog, piece: ScrubPiece) -> ScrubResult:
     log.check_files()
-    before = log.reader.checked_bytes
+    checked_bytes_before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
-    return ScrubResult(next_id, log.reader.checked_bytes - before)
+    return ScrubResult(next_id, log.reader.checked_bytes - checked_bytes_before)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -415,10 +415,10 @@ def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessRespons
     """Raise BadRequest if the log has another chain hash at the mark (AR 10 in decision 047)."""
     found = log.chain_at(TransactionId(message.last))
     if found != message.chain:
-        shown = "no batch that ends there" if found is None else found.hex()
+        found_text = "no batch that ends there" if found is None else found.hex()
         raise BadRequest(
             f"partition {message.partition_id}: expected chain hash {message.chain.hex()} at "
-            f"transaction {message.last}, up to which the log is archived; found {shown}"
+            f"transaction {message.last}, up to which the log is archived; found {found_text}"
         )
     return SuccessResponse(*_response_prefix(message))
 
