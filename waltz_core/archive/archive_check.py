@@ -149,9 +149,11 @@ class ArchiveCheck:
             manifest.chain,
         )
         names = ("cluster key", "partition", "first ID", "last ID", "chain")
-        for each, wanted, actual in zip(names, expected, found, strict=True):
+        for name, expected_value, found_value in zip(names, expected, found, strict=True):
             _expect(
-                f"the {each} (recorded in ZooKeeper)", _format_value(wanted), _format_value(actual)
+                f"the {name} (recorded in ZooKeeper)",
+                _format_value(expected_value),
+                _format_value(found_value),
             )
         if manifest.newest_objects:
             end = manifest.newest_objects[-1].chain
@@ -204,9 +206,9 @@ class ArchiveCheck:
                 self._chain = each.chain
 
     def _add_bad_file(
-        self, name: str, first: TransactionId, last: TransactionId, why: object
+        self, name: str, first: TransactionId, last: TransactionId, problem: object
     ) -> None:
-        self.bad_files.append(BadArchiveFile(name, first, last, str(why)))
+        self.bad_files.append(BadArchiveFile(name, first, last, str(problem)))
 
     # --- pages of the manifest
 
@@ -217,11 +219,11 @@ class ArchiveCheck:
             entries = ManifestPage.from_bytes(data, page_entry.name).entries
             bounds = (entries[0].first, entries[-1].last) if entries else None
             _expect("IDs", (page_entry.first, page_entry.last), bounds)
-            for before, after in pairwise(entries):
+            for previous, following in pairwise(entries):
                 _expect(
                     "the first transaction ID after the previous object",
-                    before.last + 1,
-                    after.first,
+                    previous.last + 1,
+                    following.first,
                 )
         except (BadFormat, ChecksumMismatch) as error:
             self._skip_page(page_entry, error)
@@ -229,8 +231,8 @@ class ArchiveCheck:
         self._pages.popleft()
         self._add_objects(entries)
 
-    def _skip_page(self, page_entry: PageEntry, why: Exception) -> None:
-        self._add_bad_file(page_entry.name, page_entry.first, page_entry.last, why)
+    def _skip_page(self, page_entry: PageEntry, error: Exception) -> None:
+        self._add_bad_file(page_entry.name, page_entry.first, page_entry.last, error)
         self._pages.popleft()
         self.next_id, self._chain = TransactionId(page_entry.last + 1), None  # rule 3
 
@@ -248,8 +250,8 @@ class ArchiveCheck:
         self.byte_count += size
         self._finish_object(entry)
 
-    def _add_bad_object(self, entry: ObjectEntry, why: object) -> None:
-        self.bad_files.append(BadArchiveFile(*entry[:3], str(why), is_object=True))
+    def _add_bad_object(self, entry: ObjectEntry, problem: object) -> None:
+        self.bad_files.append(BadArchiveFile(*entry[:3], str(problem), is_object=True))
 
     def _finish_object(self, entry: ObjectEntry) -> None:
         self._entries.popleft()
@@ -286,11 +288,11 @@ class ArchiveCheck:
         writer = writer_cluster_key(entry.name) or self._identity[0]
         _expect("cluster key", writer.hex(), metadata.cluster_key.hex())
         _expect("partition", self._identity[1], metadata.partition_id)
-        before = self._chain if entry.first else GENESIS_CHAIN
-        if before is not None:
+        chain_before = self._chain if entry.first else GENESIS_CHAIN
+        if chain_before is not None:
             _expect(
                 f"the chain hash before transaction {entry.first}",
-                _format_value(before),
+                _format_value(chain_before),
                 _format_value(metadata.chain_before),
             )
         chain, stamps = None, (0, 0)

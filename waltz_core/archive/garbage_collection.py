@@ -205,17 +205,17 @@ def _check_versions(found: "list[ListedFile]") -> None:
             heads.append(_ManifestVersion(origin.session_id, version, file.name))
     newest: _ManifestVersion | None = None  # the newest manifest of all earlier sessions
     for _, group in groupby(sorted(heads), key=lambda each: each.session_id):
-        of_session = list(group)
-        if newest is not None and of_session[0].version < newest.version:
+        session_heads = list(group)
+        if newest is not None and session_heads[0].version < newest.version:
             raise BadRequest(
                 "garbage collection of the archive stopped, and nothing is deleted: expected "
                 f"each later session to write manifests with versions above {newest.version} "
                 f"(manifest {newest.name} of session {newest.session_id}), found "
-                f"{of_session[0].name}. ZooKeeper was rolled back, so backups may need files "
+                f"{session_heads[0].name}. ZooKeeper was rolled back, so backups may need files "
                 "that ZooKeeper no longer records. Hint: read docs/archive.md, section "
                 "'Garbage, and stores that hang'."
             )
-        newest = max(of_session[-1], newest or of_session[-1], key=lambda each: each.version)
+        newest = max(session_heads[-1], newest or session_heads[-1], key=lambda each: each.version)
 
 
 def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:

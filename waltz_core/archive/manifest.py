@@ -166,9 +166,9 @@ class Manifest:
 
     def with_replaced_page(self, old: PageEntry, name: str, page: ManifestPage) -> "Manifest":
         """Return the next manifest, in which a written page replaces the page `old`."""
-        made = page.to_entry(name)
-        assert (made.first, made.last) == (old.first, old.last)
-        pages = tuple(made if each == old else each for each in self.pages)
+        new_entry = page.to_entry(name)
+        assert (new_entry.first, new_entry.last) == (old.first, old.last)
+        pages = tuple(new_entry if each == old else each for each in self.pages)
         return replace(self, version=self.version + 1, pages=pages)
 
     def writer_cluster_key(self, entry: ObjectEntry) -> bytes:
@@ -248,19 +248,19 @@ class Manifest:
 
     def _check_consistency(self, name: str) -> None:
         bounds = [each[2:4] for each in self.pages] + [each[1:3] for each in self.newest_objects]
-        reach = bounds[0][0] - 1 if bounds else self.last
+        listed_last = bounds[0][0] - 1 if bounds else self.last
         for first, last in bounds:
-            if first != reach + 1 or last < first:
+            if first != listed_last + 1 or last < first:
                 raise BadFormat(
                     f"manifest {name}: expected the next object to begin at transaction "
-                    f"{reach + 1}, found an object with transactions {first}..{last}"
+                    f"{listed_last + 1}, found an object with transactions {first}..{last}"
                 )
-            reach = last
-        if reach != self.last or not 0 <= self.first <= self.last + 1:
+            listed_last = last
+        if listed_last != self.last or not 0 <= self.first <= self.last + 1:
             raise BadFormat(
                 f"manifest {name}: expected objects up to transaction {self.last} and a first "
                 f"available ID of at most {self.last + 1}, found objects up to transaction "
-                f"{reach} and the first available ID {self.first}"
+                f"{listed_last} and the first available ID {self.first}"
             )
         if bounds and self.first < bounds[0][0]:
             raise BadFormat(

@@ -90,23 +90,23 @@ class RestoredRange:
                 f"{UUID(bytes=saved.manifest.cluster_key)}. Hint: check that this is the URL "
                 "of the archive of that cluster."
             )
-        kept = tuple(entries)
+        usable = tuple(entries)
         if may_have_expired:
-            kept = tuple(dropwhile(lambda each: each.name not in existing, entries))
-        missing = [each for each in kept if each.name not in existing]
-        if missing or not kept:
-            lost = (missing or entries)[0]
+            usable = tuple(dropwhile(lambda each: each.name not in existing, entries))
+        missing = [each for each in usable if each.name not in existing]
+        if missing or not usable:
+            missing_entry = (missing or entries)[0]
             raise ObjectMissing(
-                f"archive {store.url}: object {lost.name} with transactions "
-                f"{lost.first}..{lost.last} does not exist. Hint: if the oldest transactions "
-                "have expired since the backup, use --without-expired."
+                f"archive {store.url}: object {missing_entry.name} with transactions "
+                f"{missing_entry.first}..{missing_entry.last} does not exist. Hint: if the "
+                "oldest transactions have expired since the backup, use --without-expired."
             )
         self.written_files: list[
             str
         ] = []  # files of `write_manifest`, which are garbage if the restore fails
         manifest = saved.manifest
-        self.first = max(manifest.first, kept[0].first)
-        self._manifest = replace(manifest, first=self.first, pages=(), newest_objects=kept)
+        self.first = max(manifest.first, usable[0].first)
+        self._manifest = replace(manifest, first=self.first, pages=(), newest_objects=usable)
 
     @property
     def last(self) -> TransactionId:
@@ -164,7 +164,7 @@ class RestoredRange:
         entries[-1] = self._truncate_entry(entries[-1], end)
         folder = manifests_folder(cluster_key, source.partition_id)
         versions = [manifest_version_of(each) or 0 for each in self._store.list_names(folder)]
-        made = replace(
+        manifest = replace(
             source,
             cluster_key=cluster_key,
             version=max([source.version, *versions]) + 1,
@@ -172,14 +172,14 @@ class RestoredRange:
             chain=end.chain,
             newest_objects=tuple(entries),
         )
-        while (page := made.page_to_write) is not None:
-            origin = FileOrigin(session_id, nonce, len(made.pages))
-            name = page_name(folder, made.version, origin)
+        while (page := manifest.page_to_write) is not None:
+            origin = FileOrigin(session_id, nonce, len(manifest.pages))
+            name = page_name(folder, manifest.version, origin)
             self.written_files.append(name)
             write_and_verify(self._store, name, page.to_bytes())
-            made = made.with_page(name, page)
-        name = manifest_name(folder, made.version, FileOrigin(session_id, nonce, 0))
-        data = made.to_bytes()
+            manifest = manifest.with_page(name, page)
+        name = manifest_name(folder, manifest.version, FileOrigin(session_id, nonce, 0))
+        data = manifest.to_bytes()
         self.written_files.append(name)
         write_and_verify(self._store, name, data)
         Manifest.from_bytes(data, name)

@@ -54,11 +54,11 @@ class SavedManifest(NamedTuple):
         for page_entry, data in zip(manifest.pages, self.pages, strict=True):
             found += decode_page(page_entry, data).entries
         found += manifest.newest_objects
-        for before, after in pairwise(found):
-            if after.first != before.last + 1:
+        for previous, following in pairwise(found):
+            if following.first != previous.last + 1:
                 raise BadFormat(
                     f"manifest {self.name}: expected the next page to begin at transaction "
-                    f"{before.last + 1}, found a page that begins with transactions "
-                    f"{after.first}..{after.last}"
+                    f"{previous.last + 1}, found a page that begins with transactions "
+                    f"{following.first}..{following.last}"
                 )
         return found

@@ -88,12 +88,14 @@ class StorageArchive:
 
         assert self._rate_limited_store is not None
         try:
-            made = upload(self._rate_limited_store, self._cluster_key, job, self._note_progress)
+            new_manifest = upload(
+                self._rate_limited_store, self._cluster_key, job, self._note_progress
+            )
         except WaltzError as error:
             self.failure, self.failure_count = error, self.failure_count + 1
             return error
         self.failure, self.failure_count = None, 0
-        return made
+        return new_manifest
 
     def collect_garbage(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
         """Execute a collection; return its error instead of raising it."""
@@ -180,11 +182,11 @@ class StorageArchive:
 
     def note_recheck_result(self, place: tuple[int, int], damage: str) -> None:
         """Note the outcome of `find_damage_at`; success clears the same damage at all places."""
-        before = self._damage.get(place)
+        old_damage = self._damage.get(place)
         self.on_place_read(place, damage)
         if not damage:
-            ended = [each for each, found in self._damage.items() if found == before]
-            for each in ended:
+            repaired_places = [each for each, found in self._damage.items() if found == old_damage]
+            for each in repaired_places:
                 del self._damage[each]
 
     def on_place_read(self, place: tuple[int, int], damage: str) -> None:

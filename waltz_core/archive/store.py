@@ -298,8 +298,8 @@ class StoreFile:
         """
         with _translate_errors("read", self._location):
             rest = max(self.native.size() - self._position, 0)
-            wanted = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
-            data = bytes(self.native.read_at(wanted, self._position)) if wanted else b""
+            size = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
+            data = bytes(self.native.read_at(size, self._position)) if size else b""
         self._position += len(data)
         return data
 
@@ -380,11 +380,11 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
     try:
         if parts.scheme == "s3":
             options = dict(parse_qsl(parts.query))
-            unknown = sorted(set(options) - set(_S3_OPTIONS))
-            if unknown:
+            unknown_options = sorted(set(options) - set(_S3_OPTIONS))
+            if unknown_options:
                 raise BadConfig(
                     f"archive {url}: expected only the URL options {', '.join(_S3_OPTIONS)}, "
-                    f"found {', '.join(unknown)}"
+                    f"found {', '.join(unknown_options)}"
                 )
             with _resolve_region(options.get("region")):
                 store = arrow_fs.S3FileSystem(

@@ -181,9 +181,9 @@ class WriteRegistry:
 
     def for_principal(self, principal: str, *, is_limited: bool = True) -> "WriteRegistry":
         """Return the registry of a principal (rule 8); with `is_limited`, rule 9 holds."""
-        made = WriteRegistry(self._nodes, principal, is_limited=is_limited)
-        made._owners = self._owners
-        return made
+        registry = WriteRegistry(self._nodes, principal, is_limited=is_limited)
+        registry._owners = self._owners
+        return registry
 
     async def read(self, write: str) -> WriteState | None:
         """Return the state of a write; None if it was never begun, or was removed."""
@@ -225,7 +225,7 @@ class WriteRegistry:
             TooLarge: the marks do not fit into a node.
         """
         path = self._path(write)
-        made = WriteState(dict(marks), keep_ms, principal=self._principal or "")
+        new_state = WriteState(dict(marks), keep_ms, principal=self._principal or "")
         for _ in range(ATTEMPTS_MAX):
             found = await self.read(write)
             if found is not None:
@@ -239,8 +239,8 @@ class WriteRegistry:
                 await self._check_latest_of_series(write)
             if self._principal is not None and self._is_limited:
                 await self._check_write_count(self._principal)
-            if await self._try_write([CreateNode(path, _encode_checked(made)), *fence]):
-                return made
+            if await self._try_write([CreateNode(path, _encode_checked(new_state)), *fence]):
+                return new_state
         raise errors.CoordinatorUnavailable(
             f"cannot create znode {path}: other processes changed the registry of writes during "
             f"each of {ATTEMPTS_MAX} attempts. Hint: start the write again."
@@ -265,9 +265,9 @@ class WriteRegistry:
         names = () if listing is None else listing.names
         if len(names) < WRITES_PER_PRINCIPAL_MAX:
             return 0
-        there, owners = frozenset(names), self._owners
-        for gone in [name for name in owners if name not in there]:
-            del owners[gone]
+        existing, owners = frozenset(names), self._owners
+        for removed_name in [name for name in owners if name not in existing]:
+            del owners[removed_name]
         for name in names:
             if name not in owners:
                 node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
@@ -316,7 +316,7 @@ class WriteRegistry:
             await self._check_write_is_running(write, task)
             if not await self._take_ownership(write):
                 continue
-            same = await self._fence_check_operations()
+            fence_check = await self._fence_check_operations()
             node = await self._znodes.get(path)
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
@@ -329,7 +329,7 @@ class WriteRegistry:
             runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
             new = replace(old, attempt=old.attempt + 1, runs=runs)
             change = SetNode(path, new.to_bytes(), node.stat.version)
-            is_written = await self._try_write([change, *same])
+            is_written = await self._try_write([change, *fence_check])
             if is_written and await self._take_ownership(write):
                 return new
         raise errors.CoordinatorUnavailable(
@@ -347,12 +347,14 @@ class WriteRegistry:
         found = self._decode_state(path, node)
         if found.principal not in _UNOWNED_PRINCIPALS:
             return True
-        same = await self._fence_check_operations()
+        fence_check = await self._fence_check_operations()
         if await self._znodes.get(path) != node:
             return False
-        taken = replace(found, principal=self._principal)
+        owned_state = replace(found, principal=self._principal)
         self._owners.pop(write, None)
-        return await self._try_write([SetNode(path, taken.to_bytes(), node.stat.version), *same])
+        return await self._try_write(
+            [SetNode(path, owned_state.to_bytes(), node.stat.version), *fence_check]
+        )
 
     async def _check_write_is_running(self, write: str, task: int) -> None:
         state = await self.read(write)
@@ -377,7 +379,7 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
         if found != attempt:
-            raise _overtaken_error(write, TaskAttempt(task, attempt), found)
+            raise _later_attempt_error(write, TaskAttempt(task, attempt), found)
 
     async def read_tasks(self, write: str) -> dict[int, TaskState]:
         """Return the tasks that have begun, by task number."""
@@ -419,7 +421,7 @@ class WriteRegistry:
         path, marks = self._path(write), None
         for _ in range(ATTEMPTS_MAX):
             await self._znodes.sync()
-            same = await self._fence_check_operations()
+            checks = await self._fence_check_operations()
             node = await self._znodes.get(path)
             if node is None:
                 raise _superseded_error(
@@ -439,12 +441,12 @@ class WriteRegistry:
                 return found
             marks = found.marks
             if by is not None:
-                same.append(await self._attempt_check_operation(write, by))
-            done = replace(found, summary=dict(summary), keep_ms=keep_ms)
+                checks.append(await self._attempt_check_operation(write, by))
+            new_state = replace(found, summary=dict(summary), keep_ms=keep_ms)
             if await self._try_write(
-                [SetNode(path, _encode_checked(done), node.stat.version), *same]
+                [SetNode(path, _encode_checked(new_state), node.stat.version), *checks]
             ):
-                return done
+                return new_state
         raise errors.CoordinatorUnavailable(
             f"cannot change {path}: other processes changed it during each attempt"
         )
@@ -455,7 +457,7 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
         if node is None or found != by.attempt:
-            raise _overtaken_error(write, by, found)
+            raise _later_attempt_error(write, by, found)
         return CheckVersion(path, node.stat.version)
 
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
@@ -486,8 +488,8 @@ class WriteRegistry:
         if expired_ms is not None and not is_removing and not _is_expired(node, expired_ms):
             return False
         if not found.is_done:
-            over = replace(found, summary={}, keep_ms=0)
-            return [SetNode(path, over.to_bytes(), node.stat.version), *fence]
+            expired_state = replace(found, summary={}, keep_ms=0)
+            return [SetNode(path, expired_state.to_bytes(), node.stat.version), *fence]
         tasks = await self._task_deletions(path)
         return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
 
@@ -512,12 +514,12 @@ class WriteRegistry:
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         start = now_ms % len(names) if names else 0  # begins at another write each time
-        over: list[str] = []
+        expired_names: list[str] = []
         for name in (*names[start:], *names[:start])[:EXAMINED_WRITES_MAX]:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
             if node is not None and _is_expired(node, now_ms):
-                over.append(name)
-        return now_ms, over
+                expired_names.append(name)
+        return now_ms, expired_names
 
     async def _read_zookeeper_time_ms(self) -> int:
         """Return ZooKeeper's time in ms, from a node that was written just now."""
@@ -557,7 +559,8 @@ def check_write_name(write: str) -> None:
     """Raise BadRequest unless the name of a write is valid."""
     is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
     if not is_good or any(
-        not (each.isalnum() or each in "-_.~") or ord(each) > 127 for each in write
+        not (character.isalnum() or character in "-_.~") or ord(character) > 127
+        for character in write
     ):
         raise errors.BadRequest(
             f"name of an exactly-once write: expected 1 to {NAME_CHARACTERS_MAX} letters, "
@@ -582,14 +585,16 @@ def _owner_in(node: Node) -> str:
         return ""
 
 
-def _superseded_error(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:
-    which = "" if task is None else f", task {task}"
-    return errors.ConnectionSuperseded(f"write {write}{which}: {why}")
+def _superseded_error(write: str, task: int | None, reason: str) -> errors.ConnectionSuperseded:
+    task_text = "" if task is None else f", task {task}"
+    return errors.ConnectionSuperseded(f"write {write}{task_text}: {reason}")
 
 
-def _overtaken_error(write: str, by: TaskAttempt, found: int | None) -> errors.ConnectionSuperseded:
-    why = f"attempt {found} of the task has taken over from attempt {by.attempt}"
-    return _superseded_error(write, by.task, why)
+def _later_attempt_error(
+    write: str, by: TaskAttempt, found: int | None
+) -> errors.ConnectionSuperseded:
+    reason = f"attempt {found} of the task has taken over from attempt {by.attempt}"
+    return _superseded_error(write, by.task, reason)
 
 
 def _is_expired(node: Node, now_ms: int) -> bool:

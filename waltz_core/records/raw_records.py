@@ -215,11 +215,11 @@ def record_crcs(records: Buffer, lengths: I64) -> bytes:
 def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
     """Convert 20-byte feed headers to 28-byte record headers, with IDs from `first` on."""
     feed = np.frombuffer(packed, dtype=FEED_HEADER_DTYPE)
-    whole = np.empty(feed.size, dtype=HEADER_DTYPE)
-    whole["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
-    whole["req_id"] = feed["req_id"]
-    whole["header"] = feed["header"]
-    return whole.tobytes()
+    headers = np.empty(feed.size, dtype=HEADER_DTYPE)
+    headers["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
+    headers["req_id"] = feed["req_id"]
+    headers["header"] = feed["header"]
+    return headers.tobytes()
 
 
 def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
@@ -299,9 +299,9 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     assert len(records) == total_bytes(lengths)
     if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
         return _first_bad_one_by_one(memoryview(records), lengths.tolist())
-    stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
-    wrong_length = (stated != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
-    checked_count = int(wrong_length[0]) if wrong_length.size else int(lengths.size)
+    data_lengths = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
+    wrong_indexes = (data_lengths != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
+    checked_count = int(wrong_indexes[0]) if wrong_indexes.size else int(lengths.size)
     crcs = _trailers(records, lengths)
     if checked_count == lengths.size and crc32(records) == run_crc(crcs, lengths):
         return None
@@ -321,9 +321,9 @@ def _first_bad_one_by_one(records: memoryview, lengths: list[int]) -> int | None
     for index, length in enumerate(lengths):
         end = start + length
         crc_at = end - _TRAILER_BYTES
-        (stated,) = _LENGTH.unpack_from(records, start + 28)
+        (data_length,) = _LENGTH.unpack_from(records, start + 28)
         (crc,) = _CRC.unpack_from(records, crc_at)
-        if stated != length - RECORD_OVERHEAD_BYTES or crc32(records[start:crc_at]) != crc:
+        if data_length != length - RECORD_OVERHEAD_BYTES or crc32(records[start:crc_at]) != crc:
             return index
         start = end
     return None
@@ -339,8 +339,8 @@ def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None
     if lengths.size <= ONE_BY_ONE_MAX:
         return _first_gap_one_by_one(records, lengths.tolist(), first)
     ids = _gather(records, _starts(lengths), np.dtype(">i8"))
-    wrong = (ids != np.arange(first, first + lengths.size, dtype=np.int64)).nonzero()[0]
-    return int(wrong[0]) if wrong.size else None
+    wrong_indexes = (ids != np.arange(first, first + lengths.size, dtype=np.int64)).nonzero()[0]
+    return int(wrong_indexes[0]) if wrong_indexes.size else None
 
 
 def _first_gap_one_by_one(records: Buffer, lengths: list[int], first: int) -> int | None:
@@ -361,8 +361,8 @@ def encode_record(
     transaction_id: int, req_id: ReqId, header: int, data: Buffer, data_crc: int
 ) -> bytes:
     """Encode one record as in a segment file. `batches.encode_records` encodes many at once."""
-    before = RECORD_PREFIX.pack(transaction_id, req_id.to_bytes(), header, len(data), data_crc)
-    return b"".join((before, data, crc32(data, crc32(before)).to_bytes(4, "big")))
+    prefix = RECORD_PREFIX.pack(transaction_id, req_id.to_bytes(), header, len(data), data_crc)
+    return b"".join((prefix, data, crc32(data, crc32(prefix)).to_bytes(4, "big")))
 
 
 def encode_prefixes(

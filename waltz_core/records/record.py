@@ -154,5 +154,5 @@ def partition_of_hash(lock: int, partition_count: int) -> PartitionId:
     The multiplication keeps the hashes of one partition spread over the whole lock table.
     """
     assert partition_count > 0
-    mixed = ((lock & 0xFFFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF
-    return PartitionId((mixed * partition_count) >> 32)
+    multiplied = ((lock & 0xFFFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF
+    return PartitionId((multiplied * partition_count) >> 32)

@@ -261,9 +261,9 @@ def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> An
     """Return the value for key `name`, otherwise for the first key that differs only in case."""
     if name in row:
         return row[name]
-    wanted = name.lower()
+    lower_name = name.lower()
     for key, value in row.items():
-        if type(key) is str and key.lower() == wanted:
+        if type(key) is str and key.lower() == lower_name:
             return value
     return default
 
@@ -324,19 +324,19 @@ def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
     """Return the builder for a type whose values are numbers or texts in payloads."""
     if pa.types.is_timestamp(kind) and data_format == "json":
         return lambda values: _timestamps(values, kind)
-    plain = plain_type(kind, data_format)
+    plain_kind = plain_type(kind, data_format)
     if pa.types.is_null(kind):
         return lambda values: pa.array(values, kind)
-    if pa.types.is_string(plain) or pa.types.is_large_string(plain):
-        return lambda values: pa.array(_check_types(values, str), plain).cast(kind)
-    return lambda values: pa.array(_check_types(values, int), plain).cast(kind)
+    if pa.types.is_string(plain_kind) or pa.types.is_large_string(plain_kind):
+        return lambda values: pa.array(_check_types(values, str), plain_kind).cast(kind)
+    return lambda values: pa.array(_check_types(values, int), plain_kind).cast(kind)
 
 
-def _check_types(values: list[Any], *wanted: type) -> list[Any]:
+def _check_types(values: list[Any], *types: type) -> list[Any]:
     """Return the values; raises TypeError for one that is neither None nor of a wanted type."""
-    if not set(map(type, values)) <= {NoneType, *wanted}:
-        value = next(each for each in values if each is not None and type(each) not in wanted)
-        names = " or ".join(_NAMES.get(each, each.__name__) for each in wanted)
+    if not set(map(type, values)) <= {NoneType, *types}:
+        value = next(each for each in values if each is not None and type(each) not in types)
+        names = " or ".join(_NAMES.get(each, each.__name__) for each in types)
         raise TypeError(f"expected {names}, found {_NAMES.get(type(value), type(value).__name__)}")
     return values
 

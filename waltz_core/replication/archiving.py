@@ -134,7 +134,7 @@ class _Replacement:
 
     @property
     def failure_reasons(self) -> tuple[str, ...]:
-        return tuple(f"{replica}: {why}" for replica, why in self.failures.items())
+        return tuple(f"{replica}: {reason}" for replica, reason in self.failures.items())
 
 
 class _BacklogEstimate:
@@ -168,12 +168,12 @@ class _BacklogEstimate:
 
         `bytes_after` returns the size of the records after an ID; None if it is not known.
         """
-        before, last, reported_bytes = self._reported
+        first, last, reported_bytes = self._reported
         waiting = max(0, last - self._archived)
-        newer = bytes_after(max(last, self._archived)) if self.count > waiting else 0
-        if newer is None:
+        newer_bytes = bytes_after(max(last, self._archived)) if self.count > waiting else 0
+        if newer_bytes is None:
             return None
-        return newer + (reported_bytes * waiting // (last - before) if waiting else 0)
+        return newer_bytes + (reported_bytes * waiting // (last - first) if waiting else 0)
 
 
 class SessionArchiver:
@@ -264,8 +264,8 @@ class SessionArchiver:
 
     def _on_mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
         assert self.recorded is not None
-        begins = not answer.lineage or answer.lineage[0].first == self.last + 1
-        if begins and answer.chain_before == self.recorded.chain:
+        begins_at_mark = not answer.lineage or answer.lineage[0].first == self.last + 1
+        if begins_at_mark and answer.chain_before == self.recorded.chain:
             self.is_checked = True
             return
         self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
@@ -402,12 +402,12 @@ class SessionArchiver:
     def request_expiry(self, bounds: ExpiryBounds, now_ms: int) -> None:
         """Schedule an expiry that a client requests; a repeated request changes nothing."""
         if not self.is_expiry_done(bounds):
-            wanted = ExpiryBounds(
+            requested = ExpiryBounds(
                 max(self._requested_expiry.before, bounds.before),
                 max(self._requested_expiry.before_ms, bounds.before_ms),
             )
-            if wanted != self._requested_expiry:
-                self._requested_expiry, self._next_expiry_at_ms = wanted, now_ms
+            if requested != self._requested_expiry:
+                self._requested_expiry, self._next_expiry_at_ms = requested, now_ms
 
     def is_expiry_done(self, bounds: ExpiryBounds) -> bool:
         """Whether an expiry with at least these limits was carried out on the whole archive."""
@@ -597,8 +597,8 @@ class SessionArchiver:
         others = [peer for peer in engaged if peer.replica != attempt.replica]
         # Choose another replica with each attempt: a log with a reconstructed batch there has
         # another chain.
-        turn = attempt.number % max(1, len(others))
-        others = others[turn:] + others[:turn]
+        start = attempt.number % max(1, len(others))
+        others = others[start:] + others[:start]
         if not others:
             self._attempt, self.mark_to_write = None, found
             return
@@ -633,14 +633,14 @@ class SessionArchiver:
         if end is not None and (end.last, end.chain) == (found.last, found.chain):
             self._attempt, self.mark_to_write = None, found
             return
-        shown = (
+        found_text = (
             ("no batch that ends there")
             if end is None or end.last != found.last
             else end.chain.hex()
         )
         self._on_attempt_failed(
             f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
-            f"archived by {attempt.replica}, found {shown} at replica {peer.replica}",
+            f"archived by {attempt.replica}, found {found_text} at replica {peer.replica}",
             now_ms,
         )
 

@@ -273,8 +273,8 @@ class ReplicaRepair:
             # Usually the log is a prefix of the source's log: its end is a batch end there. If it
             # ends where the source's log starts, the chain there is the chain before the source's
             # first batch.
-            at = TransactionId(self.last + (self.last == lowest_source_start))
-            return FetchSourceLineage(at, at)
+            point = TransactionId(self.last + (self.last == lowest_source_start))
+            return FetchSourceLineage(point, point)
         lowest = TransactionId(self._floor + 1)
         if lowest > self._ceiling:
             raise self._divergence_error()
@@ -283,10 +283,10 @@ class ReplicaRepair:
         if self._ceiling <= lowest_source_start:
             # No source has batches there: truncate to the point that no session may lose, and then
             # reset.
-            before, chain = _batch_ends(self._own_lineage)[0]
-            if before < self._floor:
+            batch_end, chain = _batch_ends(self._own_lineage)[0]
+            if batch_end < self._floor:
                 raise self._divergence_error()
-            return Truncation(before, before, chain)
+            return Truncation(batch_end, batch_end, chain)
         if self._source_lineage is None:
             return FetchSourceLineage(
                 TransactionId(self._own_lineage.lineage[0].first), self._ceiling
@@ -298,8 +298,8 @@ class ReplicaRepair:
                     raise self._lost_batches_error(self._own_lineage)
                 return Truncation(last, last, chain)
         # The last common batch end is before both answers: continue further down.
-        seen = max(self._own_lineage.lineage[0].first, self._source_lineage.lineage[0].first)
-        self._ceiling = TransactionId(seen - 1)
+        oldest_seen = max(self._own_lineage.lineage[0].first, self._source_lineage.lineage[0].first)
+        self._ceiling = TransactionId(oldest_seen - 1)
         self._own_lineage = self._source_lineage = None
         return self._align_step(lowest_source_start)
 
@@ -385,13 +385,13 @@ class ReplicaRepair:
             step.fetched_range.first,
             step.fetched_range.first + step.fetched_range.count - 1,
         )
-        left: list[tuple[TransactionId, TransactionId]] = []
+        remaining: list[tuple[TransactionId, TransactionId]] = []
         for first, last in self.damaged:
             if first < filled_first:
-                left.append((first, TransactionId(min(last, filled_first - 1))))
+                remaining.append((first, TransactionId(min(last, filled_first - 1))))
             if filled_last < last:
-                left.append((TransactionId(max(first, filled_last + 1)), last))
-        self.damaged, self._fetched_range = left, None
+                remaining.append((TransactionId(max(first, filled_last + 1)), last))
+        self.damaged, self._fetched_range = remaining, None
 
     def on_overwrite_rejected(self, step: OverwriteDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
@@ -457,16 +457,17 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
         raise BadFormat(f"copied records: expected {answer.count} lengths, found {lengths.size}")
     if crc32(answer.records) != answer.records_crc:
         raise ChecksumMismatch(f"copied records from {first}: they do not match their CRC")
-    bad = raw_records.first_bad_record(answer.records, lengths)
-    if bad is not None:
+    bad_index = raw_records.first_bad_record(answer.records, lengths)
+    if bad_index is not None:
         raise ChecksumMismatch(
-            f"copied records from {first}: record {first + bad} does not match its CRC"
+            f"copied records from {first}: record {first + bad_index} does not match its CRC"
         )
-    gap = raw_records.first_gap(answer.records, lengths, TransactionId(first))
-    if gap is not None:
-        found = raw_records.ids_of(answer.records, lengths)[gap]
+    gap_index = raw_records.first_gap(answer.records, lengths, TransactionId(first))
+    if gap_index is not None:
+        found = raw_records.ids_of(answer.records, lengths)[gap_index]
         raise BadFormat(
-            f"copied records from {first}: expected transaction ID {first + gap}, found {found}"
+            f"copied records from {first}: expected transaction ID {first + gap_index}, "
+            f"found {found}"
         )
 
 
@@ -521,8 +522,8 @@ def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
 
 def _batch_ends(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
     """Return the batch ends of a lineage and the hash chains there, in order."""
-    before = TransactionId(answer.lineage[0].first - 1)
-    points = [(before, Chain(bytes(answer.chain_before)))]
+    start = TransactionId(answer.lineage[0].first - 1)
+    points = [(start, Chain(bytes(answer.chain_before)))]
     points.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
     return points
 

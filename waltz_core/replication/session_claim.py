@@ -117,12 +117,12 @@ def claim_rejection(
             f"expected fewer than {quorum} new replicas at once, found "
             f"{', '.join(new_replicas)} among {', '.join(replicas)}"
         )
-    known = nodes.metadata.session_id
-    ahead = [name for name in replicas if promised.get(name, known) > known]
+    last_session = nodes.metadata.session_id
+    ahead = [name for name in replicas if promised.get(name, last_session) > last_session]
     if len(ahead) > len(replicas) - quorum:
         return (
-            f"replicas {', '.join(ahead)} have store sessions after {known}, the last one in "
-            "ZooKeeper: ZooKeeper's data was lost or rolled back"
+            f"replicas {', '.join(ahead)} have store sessions after {last_session}, the last one "
+            "in ZooKeeper: ZooKeeper's data was lost or rolled back"
         )
     return None
 

@@ -199,12 +199,12 @@ class StoreSession:
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
         """Return and clear the append latencies of each engaged replica, in ms."""
-        taken: dict[ReplicaId, list[int]] = {}
+        times: dict[ReplicaId, list[int]] = {}
         for peer in self.replicas.values():
             if peer.took_ms:
-                taken[peer.replica] = list(peer.took_ms)
+                times[peer.replica] = list(peer.took_ms)
                 peer.took_ms.clear()
-        return taken
+        return times
 
     def wake_times(self, now_ms: int) -> list[int]:
         """Return the times of the next timeouts and retries, including past ones."""
@@ -414,11 +414,12 @@ class StoreSession:
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
         """Return the marked replicas; with `now_ms`, omit those that are left out at this time."""
-        held = self.claim.excluded_until_ms
+        excluded_until_ms = self.claim.excluded_until_ms
         return [
             peer.replica
             for peer in self.replicas.values()
-            if peer.stage in MARKED and (now_ms is None or held.get(peer.replica, now_ms) <= now_ms)
+            if peer.stage in MARKED
+            and (now_ms is None or excluded_until_ms.get(peer.replica, now_ms) <= now_ms)
         ]
 
     def _has_quorum(self, ready: Sequence[ReplicaId]) -> bool:

@@ -92,16 +92,16 @@ class NewCluster:
                 )
             if addresses.count(storage.address) > 1:
                 raise errors.BadConfig(f"storage {storage.address} is named twice")
-        for address, held in (self.assignment or {}).items():
+        for address, partitions in (self.assignment or {}).items():
             if address not in addresses:
                 raise errors.BadConfig(
                     f"the assignment of replicas names {address}, which is not a storage of the "
                     "cluster"
                 )
-            if any(not 0 <= partition_id < self.partition_count for partition_id in held):
+            if any(not 0 <= partition_id < self.partition_count for partition_id in partitions):
                 raise errors.BadConfig(
                     f"the assignment of replicas gives storage {address} the partitions "
-                    f"{list(held)}: expected partitions in 0..{self.partition_count - 1}"
+                    f"{list(partitions)}: expected partitions in 0..{self.partition_count - 1}"
                 )
 
     @property

@@ -169,34 +169,34 @@ def choose_log(
     `unanswered` are storages that did not answer and may have a replica. Raises BadRequest, with a
     hint, if only those storages may have all records that a quorum has acknowledged.
     """
-    able = {name: log for name, log in logs.items() if log.is_trusted}
-    silent = [*unanswered, *(name for name in logs if name not in able)]
+    trusted = {replica: log for replica, log in logs.items() if log.is_trusted}
+    untrusted = [*unanswered, *(replica for replica in logs if replica not in trusted)]
     newest = max((log.last_session for log in logs.values()), default=NO_SESSION)
-    current = [name for name, log in able.items() if log.last_session == newest]  # rule 4
-    older = [name for name in able if name not in current]
+    current = [replica for replica, log in trusted.items() if log.last_session == newest]  # rule 4
+    older = [replica for replica in trusted if replica not in current]
     quorum = replica_count // 2 + 1
-    if max(len(silent), replica_count - len(current)) >= quorum:
+    if max(len(untrusted), replica_count - len(current)) >= quorum:
         raise errors.BadRequest(
             f"partition {partition_id}: only {len(current)} of {replica_count} replicas have "
             f"a trusted log of the last store session ({', '.join(current) or 'none'}); "
-            f"replicas without a trusted log: {', '.join(silent) or 'none'}; replicas that "
+            f"replicas without a trusted log: {', '.join(untrusted) or 'none'}; replicas that "
             f"were only in older sessions: {', '.join(older) or 'none'}. Fewer than {quorum} "
             "replicas may be missing. Hint: start more of them, or choose one with `cluster "
             f"accept-replicas {partition_id}`."
         )
-    ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
+    ranked = sorted(trusted, key=lambda replica: trusted[replica].rank, reverse=True)
     members = _choose_members(ranked, groups, replica_count)
-    return RebuildDecision(partition_id, ranked[0], able[ranked[0]], members)
+    return RebuildDecision(partition_id, ranked[0], trusted[ranked[0]], members)
 
 
 def _choose_members(
     ranked: Sequence[ReplicaId], groups: Mapping[ReplicaId, int], count: int
 ) -> tuple[ReplicaId, ...]:
     """Take the best replica of each group first, then the best of the others."""
-    taken: dict[int | None, ReplicaId] = {}
+    best_of_group: dict[int | None, ReplicaId] = {}
     for name in ranked:
-        taken.setdefault(groups.get(name), name)
-    first = list(taken.values())
+        best_of_group.setdefault(groups.get(name), name)
+    first = list(best_of_group.values())
     return tuple([*first, *(name for name in ranked if name not in first)][:count])
 
 

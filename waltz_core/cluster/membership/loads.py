@@ -55,19 +55,23 @@ class LoadMeter:
         self, totals: Mapping[PartitionId, float], now_ms: int
     ) -> dict[PartitionId, PartitionLoad]:
         """Record the counters of all partitions that this server owns; return their loads."""
-        self._meters = {each: its for each, its in self._meters.items() if each in totals}
+        self._meters = {
+            partition_id: meter
+            for partition_id, meter in self._meters.items()
+            if partition_id in totals
+        }
         found: dict[PartitionId, PartitionLoad] = {}
         for partition_id, total in totals.items():
             meter = self._meters.get(partition_id)
             if meter is None or total < meter.total:  # New here, or closed and opened again.
                 self._meters[partition_id] = _PartitionMeter(total, now_ms, now_ms)
                 continue
-            took_ms = now_ms - meter.counted_at_ms
-            if took_ms <= 0:
+            elapsed_ms = now_ms - meter.counted_at_ms
+            if elapsed_ms <= 0:
                 continue
-            kept = exp(-took_ms / self._window_ms)
-            rate = (total - meter.total) * 1000 / took_ms
-            meter.weighted_sum = meter.weighted_sum * kept + rate * (1 - kept)
+            old_weight = exp(-elapsed_ms / self._window_ms)
+            rate = (total - meter.total) * 1000 / elapsed_ms
+            meter.weighted_sum = meter.weighted_sum * old_weight + rate * (1 - old_weight)
             meter.total, meter.counted_at_ms = total, now_ms
             measured_ms = now_ms - meter.since_ms
             found[partition_id] = PartitionLoad(

@@ -49,7 +49,7 @@ class ReachReport:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of a node, as JSON."""
-        rows = {str(each): why for each, why in sorted(self.unreachable.items())}
+        rows = {str(each): reason for each, reason in sorted(self.unreachable.items())}
         reached = sorted(self.reachable)
         values = {"format": _FORMAT, "reached": reached, "unreachable": rows}
         return strict_json.to_json(values | {"witness": self.is_witness})
@@ -74,7 +74,7 @@ class ReachReport:
             raise errors.BadFormat(
                 f"reachability report of a server: expected server IDs, found {data!r:.200}"
             )
-        unreachable = {ServerId(int(each)): str(why) for each, why in rows.items()}
+        unreachable = {ServerId(int(each)): str(reason) for each, reason in rows.items()}
         is_witness = values.get("witness") is not False
         return ReachReport(
             frozenset(ServerId(int(each)) for each in reached), unreachable, is_witness
@@ -82,7 +82,7 @@ class ReachReport:
 
 
 def _are_server_ids(*lists: Iterable[object]) -> bool:
-    return all(is_number(str(each)) for some in lists for each in some)
+    return all(is_number(str(each)) for values in lists for each in values)
 
 
 @dataclass(slots=True)
@@ -112,19 +112,19 @@ class Reachability:
             peer.connected_since_ms = now_ms
         peer.is_known = True
 
-    def note_failure(self, server_id: ServerId, why: str, now_ms: int) -> None:
+    def note_failure(self, server_id: ServerId, reason: str, now_ms: int) -> None:
         """Record a failed attempt to connect to a server."""
         peer = self._peers.setdefault(server_id, _Peer())
         peer.connected_since_ms = None
         if peer.failure_count == 0:
             peer.failing_since_ms = now_ms
         peer.failure_count += 1
-        lasts_ms = now_ms - peer.failing_since_ms
-        if peer.failure_count >= FAILURES_MIN and lasts_ms >= FAILING_MS:
+        failing_ms = now_ms - peer.failing_since_ms
+        if peer.failure_count >= FAILURES_MIN and failing_ms >= FAILING_MS:
             peer.is_known = True
             # A host from ZooKeeper may have half of a surrogate pair, which UTF-8 does not have.
-            why = why.encode("utf-8", "backslashreplace").decode()
-            peer.why_unreachable = (why or "no reason")[:REASON_CHARS_MAX]
+            reason = reason.encode("utf-8", "backslashreplace").decode()
+            peer.why_unreachable = (reason or "no reason")[:REASON_CHARS_MAX]
 
     def report(self, now_ms: int) -> ReachReport:
         """Return the report to publish now."""
@@ -132,10 +132,12 @@ class Reachability:
             since_ms = peer.connected_since_ms
             if since_ms is not None and now_ms - since_ms >= STABLE_MS:
                 peer.why_unreachable = ""
-        known = {each: peer.why_unreachable for each, peer in self._peers.items() if peer.is_known}
+        reasons = {
+            each: peer.why_unreachable for each, peer in self._peers.items() if peer.is_known
+        }
         return ReachReport(
-            frozenset(each for each, why in known.items() if not why),
-            {each: why for each, why in known.items() if why},
+            frozenset(each for each, reason in reasons.items() if not reason),
+            {each: reason for each, reason in reasons.items() if reason},
         )
 
 
@@ -150,15 +152,19 @@ def eligible_servers(
     """
 
     def may_own(server_id: ServerId) -> bool:
-        others = {each: its for each, its in reports.items() if each != server_id and each in live}
-        witnesses = [its for its in others.values() if its.is_witness]
+        others = {
+            each: report for each, report in reports.items() if each != server_id and each in live
+        }
+        witnesses = [report for report in others.values() if report.is_witness]
         if not witnesses:
             return True
         if server_id not in assigned:
-            return any(server_id in its.reachable for its in witnesses)
-        if not all(server_id in its.unreachable for its in witnesses):
+            return any(server_id in report.reachable for report in witnesses)
+        if not all(server_id in report.unreachable for report in witnesses):
             return True
-        return any(server_id in its.reachable for each, its in others.items() if each in assigned)
+        return any(
+            server_id in report.reachable for each, report in others.items() if each in assigned
+        )
 
     return frozenset(filter(may_own, live)) or frozenset(live)
 
@@ -176,13 +182,13 @@ class PublishedReachability:
         Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; the next
         call tries again.
         """
-        wanted = self._nodes.znodes.session_number, report
-        if wanted == self._published:
+        publication = self._nodes.znodes.session_number, report
+        if publication == self._published:
             return
         self._published = None  # a write that fails may still arrive
         path = self._nodes.paths.reach_report(server_id)
         await self._nodes.put_ephemeral(path, report.to_bytes(), self._nodes.paths.reach_reports)
-        self._published = wanted
+        self._published = publication
 
     async def read(
         self, server_ids: Iterable[ServerId], signal: Signal | None = None

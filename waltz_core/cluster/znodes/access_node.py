@@ -248,9 +248,9 @@ def _encode_limits(limits: PrincipalLimits) -> dict[str, int]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    _expect(len(made) == len(pairs), "distinct keys", [key for key, _ in pairs])
-    return made
+    values = dict(pairs)
+    _expect(len(values) == len(pairs), "distinct keys", [key for key, _ in pairs])
+    return values
 
 
 def _reject_number(word: str) -> NoReturn:

@@ -88,14 +88,14 @@ class KazooHooks:
         lookups = {
             host.strip(): dns_lookup.begin_lookup(host.strip()) for host, _ in self._client.hosts
         }
-        for host, each in lookups.items():
-            each.add_done_callback(partial(self._note_addresses, host))
+        for host, lookup in lookups.items():
+            lookup.add_done_callback(partial(self._note_addresses, host))
         done, pending = wait(lookups.values(), LOOKUP_TIMEOUT_S)
-        while pending and not self._addresses and all(each.exception() for each in done):
+        while pending and not self._addresses and all(lookup.exception() for lookup in done):
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for host, each in lookups.items():
-            if each.done() and each.exception() is None:  # its callback may still have to run
-                self._addresses[host] = each.result()
+        for host, lookup in lookups.items():
+            if lookup.done() and lookup.exception() is None:  # its callback may still have to run
+                self._addresses[host] = lookup.result()
         found = [
             (host.strip(), address, port)
             for host, port in self._client.hosts
@@ -104,10 +104,10 @@ class KazooHooks:
         random.shuffle(found)
         return found
 
-    def _note_addresses(self, host: str, done: "Future[dns_lookup.Addresses]") -> None:
-        error = done.exception()
+    def _note_addresses(self, host: str, lookup: "Future[dns_lookup.Addresses]") -> None:
+        error = lookup.exception()
         if error is None:
-            self._addresses[host] = done.result()
+            self._addresses[host] = lookup.result()
         else:
             self._addresses.pop(host, None)
             _log.warning("zookeeper.host_unresolved host=%s error=%s", host, error)
@@ -140,11 +140,11 @@ class KazooHandler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo h
         """Connect within `connect_timeout_s`."""
         kwargs["timeout"] = min(kwargs["timeout"], self._connect_timeout_s)
         try:
-            made = super().create_connection(*args, **kwargs)
+            connection = super().create_connection(*args, **kwargs)
         except OSError as error:
             self.failure = error.strerror or str(error)
             raise
         self.failure = (
             "the host accepts connections, but ZooKeeper does not answer the request for a session"
         )
-        return made
+        return connection
