@@ -157,12 +157,12 @@ def expected_log(
         return ExpectedLog(number, key, None, is_adopted=False, durable=durable)
     # The structure that a slot names may not have been written, so only a later session counts
     # (rule 2).
-    is_overtaken = info is not None and (
+    has_legacy_writes = info is not None and (
         info.sequence > current.old_sequence or -1 < current.last_session < info.session
     )
-    is_adopted = is_overtaken or _is_unbatched(current)
+    is_adopted = has_legacy_writes or _is_unbatched(current)
     durable = current.acked
-    if is_overtaken:
+    if has_legacy_writes:
         assert info is not None
         durable = info.local_low_water_mark
     if current.flags & TRUNCATE:

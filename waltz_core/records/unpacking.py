@@ -87,7 +87,7 @@ class Unpacker:
             BadFormat: a payload is damaged or not a map, has a value of another type, or has no
                 value for a column that is required or not nullable.
         """
-        rows = self.decoded(data, where)
+        rows = self.decode_maps(data, where)
         for index, name in self._missing_values(rows):
             raise BadFormat(
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
@@ -151,12 +151,12 @@ class Unpacker:
         """Decode payloads; return empty maps in indexes of non-maps, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            return self.decoded(data, _no_location), is_map
+            return self.decode_maps(data, _no_location), is_map
         except BadFormat:
             rows: list[dict[str, Any]] = []
         for index in range(len(data)):
             try:
-                rows += self.decoded(data.slice(index, 1), _no_location)
+                rows += self.decode_maps(data.slice(index, 1), _no_location)
             except BadFormat:
                 rows.append({})
                 is_map[index] = False
@@ -174,7 +174,7 @@ class Unpacker:
             yield from self._mismatched_rows(values[:half], each, start)
             yield from self._mismatched_rows(values[half:], each, start + half)
 
-    def decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+    def decode_maps(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the payloads as maps; raises BadFormat if a payload is damaged or not a map."""
         payloads = data.to_pylist()
         rows: list[dict[str, Any]] = []

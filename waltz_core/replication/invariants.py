@@ -35,7 +35,7 @@ def _check_untouched(session: StoreSession) -> None:
     """Check the invariant Untouched: no replica is changed before the mark is decided."""
     if session.repairs.goal is None:
         assert session.window is None
-        assert session.writing is None
+        assert session.pending_states is None
         for peer in session.replicas.values():
             assert peer.stage not in MARKED
     for peer in session.replicas.values():

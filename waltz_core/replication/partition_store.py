@@ -680,8 +680,8 @@ class PartitionStore:
         assert nodes is not None, "the versions are known from the claim or the last write"
         assert nodes.marker is not None
         assert nodes.metadata.session_id == session.claim.session_id
-        session.writing = session.states if states is None else states
-        written = nodes_with_states(nodes, session.writing, archived or nodes.archived_mark)
+        session.pending_states = session.states if states is None else states
+        written = nodes_with_states(nodes, session.pending_states, archived or nodes.archived_mark)
         self._write_metadata(written, _PendingRequest.STATES)
 
     def _report(self, name: str, **fields: object) -> None:

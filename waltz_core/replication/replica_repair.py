@@ -156,7 +156,7 @@ class ReplicaRepair:
         self._start_chain = Chain(bytes(answer.start_chain))
         # An unconfirmed mark protects nothing, and the answer does not contain an older one.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
-        self._floor = TransactionId(confirmed)
+        self._confirmed_mark = TransactionId(confirmed)
         self._old_mark = answer.low_water_mark
         self.damaged = decode_damaged_ranges(answer.damaged)
         # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
@@ -168,7 +168,7 @@ class ReplicaRepair:
         self._needs_newest_session = False
         self._own_lineage: LineageResponse | None = None
         self._source_lineage: LineageResponse | None = None
-        self._ceiling: TransactionId | None = None
+        self._search_end: TransactionId | None = None
         self._fetched_range: RangeBytes | None = None
         self._fetched_chain = self.chain
 
@@ -263,43 +263,43 @@ class ReplicaRepair:
             if (self.last, self.chain) in _batch_ends(self._source_lineage):
                 self._discard_answers()
                 self._is_aligned = True
-            elif self._ceiling is None:
-                self._ceiling, self._source_lineage = self.last, None
+            elif self._search_end is None:
+                self._search_end, self._source_lineage = self.last, None
         return self._is_aligned
 
     def _align_step(self, lowest_source_start: TransactionId) -> RepairStep:
         """Find the last batch end that both logs have, and return the truncation to it (rule 3)."""
-        if self._ceiling is None:
+        if self._search_end is None:
             # Usually the log is a prefix of the source's log: its end is a batch end there. If it
             # ends where the source's log starts, the chain there is the chain before the source's
             # first batch.
             point = TransactionId(self.last + (self.last == lowest_source_start))
             return FetchSourceLineage(point, point)
-        lowest = TransactionId(self._floor + 1)
-        if lowest > self._ceiling:
+        lowest = TransactionId(self._confirmed_mark + 1)
+        if lowest > self._search_end:
             raise self._divergence_error()
         if self._own_lineage is None:
-            return FetchOwnLineage(lowest, self._ceiling)
-        if self._ceiling <= lowest_source_start:
+            return FetchOwnLineage(lowest, self._search_end)
+        if self._search_end <= lowest_source_start:
             # No source has batches there: truncate to the point that no session may lose, and then
             # reset.
             batch_end, chain = _batch_ends(self._own_lineage)[0]
-            if batch_end < self._floor:
+            if batch_end < self._confirmed_mark:
                 raise self._divergence_error()
             return Truncation(batch_end, batch_end, chain)
         if self._source_lineage is None:
             return FetchSourceLineage(
-                TransactionId(self._own_lineage.lineage[0].first), self._ceiling
+                TransactionId(self._own_lineage.lineage[0].first), self._search_end
             )
         source_chains = dict(_batch_ends(self._source_lineage))
         for last, chain in reversed(_batch_ends(self._own_lineage)):
             if source_chains.get(last) == chain and last < self.last:
-                if last < self._floor:
+                if last < self._confirmed_mark:
                     raise self._lost_batches_error(self._own_lineage)
                 return Truncation(last, last, chain)
         # The last common batch end is before both answers: continue further down.
         oldest_seen = max(self._own_lineage.lineage[0].first, self._source_lineage.lineage[0].first)
-        self._ceiling = TransactionId(oldest_seen - 1)
+        self._search_end = TransactionId(oldest_seen - 1)
         self._own_lineage = self._source_lineage = None
         return self._align_step(lowest_source_start)
 
@@ -354,7 +354,7 @@ class ReplicaRepair:
             )
         # The known lineages are those of the longer log. The truncation may be inside a batch.
         is_point = step.base == last and step.base_chain == chain
-        was_aligning = self._ceiling is not None
+        was_aligning = self._search_end is not None
         self._discard_answers()
         self.last, self.chain = last, chain
         self._is_aligned = is_point and was_aligning
@@ -363,7 +363,7 @@ class ReplicaRepair:
         """The replica has deleted its records; its log begins after the archived mark."""
         self._discard_answers()
         self.last, self.chain = step
-        self.start = self._floor = step.last
+        self.start = self._confirmed_mark = step.last
         self._start_chain = step.chain
         self.damaged = []
         self._is_aligned = False
@@ -416,7 +416,7 @@ class ReplicaRepair:
         self._is_aligned = False
 
     def _discard_answers(self) -> None:
-        self._own_lineage = self._source_lineage = self._ceiling = None
+        self._own_lineage = self._source_lineage = self._search_end = None
         self._fetched_range = None
 
     def _lost_batches_error(self, own: LineageResponse) -> DataLoss:
@@ -424,15 +424,15 @@ class ReplicaRepair:
             return self._divergence_error()
         return DataLoss(
             f"the replica has lost the batches up to transaction {self.last}, even those "
-            f"below its confirmed low-water mark {self._floor}. Hint: restart the storage; it "
-            "then withdraws the low-water mark."
+            f"below its confirmed low-water mark {self._confirmed_mark}. Hint: restart the storage; "
+            "it then withdraws the low-water mark."
         )
 
     def _divergence_error(self) -> DataLoss:
         return DataLoss(
             f"the replica cannot be repaired: its log up to transaction {self.last} and the "
             "decided log have no common end of a batch at or above its confirmed low-water "
-            f"mark {self._floor}"
+            f"mark {self._confirmed_mark}"
         )
 
 

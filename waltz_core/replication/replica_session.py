@@ -125,7 +125,7 @@ class ReplicaSession:
         self.next_chain: Chain = GENESIS_CHAIN
         self.unanswered_bytes = 0
         # The latencies of appends while engaged, from sending to answer. The metrics remove them.
-        self.took_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
+        self.append_latencies_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
         self._slow_appends = SlowAppends()  # since the last report
         self.slow_report_at_ms: int | None = None  # when they are reported; None: there are none
         self._next_slow_report_ms = 0
@@ -286,7 +286,7 @@ class ReplicaSession:
 
     def record_latency(self, append: messages.AppendRaw, latency_ms: int, now_ms: int) -> None:
         """Record an append's latency; slow appends are reported, together once in an interval."""
-        self.took_ms.append(latency_ms)
+        self.append_latencies_ms.append(latency_ms)
         if not 0 < self._limits.slow_append_ms <= latency_ms:
             return
         self._slow_appends.add(append, latency_ms)

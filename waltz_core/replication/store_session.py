@@ -141,7 +141,7 @@ class StoreSession:
         # The states that ZooKeeper is known to have, and the states that a write in progress would
         # set.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
-        self.writing: dict[ReplicaId, ReplicaState] | None = None
+        self.pending_states: dict[ReplicaId, ReplicaState] | None = None
         former = [replica for replica in claim.states if replica not in claim.assigned]
         self.replicas = {
             replica: ReplicaSession(
@@ -201,9 +201,9 @@ class StoreSession:
         """Return and clear the append latencies of each engaged replica, in ms."""
         times: dict[ReplicaId, list[int]] = {}
         for peer in self.replicas.values():
-            if peer.took_ms:
-                times[peer.replica] = list(peer.took_ms)
-                peer.took_ms.clear()
+            if peer.append_latencies_ms:
+                times[peer.replica] = list(peer.append_latencies_ms)
+                peer.append_latencies_ms.clear()
         return times
 
     def wake_times(self, now_ms: int) -> list[int]:
@@ -342,7 +342,7 @@ class StoreSession:
         goal = self.repairs.goal
         assert goal is not None
         assert goal.chain is not None
-        self.states, self.writing = dict(states), None
+        self.states, self.pending_states = dict(states), None
         self._archiver.on_metadata_written(archived, now_ms)
         self.repairs.archived, self.repairs.is_open = archived, True
         for replica, peer in self.replicas.items():
@@ -371,7 +371,7 @@ class StoreSession:
 
     def states_to_write(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
         """Return the states to write next (G, I); None if there is nothing to write."""
-        if self.ended is not None or self.writing is not None or self.repairs.goal is None:
+        if self.ended is not None or self.pending_states is not None or self.repairs.goal is None:
             return None
         if self.window is not None:
             return self._joined_states(self.window, now_ms)
@@ -409,7 +409,7 @@ class StoreSession:
     @property
     def archived_mark_to_write(self) -> ArchivedMark | None:
         """The archived mark to write next; None if there is nothing to write."""
-        is_writing = self.writing is not None
+        is_writing = self.pending_states is not None
         return None if is_writing or self.ended is not None else self._archiver.mark_to_write
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
@@ -490,7 +490,10 @@ class StoreSession:
         """Whether ZooKeeper records a replica as engaged, or may do so."""
         if peer.stage is ReplicaStage.ENGAGED:
             return True
-        return self.writing is not None and self.writing.get(peer.replica) == self._engaged_state
+        return (
+            self.pending_states is not None
+            and self.pending_states.get(peer.replica) == self._engaged_state
+        )
 
     def _has_no_timeout(self, peer: ReplicaSession) -> bool:
         """Whether a replica may take any time to answer.

@@ -71,7 +71,7 @@ def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -
         return f"partition {partitions[row]}, transaction {ids[row]}"
 
     types: dict[str, ArrowType] = {part.name: part.type for part in known}
-    for row, payload in enumerate(Unpacker([], data_format).decoded(data, where)):
+    for row, payload in enumerate(Unpacker([], data_format).decode_maps(data, where)):
         try:
             _add_payload(types, payload)
         except _Mismatch as error:

@@ -76,7 +76,7 @@ def test_gauges_return_the_current_values():
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
     )
     room = SimpleNamespace(
-        free_bytes=lambda: 70, size_bytes=lambda: 200, is_short=True, reserved_bytes=30
+        free_bytes=lambda: 70, size_bytes=lambda: 200, is_full=True, reserved_bytes=30
     )
     machine = SimpleNamespace(
         queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=5_000
@@ -96,7 +96,7 @@ def test_gauges_return_the_current_values():
         "running_upload_seconds": 0.5,
     }.items():
         assert metrics.value(f"waltz_storage_{name}") == value, name
-    log.damaged, room.is_short = (), False
+    log.damaged, room.is_full = (), False
     assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 0
     assert metrics.value("waltz_storage_full_disks") == 0
 
@@ -107,7 +107,7 @@ def test_unknown_free_space_leaves_the_other_gauges():
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
-    room = SimpleNamespace(free_bytes=fail, size_bytes=fail, is_short=False, reserved_bytes=30)
+    room = SimpleNamespace(free_bytes=fail, size_bytes=fail, is_full=False, reserved_bytes=30)
     machine = SimpleNamespace(
         queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=None
     )

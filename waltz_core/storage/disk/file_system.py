@@ -582,7 +582,7 @@ class RealDisk:
 
     def make_directory(self, directory: Path) -> None:
         """Create a directory and its parents; make the name of each durable in its parent."""
-        make_with_parents(self, directory, self._make_single_directory, self._sync_found)
+        make_with_parents(self, directory, self._make_single_directory, self._sync_existing)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
         """Create directories in a durable directory, unless they exist, with one sync for all."""
@@ -590,7 +590,7 @@ class RealDisk:
             self._make_single_directory(directory / name)
         self.sync_directory(directory)
 
-    def _sync_found(self, directory: Path) -> None:
+    def _sync_existing(self, directory: Path) -> None:
         """Sync a directory, unless it is unreadable: this process has created nothing in it."""
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)

@@ -293,7 +293,7 @@ class SlotFile:
         self._identity = self._identity_now()
         self.slot = slot
         self.older = older
-        self.fell_back = older is None
+        self.has_lost_newer_slot = older is None
         self._file = file
         self._position = position
 

@@ -483,7 +483,7 @@ class Promise(NamedTuple):
         return self.nonce == _LOST_NONCE
 
     @property
-    def seen(self) -> SessionId:
+    def last_seen_session(self) -> SessionId:
         """The latest session that this replica has seen."""
         return SessionId(self.session_id - 1) if self.is_after_loss else self.session_id
 
@@ -550,7 +550,7 @@ class Slot:
     engaged: SessionId = NO_SESSION  # the latest session that opened with this replica engaged
     start: AckedMarker = GENESIS  # the end of the batch before the log's first record
 
-    def is_overtaken(self, info: PartitionInfo) -> bool:
+    def has_legacy_writes(self, info: PartitionInfo) -> bool:
         """Return whether Waltz 0.13 has written since, which its sequence or session shows."""
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.old_sequence

@@ -240,7 +240,9 @@ def find_record(
                 continue
             candidate = FoundRecord(TransactionId(found_id), start, is_known)
             if is_known:
-                is_contiguous = found is not None and _leads_to(file, found, candidate, size)
+                is_contiguous = found is not None and _has_records_between(
+                    file, found, candidate, size
+                )
                 return (
                     found._replace(is_confirmed=True)
                     if found is not None and is_contiguous
@@ -253,7 +255,9 @@ def find_record(
     return found
 
 
-def _leads_to(file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: int) -> bool:
+def _has_records_between(
+    file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: int
+) -> bool:
     """Return whether valid records fill the space between two records, without a gap."""
     first, stop_id = begin.transaction_id, end.transaction_id
     starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)

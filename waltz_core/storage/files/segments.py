@@ -72,7 +72,7 @@ class Segments:
         self,
         disk: Disk,
         directory: Path,
-        blank: SegmentHeader,
+        header_template: SegmentHeader,
         segments: list[Segment],
         start: AckedMarker = GENESIS,
     ) -> None:
@@ -83,7 +83,7 @@ class Segments:
         self.lock_file = LockFile(disk, directory)
         self.directory = directory
         self._disk = disk
-        self._blank = blank
+        self._header_template = header_template
         self._is_truncating = False  # whether a truncation was begun and is not finished
         self._firsts = [segment.first for segment in segments]
 
@@ -143,7 +143,7 @@ class Segments:
         self._add(TransactionId(self.last_id + 1), now_ms, chain_before)
 
     def _add(self, first: TransactionId, now_ms: int, chain_before: Chain) -> None:
-        header = self._blank._replace(created_ms=now_ms, first=first)
+        header = self._header_template._replace(created_ms=now_ms, first=first)
         self.all.append(Segment.create(self._disk, self.directory, header, chain_before))
         self._firsts.append(first)
 
@@ -175,7 +175,7 @@ class Segments:
             self.add(now_ms, chain_before)
             return
         # The segment is empty; the new files replace its files.
-        header = self._blank._replace(created_ms=now_ms, first=self.current.first)
+        header = self._header_template._replace(created_ms=now_ms, first=self.current.first)
         self.current.close()
         self.all[-1] = Segment.create(self._disk, self.directory, header, chain_before)
 
@@ -219,7 +219,7 @@ class Segments:
         ]
         for first in unfinished:
             assert first is not None
-            header = self._blank._replace(first=first)
+            header = self._header_template._replace(first=first)
             Segment(self._disk, self.directory, header).remove()
 
     def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
@@ -546,7 +546,7 @@ def first_invalid_record(
     records: bytes | memoryview, lengths: I64, first: TransactionId
 ) -> int | None:
     """Return the index of the first record that is incomplete, wrong or in the wrong place."""
-    count, size = _before_short(lengths)
+    count, size = _size_before_short_record(lengths)
     run = memoryview(records)[:size]
     found = [
         position
@@ -561,7 +561,7 @@ def first_invalid_record(
     return count if count < lengths.size else None
 
 
-def _before_short(lengths: I64) -> tuple[int, int]:
+def _size_before_short_record(lengths: I64) -> tuple[int, int]:
     """Return the number and the bytes of the records before the first one that is too short."""
     if lengths.size <= raw_records.ONE_BY_ONE_MAX:
         size = 0

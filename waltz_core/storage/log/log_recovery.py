@@ -105,7 +105,7 @@ ADOPTED_BATCH_BYTES: Final = (
 def open_log(
     disk: Disk,
     directory: Path,
-    blank: SegmentHeader,
+    header_template: SegmentHeader,
     info: PartitionInfo,
     *,
     trust_fsync: bool,
@@ -121,11 +121,11 @@ def open_log(
     remove_temporary(disk, directory)
     firsts = _first_ids(disk, directory)
     if not firsts and not disk.exists(directory / SLOTS_NAME):
-        return _create_log(disk, directory, blank, info, trust_fsync=trust_fsync)
+        return _create_log(disk, directory, header_template, info, trust_fsync=trust_fsync)
     disk.prefetch(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
-    slots = _open_slots(disk, directory, blank, info)
-    opening = _LogOpening(disk, directory, blank, info, slots)
+    slots = _open_slots(disk, directory, header_template, info)
+    opening = _LogOpening(disk, directory, header_template, info, slots)
     try:
         opening.slot = _slot_at_open(slots, info, trust_fsync=trust_fsync)
         if not opening.may_return_to_older_slot():
@@ -149,43 +149,57 @@ def open_log(
 
 
 def _create_log(
-    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
+    disk: Disk,
+    directory: Path,
+    header_template: SegmentHeader,
+    info: PartitionInfo,
+    *,
+    trust_fsync: bool,
 ) -> tuple[Segments, SlotFile]:
     """Create the files of a new log, durably; the `.seg` file is created last."""
-    slot = Slot(blank.partition_id, old_sequence=info.sequence, dirty=True, suspect=not trust_fsync)
+    slot = Slot(
+        header_template.partition_id,
+        old_sequence=info.sequence,
+        dirty=True,
+        suspect=not trust_fsync,
+    )
     if info.session_id != NO_SESSION:  # rule 8
         slot = replace(_without_promise(slot, info.session_id), suspect=True)
-    files = [SlotFile.new_file(slot), *Segment.new_files(blank, GENESIS_CHAIN)]
+    files = [SlotFile.new_file(slot), *Segment.new_files(header_template, GENESIS_CHAIN)]
     create_durably(disk, directory, files)
-    segments = Segments(disk, directory, blank, [Segment(disk, directory, blank)])
-    return segments, SlotFile.open(disk, directory, blank.partition_id)
+    segments = Segments(
+        disk, directory, header_template, [Segment(disk, directory, header_template)]
+    )
+    return segments, SlotFile.open(disk, directory, header_template.partition_id)
 
 
 # ---------------------------------------------------------------------------------------------
 # slots
 
 
-def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo) -> SlotFile:
+def _open_slots(
+    disk: Disk, directory: Path, header_template: SegmentHeader, info: PartitionInfo
+) -> SlotFile:
     if disk.exists(directory / SLOTS_NAME):
-        return SlotFile.open(disk, directory, blank.partition_id)
+        return SlotFile.open(disk, directory, header_template.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
         raise BadFormat(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
     # A sequence below the one in the control file means "adopt", even after a crash in between.
-    slot = Slot(blank.partition_id, old_sequence=info.sequence - 1, dirty=True)
+    slot = Slot(header_template.partition_id, old_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
 
 def _slot_at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
-    if slot.is_overtaken(info):
+    if slot.has_legacy_writes(info):
         slot = replace(slot, truncate=None)  # 0.13 has written later, and its log counts
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
-    if slots.fell_back:
+    if slots.has_lost_newer_slot:
         slot = _without_promise(slot, max(slot.last_session, info.session_id))
-    suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
+    suspect = slot.suspect or slots.has_lost_newer_slot or (slot.dirty and not trust_fsync)
     return replace(slot, dirty=True, suspect=suspect)
 
 
@@ -203,7 +217,7 @@ def _slot_from_0_13(slot: Slot, info: PartitionInfo) -> Slot:
 
 def _without_promise(slot: Slot, seen: SessionId) -> Slot:
     """Return the slot with a promise that rejects all sessions up to one above `seen` (rule 5)."""
-    return slot.with_promise(Promise.after_loss(max(slot.promise.seen, seen)))
+    return slot.with_promise(Promise.after_loss(max(slot.promise.last_seen_session, seen)))
 
 
 def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
@@ -227,7 +241,7 @@ class _LogOpening:
         self,
         disk: Disk,
         directory: Path,
-        blank: SegmentHeader,
+        header_template: SegmentHeader,
         info: PartitionInfo,
         slots: SlotFile,
     ) -> None:
@@ -236,19 +250,19 @@ class _LogOpening:
         self._slots = slots
         self._disk = disk
         self._directory = directory
-        self._blank = blank
+        self._header_template = header_template
         self._info = info
         # Whether a 0.13 process has written after this version, or an owner has left records
         # without batches.
-        self._is_overtaken = slot.is_overtaken(info)
-        self._is_adopting = self._is_overtaken or slot.is_unbatched
+        self._has_legacy_writes = slot.has_legacy_writes(info)
+        self._is_adopting = self._has_legacy_writes or slot.is_unbatched
         self.opened: list[Segment] = []  # all segments to close if the opening fails
         self._rebuilt_segments: list[Segment] = []
         self._implausible_segments: set[TransactionId] = set()  # older segments, by their first ID
         # A slot, of this version or of 0.13, confirms the records up to the marker. Only after the
         # segments are open, it is known up to which ID the batch entries confirm the records.
         acked = slot.acked.transaction_id
-        self._marker_id = info.local_low_water_mark if self._is_overtaken else acked
+        self._marker_id = info.local_low_water_mark if self._has_legacy_writes else acked
         self._last_durable_id = self._marker_id
         self._older_batches_end = BEFORE_FIRST  # the end of the last batch in an older segment
 
@@ -294,12 +308,12 @@ class _LogOpening:
             if position + 1 < len(firsts):
                 chain = self._verify_and_close(segment, end, firsts[position + 1])
         if not opened:
-            header = self._blank._replace(first=TransactionId(start.transaction_id + 1))
+            header = self._header_template._replace(first=TransactionId(start.transaction_id + 1))
             opened.append(Segment.create(self._disk, self._directory, header, start.chain))
-        return Segments(self._disk, self._directory, self._blank, opened, start)
+        return Segments(self._disk, self._directory, self._header_template, opened, start)
 
     def _remove(self, first: TransactionId) -> None:
-        Segment(self._disk, self._directory, self._blank._replace(first=first)).remove()
+        Segment(self._disk, self._directory, self._header_template._replace(first=first)).remove()
 
     def _open_segment(
         self, first: TransactionId, chain_before: Chain | None
@@ -308,7 +322,7 @@ class _LogOpening:
 
         Return the segment and its last batch. `chain_before` is None if it is not known.
         """
-        header = self._blank._replace(first=first)
+        header = self._header_template._replace(first=first)
         lineage = self._open_lineage(header)
         rebuilt = lineage is None
         if lineage is None:
@@ -320,8 +334,8 @@ class _LogOpening:
             self._disk,
             self._directory,
             first,
-            partition_id=self._blank.partition_id,
-            cluster_key=self._blank.cluster_key,
+            partition_id=self._header_template.partition_id,
+            cluster_key=self._header_template.cluster_key,
             lineage=lineage,
         )
         self.opened.append(segment)
@@ -378,7 +392,7 @@ class _LogOpening:
         lineage = segments.current.lineage
         after = lineage.position_of(TransactionId(self._marker_id + 1))
         durable = lineage.durable_before(after)
-        if self._is_overtaken:
+        if self._has_legacy_writes:
             # 0.13 may have truncated records that were synced at that time. It has no marker: all
             # its complete records may have been acknowledged, and it was stopped cleanly before a
             # migration.
@@ -412,7 +426,7 @@ class _LogOpening:
                 *self.slot.truncate
             )  # Durable before the intent is removed (`write_again`).
         if segments.last_id < segments.start.transaction_id:
-            segments.begin_after(segments.start, self._blank.created_ms)  # rule 10
+            segments.begin_after(segments.start, self._header_template.created_ms)  # rule 10
 
     def _last_complete(self, segments: Segments) -> TransactionId:
         """Return the last ID above the marker whose record is where the index states."""
@@ -650,7 +664,7 @@ class _LogOpening:
         A log of 0.13 may be long, so it is only synced.
         """
         current, durable_before, marker = segments.current, self._last_durable_id, self._marker_id
-        if self._is_overtaken:
+        if self._has_legacy_writes:
             durable_before = marker = segments.last_id
         current.write_again(
             max(current.first, TransactionId(durable_before + 1)),
@@ -662,7 +676,7 @@ class _LogOpening:
         """Return the slot of the opened log, after all recovery (rule 5)."""
         end = segments.lineage_end()
         marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
-        slot = _slot_from_0_13(self.slot, self._info) if self._is_overtaken else self.slot
+        slot = _slot_from_0_13(self.slot, self._info) if self._has_legacy_writes else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
             # No owner can compare this end with its log. So an owner must be able to truncate it
             # and copy from there. The same holds after a crash between the creation of such batches

@@ -106,19 +106,24 @@ class PartitionLog:
     ) -> Self:
         """Open or create a log, and recover it; all changes are durable. See `open_log`."""
         now_ms, key = settings.now_ms(), settings.cluster_key
-        blank = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
+        header_template = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
         info, trusts = control.info(partition_id), settings.trust_fsync
         opened = log_recovery.open_log(
-            disk, directory, blank, info, trust_fsync=trusts, is_name_durable=is_name_durable
+            disk,
+            directory,
+            header_template,
+            info,
+            trust_fsync=trusts,
+            is_name_durable=is_name_durable,
         )
         files = LogFiles(*opened, settings)
 
         def reopen() -> tuple[Segments, SlotFile]:
-            blank = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
+            header_template = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
             # This process has not stopped, so an unclean stop is impossible.
             info = control.info(partition_id)
             return log_recovery.open_log(
-                disk, directory, blank, info, trust_fsync=True, is_name_durable=True
+                disk, directory, header_template, info, trust_fsync=True, is_name_durable=True
             )
 
         return cls(files, CoveredRecords(files, reopen), control)
@@ -224,16 +229,16 @@ class PartitionLog:
     def state(self) -> ReplicaReport:
         """Return the state that PREPARED reports (`covered_records.py`, rules 1 and 5)."""
         slot, synced_max = self.slot, self.synced_max
-        is_short = synced_max < self.low_water_mark
+        is_below_mark = synced_max < self.low_water_mark
         return ReplicaReport(
-            NO_SESSION if is_short else slot.last_session,
+            NO_SESSION if is_below_mark else slot.last_session,
             self.low_water_mark,
             slot.provisional is None and not self._covered_records.ends_with_adopted_batch(),
             synced_max,
             self._files.synced_chain,
             slot.suspect,
             slot.damaged,
-            NO_SESSION if is_short else slot.engaged,
+            NO_SESSION if is_below_mark else slot.engaged,
         )
 
     # ---- sessions

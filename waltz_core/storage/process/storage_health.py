@@ -89,4 +89,4 @@ class StorageHealth:
             return self._status_query.result()
         space = self._engine.space
         error = f"the disk has not answered for {DISK_STATUS_S_MAX:.0f} s"
-        return DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms, error)
+        return DiskStatus(None, space.reserved_bytes, space.is_full, clock_ms, error)

@@ -51,7 +51,7 @@ class StorageMetrics:
         set_source("waltz_storage_queued_bytes", lambda: machine.queue_limits.owner_bytes)
         set_source("waltz_storage_free_bytes", lambda: _bytes_of(space.free_bytes))
         set_source("waltz_storage_disk_bytes", lambda: _bytes_of(space.size_bytes))
-        set_source("waltz_storage_full_disks", lambda: space.is_short)
+        set_source("waltz_storage_full_disks", lambda: space.is_full)
         set_source(
             "waltz_storage_running_upload_seconds",
             lambda: _running_upload_s(machine, self._clock_ms()),

@@ -85,7 +85,7 @@ def held_partitions_of(engine: StorageEngine) -> tuple[HeldPartition, ...]:
 def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
     """Return the state of the disk; `clock_ms` is the present time."""
     space = engine.space
-    facts = DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms)
+    facts = DiskStatus(None, space.reserved_bytes, space.is_full, clock_ms)
     try:
         free_bytes = space.free_bytes()
         return facts._replace(

@@ -23,7 +23,7 @@ class QueueLimits:
 
     def add(self, request: LaneRequest) -> bool:
         """Count a request; return whether its connection must not be read any more."""
-        is_read = _is_of_reader(request)
+        is_read = _is_from_reader(request)
         self._count(queue_bytes(request.message), is_read=is_read)
         held_bytes = self.reader_bytes if is_read else self.owner_bytes
         if held_bytes <= self._bytes_max or request.connection in self._paused:
@@ -33,7 +33,7 @@ class QueueLimits:
 
     def subtract(self, request: LaneRequest) -> None:
         """Stop counting a request, which was answered or dropped."""
-        self._count(-queue_bytes(request.message), is_read=_is_of_reader(request))
+        self._count(-queue_bytes(request.message), is_read=_is_from_reader(request))
         assert min(self.owner_bytes, self.reader_bytes) >= 0
 
     def _count(self, size_bytes: int, *, is_read: bool) -> None:
@@ -61,5 +61,5 @@ class QueueLimits:
         self._paused.pop(connection, None)
 
 
-def _is_of_reader(request: LaneRequest) -> bool:
+def _is_from_reader(request: LaneRequest) -> bool:
     return isinstance(request.message, RangeRaw) and request.message.reader

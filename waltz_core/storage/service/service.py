@@ -405,7 +405,7 @@ class StorageService:
                 f"partition {message.partition_id}: expected a store session in "
                 f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
-        if promise.is_after_loss and session in (promise.seen, promise.session_id):
+        if promise.is_after_loss and session in (promise.last_seen_session, promise.session_id):
             # This may be the owner of the session that the replica has seen, not a rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "
@@ -575,8 +575,10 @@ class StorageService:
             self._report_event("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
         is_marked = not work.requests and work.piece is None
-        lane.has_unmarked = result.appended_count > 0 or (lane.has_unmarked and not is_marked)
-        if lane.has_unmarked and self._mark_at_ms is None:
+        lane.has_unmarked_appends = result.appended_count > 0 or (
+            lane.has_unmarked_appends and not is_marked
+        )
+        if lane.has_unmarked_appends and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
 
@@ -592,7 +594,7 @@ class StorageService:
             return
         self._mark_at_ms = None
         for lane in self._lanes.values():
-            if lane.has_unmarked and lane.work is None:
+            if lane.has_unmarked_appends and lane.work is None:
                 # A busy log moves its marker with a sync, and is checked again later.
                 self._run_work(lane, ())
 
@@ -638,8 +640,8 @@ class StorageService:
     def _note_space(self, now_ms: int) -> None:
         if self._space is None:
             return
-        if self._space.is_short != self._is_full:
-            self._is_full = self._space.is_short
+        if self._space.is_full != self._is_full:
+            self._is_full = self._space.is_full
             if self._is_full:
                 self._report_event("storage.disk_full", reserved_bytes=self._space.reserved_bytes)
             else:
@@ -775,7 +777,7 @@ class StorageService:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
         # A greater session would look to an owner as if ZooKeeper had lost data.
-        promised = lane.promise.seen if lane is not None else NO_SESSION
+        promised = lane.promise.last_seen_session if lane is not None else NO_SESSION
         self._report_event(
             "storage.request_rejected", request=type(message).__name__, error=type(error).__name__
         )

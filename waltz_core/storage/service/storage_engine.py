@@ -357,7 +357,9 @@ class StorageEngine:
         self._close_log(partition_id)
         slots = self._open_slots(partition_id)
         try:
-            if not slots.fell_back:  # Otherwise the next opening finds this, and does the same.
+            if (
+                not slots.has_lost_newer_slot
+            ):  # Otherwise the next opening finds this, and does the same.
                 slots.write(replace(slots.slot, suspect=True))
         finally:
             slots.close()
@@ -457,7 +459,7 @@ class StorageEngine:
             return  # It was never held; its slot will be created with the current sequence.
         slots = self._open_slots(partition_id)
         try:
-            if slots.fell_back:
+            if slots.has_lost_newer_slot:
                 raise ReplicaSuspect(
                     f"partition {partition_id}: expected 2 valid control slots, found 1. "
                     "Hint: take the partition online first (`storage availability`); it then "
@@ -474,13 +476,13 @@ class StorageEngine:
         log = self.logs.get(partition_id) or self._lost_logs.get(partition_id)
         if log is not None:
             return log.slot.promise
-        slot, fell_back = Slot(partition_id), True
+        slot, has_lost_newer_slot = Slot(partition_id), True
         if self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
             with suppress(BadFormat):
                 slots = self._open_slots(partition_id)
-                slot, fell_back = slots.slot, slots.fell_back
+                slot, has_lost_newer_slot = slots.slot, slots.has_lost_newer_slot
                 slots.close()
-        if fell_back:
+        if has_lost_newer_slot:
             return Promise.after_loss(max(slot.promised, seen))
         return slot.promise.at_least(seen)
 

@@ -224,7 +224,7 @@ class Work:
         assert len(result.outcomes) == len(self.requests)
         result.files_error = self.log.files_error
         if self.log.damaged is not known:
-            result.found = _without_known(self.log.damaged, known)
+            result.found = _without_known_damage(self.log.damaged, known)
         result.failed_reads += self.log.reader.take_disk_errors()
         return result
 
@@ -275,7 +275,9 @@ class Work:
                 return _apply_change(self.log, message)
 
 
-def _without_known(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
+def _without_known_damage(
+    ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]
+) -> tuple[IdRange, ...]:
     for known_range in known:
         ranges = remove_damage(ranges, known_range)
     return ranges
