@@ -193,17 +193,17 @@ class ArchiveCheck:
         """Note that the manifest of `begin` is missing: no object can be checked (rule 4)."""
         self._add_bad_file(recorded.manifest, recorded.first, recorded.last, error)
 
-    def _is_in_range(self, each: PageEntry | ObjectEntry) -> bool:
-        is_reached = self.last is None or each.first <= self.last
-        return is_reached and each.last >= self.next_id
+    def _is_in_range(self, entry: PageEntry | ObjectEntry) -> bool:
+        is_reached = self.last is None or entry.first <= self.last
+        return is_reached and entry.last >= self.next_id
 
     def _add_objects(self, entries: Iterable[ObjectEntry]) -> None:
         """Queue the objects of a page, or the newest objects, that must be checked."""
-        for each in entries:
-            if self._is_in_range(each):
-                self._entries.append(each)
+        for entry in entries:
+            if self._is_in_range(entry):
+                self._entries.append(entry)
             elif not self._entries:
-                self._chain = each.chain
+                self._chain = entry.chain
 
     def _add_bad_file(
         self, name: str, first: TransactionId, last: TransactionId, problem: object

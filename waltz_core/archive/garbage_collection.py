@@ -122,8 +122,8 @@ def collect_garbage(
         manifests_folder(cluster_key, job.partition_id),
     )
     found: list[ListedFile] = []
-    for each in folders:
-        found += store.list_files(each)
+    for folder in folders:
+        found += store.list_files(folder)
         on_progress()
     _check_listed_files_exist(listed, found, folders)
     _check_versions(found)
@@ -220,14 +220,14 @@ def _check_versions(found: "list[ListedFile]") -> None:
 
 def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
     """Return the names of manifests whose next version was written recently (rule 6)."""
-    heads = {each: manifest_version_of(each.name) for each in found}
+    heads = {file: manifest_version_of(file.name) for file in found}
     written_ms: dict[int, int] = {}
-    for each, version in heads.items():
+    for file, version in heads.items():
         if version is not None:
-            written_ms[version] = max(each.modified_ms, written_ms.get(version, 0))
+            written_ms[version] = max(file.modified_ms, written_ms.get(version, 0))
     return {
-        each.name
-        for each, version in heads.items()
+        file.name
+        for file, version in heads.items()
         if version is not None and now_ms - written_ms.get(version + 1, 0) < REPLACED_GRACE_MS
     }
 

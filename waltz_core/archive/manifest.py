@@ -398,14 +398,14 @@ def _fields_of(
         )
     found: list[Any] = []
     for field in kind._fields:
-        each = values[field]
+        value = values[field]
         try:
             if field == "name":
-                found.append(_parse_text(each))
+                found.append(_parse_text(value))
             elif field == "chain":
-                found.append(Chain(_parse_hex(each)))
+                found.append(Chain(_parse_hex(value)))
             else:
-                found.append(_parse_whole_number(each))
+                found.append(_parse_whole_number(value))
         except (TypeError, ValueError) as error:
             raise BadFormat(
                 f"manifest {name}, field {field} of {kind.__name__}: {error}"

@@ -299,7 +299,7 @@ class ArchiveObject:
         return ArchivedRecords(records, lengths, self._batches_from_columns(columns, first))
 
     def _reject_nulls(self, columns: dict[str, pa.Array]) -> None:
-        if any(each.null_count for name, each in columns.items() if name != "commit_time"):
+        if any(column.null_count for name, column in columns.items() if name != "commit_time"):
             raise BadFormat(
                 f"archived object {self.name}: expected columns without nulls, found a null"
             )
@@ -385,20 +385,22 @@ class ArchiveObject:
         crcs = bytearray()
         for start, group_crcs, batches in outlines:
             self._check_next_id(start, expected)
-            for each in batches:
-                if open_batch is not None and each[:4] != open_batch[:4]:
+            for batch in batches:
+                if open_batch is not None and batch[:4] != open_batch[:4]:
                     raise BadFormat(
                         f"archived object {self.name}: expected the rest of the batch, up to "
                         f"transaction {open_batch.last}, found another batch"
                     )
                 if open_batch is None:
-                    self._check_next_id(each.first, expected)
-                stop = min(each.last + 1, start + len(group_crcs) // 4)
+                    self._check_next_id(batch.first, expected)
+                stop = min(batch.last + 1, start + len(group_crcs) // 4)
                 crcs += group_crcs[4 * (expected - start) : 4 * (stop - start)]
-                expected, open_batch = TransactionId(stop), each
-                if stop == each.last + 1:
-                    chain = next_chain(chain, each.first, each.last, each.session_id, bytes(crcs))
-                    yield each._replace(chain=chain)
+                expected, open_batch = TransactionId(stop), batch
+                if stop == batch.last + 1:
+                    chain = next_chain(
+                        chain, batch.first, batch.last, batch.session_id, bytes(crcs)
+                    )
+                    yield batch._replace(chain=chain)
                     crcs.clear()
                     open_batch = None
         if (

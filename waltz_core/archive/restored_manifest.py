@@ -101,9 +101,8 @@ class RestoredRange:
                 f"{missing_entry.first}..{missing_entry.last} does not exist. Hint: if the "
                 "oldest transactions have expired since the backup, use --without-expired."
             )
-        self.written_files: list[
-            str
-        ] = []  # files of `write_manifest`, which are garbage if the restore fails
+        # The files of `write_manifest`, which are garbage if the restore fails.
+        self.written_files: list[str] = []
         manifest = saved.manifest
         self.first = max(manifest.first, usable[0].first)
         self._manifest = replace(manifest, first=self.first, pages=(), newest_objects=usable)
@@ -193,11 +192,11 @@ class RestoredRange:
             ArchiveUnavailable: the store did not execute a request.
         """
         existing = _existing_names(self._store, self._manifest.newest_objects)
-        for each in self._manifest.newest_objects:
-            if each.name not in existing:
+        for entry in self._manifest.newest_objects:
+            if entry.name not in existing:
                 raise ObjectMissing(
-                    f"archive {self._store.url}: object {each.name} with transactions "
-                    f"{each.first}..{each.last} was deleted while the restore ran. Hint: run "
+                    f"archive {self._store.url}: object {entry.name} with transactions "
+                    f"{entry.first}..{entry.last} was deleted while the restore ran. Hint: run "
                     "the restore again."
                 )
 
@@ -225,18 +224,22 @@ def _intact_entry(
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
     starts = (f"{folder}/{first}-{last}-", f"{own_folder}/{entry.first}-{entry.last}-")
-    others = [each for each in existing if each.startswith(starts) and each.endswith(".parquet")]
+    others = [
+        other_name
+        for other_name in existing
+        if other_name.startswith(starts) and other_name.endswith(".parquet")
+    ]
     if entry.name in existing:
-        others = [each for each in others if each != entry.name]
+        others = [other_name for other_name in others if other_name != entry.name]
         if not others or crc32(store.read(entry.name)) == entry.file_crc:
             return entry
-    for each in sorted(others):
-        data = store.read(each)
+    for other_name in sorted(others):
+        data = store.read(other_name)
         with suppress(BadFormat, ChecksumMismatch):
-            opened = ArchiveObject(io.BytesIO(data), each)
+            opened = ArchiveObject(io.BytesIO(data), other_name)
             chains = {batch.last: batch.chain for batch in opened.verify()}
             if (opened.metadata.first, chains.get(entry.last)) == (entry.first, entry.chain):
-                return entry._replace(name=each, file_bytes=len(data), file_crc=crc32(data))
+                return entry._replace(name=other_name, file_bytes=len(data), file_crc=crc32(data))
     return entry
 
 

@@ -185,9 +185,13 @@ class StorageArchive:
         old_damage = self._damage.get(place)
         self.on_place_read(place, damage)
         if not damage:
-            repaired_places = [each for each, found in self._damage.items() if found == old_damage]
-            for each in repaired_places:
-                del self._damage[each]
+            repaired_places = [
+                repaired_place
+                for repaired_place, found in self._damage.items()
+                if found == old_damage
+            ]
+            for repaired_place in repaired_places:
+                del self._damage[repaired_place]
 
     def on_place_read(self, place: tuple[int, int], damage: str) -> None:
         """Note the outcome of a read; a successful read clears the damage at its place."""

@@ -4,8 +4,8 @@ All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
     1. A file is durable when `write` or the end of `open_sink` has returned. In a directory, this
-       needs a temporary file, its sync, its final name, and a sync of the directory, and once of
-       each directory above it. Other stores acknowledge the end of an upload when it is durable. To
+       class writes and syncs a temporary file, renames it, and syncs the directory; it syncs each
+       directory above once. Other stores acknowledge the end of an upload when it is durable. To
        read a file back does not prove that it is durable (AR 3).
     2. No file is overwritten (AR 2). A directory rejects a name that exists; in other stores the
        names are unique by construction.
@@ -263,16 +263,16 @@ class ArchiveStore:
         name in the archive is synced once, even if this process has not created the folder.
         """
         base = Path(self._base)
-        for each in reversed([folder, *folder.parents]):
-            is_new = not each.exists()
-            is_unknown = each.is_relative_to(base) and each not in self._durable_folders
+        for parent in reversed([folder, *folder.parents]):
+            is_new = not parent.exists()
+            is_unknown = parent.is_relative_to(base) and parent not in self._durable_folders
             if is_new:
-                each.mkdir(exist_ok=True)
+                parent.mkdir(exist_ok=True)
             if is_new or is_unknown:
                 # If this process may not read the folder above, the operator has created it.
                 with suppress(PermissionError):
-                    _sync_folder(each.parent)
-            self._durable_folders.add(each)
+                    _sync_folder(parent.parent)
+            self._durable_folders.add(parent)
 
 
 class StoreFile:

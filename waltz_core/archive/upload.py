@@ -166,8 +166,8 @@ def expire(
     if job.retention_ms:
         before_ms = max(before_ms, now_ms - job.retention_ms)
 
-    def is_old(each: PageEntry | ObjectEntry) -> bool:
-        return each.last < job.before or 0 < each.commit_ms_max < before_ms
+    def is_old(entry: PageEntry | ObjectEntry) -> bool:
+        return entry.last < job.before or 0 < entry.commit_ms_max < before_ms
 
     first = TransactionId(_last_expired_id(store, current, is_old, on_progress) + 1)
     manifest = current.with_expiry(first, now_ms)

@@ -254,9 +254,8 @@ class WriteRegistry:
         if await self._count_writes(principal) >= WRITES_PER_PRINCIPAL_MAX:
             raise errors.BadRequest(
                 f"principal {principal} already has {WRITES_PER_PRINCIPAL_MAX} exactly-once writes "
-                "in "
-                "ZooKeeper, which is the limit. Hint: finished writes are removed after "
-                "their retention; shorten it (option 'writeRetention')."
+                "in ZooKeeper, which is the limit. Hint: finished writes are removed after their "
+                "retention; shorten it (option 'writeRetention')."
             )
 
     async def _count_writes(self, principal: str) -> int:
@@ -526,9 +525,8 @@ class WriteRegistry:
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
-            await self._try_write(
-                [SetNode(path, b"", node.stat.version)]
-            )  # otherwise another driver has just written it
+            # If this fails, another driver has just written the node.
+            await self._try_write([SetNode(path, b"", node.stat.version)])
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms
 

@@ -6,10 +6,10 @@ afterwards.
 Rules:
     1. A wrong structure is reported, and the other structure of its pair counts, as at a start of
        the storage.
-    2. If a slot counts, the structure in the 0.13 control file may be older, because it is written
-       last. Its marks may be higher, because a truncation does not lower them. Only a later session
-       proves a write of 0.13, unless the slot has had no session: such a log was started again
-       after the structure was written.
+    2. The structure in the 0.13 control file is written after the slot, so it may be older than the
+       slot that counts. Its marks may be higher, because a truncation does not lower them. Only a
+       later session proves a write of 0.13. It proves nothing if the slot has no session: such a
+       log was started again after the structure was written.
     3. A clean stop leaves an acked marker at the end of the log. After any other stop, the log may
        be longer.
     4. Records may have no batches for a while. In this state, the marker has a special value

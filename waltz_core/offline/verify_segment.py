@@ -85,7 +85,7 @@ class SegmentCheck:
     the same for the index, which is synced less often.
     """
 
-    def __init__(  # noqa: PLR0913 - files, knowledge, and collectors
+    def __init__(  # noqa: PLR0913 - files, expected values, and findings
         self,
         directory: Path,
         first: int,

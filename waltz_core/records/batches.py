@@ -131,7 +131,7 @@ class EncodedBatch(NamedTuple):
 
     `lengths` (big-endian int32) and `record_crcs` (big-endian uint32) have one number per record.
     `records_crc` is the CRC-32 of all bytes in `records`. The fields correspond to those of
-    `replication.events.Batch`.
+    `Batch` in `replication/session_events.py`.
     """
 
     first: TransactionId

@@ -42,9 +42,9 @@ class ByteLayout:
     def field_offsets(self, start: int = 0) -> list[FieldOffset]:
         """Return all fields with their offsets; `start` is the offset of the first field."""
         found = []
-        for each in self.fields:
-            size_bytes = _size_bytes(each)
-            found.append(FieldOffset(start, size_bytes, each))
+        for field in self.fields:
+            size_bytes = _size_bytes(field)
+            found.append(FieldOffset(start, size_bytes, field))
             start += size_bytes
         return found
 

@@ -65,7 +65,9 @@ class Unpacker:
     ) -> None:
         self._fields = list(fields)
         names = [part.name for part in fields]
-        required_names = {name for each in required for name in columns_matching(each, names)}
+        required_names = {
+            name for required_name in required for name in columns_matching(required_name, names)
+        }
         self._required = [name for name in names if name in required_names]
         self._find_value = dict.get if is_case_sensitive else _case_insensitive
         self._array_builders = [
@@ -93,7 +95,9 @@ class Unpacker:
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
             )
         values = (self._values(rows, part.name) for part in self._fields)
-        return [self._column(column, each, where) for each, column in enumerate(values)]
+        return [
+            self._column(column, column_index, where) for column_index, column in enumerate(values)
+        ]
 
     def readable_columns(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Decode payloads; return the columns, and a mask of the payloads that fit the schema.
@@ -116,15 +120,15 @@ class Unpacker:
         for index, _ in self._missing_values(rows):
             is_whole[index] = False
         columns = []
-        for each, part in enumerate(self._fields):
+        for column_index, part in enumerate(self._fields):
             values = self._values(rows, part.name)
             try:
-                columns.append(self._array_builders[each](values))
+                columns.append(self._array_builders[column_index](values))
             except _MISMATCHES:
-                for row in self._mismatched_rows(values, each, 0):
+                for row in self._mismatched_rows(values, column_index, 0):
                     values[row] = None
                     is_whole[row] = False
-                columns.append(self._array_builders[each](values))
+                columns.append(self._array_builders[column_index](values))
             if not part.nullable:  # rule 5
                 is_whole &= columns[-1].is_valid().to_numpy(zero_copy_only=False)
         return columns, is_whole
@@ -162,17 +166,17 @@ class Unpacker:
                 is_map[index] = False
         return rows, is_map
 
-    def _mismatched_rows(self, values: list[Any], each: int, start: int) -> Iterator[int]:
+    def _mismatched_rows(self, values: list[Any], column_index: int, start: int) -> Iterator[int]:
         """Find by bisection the rows whose values do not fit a column; yield their indexes."""
         try:
-            self._array_builders[each](values)
+            self._array_builders[column_index](values)
         except _MISMATCHES:
             half = len(values) // 2
             if half == 0:
                 yield start
                 return
-            yield from self._mismatched_rows(values[:half], each, start)
-            yield from self._mismatched_rows(values[half:], each, start + half)
+            yield from self._mismatched_rows(values[:half], column_index, start)
+            yield from self._mismatched_rows(values[half:], column_index, start + half)
 
     def decode_maps(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the payloads as maps; raises BadFormat if a payload is damaged or not a map."""
@@ -196,12 +200,14 @@ class Unpacker:
                 )
         return rows
 
-    def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
-        part = self._fields[each]
+    def _column(
+        self, values: list[Any], column_index: int, where: Callable[[int], str]
+    ) -> pa.Array:
+        part = self._fields[column_index]
         try:
-            array = self._array_builders[each](values)
+            array = self._array_builders[column_index](values)
         except _MISMATCHES:
-            row = next(self._mismatched_rows(values, each, 0))
+            row = next(self._mismatched_rows(values, column_index, 0))
         else:
             if not part.nullable and array.null_count:  # rule 5
                 raise BadFormat(
@@ -212,7 +218,7 @@ class Unpacker:
             return array
         value = values[row]
         try:
-            return self._array_builders[each]([value])
+            return self._array_builders[column_index]([value])
         except _MISMATCHES as error:
             raise BadFormat(
                 f"{where(row)}, column {part.name!r}: expected {part.type}, found {value!r} "
@@ -270,7 +276,7 @@ def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> An
 
 def _has_decimal(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
-        return any(_has_decimal(kind.field(each).type) for each in range(kind.num_fields))
+        return any(_has_decimal(kind.field(index).type) for index in range(kind.num_fields))
     return bool(pa.types.is_decimal(kind))
 
 

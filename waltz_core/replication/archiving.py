@@ -282,8 +282,8 @@ class SessionArchiver:
             return
         self.contradiction = (
             f"the archive has transactions up to {self.last} with chain hash "
-            f"{self.recorded.chain.hex()}, but replica {replica} {found}: the log is not the "
-            "archived one, or ZooKeeper's data was rolled back"
+            f"{self.recorded.chain.hex()}, but the log of replica {replica} {found}: the log is "
+            "not the archived one, or ZooKeeper's data was rolled back"
         )
 
     # ---- attempts

@@ -90,7 +90,7 @@ class RepairRunner:
         self.goal: RepairGoal | None = None
         self.archived = archived
         self.is_open = False  # ZooKeeper has this session's states.
-        self.contradiction: str | None = None  # the finding of rule 4
+        self.contradiction: str | None = None  # the error text for rule 4
         self._failed: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
         self._recovery = recovery

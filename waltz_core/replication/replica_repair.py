@@ -20,15 +20,15 @@ Rules (docs/design/correctness.md 2.1 F):
     8. A source that could not read its batches has reconstructed other batches, and marks them.
        Reconstructed batches are never copied, and no other log is truncated to match them.
 
-The steps, each derived from the known state and never twice in flight:
+The steps. The next step follows from the known state; one step is in flight at a time:
 
     longer than the mark    own lineage at the mark, and its newest batch -> Truncation
-    below all starts        its newest batch -> Reset (rule 7)
+    below all starts        its newest batch -> ReplicaReset (rule 7)
     chain differs           the source's chain at the end of this log; if it differs, both lineages,
                             newest first -> Truncation to the last common batch end (rule 6)
-    damaged                 FetchCopy -> FillDamage; damage below the previous mark blocks nothing:
-                            it is repaired before the mark is set if a source has the records, or
-                            later
+    damaged                 FetchCopy -> OverwriteDamage. Damage below the previous mark does not
+                            delay the mark: it is repaired before the mark is set if a source has
+                            the records, or later
     shorter                 FetchCopy -> AppendCopy
     equal                   SetMark
 """
@@ -57,7 +57,8 @@ _LOST_BATCHES_TEXT = "the source replica has lost the batches of transactions {}
 class RepairGoal(NamedTuple):
     """The decided mark, and the log's hash chain there.
 
-    `chain` is None until a log ends at the mark. `archived_mark` is the archived mark.
+    `chain` is None until a log ends at the mark. `archived_mark` is set only if
+    the log may be reset (rule 7).
     `lowest_source_start` is the lowest ID after which a source's log begins.
     """
 
@@ -424,8 +425,8 @@ class ReplicaRepair:
             return self._divergence_error()
         return DataLoss(
             f"the replica has lost the batches up to transaction {self.last}, even those "
-            f"below its confirmed low-water mark {self._confirmed_mark}. Hint: restart the storage; "
-            "it then withdraws the low-water mark."
+            f"below its confirmed low-water mark {self._confirmed_mark}. Hint: restart the "
+            "storage; it then withdraws the low-water mark."
         )
 
     def _divergence_error(self) -> DataLoss:

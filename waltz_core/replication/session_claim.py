@@ -72,10 +72,10 @@ class InDoubtIds(NamedTuple):
 class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
-    `highest_committed` is the highest ID that this owner ever saw committed. `excluded` are the
-    replicas that rejected appends recently, each with the time until which it is excluded.
+    `highest_committed` is the highest ID that this owner ever saw committed. `excluded_until_ms`
+    has the replicas that rejected appends recently, each with the time until which it is excluded.
     `later_promises` are the replicas that have promised a session that ZooKeeper does not know.
-    `archived_mark` is the archived mark.
+    `archived_mark` is the mark that ZooKeeper records; None if there is none.
     """
 
     session_id: SessionId

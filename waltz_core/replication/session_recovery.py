@@ -207,7 +207,7 @@ class Recovery:
     def on_prepared(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
-            return  # The replica was not in the last session: nothing above its closing mark.
+            return  # Not in the last session: records above its closing mark do not count.
         credible = is_credible(answer, self.states[replica], registered_id)
         synced_max = TransactionId(answer.synced_max)
         if replica in self._synced_last:

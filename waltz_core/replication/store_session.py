@@ -459,7 +459,8 @@ class StoreSession:
         self._report("replica.rejected", replica=peer.replica, reason=reason)
         wait_ms = self._limits.rejected_retry_ms
         if error_code in (UnknownPartition.code, PermissionsNotLoaded.code):
-            wait_ms = self._limits.redial_ms_max  # just started, reads ZooKeeper
+            # The storage has just started, and still reads ZooKeeper.
+            wait_ms = self._limits.redial_ms_max
         self._drop_replica(peer, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
     def _drop_replica(
@@ -498,8 +499,8 @@ class StoreSession:
     def _has_no_timeout(self, peer: ReplicaSession) -> bool:
         """Whether a replica may take any time to answer.
 
-        Until the session is settled, every replica has one. If a slow replica were dropped later,
-        each of its returns would end the session again.
+        Until the session is settled, every replica has a timeout. If a slow replica were dropped
+        later, each of its returns would end the session again.
         """
         return self.is_settled and peer.stage in _PREPARED_STAGES
 

@@ -169,12 +169,12 @@ def _split_into_steps(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Split operations into writes (rule 2)."""
     steps: list[list[Operation]] = []
     room = 0
-    for each in operations:
-        data = b"" if isinstance(each, DeleteNode | CheckVersion) else each.data or b""
-        size = _OPERATION_BYTES + len(each.path) + len(data)
+    for operation in operations:
+        data = b"" if isinstance(operation, DeleteNode | CheckVersion) else operation.data or b""
+        size = _OPERATION_BYTES + len(operation.path) + len(data)
         if not steps or size > room or len(steps[-1]) == STEP_OPERATIONS_MAX:
             steps.append([])
             room = STEP_BYTES_MAX
-        steps[-1].append(each)
+        steps[-1].append(operation)
         room -= size
     return steps

@@ -251,12 +251,13 @@ def rebuilding_steps(
         paths.servers: assignment.to_bytes(),
         paths.client_ids: model.encode_id_counter(ids),
         **{
-            paths.marker(each): model.PartitionMarker(model.MarkerState.OPEN).to_bytes()
-            for each in partitions
+            paths.marker(partition_id): model.PartitionMarker(model.MarkerState.OPEN).to_bytes()
+            for partition_id in partitions
         },
     }
     added_nodes = [
-        CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions
+        CreateNode(paths.partition(partition_id), metadata.to_bytes(partition_id))
+        for partition_id in partitions
     ]
     added_nodes.append(
         CreateNode(

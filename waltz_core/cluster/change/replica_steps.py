@@ -6,8 +6,8 @@ writes and waits.
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
     1. A partition's next step is taken only from an open session that includes the previous one.
     2. A step adds one replica, removes one, or replaces one that is not in sync.
-    3. No step leaves a partition without a quorum of replicas in sync, or dependent on a replica
-       that must copy the log first, unless it has a single replica.
+    3. After each step, a partition has a quorum of replicas in sync, and does not depend on a
+       replica that must copy the log first. Partitions with a single replica are an exception.
     4. No replica is removed before the added ones are in sync.
     5. A plan consists only of the wanted placement: after a crash, the plan continues from the
        actual placement.
@@ -240,8 +240,7 @@ def _step_or_postponed(
         partition_id,
         f"replica {_join_names(out_of_sync)} is not in sync; after the change, appends would need "
         f"{quorum} acknowledgements of the replicas {_join_names(after)}, and only {in_sync_count} "
-        "of "
-        "these are in sync. Hint: start its storage, or replace it.",
+        "of these are in sync. Hint: start the storage of the replica, or replace it.",
     )
 
 
@@ -267,8 +266,8 @@ class _PlacementBuilder:
     def __post_init__(self) -> None:
         self.replica_counts = dict.fromkeys(self.groups, 0)
         for replicas in self.replicas.values():
-            for each in replicas:
-                self.replica_counts[each] = self.replica_counts.get(each, 0) + 1
+            for replica in replicas:
+                self.replica_counts[replica] = self.replica_counts.get(replica, 0) + 1
 
     def group_count(self, replicas: Iterable[ReplicaId]) -> int:
         return len({self.groups.get(each) for each in replicas})
@@ -299,9 +298,9 @@ class _PlacementBuilder:
     def replica_to_remove(self, replicas: list[ReplicaId]) -> ReplicaId:
         """Return the replica to remove: in a group with several, on the fullest storage."""
 
-        def cost(each: ReplicaId) -> tuple[int, int]:
-            remaining = [other for other in replicas if other != each]
-            return self.group_count(remaining), self.replica_counts[each]
+        def cost(replica: ReplicaId) -> tuple[int, int]:
+            remaining = [other for other in replicas if other != replica]
+            return self.group_count(remaining), self.replica_counts[replica]
 
         return max(replicas, key=cost)
 
@@ -311,7 +310,7 @@ def placement_of(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the replicas of every partition."""
     partitions = map(PartitionId, range(partition_count))
-    return {each: assigned.replicas_of(each) for each in partitions}
+    return {partition_id: assigned.replicas_of(partition_id) for partition_id in partitions}
 
 
 def placement_without_storage(
@@ -413,8 +412,10 @@ def fill_up_replicas(
     Raises BadRequest if there are too few storages.
     """
     return {
-        each: tuple(replicas)
-        for each, replicas in _fill_up_placement(current, groups, replica_count).replicas.items()
+        partition_id: tuple(replicas)
+        for partition_id, replicas in _fill_up_placement(
+            current, groups, replica_count
+        ).replicas.items()
     }
 
 
@@ -428,7 +429,7 @@ def _fill_up_placement(
             f"{usual}"
         )
     builder = _PlacementBuilder(
-        groups, {each: list(replicas) for each, replicas in current.items()}
+        groups, {number: list(replicas) for number, replicas in current.items()}
     )
     for partition_id, replicas in builder.replicas.items():
         count = replica_count or len(replicas) or usual

@@ -99,7 +99,8 @@ def _restored_write(
     """Return a write of the backup as it is in the restored cluster (rule 3)."""
     state = write.state
     capped = {
-        each: min(mark, marks.get(PartitionId(each), mark)) for each, mark in state.marks.items()
+        number: min(mark, marks.get(PartitionId(number), mark))
+        for number, mark in state.marks.items()
     }
     is_removed = state.summary == {}
     summary = state.summary if is_whole or is_removed else None

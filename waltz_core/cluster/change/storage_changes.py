@@ -157,8 +157,7 @@ class StorageChanges:
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
             f"the change to the list of storages of {self._nodes.connect_string} was not made, "
-            "because "
-            "other processes changed the list during each attempt"
+            "because other processes changed the list during each attempt"
         )
 
     async def forget_storage_id(self, address: ReplicaId) -> None:

@@ -71,9 +71,8 @@ class StoredPermissions:
             if found is not None:
                 raise errors.BadRequest(
                     f"nothing was changed: the cluster at {self._nodes.connect_string} has "
-                    "permissions "
-                    "already. Hint: `access list` shows them and who wrote them, `access "
-                    "import` replaces them."
+                    "permissions already. Hint: `access list` shows them and their author, "
+                    "`access import` replaces them."
                 )
             if await self._try_write(new_permissions, None):
                 return new_permissions
@@ -124,9 +123,8 @@ class StoredPermissions:
                 except errors.BadFormat:
                     before = None  # The unreadable permissions are replaced.
             newest = max(permissions.revision, before.revision if before else 0)
-            after = with_revision(
-                first if node is None else permissions, newest + 1, *author
-            )  # rule 4
+            new = first if node is None else permissions  # rule 4
+            after = with_revision(new, newest + 1, *author)
             if before is not None:
                 check(before, after)
             if await self._try_write(after, node):
@@ -177,8 +175,7 @@ class StoredPermissions:
     def _missing_error(self) -> errors.BadRequest:
         return errors.BadRequest(
             f"the cluster at {self._nodes.connect_string} has no permissions. Hint: `access init` "
-            "creates "
-            "them, `access import` restores exported ones."
+            "creates permissions, `access import` restores exported ones."
         )
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:

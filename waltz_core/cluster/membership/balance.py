@@ -134,7 +134,9 @@ class Balancer:
     def _forget_old_moves(self, now_ms: int) -> None:
         oldest_ms = now_ms - self._limits.cooldown_ms
         self._moved_ms = {
-            each: at_ms for each, at_ms in self._moved_ms.items() if at_ms > oldest_ms
+            partition_id: at_ms
+            for partition_id, at_ms in self._moved_ms.items()
+            if at_ms > oldest_ms
         }
 
     def _is_rebalancing(
@@ -169,14 +171,19 @@ def _best_move(
 
     `gain_min` and `excess_min` are fractions of the servers' average load.
     """
-    totals = {each: sum(partition_loads.values()) for each, partition_loads in server_loads.items()}
-    target = min(totals, key=lambda each: (totals[each], each))
+    totals = {
+        server_id: sum(partition_loads.values())
+        for server_id, partition_loads in server_loads.items()
+    }
+    target = min(totals, key=lambda server_id: (totals[server_id], server_id))
     mean = sum(totals.values()) / len(totals)
-    for source in sorted(totals, key=lambda each: (-totals[each], each)):
+    for source in sorted(totals, key=lambda server_id: (-totals[server_id], server_id)):
         if source == target or totals[source] <= (1 + excess_min) * mean:
             continue
         partition_loads = {
-            each: load for each, load in server_loads[source].items() if each in movable
+            partition_id: load
+            for partition_id, load in server_loads[source].items()
+            if partition_id in movable
         }
         move = _move_between(partition_loads, totals[source], totals[target], target)
         if move.gain > gain_min * mean:

@@ -97,7 +97,9 @@ class LoadAverages:
             load = reported.get(owner, {}).get(partition_id)
             if load is not None and load.measured_ms >= self._window_ms:
                 self._confirmed[partition_id] = load.per_s
-        self._confirmed = {each: load for each, load in self._confirmed.items() if each in owners}
+        self._confirmed = {
+            number: load for number, load in self._confirmed.items() if number in owners
+        }
         return dict(self._confirmed)
 
 

@@ -49,7 +49,7 @@ class ReachReport:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of a node, as JSON."""
-        rows = {str(each): reason for each, reason in sorted(self.unreachable.items())}
+        rows = {str(server_id): reason for server_id, reason in sorted(self.unreachable.items())}
         reached = sorted(self.reachable)
         values = {"format": _FORMAT, "reached": reached, "unreachable": rows}
         return strict_json.to_json(values | {"witness": self.is_witness})
@@ -74,10 +74,10 @@ class ReachReport:
             raise errors.BadFormat(
                 f"reachability report of a server: expected server IDs, found {data!r:.200}"
             )
-        unreachable = {ServerId(int(each)): str(reason) for each, reason in rows.items()}
+        unreachable = {ServerId(int(server_id)): str(reason) for server_id, reason in rows.items()}
         is_witness = values.get("witness") is not False
         return ReachReport(
-            frozenset(ServerId(int(each)) for each in reached), unreachable, is_witness
+            frozenset(ServerId(int(server_id)) for server_id in reached), unreachable, is_witness
         )
 
 
@@ -102,7 +102,9 @@ class Reachability:
 
     def keep_only(self, server_ids: Collection[ServerId]) -> None:
         """Forget all servers except these."""
-        self._peers = {each: peer for each, peer in self._peers.items() if each in server_ids}
+        self._peers = {
+            server_id: peer for server_id, peer in self._peers.items() if server_id in server_ids
+        }
 
     def note_connection(self, server_id: ServerId, now_ms: int) -> None:
         """Record a connection to a server."""
@@ -133,11 +135,13 @@ class Reachability:
             if since_ms is not None and now_ms - since_ms >= STABLE_MS:
                 peer.why_unreachable = ""
         reasons = {
-            each: peer.why_unreachable for each, peer in self._peers.items() if peer.is_known
+            server_id: peer.why_unreachable
+            for server_id, peer in self._peers.items()
+            if peer.is_known
         }
         return ReachReport(
-            frozenset(each for each, reason in reasons.items() if not reason),
-            {each: reason for each, reason in reasons.items() if reason},
+            frozenset(server_id for server_id, reason in reasons.items() if not reason),
+            {server_id: reason for server_id, reason in reasons.items() if reason},
         )
 
 
@@ -153,7 +157,9 @@ def eligible_servers(
 
     def may_own(server_id: ServerId) -> bool:
         others = {
-            each: report for each, report in reports.items() if each != server_id and each in live
+            other_id: report
+            for other_id, report in reports.items()
+            if other_id != server_id and other_id in live
         }
         witnesses = [report for report in others.values() if report.is_witness]
         if not witnesses:
@@ -163,7 +169,9 @@ def eligible_servers(
         if not all(server_id in report.unreachable for report in witnesses):
             return True
         return any(
-            server_id in report.reachable for each, report in others.items() if each in assigned
+            server_id in report.reachable
+            for other_id, report in others.items()
+            if other_id in assigned
         )
 
     return frozenset(filter(may_own, live)) or frozenset(live)

@@ -222,7 +222,7 @@ class Membership:
         may_own = await self._eligible_servers(membership)
         assignment = assign_partitions(
             membership.assignment,
-            {each: server for each, server in servers.items() if each in may_own},
+            {server_id: server for server_id, server in servers.items() if server_id in may_own},
             cversion=membership.stat.cversion,
             partition_count=partition_count,
             keeps_owners=self.keeps_owners,
@@ -420,11 +420,15 @@ class Membership:
     def _remember_addresses(self, membership: _MembershipNodes) -> None:
         registered, assigned = membership.servers, membership.assignment.servers
         self._dead_servers = {
-            each for each in self._dead_servers if each in assigned and each not in registered
+            server_id
+            for server_id in self._dead_servers
+            if server_id in assigned and server_id not in registered
         }
         self._addresses = {
-            each: address for each, address in self._addresses.items() if each in assigned
-        } | {each: descriptor.address for each, descriptor in registered.items()}
+            server_id: address
+            for server_id, address in self._addresses.items()
+            if server_id in assigned
+        } | {server_id: descriptor.address for server_id, descriptor in registered.items()}
 
     def _note_dead_server(self, server_id: ServerId) -> None:
         self._dead_servers.add(server_id)
@@ -471,7 +475,11 @@ class Membership:
     ) -> None:
         assignment = assign_partitions(
             membership.assignment,
-            {each: server for each, server in membership.servers.items() if each in may_own},
+            {
+                server_id: server
+                for server_id, server in membership.servers.items()
+                if server_id in may_own
+            },
             cversion=membership.stat.cversion,
             partition_count=await self._read_partition_count(),
             keeps_owners=self.keeps_owners,

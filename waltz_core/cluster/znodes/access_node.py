@@ -52,14 +52,14 @@ def encode_permissions(permissions: Permissions) -> bytes:
             "accepts_0_13": permissions.accepts_0_13,
             "groups": {name: list(members) for name, members in permissions.groups.items()},
             "grants": [_encode_grant(grant) for grant in permissions.grants],
-            "limits": {name: _encode_limits(each) for name, each in permissions.limits.items()},
+            "limits": {name: _encode_limits(limits) for name, limits in permissions.limits.items()},
             "tokens": {
                 token_hash: {
-                    "id": each.token_id,
-                    "principal": each.principal,
-                    "expires_ms": each.expires_ms,
+                    "id": token.token_id,
+                    "principal": token.principal,
+                    "expires_ms": token.expires_ms,
                 }
-                for token_hash, each in permissions.tokens.items()
+                for token_hash, token in permissions.tokens.items()
             },
         }
     )
@@ -166,7 +166,7 @@ def _parse_limits(name: str, found: object) -> PrincipalLimits:
     node = _parse_object(found, f"limits of {name}", None)
     _expect(set(node) <= set(_LIMIT_NAMES), f"limits of {', '.join(_LIMIT_NAMES)}", sorted(node))
     return PrincipalLimits(
-        **{key: _parse_integer(each, key, minimum=1) for key, each in node.items()}
+        **{key: _parse_integer(value, key, minimum=1) for key, value in node.items()}
     )
 
 
@@ -205,7 +205,7 @@ def _parse_object(found: object, where: str, keys: tuple[str, ...] | None) -> di
 def _parse_mapping(
     found: object, where: str, decode_one: Callable[[str, object], ValueT]
 ) -> dict[str, ValueT]:
-    return {key: decode_one(key, each) for key, each in _parse_object(found, where, None).items()}
+    return {key: decode_one(key, value) for key, value in _parse_object(found, where, None).items()}
 
 
 def _parse_list(found: object, where: str) -> list[object]:

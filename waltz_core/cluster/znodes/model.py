@@ -328,8 +328,8 @@ EMPTY_METADATA = PartitionMetadata()
 class MarkerState(Enum):
     """Whether a partition may still be new, without any records."""
 
-    NEW = 1  # made by `cluster create` or by adoption; no session has been opened
-    OPEN = 2  # a session has been opened: empty metadata now means that something was lost
+    NEW = 1  # created by `cluster create` or by adoption; no session has been opened
+    OPEN = 2  # a session has been opened: empty metadata now means that metadata was lost
 
 
 class ArchivedMark(NamedTuple):

@@ -27,12 +27,14 @@ class RestoreSources:
     def includes(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
         """Whether this cluster contains the log of a source cluster up to these marks."""
         ends = self.marks.get(cluster_key)
-        return ends is not None and all(mark <= ends.get(each, -1) for each, mark in marks.items())
+        return ends is not None and all(
+            mark <= ends.get(partition, -1) for partition, mark in marks.items()
+        )
 
     def with_source(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoreSources":
         """Return the sources of a cluster that is restored from this one up to these ends."""
         earlier = {
-            key: {each: min(mark, ends[each]) for each, mark in marks.items()}
+            key: {partition: min(mark, ends[partition]) for partition, mark in marks.items()}
             for key, marks in self.marks.items()
         }
         return RestoreSources({**earlier, cluster_key: dict(ends)})
@@ -40,7 +42,7 @@ class RestoreSources:
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         marks = {
-            key: {str(each): mark for each, mark in ends.items()}
+            key: {str(partition): mark for partition, mark in ends.items()}
             for key, ends in self.marks.items()
         }
         return strict_json.to_json({"format": _FORMAT, "marks": marks})

@@ -149,14 +149,13 @@ def _add_line(found: Credentials, line: str, where: str) -> Credentials:
         if scheme != DIGEST_SCHEME or not name or _HASH.fullmatch(hashed) is None:
             raise errors.BadConfig(
                 f"{where}: expected {_ADMINISTRATORS}:{DIGEST_SCHEME}:USER:HASH, with the base64 "
-                "text of "
-                "the SHA-1 of USER:PASSWORD as HASH"
+                "text of the SHA-1 of USER:PASSWORD as HASH"
             )
         found = replace(found, administrators=identity)
     if name == found.user.name:
         raise errors.BadConfig(
-            f"{where}: expected a different user in the second line, found that of the first "
-            "line again"
+            f"{where}: expected a different user in the second line, found the user of the first "
+            "line"
         )
     return found
 

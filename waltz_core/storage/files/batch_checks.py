@@ -91,7 +91,7 @@ def check_batches(
     last = first + lengths.size - 1
     if entries[-1].last != last:
         raise BadRequest(
-            f"{where}: expected batches up to transaction {last}, found them up to "
+            f"{where}: expected batches up to transaction {last}, found batches up to "
             f"{entries[-1].last}"
         )
     wrong_index = check_chain(entries, first, chain_before, crcs)

@@ -144,7 +144,12 @@ class ControlFile:
 
     def set_flags_of(self, partition_ids: Sequence[PartitionId], flags: int) -> None:
         """Write the flags of several partitions durably, with one sync."""
-        self._write_all({each: self.info(each)._replace(flags=flags) for each in partition_ids})
+        self._write_all(
+            {
+                partition_id: self.info(partition_id)._replace(flags=flags)
+                for partition_id in partition_ids
+            }
+        )
 
     def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
         """Reset the state of a partition durably, except for these flags."""
@@ -161,19 +166,19 @@ class ControlFile:
     def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
         """Write the copies that do not count; they count once they are durable (rule 1)."""
         next_infos = {
-            each: info._replace(sequence=self.info(each).sequence + 1)
-            for each, info in infos.items()
+            partition_id: info._replace(sequence=self.info(partition_id).sequence + 1)
+            for partition_id, info in infos.items()
         }
         with self._write_lock:
-            for each, info in next_infos.items():
-                position = partition_info_offset(each, 1 - self._current[each])
+            for partition_id, info in next_infos.items():
+                position = partition_info_offset(partition_id, 1 - self._current[partition_id])
                 self._file.pwrite([info.encode()], position)
             self._written_count += 1
             number = self._written_count
         self._sync(number)
-        for each, info in next_infos.items():
-            self._current[each] = 1 - self._current[each]
-            self._infos[each] = info
+        for partition_id, info in next_infos.items():
+            self._current[partition_id] = 1 - self._current[partition_id]
+            self._infos[partition_id] = info
 
     def _sync(self, number: int) -> None:
         """Make the first `number` writes durable, maybe by another thread's sync (rule 3)."""
@@ -334,8 +339,11 @@ class SlotFile:
         if not valid:
             file.close()
             owners = ", ".join(str(slot.partition_id) for _, slot in found)
-            why = f"expected partition {partition_id}, found {owners}" if found else "none"
-            raise BadFormat(f"{path}: neither control slot is valid: {why}")
+            found_text = f"slots of partitions {owners}" if found else "no readable slot"
+            raise BadFormat(
+                f"{path}: neither control slot is valid: expected partition {partition_id}, "
+                f"found {found_text}"
+            )
         _, position, slot = max(valid, key=lambda candidate: candidate[0])
         older = next(
             (candidate for sequence, _, candidate in valid if sequence < slot.sequence), None

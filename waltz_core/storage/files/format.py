@@ -445,7 +445,7 @@ SLOT_TAIL: Final = ByteLayout(
     Field("reserved", "8s", "0"),
     Field("first ID", "q", "of the log's oldest segment"),
     Field("chain before", "16s", "the chain before the first ID"),
-    Field("engaged", "I", "0: never engaged; n: last engaged n - 1 sessions before the last one"),
+    Field("engaged", "I", "0: never engaged; n: engaged last in session `last session ID` + 1 - n"),
     has_crc=True,
 )
 _SLOT = SLOT.struct

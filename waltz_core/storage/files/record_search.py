@@ -204,7 +204,7 @@ class HoleSearch:
         if found is None:
             return None
         if not found.is_confirmed:
-            # The search of the whole file has confirmed none. It is not repeated.
+            # The search of the whole file has confirmed no record, so it is not repeated.
             self._starts = _NO_OFFSETS
         return found.transaction_id, found.offset
 

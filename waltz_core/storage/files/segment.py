@@ -502,7 +502,7 @@ class Segment:
             self._repair(next_id, starts)
             next_id = TransactionId(next_id + int(starts.size))
             if next_id > last_synced:
-                break  # all bytes after it are torn, whatever they look like: none was synced
+                break  # no byte after `last_synced` was synced, so all of them count as torn
             found = search.record_after(next_id, offset, file_size)
             if found is not None:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
@@ -517,7 +517,7 @@ class Segment:
             break
         self.next_id, self.size_bytes = next_id, offset
         index.truncate(next_id - self.first)
-        if offset < file_size and (is_last or not damaged):  # otherwise there may be records
+        if offset < file_size and (is_last or not damaged):  # otherwise the bytes may be records
             file.truncate(offset)
             self._records_dirty = True
         if not is_last:
@@ -576,5 +576,5 @@ class Segment:
 def _is_rising(offsets: I64) -> bool:
     if offsets.size <= ONE_BY_ONE_MAX:
         values = offsets.tolist()
-        return bool(values == sorted(values))  # needs a third of the time of arrays for so few
+        return bool(values == sorted(values))  # for few values, a third of the time of arrays
     return not bool((offsets[1:] < offsets[:-1]).any())

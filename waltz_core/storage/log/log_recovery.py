@@ -43,11 +43,11 @@ Rules:
        promise are lost. The log begins empty and suspect, and rejects sessions as in rule 5. Both
        are durable with its first slot. If a log is deleted on purpose, the control file is cleared
        first (`removal.py`).
-    9. Durable bytes are not synced again, because a storage opens a thousand logs. Durable are:
-       files that this opening has created; records and index up to the marker, which were synced
-       before it; and the slot before anything is changed, because a crash may then return to the
-       older slot. All bytes that this opening has changed, or that no marker or entry covers, are
-       synced.
+    9. A storage opens a thousand logs, so an opening omits unnecessary syncs. It does not sync the
+       files that it has created, nor records and index up to the marker: all of these are durable.
+       It does not sync the newer slot if a crash may return to the older slot without harm
+       (`may_return_to_older_slot`). It syncs all bytes that it has changed, and all bytes that no
+       marker or entry covers.
    10. The slot has the start of the log before segments at or below the start are removed. The
        opening finishes an interrupted removal, oldest first. If a log ends before its start, a
        reset was interrupted: the log begins after the start, empty and suspect.
@@ -142,7 +142,7 @@ def open_log(
         for close in (*(each.close for each in opening.opened), slots.close):
             try:
                 close()
-            except WaltzError as another:  # The first error has the cause.
+            except WaltzError as another:  # The first error is the cause.
                 error.add_note(f"and then: {another}")
         raise
     return segments, slots
@@ -194,7 +194,7 @@ def _open_slots(
 def _slot_at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
     if slot.has_legacy_writes(info):
-        slot = replace(slot, truncate=None)  # 0.13 has written later, and its log counts
+        slot = replace(slot, truncate=None)  # 0.13 has written later, so its log counts
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.has_lost_newer_slot:
@@ -422,9 +422,8 @@ class _LogOpening:
         if segments.last_id < self._last_durable_id:
             self._mark_suspect()
         if self.slot.truncate is not None:
-            segments.truncate(
-                *self.slot.truncate
-            )  # Durable before the intent is removed (`write_again`).
+            # `write_again` makes this durable before the intent is removed.
+            segments.truncate(*self.slot.truncate)
         if segments.last_id < segments.start.transaction_id:
             segments.begin_after(segments.start, self._header_template.created_ms)  # rule 10
 
@@ -505,8 +504,8 @@ class _LogOpening:
     def _end_before_gap(self, segments: Segments, end: TransactionId) -> TransactionId:
         """Return the end of the batches that stay in an adoption (rule 4).
 
-        Dropped are batches at the log's end that an earlier adoption has created with other bounds
-        than this one, and all batches after them.
+        An adoption drops batches at the log's end that an earlier adoption has created with other
+        bounds, and all batches after them.
         """
         first = TransactionId(end + 1)
         with suppress(BadFormat, ChecksumMismatch):  # an unreadable entry stays as it is
@@ -614,7 +613,7 @@ class _LogOpening:
         try:
             crc = segments.record_crcs(transaction_id, transaction_id)
             if crc is None:
-                # The index may be what is wrong.
+                # The index may be wrong, and the record right.
                 self._note_damage(segments.diagnose(transaction_id))
                 crc = segments.record_crcs(transaction_id, transaction_id)
             return crc or self._stated_crc(segments, transaction_id)

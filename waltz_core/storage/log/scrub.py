@@ -105,7 +105,7 @@ class Scrub:
         self._free_at_ms = 0
         self.wake_at_ms: int | None = None  # when the next piece is due
 
-    # ---- which partitions there are
+    # ---- partitions
 
     def on_partition_opened(self, partition_id: PartitionId, now_ms: int) -> None:
         """Schedule a partition that is now served, from the position of its interrupted pass."""
@@ -133,7 +133,7 @@ class Scrub:
         self._free_at_ms = min(self._free_at_ms, now_ms)
         self._update_wake_time()
 
-    # ---- when
+    # ---- schedule
 
     def _update_wake_time(self) -> None:
         """Compute `wake_at_ms`, which is read far more often than it changes."""

@@ -63,10 +63,10 @@ def run_concurrently(
     if not partition_ids:
         return
     with CallThreads(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as openers:
-        opened = [openers.submit(call, each) for each in partition_ids]
-        wait(opened)
-        for each in opened:
-            each.result()
+        futures = [openers.submit(call, partition_id) for partition_id in partition_ids]
+        wait(futures)
+        for future in futures:
+            future.result()
 
 
 class ThreadRunner(Protocol):
@@ -79,7 +79,7 @@ class ThreadRunner(Protocol):
 class ServedReplicas:
     """The partitions that one storage serves; rules refer to this module."""
 
-    def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
+    def __init__(  # noqa: PLR0913 - each is a part of the daemon
         self,
         engine: StorageEngine,
         coordinator: Coordinator | None,
@@ -123,7 +123,11 @@ class ServedReplicas:
     def unserved_reasons(self) -> dict[str, str]:
         """The error of each partition that should be served but is not, by partition."""
         failed = self._engine.open_errors
-        return {str(each): str(failed[each]) for each in self.unserved_partitions if each in failed}
+        return {
+            str(partition_id): str(failed[partition_id])
+            for partition_id in self.unserved_partitions
+            if partition_id in failed
+        }
 
     def _wanted_partitions(self) -> tuple[PartitionId, ...]:
         return tuple(
@@ -311,7 +315,7 @@ class ServedReplicas:
             try:
                 if partition_id in self.logs:
                     if not ends_session:
-                        raise errors.Unavailable(f"partition {partition_id} is online now")
+                        raise errors.Unavailable(f"partition {partition_id} is online")
                     await self._drop_partition(partition_id)
                 return await self._in_thread(call)
             finally:

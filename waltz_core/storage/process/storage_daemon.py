@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
-# The close of a thousand logs needs three syncs for each.
+# Closing a log needs three syncs, and there may be a thousand logs.
 CLOSE_LOGS_S_MAX: Final = 300.0
 SCRUB_PROGRESS_INTERVAL_S: Final = 60.0
 # The limit of unsent answers of one connection; above it, the connection is closed.
@@ -145,7 +145,7 @@ def run(config: StorageConfig) -> None:
 
 def _print_ready(address: str) -> None:
     _log.info("storage.ready address=%s", address)
-    print(f"storage ready {address}", flush=True)  # noqa: T201 - our parent process waits for it
+    print(f"storage ready {address}", flush=True)  # noqa: T201 - the parent process waits for it
 
 
 async def serve(
@@ -788,10 +788,10 @@ class _StorageStopped(Exception):
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
     async with TaskGroup() as tasks:
-        waiting_tasks = [tasks.create_task(each.wait()) for each in events]
+        waiting_tasks = [tasks.create_task(event.wait()) for event in events]
         await asyncio.wait(waiting_tasks, return_when=asyncio.FIRST_COMPLETED)
-        for each in waiting_tasks:
-            each.cancel()
+        for task in waiting_tasks:
+            task.cancel()
 
 
 def _wall_clock_ms() -> int:

@@ -46,7 +46,7 @@ class StorageHealth:
         """Return the health of the storage: reasons why it is not ready, and details."""
         disk_status = await self._disk_status()
         serving, coordinator = self._serving, self._coordinator
-        suspect = sorted(each for each, log in serving.logs.items() if log.suspect)
+        suspect = sorted(number for number, log in serving.logs.items() if log.suspect)
         details = {
             "address": serving.address,
             "partitions": sorted(serving.logs),
@@ -54,7 +54,7 @@ class StorageHealth:
             "not_served_reasons": serving.unserved_reasons,
             "offline": sorted(serving.offline),
             "suspect": suspect,
-            "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
+            "damaged": sorted(number for number, log in serving.logs.items() if log.damaged),
             "is_full": disk_status.is_full,
             "disk_error": disk_status.disk_error,
             "zookeeper": coordinator is None or coordinator.was_connected_recently,

@@ -243,12 +243,13 @@ class AdminService:
     ) -> None:
         """Continue a request until its next task or its answer.
 
-        If `ends` is set, the request must not continue after the task that is done now.
+        If `ends` is set, the request ends after the task that is done now.
         """
         try:
             task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
             if ends:
-                task = script.throw(_disconnected_error())  # it raises, and names what is done
+                # The script raises the error, perhaps with a list of the done partitions.
+                task = script.throw(_disconnected_error())
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):

@@ -360,9 +360,9 @@ class ArchiveJobs:
         self._notified_ms = now_ms
         return [
             SendStorageMessage(
-                each.connection, ArchiveProgress(*_notification_prefix(each), each.message.attempt)
+                job.connection, ArchiveProgress(*_notification_prefix(job), job.message.attempt)
             )
-            for each in jobs
+            for job in jobs
         ]
 
     def on_wakeup(self, now_ms: int) -> list[Effect]:

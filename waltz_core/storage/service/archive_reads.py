@@ -175,7 +175,7 @@ def _is_copy(message: RangeRaw | LineageRequest) -> bool:
 
 
 def _is_form_supported(message: RangeRaw | LineageRequest) -> bool:
-    """Whether the archive can answer: it has no positions in files of this machine."""
+    """Whether the archive can answer; it has no file positions on this machine to return."""
     return isinstance(message, LineageRequest) or message.form in tuple(RangeForm)
 
 

@@ -59,7 +59,7 @@ class Lane:
     was_background_piece: bool = False  # the last work was of the archive or the retention
     work: Work | None = None
     was_read: bool = False
-    has_unmarked_appends: bool = False
+    has_unmarked: bool = False
     prepared_max: TransactionId = BEFORE_FIRST  # the end of the log when it was prepared
     has_lost_files: bool = False  # its files were deleted or replaced; it will be dropped
 

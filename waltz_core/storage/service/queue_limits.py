@@ -19,7 +19,7 @@ class QueueLimits:
         self._bytes_max = bytes_max
         self.owner_bytes = 0
         self.reader_bytes = 0
-        self._paused: dict[ConnectionId, bool] = {}  # whether by reads of readers
+        self._paused: dict[ConnectionId, bool] = {}  # True: by the limit of readers
 
     def add(self, request: LaneRequest) -> bool:
         """Count a request; return whether its connection must not be read any more."""

@@ -92,15 +92,17 @@ class Retention:
 
     def _next_removal(self) -> PartitionId | None:
         """Return the partition whose oldest segment is removed next (rule 1)."""
-        sizes = {each: size for each, size in self._sizes.items() if size is not None}
-        removable = [each for each, size in sizes.items() if size.is_removable]
+        sizes = {
+            partition_id: size for partition_id, size in self._sizes.items() if size is not None
+        }
+        removable = [partition_id for partition_id, size in sizes.items() if size.is_removable]
         if not removable:
             return None
-        oldest = max(removable, key=lambda each: sizes[each].oldest_age_ms)
+        oldest = max(removable, key=lambda partition_id: sizes[partition_id].oldest_age_ms)
         if 0 < self._limits.age_ms_max < sizes[oldest].oldest_age_ms:
             return oldest
-        if 0 < self._limits.bytes_max < sum(each.size_bytes for each in sizes.values()):
-            return max(removable, key=lambda each: sizes[each].size_bytes)
+        if 0 < self._limits.bytes_max < sum(size.size_bytes for size in sizes.values()):
+            return max(removable, key=lambda partition_id: sizes[partition_id].size_bytes)
         return None
 
     def on_piece_done(self, partition_id: PartitionId, size: LogSize | None) -> None:

@@ -384,7 +384,7 @@ class StorageService:
         lane = self._lane_of(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        # A mark is only compared with the log; as a read, it cannot be overtaken by a later mark.
+        # The mark is only compared with the log, so it is a read. Reads keep the order of marks.
         queue = lane.reads if isinstance(message, SetArchived) else lane.writes
         self._queue_request(lane, queue, request)
 
@@ -575,10 +575,8 @@ class StorageService:
             self._report_event("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
         is_marked = not work.requests and work.piece is None
-        lane.has_unmarked_appends = result.appended_count > 0 or (
-            lane.has_unmarked_appends and not is_marked
-        )
-        if lane.has_unmarked_appends and self._mark_at_ms is None:
+        lane.has_unmarked = result.appended_count > 0 or (lane.has_unmarked and not is_marked)
+        if lane.has_unmarked and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
 
@@ -594,7 +592,7 @@ class StorageService:
             return
         self._mark_at_ms = None
         for lane in self._lanes.values():
-            if lane.has_unmarked_appends and lane.work is None:
+            if lane.has_unmarked and lane.work is None:
                 # A busy log moves its marker with a sync, and is checked again later.
                 self._run_work(lane, ())
 

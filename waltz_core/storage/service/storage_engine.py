@@ -112,7 +112,7 @@ class StorageEngine:
         self._control_identity = disk.identity(directory / CONTROL_NAME)
 
     @classmethod
-    def open(  # noqa: PLR0913 - what a directory is opened with, one by one
+    def open(  # noqa: PLR0913 - the parts of an open directory
         cls,
         disk: Disk,
         directory: Path,
@@ -357,9 +357,7 @@ class StorageEngine:
         self._close_log(partition_id)
         slots = self._open_slots(partition_id)
         try:
-            if (
-                not slots.has_lost_newer_slot
-            ):  # Otherwise the next opening finds this, and does the same.
+            if not slots.has_lost_newer_slot:  # Otherwise, the next opening marks the replica.
                 slots.write(replace(slots.slot, suspect=True))
         finally:
             slots.close()

@@ -362,7 +362,7 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Everything else, one at a time
+# Other requests, one at a time
 
 
 def _apply_change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
