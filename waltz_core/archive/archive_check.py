@@ -281,9 +281,9 @@ class ArchiveCheck:
         except (BadFormat, ChecksumMismatch) as error:
             yield str(error).removeprefix(f"object {entry.name}: ")
 
-    def _check_content(self, opened: ArchiveObject, entry: ObjectEntry) -> None:
+    def _check_content(self, archive_object: ArchiveObject, entry: ObjectEntry) -> None:
         """Rebuild the records, and compare the object with the manifest (rule 2)."""
-        metadata = opened.metadata
+        metadata = archive_object.metadata
         _expect("the first transaction ID", entry.first, metadata.first)
         writer = writer_cluster_key(entry.name) or self._identity[0]
         _expect("cluster key", writer.hex(), metadata.cluster_key.hex())
@@ -296,7 +296,7 @@ class ArchiveCheck:
                 _format_value(metadata.chain_before),
             )
         chain, stamps = None, (0, 0)
-        for batch in opened.verify():
+        for batch in archive_object.verify():
             if self._is_stopped:
                 return
             if batch.last <= entry.last and batch.stamp_ms:

@@ -272,13 +272,13 @@ class ArchiveObject:
         if self._native is not None:
             with suppress(*_READ_ERRORS):
                 # PyArrow combines the requests, and sends them at once.
-                opened = pq.ParquetFile(
+                parquet_file = pq.ParquetFile(
                     self._native,
                     metadata=self.footer,
                     pre_buffer=True,
                     page_checksum_verification=True,
                 )
-                return opened.read_row_groups(groups, columns)
+                return parquet_file.read_row_groups(groups, columns)
         return self._file.read_row_groups(groups, columns, use_threads=False)
 
     def _records_from_columns(self, columns: dict[str, pa.Array]) -> ArchivedRecords:

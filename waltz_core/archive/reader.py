@@ -316,8 +316,8 @@ class ArchiveReader:
         self, entry: ObjectEntry, index: ObjectIndex, number: int
     ) -> tuple[RowGroup, int]:
         with self._store.open(entry.name) as source:
-            opened = ArchiveObject(source, entry.name, footer=index.footer)
-            group = index.read_row_group(opened, number)
+            archive_object = ArchiveObject(source, entry.name, footer=index.footer)
+            group = index.read_row_group(archive_object, number)
         return group, group.byte_count
 
 

@@ -236,9 +236,12 @@ def _intact_entry(
     for other_name in sorted(others):
         data = store.read(other_name)
         with suppress(BadFormat, ChecksumMismatch):
-            opened = ArchiveObject(io.BytesIO(data), other_name)
-            chains = {batch.last: batch.chain for batch in opened.verify()}
-            if (opened.metadata.first, chains.get(entry.last)) == (entry.first, entry.chain):
+            archive_object = ArchiveObject(io.BytesIO(data), other_name)
+            chains = {batch.last: batch.chain for batch in archive_object.verify()}
+            if (archive_object.metadata.first, chains.get(entry.last)) == (
+                entry.first,
+                entry.chain,
+            ):
                 return entry._replace(name=other_name, file_bytes=len(data), file_crc=crc32(data))
     return entry
 

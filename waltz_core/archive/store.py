@@ -138,9 +138,9 @@ class ArchiveStore:
                 stream = _durable_file(Path(location), self._file_mode)
             else:
                 stream = self._files.open_output_stream(location)
-            opened = stream.__enter__()
+            file = stream.__enter__()
         try:
-            yield StoreSink(opened, location, self._rate_limit)
+            yield StoreSink(file, location, self._rate_limit)
         except BaseException as error:
             # NB: this is an error of the caller's block, which no error of the store may replace.
             with suppress(*_STORE_ERRORS):
@@ -488,8 +488,8 @@ def _durable_file(path: Path, mode: int | None) -> Iterator[Any]:
 
 
 def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(opened)
+        os.fsync(fd)
     finally:
-        os.close(opened)
+        os.close(fd)

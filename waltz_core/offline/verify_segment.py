@@ -121,26 +121,26 @@ class SegmentCheck:
         index = _IndexCheck(
             self._paths[".idx"], self._first, self._report[".idx"], self._is_index_error_at
         )
-        due = self._first
+        next_id = self._first
         with OpenFile(self._paths[".seg"]) as file:
             size = file.size()
             for part in walk_records(file, self._first):
                 if self._next_first is not None and part.first >= self._next_first:
                     self._report_overlap(part.offset)
                     break
-                due = (
+                next_id = (
                     self._check_gap(part) if isinstance(part, Gap) else self._check_run(part, index)
                 )
-        if self._next_first is not None and due < self._next_first:
+        if self._next_first is not None and next_id < self._next_first:
             what = (
-                f"the segment ends with record {due - 1}, but the next segment begins with "
+                f"the segment ends with record {next_id - 1}, but the next segment begins with "
                 f"{self._next_first}"
             )
             report.add_error(size, what)
-            self._note_unreadable(due, self._next_first - 1)
+            self._note_unreadable(next_id, self._next_first - 1)
         self._seen.bytes_read += size
-        index.finish(due, self._next_first)
-        return due if self._next_first is None else self._next_first
+        index.finish(next_id, self._next_first)
+        return next_id if self._next_first is None else self._next_first
 
     # ---- headers
 

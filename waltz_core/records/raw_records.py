@@ -183,11 +183,11 @@ def prefixes_of(records: Buffer, lengths: I64) -> Structured:
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
     """Return the feed headers of all records: request ID and header, 20 bytes each."""
     if lengths.size <= ONE_BY_ONE_MAX:
-        view, at = memoryview(records), 0
+        view, offset = memoryview(records), 0
         pieces: list[memoryview] = []
         for length in lengths.tolist():
-            pieces.append(view[at + 8 : at + 28])
-            at += length
+            pieces.append(view[offset + 8 : offset + 28])
+            offset += length
         return b"".join(pieces)
     return _gather(records, _starts(lengths) + 8, FEED_HEADER_DTYPE).tobytes()
 
@@ -378,11 +378,11 @@ def encode_prefixes(
     prefix_rows = np.empty(ids.size, dtype=PREFIX_DTYPE)
     head = prefix_rows["head"]
     head["transaction_id"] = ids
-    identity = head["req_id"]
-    identity["client_id"] = req_id.client_id
-    identity["generation"] = req_id.generation
-    identity["partition_id"] = req_id.partition_id
-    identity["sequence"] = rows + req_id.sequence
+    request_ids = head["req_id"]
+    request_ids["client_id"] = req_id.client_id
+    request_ids["generation"] = req_id.generation
+    request_ids["partition_id"] = req_id.partition_id
+    request_ids["sequence"] = rows + req_id.sequence
     head["header"] = headers
     prefix_rows["length"] = lengths
     prefix_rows["data_crc"] = data_crcs

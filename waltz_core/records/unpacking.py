@@ -64,17 +64,17 @@ class Unpacker:
         is_case_sensitive: bool = False,
     ) -> None:
         self._fields = list(fields)
-        names = [part.name for part in fields]
+        names = [field.name for field in fields]
         required_names = {
             name for required_name in required for name in columns_matching(required_name, names)
         }
         self._required = [name for name in names if name in required_names]
         self._find_value = dict.get if is_case_sensitive else _case_insensitive
         self._array_builders = [
-            _array_builder(part.type, data_format, self._find_value) for part in fields
+            _array_builder(field.type, data_format, self._find_value) for field in fields
         ]
         self._format = data_format
-        exact = any(_has_decimal(part.type) for part in fields)
+        exact = any(_has_decimal(field.type) for field in fields)
         self._decode = decode or decoder_of(data_format, exact=exact)
 
     def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
@@ -94,7 +94,7 @@ class Unpacker:
             raise BadFormat(
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
             )
-        values = (self._values(rows, part.name) for part in self._fields)
+        values = (self._values(rows, field.name) for field in self._fields)
         return [
             self._column(column, column_index, where) for column_index, column in enumerate(values)
         ]
@@ -104,11 +104,11 @@ class Unpacker:
 
         In a payload that does not fit, all columns are null.
         """
-        columns, good = self.columns_with_nulls(data)
-        if good.all():
-            return columns, good
-        indexes = pa.array(np.arange(len(data)), mask=~good)
-        return [column.take(indexes) for column in columns], good
+        columns, is_complete = self.columns_with_nulls(data)
+        if is_complete.all():
+            return columns, is_complete
+        indexes = pa.array(np.arange(len(data)), mask=~is_complete)
+        return [column.take(indexes) for column in columns], is_complete
 
     def columns_with_nulls(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Decode payloads; return the wanted columns, and a mask of the complete rows.
@@ -116,22 +116,22 @@ class Unpacker:
         If a value does not fit, only its column is null; if a payload is not a map, all columns are
         null. A row with a null in a column that is not nullable is not complete (rule 5).
         """
-        rows, is_whole = self._decode_each_map(data)
+        rows, is_complete = self._decode_each_map(data)
         for index, _ in self._missing_values(rows):
-            is_whole[index] = False
+            is_complete[index] = False
         columns = []
-        for column_index, part in enumerate(self._fields):
-            values = self._values(rows, part.name)
+        for column_index, field in enumerate(self._fields):
+            values = self._values(rows, field.name)
             try:
                 columns.append(self._array_builders[column_index](values))
             except _MISMATCHES:
                 for row in self._mismatched_rows(values, column_index, 0):
                     values[row] = None
-                    is_whole[row] = False
+                    is_complete[row] = False
                 columns.append(self._array_builders[column_index](values))
-            if not part.nullable:  # rule 5
-                is_whole &= columns[-1].is_valid().to_numpy(zero_copy_only=False)
-        return columns, is_whole
+            if not field.nullable:  # rule 5
+                is_complete &= columns[-1].is_valid().to_numpy(zero_copy_only=False)
+        return columns, is_complete
 
     def _values(self, rows: list[dict[str, Any]], name: str) -> list[Any]:
         found = [row.get(name) for row in rows]
@@ -203,17 +203,17 @@ class Unpacker:
     def _column(
         self, values: list[Any], column_index: int, where: Callable[[int], str]
     ) -> pa.Array:
-        part = self._fields[column_index]
+        field = self._fields[column_index]
         try:
             array = self._array_builders[column_index](values)
         except _MISMATCHES:
             row = next(self._mismatched_rows(values, column_index, 0))
         else:
-            if not part.nullable and array.null_count:  # rule 5
+            if not field.nullable and array.null_count:  # rule 5
                 raise BadFormat(
-                    f"{where(values.index(None))}: column {part.name!r} is NOT NULL in the schema, "
-                    "and the payload has no value for it. Hint: a nullable column reads it as null "
-                    "(in Spark .schema(df.schema.toNullable()), or no NOT NULL in DDL)."
+                    f"{where(values.index(None))}: column {field.name!r} is NOT NULL in the "
+                    "schema, and the payload has no value for it. Hint: a nullable column reads it "
+                    "as null (in Spark .schema(df.schema.toNullable()), or no NOT NULL in DDL)."
                 )
             return array
         value = values[row]
@@ -221,7 +221,7 @@ class Unpacker:
             return self._array_builders[column_index]([value])
         except _MISMATCHES as error:
             raise BadFormat(
-                f"{where(row)}, column {part.name!r}: expected {part.type}, found {value!r} "
+                f"{where(row)}, column {field.name!r}: expected {field.type}, found {value!r} "
                 f"({error})"
             ) from None
 
@@ -357,10 +357,10 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     numbers = pa.array(values, pa.float64())
     if kind == numbers.type:
         return numbers
-    narrow = numbers.cast(kind)
-    if pc.any(pc.and_(pc.is_inf(narrow), pc.is_finite(numbers))).as_py():
+    narrowed = numbers.cast(kind)
+    if pc.any(pc.and_(pc.is_inf(narrowed), pc.is_finite(numbers))).as_py():
         raise ValueError(f"a number is out of the range of {kind}")
-    return narrow
+    return narrowed
 
 
 def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
@@ -383,8 +383,8 @@ def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     ]
     # Convert through a wider type: a text with too many digits for 128 bits overflows in Arrow's
     # cast.
-    wide = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
-    return wide.cast(kind)
+    wide_numbers = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
+    return wide_numbers.cast(kind)
 
 
 def _decimal_text(value: str | int | Decimal) -> str:
@@ -407,36 +407,38 @@ def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(texts, pa.string()).cast(kind)
     except pa.ArrowInvalid:
-        shorter = [each if each is None else _NANOSECONDS.sub(r"\1", each, 1) for each in texts]
-        return pa.array(shorter, pa.string()).cast(kind)
+        microsecond_texts = [
+            each if each is None else _NANOSECONDS.sub(r"\1", each, 1) for each in texts
+        ]
+        return pa.array(microsecond_texts, pa.string()).cast(kind)
 
 
 def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    parts = [(part, _array_builder(part.type, data_format, find)) for part in kind]
+    parts = [(field, _array_builder(field.type, data_format, find)) for field in kind]
 
     def build(values: list[Any]) -> pa.Array:
         present = _present_mask(values, dict)
         if not parts:
             return pa.array([{} if is_there else None for is_there in present], kind)
         arrays = []
-        for part, inner in parts:
-            found = [None if value is None else find(value, part.name) for value in values]
-            _check_nulls(part, compress(found, present))
-            arrays.append(inner(found))
+        for field, build_child in parts:
+            found = [None if value is None else find(value, field.name) for value in values]
+            _check_nulls(field, compress(found, present))
+            arrays.append(build_child(found))
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~present))
 
     return build
 
 
 def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    inner = _array_builder(kind.value_type, data_format, find)
+    build_child = _array_builder(kind.value_type, data_format, find)
     of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
 
     def build(values: list[Any]) -> pa.Array:
         present = _present_mask(values, list)
         elements = list(chain.from_iterable(filter(None, values)))
         _check_nulls(kind.value_field, elements)
-        parts = inner(elements)
+        parts = build_child(elements)
         return of.from_arrays(_offsets(values), parts, type=kind, mask=pa.array(~present))
 
     return build
@@ -462,10 +464,10 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
     return build
 
 
-def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
+def _check_nulls(field: pa.Field, values: Iterable[Any]) -> None:
     """Raise ValueError for a null in a field that is not nullable (rule 5)."""
-    if not part.nullable and any(value is None for value in values):
-        raise ValueError(f"its field {part.name!r} is null, but the schema declares it NOT NULL")
+    if not field.nullable and any(value is None for value in values):
+        raise ValueError(f"its field {field.name!r} is null, but the schema declares it NOT NULL")
 
 
 def _present_mask(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:

@@ -354,11 +354,11 @@ class ReplicaRepair:
                 f"found {last}"
             )
         # The known lineages are those of the longer log. The truncation may be inside a batch.
-        is_point = step.base == last and step.base_chain == chain
+        is_batch_end = step.base == last and step.base_chain == chain
         was_aligning = self._search_end is not None
         self._discard_answers()
         self.last, self.chain = last, chain
-        self._is_aligned = is_point and was_aligning
+        self._is_aligned = is_batch_end and was_aligning
 
     def on_log_reset(self, step: ReplicaReset) -> None:
         """The replica has deleted its records; its log begins after the archived mark."""
@@ -514,8 +514,8 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
 
 def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
     entries = answer.lineage
-    dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
-    if not entries or not dense or not entries[-1].first <= last <= entries[-1].last:
+    is_dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
+    if not entries or not is_dense or not entries[-1].first <= last <= entries[-1].last:
         raise RemoteProtocolError(
             f"lineage: expected batches that cover transactions {first}..{last}, found others"
         )

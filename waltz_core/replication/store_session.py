@@ -125,7 +125,7 @@ class StoreSession:
     def __init__(
         self,
         claim: SessionClaim,
-        facts: PartitionConstants,
+        constants: PartitionConstants,
         *,
         outbox: list[Effect],
         rng: "Random",
@@ -145,14 +145,14 @@ class StoreSession:
         former = [replica for replica in claim.states if replica not in claim.assigned]
         self.replicas = {
             replica: ReplicaSession(
-                replica, claim.session_id, facts.partition_id, outbox=outbox, limits=limits
+                replica, claim.session_id, constants.partition_id, outbox=outbox, limits=limits
             )
             for replica in (*claim.assigned, *former)
         }
         self.repairs = RepairRunner(
             self.replicas, self.recovery, claim.archived_mark, outbox=outbox, limits=limits
         )
-        self._constants = facts
+        self._constants = constants
         self._outbox = outbox
         self._rng = rng
         self._limits = limits
@@ -226,10 +226,10 @@ class StoreSession:
                 times.append(archive_at_ms)
         # These times affect only `states_to_write`, which every step evaluates, so past ones are
         # skipped.
-        gates = [*self.claim.excluded_until_ms.values()]
+        opening_times = [*self.claim.excluded_until_ms.values()]
         if self._quorum_since_ms is not None and self.window is None:
-            gates.append(self._quorum_since_ms + self._limits.opening_grace_ms)
-        times += [at_ms for at_ms in gates if at_ms > now_ms]
+            opening_times.append(self._quorum_since_ms + self._limits.opening_grace_ms)
+        times += [at_ms for at_ms in opening_times if at_ms > now_ms]
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None:
             times.append(stalled_at_ms)
@@ -253,9 +253,9 @@ class StoreSession:
             self._on_excluded_replica_returned(peer, now_ms)
             return
         peer.stage = ReplicaStage.PREPARING
-        facts = self._constants
-        storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
-        identity = (storage_id, facts.cluster_key, facts.partition_count)
+        constants = self._constants
+        storage_id = constants.storage_ids.get(replica, NO_STORAGE_ID)
+        identity = (storage_id, constants.cluster_key, constants.partition_count)
         peer.send_request(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
 
     def on_replica_lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
@@ -383,8 +383,8 @@ class StoreSession:
             return None
         if self._quorum_since_ms is None:
             self._quorum_since_ms = now_ms
-        is_hurried = now_ms >= self._quorum_since_ms + self._limits.opening_grace_ms
-        if not is_hurried and any(
+        is_grace_over = now_ms >= self._quorum_since_ms + self._limits.opening_grace_ms
+        if not is_grace_over and any(
             peer.stage in _CATCHING_UP_STAGES for peer in self.replicas.values()
         ):
             return None
@@ -434,11 +434,16 @@ class StoreSession:
 
         A late replica joins if its log lacks at most batches that are in memory.
         """
-        late = [peer for peer in self.replicas.values() if peer.stage is _READY]
-        if not late:
+        ready = [peer for peer in self.replicas.values() if peer.stage is _READY]
+        if not ready:
             return None
-        level, marked = min(window.first, window.committed + 1), self._marked_replicas(now_ms)
-        joining = [e.replica for e in late if e.replica in marked and e.next_id >= level]
+        lowest_next_id = min(window.first, window.committed + 1)
+        marked = self._marked_replicas(now_ms)
+        joining = [
+            peer.replica
+            for peer in ready
+            if peer.replica in marked and peer.next_id >= lowest_next_id
+        ]
         if not joining:
             return None
         return {**self.states, **dict.fromkeys(joining, self._engaged_state)}
@@ -598,15 +603,15 @@ class StoreSession:
         error = error_from_code(nack.error_code, nack.message)
         reason = f"{type(error).__name__}: {nack.message}"
         promised = SessionId(nack.promised)
-        is_bound = isinstance(error, SessionFenced)
-        is_fenced = is_bound and promised > self.claim.session_id
-        is_same = is_bound and promised == self.claim.session_id
-        if is_fenced and self.claim.later_promises.get(peer.replica) != promised:
+        is_promise_error = isinstance(error, SessionFenced)
+        is_later_session = is_promise_error and promised > self.claim.session_id
+        is_same_session = is_promise_error and promised == self.claim.session_id
+        if is_later_session and self.claim.later_promises.get(peer.replica) != promised:
             self.end(SessionEnd(EndCause.FENCED, reason, peer.replica, promised=promised))
         elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
             # The storage has lost the nonce of its promise, but will accept the next session.
             self.end(SessionEnd(EndCause.FENCED, reason, peer.replica))
-        elif is_same and isinstance(request.message, messages.Prepare):
+        elif is_same_session and isinstance(request.message, messages.Prepare):
             self._on_rival_found(peer, reason, now_ms)
         elif self._on_archive_rejected(peer, request, error, reason, now_ms):
             pass
@@ -646,8 +651,8 @@ class StoreSession:
         registered = self._constants.storage_ids.get(peer.replica, NO_STORAGE_ID)
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             found, expected = bytes(answer.storage_id).hex(), registered.hex()
-            fault = f"expected the storage with ID {expected} at this address, found {found}"
-            self._reject_replica(peer, fault, now_ms)
+            problem = f"expected the storage with ID {expected} at this address, found {found}"
+            self._reject_replica(peer, problem, now_ms)
             return
         reason = self.recovery.exclusion_reason(answer)
         if reason is not None:

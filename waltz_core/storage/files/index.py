@@ -290,10 +290,10 @@ class LineageFile:
         Unreadable entries are skipped.
         """
         durable_before = BEFORE_FIRST
-        for at in range(position, self.count):
-            data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(at))
+        for index in range(position, self.count):
+            data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(index))
             try:
-                durable_before = max(durable_before, self._decode(data, at)[1])
+                durable_before = max(durable_before, self._decode(data, index)[1])
             except (BadFormat, ChecksumMismatch):
                 continue
         return durable_before

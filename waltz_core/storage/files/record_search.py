@@ -136,14 +136,14 @@ def scan(
 def _candidate_lengths(data: bytes, next_id: int, stop_id: int | None) -> I64:
     """Return the lengths of complete candidates that have the expected IDs."""
     lengths = []
-    at = 0
-    while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
-        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+    offset = 0
+    while offset + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
+        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, offset)
         length = RECORD_OVERHEAD_BYTES + data_bytes
-        if found != next_id or data_bytes < 0 or at + length > len(data):
+        if found != next_id or data_bytes < 0 or offset + length > len(data):
             break
         lengths.append(length)
-        at += length
+        offset += length
         next_id += 1
     return np.array(lengths, dtype=np.int64)
 
@@ -227,9 +227,9 @@ def find_record(
     offset = hole + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
-        for at in _candidates(data, first, size - offset):
-            found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
-            start, missing_count = offset + at, found_id - first - 1
+        for data_offset in _candidates(data, first, size - offset):
+            found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, data_offset)
+            start, missing_count = offset + data_offset, found_id - first - 1
             if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (missing_count + 1):
                 continue  # not covered by a marker, or no space for the records in the hole
             is_known = missing_count < starts.size and starts[missing_count] == start

@@ -545,20 +545,24 @@ class Segment:
                 "next segment"
             )
         pieces = [
-            (at, min(_PIECE_IDS, position + count - at))
-            for at in range(position, position + count, _PIECE_IDS)
+            (piece_position, min(_PIECE_IDS, position + count - piece_position))
+            for piece_position in range(position, position + count, _PIECE_IDS)
         ]
         is_known = self._has_index_of_hole(pieces, offset, end)
-        for at, size in pieces:
-            starts = self.index.try_read(at, size) if is_known else np.full(size, offset, np.int64)
-            self.index.overwrite(at, starts)
+        for piece_position, size in pieces:
+            starts = (
+                self.index.try_read(piece_position, size)
+                if is_known
+                else np.full(size, offset, np.int64)
+            )
+            self.index.overwrite(piece_position, starts)
         return hole
 
     def _has_index_of_hole(self, pieces: Sequence[tuple[int, int]], offset: int, end: int) -> bool:
         """Whether the index has ascending offsets for a hole from `offset` to `end`."""
         before = offset - 1
-        for at, size in pieces:
-            starts = self.index.try_read(at, size)
+        for piece_position, size in pieces:
+            starts = self.index.try_read(piece_position, size)
             is_rising = starts.size == size and before < starts[0]
             # Compare instead of subtracting: the difference may not fit into 64 bits.
             if not is_rising or not (starts[1:] > starts[:-1]).all():

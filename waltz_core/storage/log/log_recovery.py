@@ -215,9 +215,11 @@ def _slot_from_0_13(slot: Slot, info: PartitionInfo) -> Slot:
     )
 
 
-def _without_promise(slot: Slot, seen: SessionId) -> Slot:
-    """Return the slot with a promise that rejects all sessions up to one above `seen` (rule 5)."""
-    return slot.with_promise(Promise.after_loss(max(slot.promise.last_seen_session, seen)))
+def _without_promise(slot: Slot, last_seen_session: SessionId) -> Slot:
+    """Return the slot with a promise that rejects all seen sessions and the next one (rule 5)."""
+    return slot.with_promise(
+        Promise.after_loss(max(slot.promise.last_seen_session, last_seen_session))
+    )
 
 
 def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
@@ -404,18 +406,18 @@ class _LogOpening:
             # An entry above the truncation is valid, but does not count after the truncation (rule
             # 1).
             self._last_durable_id = min(self._last_durable_id, self.slot.truncate.last_to_keep)
-        nexts = [*(segment.first for segment in segments.all[1:]), None]
-        for segment, next_first in zip(segments.all, nexts, strict=True):
+        next_firsts = [*(segment.first for segment in segments.all[1:]), None]
+        for segment, next_first in zip(segments.all, next_firsts, strict=True):
             if next_first is None:
                 start = max(segment.first, TransactionId(self._marker_id))
                 self._recover(segment, start, self._last_durable_id, is_last=True)
                 continue
             last_synced = TransactionId(next_first - 1)
-            plausible = segment.first not in self._implausible_segments
-            if not plausible or last_synced > self._marker_id:
+            is_plausible = segment.first not in self._implausible_segments
+            if not is_plausible or last_synced > self._marker_id:
                 start = (
                     max(segment.first, min(self._marker_id, last_synced))
-                    if plausible
+                    if is_plausible
                     else segment.first
                 )
                 self._recover(segment, start, last_synced, is_last=False)
@@ -458,12 +460,12 @@ class _LogOpening:
         """
         for segment in self._rebuilt_segments:
             self._fill_between(segments, segment)
-        anchor = (
+        last_trusted = (
             min(self._marker_id, self.slot.low_water_mark) if self._is_adopting else self._marker_id
         )
         if not self._is_adopting and not self._is_marker_valid(segments):
             self._mark_suspect()
-        end = min(self._valid_end(segments, TransactionId(anchor)), segments.last_id)
+        end = min(self._valid_end(segments, TransactionId(last_trusted)), segments.last_id)
         if not self._is_adopting and end < self._last_durable_id:
             self._mark_suspect()
         if self._is_adopting:
@@ -482,15 +484,13 @@ class _LogOpening:
         except (BadFormat, ChecksumMismatch):
             return False
 
-    def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
-        """Return the end of the last batch up to which all batches after the anchor are valid."""
-        end = anchor
+    def _valid_end(self, segments: Segments, last_trusted: TransactionId) -> TransactionId:
+        """Return the last batch end up to which all batches after `last_trusted` are valid."""
+        end = last_trusted
         try:
-            after = TransactionId(anchor + 1)
-            chain, touching = segments.entries(after, after, 1)
-            end = (
-                TransactionId(touching[0].first - 1) if touching else self._lineage_end_id(segments)
-            )
+            after = TransactionId(last_trusted + 1)
+            chain, batches = segments.entries(after, after, 1)
+            end = TransactionId(batches[0].first - 1) if batches else self._lineage_end_id(segments)
             for entry in segments.entries_from(TransactionId(end + 1)):
                 if entry.last > segments.last_id or not self._is_batch_valid(
                     segments, entry, end, chain
@@ -680,9 +680,9 @@ class _LogOpening:
             # No owner can compare this end with its log. So an owner must be able to truncate it
             # and copy from there. The same holds after a crash between the creation of such batches
             # and this write of the slot.
-            true_end = _last_intact_batch_end(segments)
-            mark = min(slot.low_water_mark, true_end)
-            provisional = slot.provisional if true_end >= slot.low_water_mark else None
+            intact_end = _last_intact_batch_end(segments)
+            mark = min(slot.low_water_mark, intact_end)
+            provisional = slot.provisional if intact_end >= slot.low_water_mark else None
             slot = replace(slot, suspect=True, low_water_mark=mark, provisional=provisional)
         if slot.promise.is_after_loss and end is not None:
             slot = _without_promise(slot, end.session_id)

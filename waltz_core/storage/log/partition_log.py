@@ -373,9 +373,9 @@ class PartitionLog:
         first = TransactionId(self.slot.low_water_mark + 1)
         while first <= self.max_id:
             first = self.verify(first, READ_BYTES)
-        above = [ids for ids in self.slot.damaged if ids.last > self.slot.low_water_mark]
-        if above:
-            raise ReplicaSuspect(f"partition {self.partition_id}: records {above} are damaged")
+        damaged = [ids for ids in self.slot.damaged if ids.last > self.slot.low_water_mark]
+        if damaged:
+            raise ReplicaSuspect(f"partition {self.partition_id}: records {damaged} are damaged")
 
     # ---- appending
 

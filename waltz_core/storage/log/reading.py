@@ -265,19 +265,19 @@ class LogReader:
         self, first: TransactionId, last: TransactionId, *, whole_batches: bool
     ) -> TransactionId:
         """Return the last ID to read: before any damage, and at a batch's end if requested."""
-        beyond = last + 1
+        end_id = last + 1
         for damaged in self._slots.slot.damaged:
-            if first < damaged.first < beyond:
-                beyond = damaged.first
-        if whole_batches and beyond <= self._segments.last_id:
+            if first < damaged.first < end_id:
+                end_id = damaged.first
+        if whole_batches and end_id <= self._segments.last_id:
             entry, after = (
                 self._segments.entry_of(first),
-                self._segments.entry_of(TransactionId(beyond)),
+                self._segments.entry_of(TransactionId(end_id)),
             )
             assert entry is not None
             assert after is not None
-            beyond = max(entry.last + 1, after.first)
-        return TransactionId(beyond - 1)
+            end_id = max(entry.last + 1, after.first)
+        return TransactionId(end_id - 1)
 
     def read_headers(
         self, first: TransactionId, last: TransactionId, bytes_max: int

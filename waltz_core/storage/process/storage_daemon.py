@@ -529,8 +529,8 @@ class StorageDaemon:
     def _on_assignment_checked(self) -> None:
         """Accept the connections that wait, because all wanted partitions are served (rule 4)."""
         self._is_assigned.set()
-        early, self._early_links = self._early_links, []
-        for link in early:  # in order: of two links of one server, the later counts
+        links, self._early_links = self._early_links, []
+        for link in links:  # in order: of two links of one server, the later counts
             if not link.is_closed:
                 self._accept(link)
 
@@ -622,14 +622,14 @@ class StorageDaemon:
         threads: CallThreads,
         call: Callable[[JobT], ResultT],
         job: JobT,
-        take: Callable[[JobT, ResultT], None],
+        callback: Callable[[JobT, ResultT], None],
     ) -> None:
-        """Run a call on a thread, and pass job and result to `take` on the event loop's thread."""
+        """Run a call on a thread; pass its result to `callback` on the event loop's thread."""
 
         def done(future: "Future[ResultT]") -> None:
             error = future.exception()
             if error is None:
-                take(job, future.result())
+                callback(job, future.result())
             else:
                 self._on_failure(error)
 
@@ -673,11 +673,11 @@ class StorageDaemon:
         self._writers.run(work)
 
     def _post_to_loop(
-        self, take: "Callable[[Future[ResultT]], None]", future: "Future[ResultT]"
+        self, callback: "Callable[[Future[ResultT]], None]", future: "Future[ResultT]"
     ) -> None:
-        """Call `take` on the event loop's thread; this method runs on another thread."""
+        """Call `callback` on the event loop's thread; this method runs on another thread."""
         try:
-            self._loop.call_soon_threadsafe(take, future)
+            self._loop.call_soon_threadsafe(callback, future)
         except RuntimeError:
             if not self._loop.is_closed():  # Otherwise the process is exiting.
                 raise

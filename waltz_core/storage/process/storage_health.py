@@ -82,8 +82,8 @@ class StorageHealth:
         """Query the free space of the disk (rule 3)."""
         clock_ms = time.time_ns() // 1_000_000
         if self._status_query is None or self._status_query.done():
-            look = partial(admin_execution.disk_status_of, self._engine, clock_ms)
-            self._status_query = asyncio.get_running_loop().run_in_executor(self._pool, look)
+            query = partial(admin_execution.disk_status_of, self._engine, clock_ms)
+            self._status_query = asyncio.get_running_loop().run_in_executor(self._pool, query)
         done, _ = await asyncio.wait((self._status_query,), timeout=DISK_STATUS_S_MAX)
         if done:
             return self._status_query.result()

@@ -85,16 +85,16 @@ def held_partitions_of(engine: StorageEngine) -> tuple[HeldPartition, ...]:
 def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
     """Return the state of the disk; `clock_ms` is the present time."""
     space = engine.space
-    facts = DiskStatus(None, space.reserved_bytes, space.is_full, clock_ms)
+    status = DiskStatus(None, space.reserved_bytes, space.is_full, clock_ms)
     try:
         free_bytes = space.free_bytes()
-        return facts._replace(
+        return status._replace(
             free_bytes=free_bytes,
             size_bytes=space.size_bytes(),
             filling_bytes_per_day=space.filling_bytes_per_day(free_bytes, clock_ms),
         )
     except WaltzError as error:
-        return facts._replace(disk_error=str(error))
+        return status._replace(disk_error=str(error))
 
 
 def replica_status_of(

@@ -470,7 +470,7 @@ class StorageEngine:
 
     def _promise(self, partition_id: PartitionId) -> Promise:
         """Return a replica's promise, as far as its files have it (`log_recovery.py`, rule 5)."""
-        seen = self._control.info(partition_id).session_id
+        last_seen_session = self._control.info(partition_id).session_id
         log = self.logs.get(partition_id) or self._lost_logs.get(partition_id)
         if log is not None:
             return log.slot.promise
@@ -481,8 +481,8 @@ class StorageEngine:
                 slot, has_lost_newer_slot = slots.slot, slots.has_lost_newer_slot
                 slots.close()
         if has_lost_newer_slot:
-            return Promise.after_loss(max(slot.promised, seen))
-        return slot.promise.at_least(seen)
+            return Promise.after_loss(max(slot.promised, last_seen_session))
+        return slot.promise.at_least(last_seen_session)
 
     def _wipe(self, intent: WipeIntent) -> None:
         log = self.logs.pop(intent.partition_id, None) or self._lost_logs.get(intent.partition_id)

@@ -179,8 +179,8 @@ class Work:
         """
         result = self._execute(clock_s)
         space = self._space
-        wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
-        if wants_room and space is not None:
+        needs_space = any(isinstance(each, NoSpace) for each in result.outcomes)
+        if needs_space and space is not None:
             if self.is_append:
                 space.note_shortage(self._append_bytes())
             else:
@@ -194,7 +194,7 @@ class Work:
 
     def _execute(self, clock_s: Callable[[], float]) -> WorkResult:
         result = WorkResult()
-        known = self.log.damaged
+        known_damage = self.log.damaged
         try:
             if self.piece is not None:
                 self._run_piece(self.piece, result)
@@ -215,16 +215,18 @@ class Work:
             if isinstance(self.piece, ScrubPiece):
                 # If the scrub cannot read a record, the next pass or another reader must find the
                 # damage.
-                beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
-                result.scrubbed = ScrubResult(beyond, 0, str(error))
+                next_segment_first = TransactionId(
+                    self.log.reader.segment_end(self.piece.first) + 1
+                )
+                result.scrubbed = ScrubResult(next_segment_first, 0, str(error))
             elif isinstance(self.piece, ArchivePiece):
                 result.archive_read = ArchiveRead(error=str(error))
             missing = len(self.requests) - len(result.outcomes)
             result.outcomes += [error] * missing
         assert len(result.outcomes) == len(self.requests)
         result.files_error = self.log.files_error
-        if self.log.damaged is not known:
-            result.found = _without_known_damage(self.log.damaged, known)
+        if self.log.damaged is not known_damage:
+            result.found = _without_known_damage(self.log.damaged, known_damage)
         result.failed_reads += self.log.reader.take_disk_errors()
         return result
 
