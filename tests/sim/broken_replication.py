@@ -431,7 +431,7 @@ def mark_answered_without_a_session() -> Patches:
     """The answer of one storage, not of a quorum, confirms that a mark is current."""
 
     def result(self):
-        return VoteResult.COMMITTED if self._voted else VoteResult.OPEN
+        return VoteResult.COMMITTED if self._voters else VoteResult.OPEN
 
     yield replaced(Tally, "result", property(result))
 

@@ -41,15 +41,15 @@ class IndexRepairResult(NamedTuple):
     """The result of a repair.
 
     `entries` is the number of entries in the new index. `difference_count` is the number of places
-    at which the old index differs, including its header and its size. `kept` is the number of
-    entries of records that cannot be read.
+    at which the old index differs, including its header and its size. `kept_count` is the
+    number of entries of records that cannot be read.
     """
 
     path: Path
     entries: int
     old_entries: int | None
     difference_count: int
-    kept: int
+    kept_count: int
 
     @property
     def is_valid(self) -> bool:

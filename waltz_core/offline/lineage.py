@@ -92,7 +92,7 @@ class ChainCheck:
     ) -> None:
         self.end = start
         self.count = 0
-        self.unchecked = 0
+        self.unchecked_count = 0
         self.chains: dict[int, bytes] = {start.last: start.chain}
         self._directory = directory
         self._firsts = firsts
@@ -185,7 +185,7 @@ class ChainCheck:
         (_, offset, entry), segment = self._current
         found = self._digest.digest()
         if not self._is_chain_computable:
-            self.unchecked += 1
+            self.unchecked_count += 1
         elif found != entry.chain:
             self._add_finding(
                 segment,

@@ -118,7 +118,7 @@ class _LogCheck:
             self._seen.end = self._chain.end
             self._seen.chains_at = self._chain.chains
             self._seen.batch_count = self._chain.count
-            self._seen.unchecked_batch_count = self._chain.unchecked
+            self._seen.unchecked_batch_count = self._chain.unchecked_count
         return self._seen
 
     def _skip_segments_before_start(self) -> None:

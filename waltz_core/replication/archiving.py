@@ -143,23 +143,23 @@ class _BacklogEstimate:
     def __init__(self, archived: TransactionId) -> None:
         self.count = 0
         self.since_ms: int | None = None
-        self._archived = archived
-        self._reported = (archived, archived, 0)  # (first, last, bytes) of IDs first + 1..last
+        self._archived_last = archived
+        self._last_report = (archived, archived, 0)  # (first, last, bytes) of IDs first + 1..last
 
     def update(self, archived: TransactionId, committed: TransactionId, now_ms: int) -> None:
         """Update the estimate with the current marks."""
         self.count = max(0, committed - archived)
         if self.count == 0:
             self.since_ms = None
-        elif self.since_ms is None or self._archived < archived >= self._reported[1]:
+        elif self.since_ms is None or self._archived_last < archived >= self._last_report[1]:
             self.since_ms = now_ms
-        self._archived = archived
+        self._archived_last = archived
 
     def on_backlog_reported(self, notice: RangeArchived, now_ms: int) -> None:
         """Update the estimate: a replica has reported the records that it found not archived."""
         last = TransactionId(notice.unarchived_last)
-        if last > self._archived:
-            self._reported = (self._archived, last, notice.unarchived_bytes)
+        if last > self._archived_last:
+            self._last_report = (self._archived_last, last, notice.unarchived_bytes)
             if notice.unarchived_age_ms >= 0:
                 self.since_ms = now_ms - notice.unarchived_age_ms
 
@@ -168,9 +168,9 @@ class _BacklogEstimate:
 
         `bytes_after` returns the size of the records after an ID; None if it is not known.
         """
-        first, last, reported_bytes = self._reported
-        waiting = max(0, last - self._archived)
-        newer_bytes = bytes_after(max(last, self._archived)) if self.count > waiting else 0
+        first, last, reported_bytes = self._last_report
+        waiting = max(0, last - self._archived_last)
+        newer_bytes = bytes_after(max(last, self._archived_last)) if self.count > waiting else 0
         if newer_bytes is None:
             return None
         return newer_bytes + (reported_bytes * waiting // (last - first) if waiting else 0)
@@ -183,7 +183,7 @@ class SessionArchiver:
     """
 
     def __init__(self, claim: SessionClaim, *, outbox: list[Effect], limits: SessionLimits) -> None:
-        self.recorded = claim.archived_mark
+        self.recorded_mark = claim.archived_mark
         self.mark_to_write: ArchivedMark | None = None
         self.is_checked = claim.archived_mark is None  # rule 2
         self.contradiction: str | None = None
@@ -216,7 +216,7 @@ class SessionArchiver:
     @property
     def last(self) -> TransactionId:
         """The last ID that is recorded as archived."""
-        return BEFORE_FIRST if self.recorded is None else self.recorded.last
+        return BEFORE_FIRST if self.recorded_mark is None else self.recorded_mark.last
 
     @property
     def is_busy(self) -> bool:
@@ -230,7 +230,7 @@ class SessionArchiver:
             return self._attempt.progress_ms + NO_PROGRESS_MS_MAX
         if self.mark_to_write is not None:
             return None
-        expire_at_ms = None if self.recorded is None else self._next_expiry_at_ms
+        expire_at_ms = None if self.recorded_mark is None else self._next_expiry_at_ms
         if self._limits.archive_interval_ms == 0:
             return expire_at_ms
         return earliest(
@@ -263,9 +263,9 @@ class SessionArchiver:
         )
 
     def _on_mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
-        assert self.recorded is not None
+        assert self.recorded_mark is not None
         begins_at_mark = not answer.lineage or answer.lineage[0].first == self.last + 1
-        if begins_at_mark and answer.chain_before == self.recorded.chain:
+        if begins_at_mark and answer.chain_before == self.recorded_mark.chain:
             self.is_checked = True
             return
         self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
@@ -275,15 +275,15 @@ class SessionArchiver:
         self._on_mark_mismatch("begins later", now_ms)
 
     def _on_mark_mismatch(self, found: str, now_ms: int) -> None:
-        assert self.recorded is not None
+        assert self.recorded_mark is not None
         replica = self._replicas_to_compare.pop(0).replica
         if self._replicas_to_compare:
             self._compare_next_replica(now_ms)
             return
         self.contradiction = (
             f"the archive has transactions up to {self.last} with chain hash "
-            f"{self.recorded.chain.hex()}, but the log of replica {replica} {found}: the log is "
-            "not the archived one, or ZooKeeper's data was rolled back"
+            f"{self.recorded_mark.chain.hex()}, but the log of replica {replica} {found}: the log "
+            "is not the archived one, or ZooKeeper's data was rolled back"
         )
 
     # ---- attempts
@@ -315,8 +315,8 @@ class SessionArchiver:
         capable = [peer for peer in engaged if peer.supports_archiving]
         self._replace_object(capable, now_ms)
         is_due = self._next_expiry_at_ms is not None and now_ms >= self._next_expiry_at_ms
-        if is_due and self.recorded is not None and self._attempt is None:
-            self._expire_objects(capable, self.recorded, now_ms)
+        if is_due and self.recorded_mark is not None and self._attempt is None:
+            self._expire_objects(capable, self.recorded_mark, now_ms)
         if self._limits.archive_interval_ms and self._attempt is None:
             self._begin_due_attempt(capable, replicas, committed, now_ms)
 
@@ -342,7 +342,7 @@ class SessionArchiver:
         return capable[self._attempt_count % len(capable)]
 
     def _archive_range(self, peer: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
-        recorded = self.recorded
+        recorded = self.recorded_mark
         first = TransactionId(self.last + 1)
         self._attempt = _Attempt(self._attempt_count, peer.replica, first, now_ms)
         chain = GENESIS_CHAIN if recorded is None else recorded.chain
@@ -359,7 +359,7 @@ class SessionArchiver:
         now_ms: int,
     ) -> None:
         """Request a garbage collection if the state of all replicas permits it (rule 7)."""
-        recorded = self.recorded
+        recorded = self.recorded_mark
         assert recorded is not None
         known = [peer for peer in replicas if peer.supports_archiving and peer.repair is not None]
         if len(known) < len(replicas) or not capable:
@@ -437,7 +437,7 @@ class SessionArchiver:
         self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
     ) -> None:
         """A replica has written a manifest for an expiry; without one, nothing has changed."""
-        recorded = self.recorded
+        recorded = self.recorded_mark
         assert recorded is not None
         if notice.error:
             self._on_attempt_failed(notice.error, now_ms)
@@ -485,7 +485,7 @@ class SessionArchiver:
 
     def _replace_object(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
         """Request the replacement from a replica that has not failed."""
-        current, recorded = self._replacement, self.recorded
+        current, recorded = self._replacement, self.recorded_mark
         if current is None or current.outcome is not None:
             return
         untried = [peer for peer in capable if peer.replica not in current.failures]
@@ -507,7 +507,7 @@ class SessionArchiver:
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         """A replica has written an object and a manifest; without the latter, nothing changed."""
-        current, recorded = self._replacement, self.recorded
+        current, recorded = self._replacement, self.recorded_mark
         assert current is not None
         assert recorded is not None
         if notice.error:
@@ -576,7 +576,7 @@ class SessionArchiver:
                 now_ms,
             )
         else:
-            first = TransactionId(0) if self.recorded is None else self.recorded.first
+            first = TransactionId(0) if self.recorded_mark is None else self.recorded_mark.first
             attempt.reported_mark = ArchivedMark(
                 TransactionId(notice.last),
                 Chain(bytes(notice.chain)),
@@ -691,7 +691,7 @@ class SessionArchiver:
 
     def on_metadata_written(self, recorded: ArchivedMark | None, now_ms: int) -> None:
         """ZooKeeper is known to have recorded this archived mark."""
-        if recorded != self.recorded:
+        if recorded != self.recorded_mark:
             assert recorded is not None
             replacement = self._replacement
             if replacement is not None and replacement.written_by is not None:
@@ -708,7 +708,7 @@ class SessionArchiver:
                 self._failure_count, self._next_attempt_at_ms = 0, now_ms
             if self._next_collection_at_ms is None:
                 self._next_collection_at_ms = now_ms
-        self.recorded = recorded
+        self.recorded_mark = recorded
         if recorded == self.mark_to_write:
             self.mark_to_write = None
         self._report_due_checkpoint()
@@ -747,7 +747,7 @@ class SessionArchiver:
 
     def _announce_mark(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
         """Send the recorded mark to the replicas that have reached it (rule 5)."""
-        recorded = self.recorded
+        recorded = self.recorded_mark
         if recorded is None:
             return
         for peer in engaged:

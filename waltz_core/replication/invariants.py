@@ -24,7 +24,7 @@ def check(store: PartitionStore) -> None:
         assert store.open_session_id is None
         assert store.readable_replicas == []
         return
-    assert session.ended is None, "an ended session is dropped in the step that ends it"
+    assert session.ending is None, "an ended session is dropped in the step that ends it"
     _check_untouched(session)
     engaged = session.engaged
     _check_engaged_only(session, engaged)

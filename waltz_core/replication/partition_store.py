@@ -375,8 +375,8 @@ class PartitionStore:
             return
         if session.window is not None:
             self._high_water_mark = session.window.committed
-        if session.ended is not None:
-            self._on_session_ended(session, session.ended)
+        if session.ending is not None:
+            self._on_session_ended(session, session.ending)
             return
         if self._pending_request is not _PendingRequest.NO_REQUEST or self._retry_at_ms is not None:
             return

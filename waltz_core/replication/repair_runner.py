@@ -91,7 +91,7 @@ class RepairRunner:
         self.archived = archived
         self.is_open = False  # ZooKeeper has this session's states.
         self.contradiction: str | None = None  # the error text for rule 4
-        self._failed: list[tuple[ReplicaId, str]] = []
+        self._failed_replicas: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
         self._recovery = recovery
         self._outbox = outbox
@@ -123,7 +123,7 @@ class RepairRunner:
 
     def take_failed_replicas(self) -> list[tuple[ReplicaId, str]]:
         """Remove and return the replicas that cannot be repaired, with the reasons."""
-        failed, self._failed = self._failed, []
+        failed, self._failed_replicas = self._failed_replicas, []
         return failed
 
     def _update_goal_chain(self) -> None:
@@ -154,15 +154,15 @@ class RepairRunner:
         try:
             step = repair.next_step(self._goal_of(target, self.goal, now_ms), has_source=has_source)
         except WaltzError as error:
-            self._failed.append((target.replica, str(error)))
+            self._failed_replicas.append((target.replica, str(error)))
             return
         if isinstance(step, Truncation | ReplicaReset) and self._contradicts_zookeeper(repair):
             self.contradiction = (
-                f"replica {target.replica} has batches of store session {repair.newest}, but "
-                f"in ZooKeeper the last opened session is {self._recovery.newest_session}: "
+                f"replica {target.replica} has batches of store session {repair.newest_session}, "
+                f"but in ZooKeeper the last opened session is {self._recovery.newest_session}: "
                 "ZooKeeper's data was rolled back"
             )
-            self._failed.append((target.replica, self.contradiction))
+            self._failed_replicas.append((target.replica, self.contradiction))
         elif step is not None:
             self._start_step(target, step, now_ms)
 
@@ -203,7 +203,7 @@ class RepairRunner:
                 return
 
     def _contradicts_zookeeper(self, repair: ReplicaRepair) -> bool:
-        newest = NO_SESSION if repair.newest is None else repair.newest
+        newest = NO_SESSION if repair.newest_session is None else repair.newest_session
         is_recorded = self._recovery.origin is HistoryOrigin.RECORDED
         return is_recorded and newest > self._recovery.newest_session
 

@@ -165,7 +165,7 @@ class ReplicaRepair:
         self._goal_chain: Chain | None = None
         # The session of the newest batch of this log, once known, and whether it must be requested
         # now.
-        self.newest: SessionId | None = None
+        self.newest_session: SessionId | None = None
         self._needs_newest_session = False
         self._own_lineage: LineageResponse | None = None
         self._source_lineage: LineageResponse | None = None
@@ -189,7 +189,7 @@ class ReplicaRepair:
             return None
         step = self._choose_step(goal, has_source=has_source)
         is_destructive = isinstance(step, Truncation | ReplicaReset) and self.last > self.start
-        self._needs_newest_session = is_destructive and self.newest is None
+        self._needs_newest_session = is_destructive and self.newest_session is None
         return FetchOwnLineage(self.last, self.last) if self._needs_newest_session else step
 
     def _choose_step(self, goal: RepairGoal, *, has_source: HasSource) -> RepairStep | None:
@@ -321,8 +321,8 @@ class ReplicaRepair:
     def on_own_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The replica under repair has returned its lineage."""
         _check_lineage(answer, first, last)
-        if last == self.last and self.newest is None:
-            self.newest = SessionId(answer.lineage[-1].session_id)
+        if last == self.last and self.newest_session is None:
+            self.newest_session = SessionId(answer.lineage[-1].session_id)
         if not self._needs_newest_session:
             self._own_lineage = answer
 

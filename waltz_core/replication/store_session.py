@@ -137,7 +137,7 @@ class StoreSession:
         self.window: SessionWindow | None = None  # None until the session opens
         self.opened_ms: int | None = None
         self.is_settled = False
-        self.ended: SessionEnd | None = None
+        self.ending: SessionEnd | None = None
         # The states that ZooKeeper is known to have, and the states that a write in progress would
         # set.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
@@ -171,7 +171,7 @@ class StoreSession:
     @property
     def is_open(self) -> bool:
         """Whether ZooKeeper is known to have this session's states, and it has not ended."""
-        return self.window is not None and self.ended is None
+        return self.window is not None and self.ending is None
 
     def is_useful(self, now_ms: int) -> bool:
         """Whether the session has accepted appends for long enough that its end is no failure."""
@@ -338,7 +338,7 @@ class StoreSession:
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
     ) -> None:
         """ZooKeeper is known to have these states and this archived mark (rule 3)."""
-        assert self.ended is None
+        assert self.ending is None
         goal = self.repairs.goal
         assert goal is not None
         assert goal.chain is not None
@@ -359,9 +359,9 @@ class StoreSession:
 
     def end(self, ending: SessionEnd) -> None:
         """End the session: close all connections, answer all proofs."""
-        if self.ended is not None:
+        if self.ending is not None:
             return
-        self.ended = ending
+        self.ending = ending
         for peer in self.replicas.values():
             peer.close()
         self._proofs.fail_all()
@@ -371,7 +371,7 @@ class StoreSession:
 
     def states_to_write(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
         """Return the states to write next (G, I); None if there is nothing to write."""
-        if self.ended is not None or self.pending_states is not None or self.repairs.goal is None:
+        if self.ending is not None or self.pending_states is not None or self.repairs.goal is None:
             return None
         if self.window is not None:
             return self._joined_states(self.window, now_ms)
@@ -394,7 +394,7 @@ class StoreSession:
     @property
     def archived_mark(self) -> ArchivedMark | None:
         """The archived mark that ZooKeeper is known to have."""
-        return self._archiver.recorded
+        return self._archiver.recorded_mark
 
     @property
     def is_archiving(self) -> bool:
@@ -410,7 +410,7 @@ class StoreSession:
     def archived_mark_to_write(self) -> ArchivedMark | None:
         """The archived mark to write next; None if there is nothing to write."""
         is_writing = self.pending_states is not None
-        return None if is_writing or self.ended is not None else self._archiver.mark_to_write
+        return None if is_writing or self.ending is not None else self._archiver.mark_to_write
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
         """Return the marked replicas; with `now_ms`, omit those that are left out at this time."""
@@ -675,18 +675,18 @@ class StoreSession:
 
     def _advance(self, now_ms: int) -> None:
         """Take all steps that have become possible."""
-        if self.ended is not None or not self._decide_mark():
+        if self.ending is not None or not self._decide_mark():
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
             self.end(SessionEnd(EndCause.REJECTED, self.repairs.contradiction, is_final=True))
         for replica, reason in self.repairs.take_failed_replicas():
             self._reject_replica(self.replicas[replica], reason, now_ms)
-        if self.window is not None and self.ended is None:
+        if self.window is not None and self.ending is None:
             for peer in self.replicas.values():
                 if peer.stage in MARKED:
                     self._send_from_window(peer, now_ms)
-        if self._archiver.is_used and self.is_settled and self.ended is None:
+        if self._archiver.is_used and self.is_settled and self.ending is None:
             assert self.window is not None
             replicas = self.replicas.values()
             self._archiver.advance(self.engaged, replicas, self.window.committed, now_ms)

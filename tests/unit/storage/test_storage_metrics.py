@@ -26,10 +26,10 @@ def test_work_is_counted_for_its_partition():
         appended_count=5,
         appended_bytes=220,
         sync_s=0.25,
-        found=(IdRange(3, 3), IdRange(7, 9)),
-        repaired=IdRange(3, 4),
+        new_damage=(IdRange(3, 3), IdRange(7, 9)),
+        repaired_ids=IdRange(3, 4),
         failed_reads=["cannot read x.seg"],
-        scrubbed=ScrubResult(20, 900),
+        scrub_result=ScrubResult(20, 900),
     )
     storage_metrics.count(work, result)
     storage_metrics.count(work, WorkResult(read_count=2, read_bytes=88))

@@ -56,7 +56,7 @@ def _verification_json(found: VerificationResult) -> dict[str, object]:
                 "offset": finding.offset,
                 "what": finding.what,
             }
-            for finding in findings.kept
+            for finding in findings.kept_findings
         ],
         "partitions": [
             {
@@ -83,7 +83,7 @@ def _finding_kind(finding: FileFinding) -> str:
 
 def _print_verification(found: VerificationResult) -> None:
     findings = found.findings
-    for finding in findings.kept:
+    for finding in findings.kept_findings:
         where = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
         print_result(f"{_finding_kind(finding)}: {where}: {finding.what}")
     if findings.omitted_count:
@@ -168,7 +168,7 @@ def _repair_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object
         "entries": index.entries,
         "old_entries": index.old_entries,
         "wrong": index.difference_count,
-        "kept_of_unreadable_records": index.kept,
+        "kept_of_unreadable_records": index.kept_count,
     }
 
 
@@ -180,8 +180,8 @@ def _repair_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.difference_count == 1 and index.old_entries is not None:
         found = "1 wrong entry"
     kept = (
-        (f"; {index.kept} of them belong to records that cannot be read, and were kept")
-        if index.kept
+        (f"; {index.kept_count} of them belong to records that cannot be read, and were kept")
+        if index.kept_count
         else ""
     )
     return f"{index.path}: {found}; {done}, {index.entries} entries{kept}"

@@ -278,8 +278,8 @@ def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
 class SlotFile:
     """The two slots of a partition; `slot` is the one that counts, and is durable.
 
-    Directly after the opening, `slot` was read but may not be durable. `older` is the slot to which
-    a crash may return, None if there is none.
+    Directly after the opening, `slot` was read but may not be durable. `older_slot` is the
+    slot to which a crash may return, None if there is none.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class SlotFile:
         self._directory = directory
         self._identity = self._identity_now()
         self.slot = slot
-        self.older = older
+        self.older_slot = older
         self.has_lost_newer_slot = older is None
         self._file = file
         self._position = position
@@ -368,7 +368,7 @@ class SlotFile:
         assert position == _block_index(slot.sequence), "rule 4"
         overwrite(self._file, slot.encode(), SLOT_BLOCK_BYTES * position)
         self._file.sync()
-        self.slot, self.older, self._position = slot, self.slot, position
+        self.slot, self.older_slot, self._position = slot, self.slot, position
 
     def close(self) -> None:
         """Close the file."""

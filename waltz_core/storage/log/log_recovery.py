@@ -275,7 +275,7 @@ class _LogOpening:
         every truncation and repair of this opening is allowed with the older slot, too (rules 1, 2,
         6).
         """
-        newer, older = self._slots.slot, self._slots.older
+        newer, older = self._slots.slot, self._slots.older_slot
         return (
             older is not None
             and older.dirty

@@ -101,8 +101,8 @@ class ServedReplicas:
         self._in_thread = in_thread
         self._on_opened = on_opened
         self._on_dropped = on_dropped
-        self._changed = asyncio.Event()
-        self._dropping: dict[PartitionId, asyncio.Event] = {}
+        self._recheck_event = asyncio.Event()
+        self._idle_events: dict[PartitionId, asyncio.Event] = {}
         self._locks = defaultdict[PartitionId, asyncio.Lock](asyncio.Lock)  # rule 3
 
     @property
@@ -151,7 +151,7 @@ class ServedReplicas:
 
     def recheck(self) -> None:
         """Trigger a new comparison of served and wanted partitions."""
-        self._changed.set()
+        self._recheck_event.set()
 
     async def follow(self, on_checked: Callable[[], None]) -> None:
         """Open and drop partitions as the assignment requires.
@@ -159,16 +159,16 @@ class ServedReplicas:
         Call `on_checked` after each round.
         """
         retry_s = REOPEN_S_MIN
-        await self._changed.wait()  # before this, the assignment is unknown
+        await self._recheck_event.wait()  # before this, the assignment is unknown
         async with asyncio.TaskGroup() as drops:
             while True:
                 try:
                     async with asyncio.timeout(self._wait_s(retry_s)):
-                        await self._changed.wait()
+                        await self._recheck_event.wait()
                     retry_s = REOPEN_S_MIN
                 except TimeoutError:
                     retry_s = min(2 * retry_s, REOPEN_S_MAX)
-                self._changed.clear()
+                self._recheck_event.clear()
                 if self._engine.has_lost_files:
                     await self._in_thread(self._engine.check_files)
                 leaving = await self._leaving_partitions()
@@ -282,17 +282,17 @@ class ServedReplicas:
 
     async def _drop_partition(self, partition_id: PartitionId) -> None:
         """Stop serving a partition; its files stay open until administration changes them."""
-        idle = self._dropping[partition_id] = asyncio.Event()
+        idle = self._idle_events[partition_id] = asyncio.Event()
         self._post(service.PartitionDropped(partition_id))
         await idle.wait()
-        del self._dropping[partition_id]
+        del self._idle_events[partition_id]
         del self.logs[partition_id]
         self._on_dropped(partition_id)
         _log.info("storage.partition_closed partition=%s", partition_id)
 
     def on_partition_idle(self, partition_id: PartitionId) -> None:
         """Note that a dropped partition has no running work any more."""
-        self._dropping[partition_id].set()
+        self._idle_events[partition_id].set()
 
     def stop_serving(self, partition_id: PartitionId, error: errors.WaltzError) -> None:
         """Drop a partition whose files were deleted or replaced (rule 5)."""

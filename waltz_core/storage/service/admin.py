@@ -158,9 +158,9 @@ class AdminService:
         self._task_count = 0
         self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
         # The IDs of the tasks after which a request ends (rule 6).
-        self._ending: set[int] = set()
-        self._waiting: deque[AdminRequest] = deque()
-        self._changing: AdminRequest | None = None
+        self._ending_task_ids: set[int] = set()
+        self._waiting_requests: deque[AdminRequest] = deque()
+        self._running_change: AdminRequest | None = None
         self._effects: list[Effect] = []
         self._script_makers: dict[type[AdminMessage], Callable[..., Script]] = {
             wire.CheckCluster: self._check_cluster,
@@ -193,8 +193,8 @@ class AdminService:
                 self._receive_request(event)
             case AdminTaskDone():
                 request, script = self._scripts.pop(event.task_id)
-                ends = event.task_id in self._ending
-                self._ending.discard(event.task_id)
+                ends = event.task_id in self._ending_task_ids
+                self._ending_task_ids.discard(event.task_id)
                 self._continue_request(request, script, event.value, ends=ends)
             case AdminDisconnected():
                 self._end_requests(event.connection)
@@ -206,7 +206,7 @@ class AdminService:
         return effects
 
     def _receive_request(self, request: AdminRequest) -> None:
-        if len(self._scripts) + len(self._waiting) >= WAITING_MAX:
+        if len(self._scripts) + len(self._waiting_requests) >= WAITING_MAX:
             self._reject_request(
                 request,
                 Overloaded(
@@ -215,21 +215,21 @@ class AdminService:
             )
         elif not isinstance(request.message, _CHANGES):
             self._begin_request(request)
-        elif self._changing is None:
-            self._changing = request
+        elif self._running_change is None:
+            self._running_change = request
             self._begin_request(request)
         else:
-            self._waiting.append(request)  # rule 1
+            self._waiting_requests.append(request)  # rule 1
 
     def _end_requests(self, connection: ConnectionId) -> None:
         """Drop a connection's waiting requests, and end running ones after their task (rule 6)."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting, self._waiting_requests = self._waiting_requests, deque()
         for request in waiting:
             if request.connection == connection:
                 self._reject_request(request, _disconnected_error())
             else:
-                self._waiting.append(request)
-        self._ending |= {
+                self._waiting_requests.append(request)
+        self._ending_task_ids |= {
             task_id
             for task_id, (request, _) in self._scripts.items()
             if request.connection == connection
@@ -261,10 +261,12 @@ class AdminService:
             self._scripts[self._task_count] = (request, script)
             self._effects.append(RunAdminTask(self._task_count, task))
             return
-        if request is self._changing:
-            self._changing = self._waiting.popleft() if self._waiting else None
-            if self._changing is not None:
-                self._begin_request(self._changing)
+        if request is self._running_change:
+            self._running_change = (
+                self._waiting_requests.popleft() if self._waiting_requests else None
+            )
+            if self._running_change is not None:
+                self._begin_request(self._running_change)
 
     def _reject_request(self, request: AdminRequest, error: WaltzError) -> None:
         text = str(error)[:REJECTION_CHARACTERS_MAX]

@@ -570,7 +570,7 @@ class StorageService:
         self._on_background_piece_done(lane, work.piece, result, now_ms)
         self._report_findings(lane, result)
         self._note_space(now_ms)
-        scrubbed = result.scrubbed
+        scrubbed = result.scrub_result
         if scrubbed is not None and self._scrub.on_piece_done(work.partition_id, scrubbed, now_ms):
             self._report_event("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
@@ -613,18 +613,18 @@ class StorageService:
             self._report_event("storage.reserve_released", partition=partition_id)
         for error in result.failed_reads:
             self._report_event("storage.read_failed", partition=partition_id, error=error)
-        if result.scrubbed is not None and result.scrubbed.error is not None:
-            error = result.scrubbed.error
+        if result.scrub_result is not None and result.scrub_result.error is not None:
+            error = result.scrub_result.error
             self._report_event("storage.scrub_skipped", partition=partition_id, error=error)
-        if result.repaired is not None:
+        if result.repaired_ids is not None:
             self._report_event(
                 "storage.damage_repaired",
                 partition=partition_id,
-                ids=format_ranges((result.repaired,)),
+                ids=format_ranges((result.repaired_ids,)),
             )
-        if result.found:
+        if result.new_damage:
             self._report_event(
-                "storage.damage_found", partition=partition_id, ids=format_ranges(result.found)
+                "storage.damage_found", partition=partition_id, ids=format_ranges(result.new_damage)
             )
             self._notify_owner(lane)
 

@@ -110,8 +110,8 @@ LanePiece: TypeAlias = ScrubPiece | ArchivePiece | RetentionPiece
 class WorkResult:
     """The outcomes of the requests (rule 1), a failure of the disk, and values for metrics.
 
-    `found` are newly damaged IDs. `failed_reads` are the disk's errors for bytes that it could not
-    read.
+    `new_damage` has the IDs whose damage the work has found. `failed_reads` has the disk's errors
+    for bytes that it could not read.
     """
 
     outcomes: list[WorkOutcome] = field(default_factory=list)
@@ -122,10 +122,10 @@ class WorkResult:
     read_count: int = 0
     read_bytes: int = 0
     sync_s: float | None = None  # seconds of the sync of a group of appends
-    found: tuple[IdRange, ...] = ()
-    repaired: IdRange | None = None
+    new_damage: tuple[IdRange, ...] = ()
+    repaired_ids: IdRange | None = None
     failed_reads: list[str] = field(default_factory=list)
-    scrubbed: ScrubResult | None = None
+    scrub_result: ScrubResult | None = None
     archive_read: ArchiveRead | None = None
     log_size: LogSize | None = None  # None after an error, too
     has_released: bool = False  # the reserve was released for this work
@@ -218,7 +218,7 @@ class Work:
                 next_segment_first = TransactionId(
                     self.log.reader.segment_end(self.piece.first) + 1
                 )
-                result.scrubbed = ScrubResult(next_segment_first, 0, str(error))
+                result.scrub_result = ScrubResult(next_segment_first, 0, str(error))
             elif isinstance(self.piece, ArchivePiece):
                 result.archive_read = ArchiveRead(error=str(error))
             missing = len(self.requests) - len(result.outcomes)
@@ -226,14 +226,14 @@ class Work:
         assert len(result.outcomes) == len(self.requests)
         result.files_error = self.log.files_error
         if self.log.damaged is not known_damage:
-            result.found = _without_known_damage(self.log.damaged, known_damage)
+            result.new_damage = _without_known_damage(self.log.damaged, known_damage)
         result.failed_reads += self.log.reader.take_disk_errors()
         return result
 
     def _run_piece(self, piece: LanePiece, result: WorkResult) -> None:
         match piece:
             case ScrubPiece():
-                result.scrubbed = _scrub(self.log, piece)
+                result.scrub_result = _scrub(self.log, piece)
             case ArchivePiece():
                 result.archive_read = read_for_archive(self.log, piece)
             case RetentionPiece():
@@ -269,7 +269,7 @@ class Work:
             case Repair():
                 state = _apply_change(self.log, message)
                 last = message.first + len(message.lengths) // 4 - 1
-                result.repaired = IdRange(TransactionId(message.first), TransactionId(last))
+                result.repaired_ids = IdRange(TransactionId(message.first), TransactionId(last))
                 return state
             case LockBlocksRequest():
                 return _read_lock_blocks(self.log, message)
