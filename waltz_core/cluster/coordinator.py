@@ -465,10 +465,10 @@ class Coordinator:
 
         async def check(signal: Signal) -> None:
             nonlocal last
-            now = await self._nodes.read(path, model.ReplicaAssignments.from_bytes, signal)
-            if now != last:
-                last = now
-                callback(now)
+            current = await self._nodes.read(path, model.ReplicaAssignments.from_bytes, signal)
+            if current != last:
+                last = current
+                callback(current)
 
         await self._nodes.follow(check)
 
@@ -489,15 +489,15 @@ class Coordinator:
         async def check(signal: Signal) -> None:
             nonlocal last
             node = await self._znodes.get(path, signal)
-            now = None if node is None else node.data
+            data = None if node is None else node.data
             try:
-                if now != last:
+                if data != last:
                     callback(
                         None
                         if node is None
                         else decode_node(path, node, access_node.decode_permissions)
                     )
-                    last = now
+                    last = data
             finally:  # in a new session, also while the node cannot be decoded
                 try:
                     await self._applied.publish()

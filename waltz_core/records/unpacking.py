@@ -432,14 +432,16 @@ def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builde
 
 def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
     build_child = _array_builder(kind.value_type, data_format, find)
-    of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+    array_type = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
 
     def build(values: list[Any]) -> pa.Array:
         present = _present_mask(values, list)
         elements = list(chain.from_iterable(filter(None, values)))
         _check_nulls(kind.value_field, elements)
-        parts = build_child(elements)
-        return of.from_arrays(_offsets(values), parts, type=kind, mask=pa.array(~present))
+        child_array = build_child(elements)
+        return array_type.from_arrays(
+            _offsets(values), child_array, type=kind, mask=pa.array(~present)
+        )
 
     return build
 

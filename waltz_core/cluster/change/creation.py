@@ -168,13 +168,13 @@ def creation_steps(
 def _split_into_steps(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Split operations into writes (rule 2)."""
     steps: list[list[Operation]] = []
-    room = 0
+    free_bytes = 0
     for operation in operations:
         data = b"" if isinstance(operation, DeleteNode | CheckVersion) else operation.data or b""
         size = _OPERATION_BYTES + len(operation.path) + len(data)
-        if not steps or size > room or len(steps[-1]) == STEP_OPERATIONS_MAX:
+        if not steps or size > free_bytes or len(steps[-1]) == STEP_OPERATIONS_MAX:
             steps.append([])
-            room = STEP_BYTES_MAX
+            free_bytes = STEP_BYTES_MAX
         steps[-1].append(operation)
-        room -= size
+        free_bytes -= size
     return steps

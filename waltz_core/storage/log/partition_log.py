@@ -107,13 +107,13 @@ class PartitionLog:
         """Open or create a log, and recover it; all changes are durable. See `open_log`."""
         now_ms, key = settings.now_ms(), settings.cluster_key
         header_template = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
-        info, trusts = control.info(partition_id), settings.trust_fsync
+        info, trust_fsync = control.info(partition_id), settings.trust_fsync
         opened = log_recovery.open_log(
             disk,
             directory,
             header_template,
             info,
-            trust_fsync=trusts,
+            trust_fsync=trust_fsync,
             is_name_durable=is_name_durable,
         )
         files = LogFiles(*opened, settings)
@@ -622,8 +622,8 @@ class PartitionLog:
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.
         self._files.mark_acked()
-        left = damage.repair_damage(self.slot, self._files.segments, first, lengths, records)
-        self._files.write_slot(replace(self.slot, damaged=left))
+        remaining = damage.repair_damage(self.slot, self._files.segments, first, lengths, records)
+        self._files.write_slot(replace(self.slot, damaged=remaining))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Read records from an ID on and note damage; return the next ID.
