@@ -298,5 +298,5 @@ def write_and_verify(store: ArchiveStore, name: str, data: bytes) -> None:
     store.write(name, data)
     if store.read(name) != data:
         raise ChecksumMismatch(
-            f"manifest {name}: found other bytes when it was read back than were written"
+            f"manifest {name}: expected the written bytes when it was read back, found other bytes"
         )

@@ -18,10 +18,10 @@ Rules (docs/spark.md, "Exactly once"):
        its tasks are removed.
     6. A run is one execution of the whole job. A task's runs are recorded, because another run may
        have split the rows into other tasks.
-    7. Beginning and removing a write also writes the parent of all writes, at the version that was
-       read before anything else: a process that was paused cannot begin a write that was removed
-       meanwhile, nor remove one that was begun again. Other changes of nodes that exist check this
-       version only: a node that was created again has the versions of the earlier one.
+    7. To begin or to remove a write, a process also writes the parent node of all writes, at the
+       version that it has read first. So a process that was paused cannot begin a write that was
+       removed meanwhile, and cannot remove a write that was begun again. Other changes of nodes
+       only check this version: a node that was created again has the versions of the earlier node.
     8. A registry of a principal (`WriteRegistry.for_principal`) rejects the writes of other
        principals. A write belongs to the principal that began it; if there is none, or it is
        `anonymous`, to the first principal that enters it. Its owner never changes again (decision

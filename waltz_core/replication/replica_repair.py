@@ -13,10 +13,10 @@ Rules (docs/design/correctness.md 2.1 F):
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is truncated, its newest batch must be known: the owner first checks that
        ZooKeeper knows the session of this batch.
-    7. Some logs cannot be completed, because no source has the records in between: a log that is
-       empty and ends below the archived mark, or a log without a common batch end with a source at
-       or above the lowest start of the sources. Such a log begins again after the archived mark (AR
-       12 in decision 047).
+    7. Some logs cannot be completed, because no source has the missing records. These are empty
+       logs that end below the archived mark, and logs that have no batch end in common with a
+       source at or above the lowest start of the sources. Such a log begins again after the
+       archived mark (AR 12 in decision 047).
     8. A source that could not read its batches has reconstructed other batches, and marks them.
        Reconstructed batches are never copied, and no other log is truncated to match them.
 
@@ -340,8 +340,8 @@ class ReplicaRepair:
             chain = verify_batches(answer, self.chain)
             if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
                 raise ChecksumMismatch(
-                    f"copied records from {answer.first}: their batches do not lead to the "
-                    "decided chain hash"
+                    f"copied records from {answer.first}: the chain hash after their batches is "
+                    "not the decided one"
                 )
             self._fetched_chain = chain
         self._fetched_range = answer
@@ -517,7 +517,8 @@ def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
     is_dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
     if not entries or not is_dense or not entries[-1].first <= last <= entries[-1].last:
         raise RemoteProtocolError(
-            f"lineage: expected batches that cover transactions {first}..{last}, found others"
+            f"lineage: expected batches that cover transactions {first}..{last}, found other "
+            "batches"
         )
 
 

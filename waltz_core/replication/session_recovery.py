@@ -195,7 +195,7 @@ class Recovery:
         )
 
     def is_needed(self, replica: ReplicaId) -> bool:
-        """Return whether nothing can be decided without this replica.
+        """Return whether a decision needs this replica.
 
         A replica outside ZooKeeper's last session has no information about that session. If it
         knows a later session, so does every replica that has synced an append in the later session:

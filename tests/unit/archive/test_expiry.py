@@ -171,5 +171,5 @@ def test_all_can_expire_and_the_archive_continues(archived):
 def test_a_manifest_that_is_not_the_written_one_is_found(archived):
     store, made = archived
     store.read = lambda name: ArchiveStore.read(store, name) + b" " * ("-20.json" in name)
-    with pytest.raises(ChecksumMismatch, match=r"manifest .*-20\.json: found other bytes"):
+    with pytest.raises(ChecksumMismatch, match=r"manifest .*-20\.json: expected the written bytes"):
         run_expiry(store, made, before=35)

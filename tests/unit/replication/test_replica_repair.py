@@ -208,7 +208,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
     repair, goal = repair_of(one), RepairGoal(2, target.chain)
-    with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
+    with pytest.raises(ChecksumMismatch, match="after their batches is not the decided one"):
         walk(repair, one, source, goal)
     assert one.payloads() == [0, 1]
     repair.restart()

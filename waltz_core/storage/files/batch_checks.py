@@ -106,7 +106,7 @@ def check_batches(
 def check_repaired(
     segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]
 ) -> tuple[IdRange, ...]:
-    """Check the chain hash of each repaired batch without remaining damage; return new damage.
+    """Check the chain hashes of the repaired batches that have no damage left; return new damage.
 
     New damage is in the same batch, next to the repaired records. It needs a repair of its own.
 

@@ -7,11 +7,11 @@ Rules:
     1. A segment exists when its `.seg` file has its final name. `.idx` and `.chn` receive their
        final names before.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are not a record are a torn tail only if no bytes at or after them are known to
-       have been synced. The acked marker, a later segment and the entry of a later batch show which
-       bytes were synced. Otherwise such bytes are damage and stay (docs/design/correctness.md 2.5).
-       A crash may leave any sectors of unsynced data, so a valid record after torn records does not
-       show that those were synced.
+    3. Bytes that are not a record are damage, and stay, if these bytes or later ones are known to
+       have been synced. Otherwise they are a torn tail (docs/design/correctness.md 2.5). The acked
+       marker, a later segment and the entry of a later batch show which bytes were synced. A crash
+       may leave any sectors of unsynced data. So a valid record does not show that the torn records
+       before it were synced.
     4. Damaged records keep their offsets in the index, so that a repair can write them there. To
        find where they end, the search uses the index first (`record_search.py`).
 """

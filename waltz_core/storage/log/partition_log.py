@@ -295,8 +295,8 @@ class PartitionLog:
         if (self.max_id, self.synced_max, self.chain) != (mark, mark, chain):
             raise BadRequest(
                 f"partition {self.partition_id}: expected a log that ends at transaction "
-                f"{mark} with chain hash {chain.hex()}, found {self.max_id}, synced up to "
-                f"{self.synced_max}, with chain hash {self.chain.hex()}"
+                f"{mark} with chain hash {chain.hex()}, found a log that ends at {self.max_id} "
+                f"with chain hash {self.chain.hex()} and is synced up to {self.synced_max}"
             )
         if mark < self.slot.low_water_mark:
             raise DataLoss(
@@ -405,7 +405,7 @@ class PartitionLog:
         if first != self.max_id + 1 or chain_before != self.chain:
             raise BadRequest(
                 f"partition {self.partition_id}: cannot append: expected records from transaction "
-                f"{self.max_id + 1} on, after chain hash {self.chain.hex()}; found one from "
+                f"{self.max_id + 1} on, after chain hash {self.chain.hex()}; found records from "
                 f"{first} on, after {chain_before.hex()}"
             )
         check_batches(first, lengths, records, chain_before, entries, records_crc)
