@@ -47,7 +47,7 @@ _PAGE_EXPANSION_FACTOR: Final = 4
 
 
 class _RowGroupRead(NamedTuple):
-    """The records of a read that are in one row group, with the place of this row group."""
+    """The records of a read that are in one row group, with the position of this row group."""
 
     range: RangeRead
     entry: ObjectEntry

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 # The minimum time between two reports of progress: an upload makes hundreds of calls of the store.
 _PROGRESS_INTERVAL_S: Final = 1.0
-# The maximum number of places of damage that are remembered.
-DAMAGED_PLACES_MAX: Final = 100
+# The maximum number of locations of damage that are remembered.
+DAMAGED_LOCATIONS_MAX: Final = 100
 
 
 class StorageArchive:
@@ -160,18 +160,18 @@ class StorageArchive:
         return next(reversed(self._damage.values()), "")
 
     @property
-    def damaged_places(self) -> list[tuple[int, int]]:
-        """The places of damage, one for each different error: partition and first ID of a read."""
-        return list({damage: place for place, damage in self._damage.items()}.values())
+    def damaged_locations(self) -> list[tuple[int, int]]:
+        """One location for each different error: the partition and the first ID of a read."""
+        return list({damage: location for location, damage in self._damage.items()}.values())
 
-    def find_damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
+    def find_damage_at(self, location: tuple[int, int], manifest: str, manifest_crc: int) -> str:
         """Read a record; return the damage that the read finds, empty if there is none.
 
         Raises:
             ArchiveUnavailable: the store did not execute a request.
         """
-        first = TransactionId(place[1])
-        reader = self.reader(PartitionId(place[0]), manifest, manifest_crc)
+        first = TransactionId(location[1])
+        reader = self.reader(PartitionId(location[0]), manifest, manifest_crc)
         try:
             reader.read_range(first, first, 1)
         except BeforeLogStart:  # It has expired.
@@ -180,23 +180,23 @@ class StorageArchive:
             return str(error)
         return ""
 
-    def note_recheck_result(self, place: tuple[int, int], damage: str) -> None:
-        """Note the outcome of `find_damage_at`; success clears the same damage at all places."""
-        old_damage = self._damage.get(place)
-        self.on_place_read(place, damage)
+    def note_recheck_result(self, location: tuple[int, int], damage: str) -> None:
+        """Note the outcome of `find_damage_at`; success clears the same damage at all locations."""
+        old_damage = self._damage.get(location)
+        self.on_location_read(location, damage)
         if not damage:
-            repaired_places = [
-                repaired_place
-                for repaired_place, found in self._damage.items()
+            repaired_locations = [
+                repaired_location
+                for repaired_location, found in self._damage.items()
                 if found == old_damage
             ]
-            for repaired_place in repaired_places:
-                del self._damage[repaired_place]
+            for repaired_location in repaired_locations:
+                del self._damage[repaired_location]
 
-    def on_place_read(self, place: tuple[int, int], damage: str) -> None:
-        """Note the outcome of a read; a successful read clears the damage at its place."""
-        self._damage.pop(place, None)
+    def on_location_read(self, location: tuple[int, int], damage: str) -> None:
+        """Note the outcome of a read; a successful read clears the damage at its location."""
+        self._damage.pop(location, None)
         if damage:
-            self._damage[place] = damage
-            if len(self._damage) > DAMAGED_PLACES_MAX:
+            self._damage[location] = damage
+            if len(self._damage) > DAMAGED_LOCATIONS_MAX:
                 del self._damage[next(iter(self._damage))]

@@ -104,7 +104,7 @@ class MaximumIds(NamedTuple):
             return MaximumIds(0, generation, client_id)
         return MaximumIds(client_id, generation)
 
-    def greater_of_each(self, other: "MaximumIds") -> "MaximumIds":
+    def maximum_of_each(self, other: "MaximumIds") -> "MaximumIds":
         """Return the greater value of each ID."""
         return MaximumIds(*map(max, self, other))
 

@@ -130,17 +130,17 @@ async def connect(
     ZooKeeper answers within `connect_timeout_ms`. The first read shows whether the cluster exists
     and may be read.
     """
-    place = text if isinstance(text, ConnectString) else parse_connect_string(text)
+    connect_string = text if isinstance(text, ConnectString) else parse_connect_string(text)
     session = ZooKeeperSession(
-        place.hosts,
+        connect_string.hosts,
         connect_timeout_ms=connect_timeout_ms,
         session_timeout_ms=session_timeout_ms,
         request_timeout_ms=request_timeout_ms,
-        credentials=_read_credentials(place),
-        root=place.root,
+        credentials=_read_credentials(connect_string),
+        root=connect_string.root,
     )
     await session.open()
-    return Coordinator(session, place.root)
+    return Coordinator(session, connect_string.root)
 
 
 @contextlib.asynccontextmanager
@@ -171,23 +171,23 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
     if the auth file does not name the members of a cluster with two users, or if ZooKeeper denies
     the change.
     """
-    place = parse_connect_string(text)
-    credentials = _read_credentials(place)
+    connect_string = parse_connect_string(text)
+    credentials = _read_credentials(connect_string)
     if credentials is None:
         raise errors.BadConfig(f"expected a connect string that ends in ?auth=FILE, found {text!r}")
     session = ZooKeeperSession(
-        place.hosts,
+        connect_string.hosts,
         connect_timeout_ms=connect_timeout_ms,
         session_timeout_ms=SESSION_TIMEOUT_MS,
         request_timeout_ms=REQUEST_TIMEOUT_MS,
         credentials=credentials,
-        root=place.root,
+        root=connect_string.root,
     )
     session.check_not_member()
     await session.open()
     try:
         await session.check_administrator()
-        return await session.protect(place.root)
+        return await session.protect(connect_string.root)
     finally:
         await session.close()
 
@@ -651,12 +651,12 @@ class _KazooSignal:
         _call_soon(self._loop, self._event.set)
 
 
-def _read_credentials(place: ConnectString) -> Credentials | None:
-    if not place.auth_file:
+def _read_credentials(connect_string: ConnectString) -> Credentials | None:
+    if not connect_string.auth_file:
         return None
-    where = f"the auth file {place.auth_file!r} of the connect string"
+    where = f"the auth file {connect_string.auth_file!r} of the connect string"
     try:
-        with open(place.auth_file, encoding="utf-8") as file:
+        with open(connect_string.auth_file, encoding="utf-8") as file:
             return parse_credentials(file.read(), where)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"

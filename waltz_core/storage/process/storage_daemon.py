@@ -712,7 +712,7 @@ class StorageDaemon:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
         failure = archive_error_of(outcome)
         if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE_ERRORS):
-            self._archive.on_place_read(read.place, "" if failure is None else str(failure))
+            self._archive.on_location_read(read.location, "" if failure is None else str(failure))
         self._post(service.ArchiveAnswered(read, outcome))
 
     def _on_space_checked(self, future: "Future[None]") -> None:

@@ -82,7 +82,7 @@ class ArchiveQuery:
     error: WaltzError
 
     @property
-    def place(self) -> tuple[int, int]:
+    def location(self) -> tuple[int, int]:
         """The partition, and the first ID that the archive must have."""
         message = self.request.message
         assert isinstance(message, RangeRaw | LineageRequest)
@@ -147,7 +147,7 @@ class ArchiveReads:
         failure = archive_error_of(outcome)
         if failure is None or isinstance(failure, BeforeLogStart):
             return []
-        partition, first = query.place
+        partition, first = query.location
         is_damage = isinstance(failure, ARCHIVE_DAMAGE_ERRORS)
         key = partition, str(failure) if is_damage else type(failure).__name__
         reported_ms = self._reported_ms.get(key)
