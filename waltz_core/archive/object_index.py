@@ -140,8 +140,8 @@ class ObjectIndex:
 
         There must be such a batch.
         """
-        found = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
-        return TransactionId(int(self._lasts[found[-1]]))
+        committed_before = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
+        return TransactionId(int(self._lasts[committed_before[-1]]))
 
     def _chain_of_batch(self, batch_index: int) -> Chain:
         return Chain(self._chains[CHAIN_BYTES * batch_index : CHAIN_BYTES * (batch_index + 1)])

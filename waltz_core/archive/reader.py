@@ -232,14 +232,14 @@ class ArchiveReader:
         count = raw_records.count_within(group.lengths[skip : skip + count], bytes_max)
         start, end = int(group.offsets[skip]), int(group.offsets[skip + count])
         chain_before, entries = index.batches_between(first, TransactionId(first + count - 1))
-        found = RangeRead(
+        records = RangeRead(
             first,
             group.lengths[skip : skip + count],
             memoryview(group.records)[start:end],
             entries,
             chain_before,
         )
-        return _RowGroupRead(found, entry, index, number)
+        return _RowGroupRead(records, entry, index, number)
 
     def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
         """Note the end of a read; return whether it began where an earlier read had ended."""

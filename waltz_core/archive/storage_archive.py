@@ -148,11 +148,11 @@ class StorageArchive:
                 f"partition {partition_id}: the requested transactions are only in the "
                 "archive, and this storage has no setting `archive_url`"
             )
-        found = self._readers.get(partition_id)
-        if found is None or found.manifest_name != manifest:
-            found = ArchiveReader(self._store, manifest, manifest_crc, self._cache)
-            self._readers[partition_id] = found
-        return found
+        reader = self._readers.get(partition_id)
+        if reader is None or reader.manifest_name != manifest:
+            reader = ArchiveReader(self._store, manifest, manifest_crc, self._cache)
+            self._readers[partition_id] = reader
+        return reader
 
     @property
     def read_damage(self) -> str:
@@ -187,8 +187,8 @@ class StorageArchive:
         if not damage:
             repaired_locations = [
                 repaired_location
-                for repaired_location, found in self._damage.items()
-                if found == old_damage
+                for repaired_location, location_damage in self._damage.items()
+                if location_damage == old_damage
             ]
             for repaired_location in repaired_locations:
                 del self._damage[repaired_location]

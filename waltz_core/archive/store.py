@@ -185,8 +185,8 @@ class ArchiveStore:
             cluster, _, rest = name.partition("/")
             folder = self._full_path(cluster)
             with _translate_errors(operation, folder):
-                found = self._files.get_file_info(folder)
-            if rest and found.type is arrow_fs.FileType.NotFound:
+                folder_info = self._files.get_file_info(folder)
+            if rest and folder_info.type is arrow_fs.FileType.NotFound:
                 raise ArchiveUnavailable(
                     f"archive: cannot {operation} {self._full_path(name)}, because folder "
                     f"{folder} has no files. Hint: check that the directory is mounted, and that "
@@ -210,11 +210,11 @@ class ArchiveStore:
             self._full_path(folder), allow_not_found=True, recursive=True
         )
         with _translate_errors("list", self._full_path(folder)):
-            found = self._files.get_file_info(chosen)
+            file_infos = self._files.get_file_info(chosen)
         start = len(self._base) + 1
         return sorted(
             ListedFile(each.path[start:], each.size or 0, (each.mtime_ns or 0) // 1_000_000)
-            for each in found
+            for each in file_infos
             if each.type is arrow_fs.FileType.File
         )
 
@@ -391,14 +391,14 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
                     connect_timeout=S3_TIMEOUT_S, request_timeout=S3_TIMEOUT_S, **options
                 )
             return store, f"{parts.netloc}{parts.path}".rstrip("/")
-        found, base = arrow_fs.FileSystem.from_uri(_complete_url(url, os.environ))
+        file_system, base = arrow_fs.FileSystem.from_uri(_complete_url(url, os.environ))
     except (*_STORE_ERRORS, ValueError) as error:
         raise BadConfig(
             f"archive {url} cannot be used: {_error_reason(error)}. Hint: use a URL such as "
             "file:///srv/archive, s3://bucket/folder, gs://bucket/folder, "
             "abfss://container@account.dfs.core.windows.net/folder or hdfs://host/folder."
         ) from error
-    return found, base.rstrip("/")
+    return file_system, base.rstrip("/")
 
 
 @contextmanager

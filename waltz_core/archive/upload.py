@@ -212,9 +212,9 @@ def _read_current_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJ
     if job.manifest:
         return job.recorded_manifest.read(store, cluster_key)
     start = TransactionId(0)
-    found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
-    job.recorded_manifest.check_matches(found, cluster_key)
-    return found
+    empty_manifest = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
+    job.recorded_manifest.check_matches(empty_manifest, cluster_key)
+    return empty_manifest
 
 
 def _write_object(
@@ -245,9 +245,9 @@ def _write_object(
             f"archived object {name}: expected CRC {sink.crc:08x}, that of the written bytes, "
             f"found {crc32(data):08x} when it was read back"
         )
-    found = ArchiveObject(data, name)
+    archive_object = ArchiveObject(data, name)
     batches = [batch for run in job.runs for batch in run.batches]
-    if found.metadata != metadata or list(found.verify()) != batches:
+    if archive_object.metadata != metadata or list(archive_object.verify()) != batches:
         raise ChecksumMismatch(f"archived object {name}: its batches are not those of the log")
     stamps = [each.stamp_ms for each in batches if each.stamp_ms]
     return ObjectEntry(

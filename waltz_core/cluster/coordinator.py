@@ -447,14 +447,14 @@ class Coordinator:
     async def read_storage_ids(self) -> dict[ReplicaId, UUID]:
         """Read the registered ID of each storage."""
         listing = await self._znodes.children(self.paths.storage_ids)
-        found: dict[ReplicaId, UUID] = {}
+        storage_ids: dict[ReplicaId, UUID] = {}
         for name in () if listing is None else listing.names:
             path = self.paths.storage_id(ReplicaId(name))
             node = await self._znodes.get(path)
             if node is not None:
                 registration = decode_node(path, node, model.StorageRegistration.from_bytes)
-                found[ReplicaId(name)] = registration.storage_id
-        return found
+                storage_ids[ReplicaId(name)] = registration.storage_id
+        return storage_ids
 
     async def follow_replica_assignment(
         self, callback: Callable[[model.ReplicaAssignments], None]

@@ -194,9 +194,9 @@ class WriteRegistry:
 
     def _decode_state(self, path: str, node: Node) -> WriteState:
         """Decode a write; raises PermissionDenied by rule 8."""
-        found = decode_node(path, node, WriteState.from_bytes)
-        if self._principal is None or found.principal in (*_UNOWNED_PRINCIPALS, self._principal):
-            return found
+        state = decode_node(path, node, WriteState.from_bytes)
+        if self._principal is None or state.principal in (*_UNOWNED_PRINCIPALS, self._principal):
+            return state
         raise errors.PermissionDenied(
             f"write {path.rpartition('/')[2]} belongs to another principal than "
             f"{self._principal}. Hint: choose another writeId."
@@ -206,12 +206,12 @@ class WriteRegistry:
         """Return all writes with their tasks, by name."""
         await self._znodes.sync()
         listing = await self._znodes.children(self._nodes.paths.writes)
-        found: dict[str, WriteWithTasks] = {}
+        writes: dict[str, WriteWithTasks] = {}
         for name in () if listing is None else listing.names:
             state = await self.read(name)
             if state is not None:
-                found[name] = WriteWithTasks(state, await self.read_tasks(name))
-        return found
+                writes[name] = WriteWithTasks(state, await self.read_tasks(name))
+        return writes
 
     async def begin(
         self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
@@ -227,9 +227,9 @@ class WriteRegistry:
         path = self._path(write)
         new_state = WriteState(dict(marks), keep_ms, principal=self._principal or "")
         for _ in range(ATTEMPTS_MAX):
-            found = await self.read(write)
-            if found is not None:
-                return found
+            existing = await self.read(write)
+            if existing is not None:
+                return existing
             with suppress(errors.CoordinatorOutcomeUnknown):
                 await self._nodes.create_missing(
                     (self._nodes.paths.extensions, self._nodes.paths.writes)
@@ -343,13 +343,13 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         if node is None:
             return False
-        found = self._decode_state(path, node)
-        if found.principal not in _UNOWNED_PRINCIPALS:
+        state = self._decode_state(path, node)
+        if state.principal not in _UNOWNED_PRINCIPALS:
             return True
         fence_check = await self._fence_check_operations()
         if await self._znodes.get(path) != node:
             return False
-        owned_state = replace(found, principal=self._principal)
+        owned_state = replace(state, principal=self._principal)
         self._owners.pop(write, None)
         return await self._try_write(
             [SetNode(path, owned_state.to_bytes(), node.stat.version), *fence_check]
@@ -376,18 +376,20 @@ class WriteRegistry:
         await self._check_write_is_running(write, task)
         path = self._path(write, task)
         node = await self._znodes.get(path)
-        found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
-        if found != attempt:
-            raise _later_attempt_error(write, TaskAttempt(task, attempt), found)
+        latest_attempt = (
+            None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
+        )
+        if latest_attempt != attempt:
+            raise _later_attempt_error(write, TaskAttempt(task, attempt), latest_attempt)
 
     async def read_tasks(self, write: str) -> dict[int, TaskState]:
         """Return the tasks that have begun, by task number."""
-        found: dict[int, TaskState] = {}
+        tasks: dict[int, TaskState] = {}
         for task in await self.read_task_numbers(write):
             state = await self.read_task_state(write, task)
             if state is not None:
-                found[task] = state
-        return found
+                tasks[task] = state
+        return tasks
 
     async def read_task_state(self, write: str, task: int) -> TaskState | None:
         """Return the state of a task; None if it was never begun, or was removed."""
@@ -429,19 +431,19 @@ class WriteRegistry:
                     "another run has completed this write or taken it over, and the state of the "
                     "write was removed",
                 )
-            found = self._decode_state(path, node)
-            if marks not in (None, found.marks):
+            state = self._decode_state(path, node)
+            if marks not in (None, state.marks):
                 raise _superseded_error(
                     write,
                     None,
                     "the state of the write was removed, and another run has begun it again",
                 )
-            if found.is_done:
-                return found
-            marks = found.marks
+            if state.is_done:
+                return state
+            marks = state.marks
             if by is not None:
                 checks.append(await self._attempt_check_operation(write, by))
-            new_state = replace(found, summary=dict(summary), keep_ms=keep_ms)
+            new_state = replace(state, summary=dict(summary), keep_ms=keep_ms)
             if await self._try_write(
                 [SetNode(path, _encode_checked(new_state), node.stat.version), *checks]
             ):
@@ -454,9 +456,11 @@ class WriteRegistry:
         """Return a step that fails if a later attempt has begun (rule 10)."""
         path = self._path(write, by.task)
         node = await self._znodes.get(path)
-        found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
-        if node is None or found != by.attempt:
-            raise _later_attempt_error(write, by, found)
+        latest_attempt = (
+            None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
+        )
+        if node is None or latest_attempt != by.attempt:
+            raise _later_attempt_error(write, by, latest_attempt)
         return CheckVersion(path, node.stat.version)
 
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
@@ -482,12 +486,12 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         if node is None:
             return True
-        found = self._decode_state(path, node)
-        is_removing = found.is_done and not found.keep_ms
+        state = self._decode_state(path, node)
+        is_removing = state.is_done and not state.keep_ms
         if expired_ms is not None and not is_removing and not _is_expired(node, expired_ms):
             return False
-        if not found.is_done:
-            expired_state = replace(found, summary={}, keep_ms=0)
+        if not state.is_done:
+            expired_state = replace(state, summary={}, keep_ms=0)
             return [SetNode(path, expired_state.to_bytes(), node.stat.version), *fence]
         tasks = await self._task_deletions(path)
         return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
@@ -589,9 +593,9 @@ def _superseded_error(write: str, task: int | None, reason: str) -> errors.Conne
 
 
 def _later_attempt_error(
-    write: str, by: TaskAttempt, found: int | None
+    write: str, by: TaskAttempt, latest_attempt: int | None
 ) -> errors.ConnectionSuperseded:
-    reason = f"attempt {found} of the task has taken over from attempt {by.attempt}"
+    reason = f"attempt {latest_attempt} of the task has taken over from attempt {by.attempt}"
     return _superseded_error(write, by.task, reason)
 
 

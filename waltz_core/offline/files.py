@@ -149,14 +149,14 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     directories = [path]
     if is_storage_directory(path) or not first_ids_in(path):
         directories = [path / str(number) for number in select_partitions(path, partitions)]
-    found = [
+    segments = [
         segment_path(directory, first, SEGMENT_SUFFIX)
         for directory in directories
         for first in first_ids_in(directory)
     ]
-    if not found:
+    if not segments:
         raise BadRequest(f"{path}: the directory has no segments")
-    return found
+    return segments
 
 
 def select_partitions(directory: Path, partitions: list[int] | None) -> list[int]:

@@ -76,10 +76,10 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResu
             open_files.callback(old_file.close)
             old = _OldIndex(old_file)
         # The records are read twice, so that the index need not fit into memory.
-        found = _compare_with_old(path, header, _new_entries(file, first, old), old)
-        if not found.is_valid and not dry_run:
+        result = _compare_with_old(path, header, _new_entries(file, first, old), old)
+        if not result.is_valid and not dry_run:
             _write_index(disk, path, header, _new_entries(file, first, old))
-        return found
+        return result
 
 
 @contextmanager

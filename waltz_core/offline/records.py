@@ -162,14 +162,14 @@ def _record_fault(file: ReadableFile, expected_id: int, offset: int, size: int) 
     space = size - offset - RECORD_FRAME_BYTES
     if space < 0:
         return f"expected at least {RECORD_FRAME_BYTES} bytes for a record, found {size - offset}"
-    found = record_fields(file.pread(RECORD.size, offset))
-    if found.transaction_id != expected_id:
-        return f"expected transaction ID {expected_id}, found {found.transaction_id}"
+    fields = record_fields(file.pread(RECORD.size, offset))
+    if fields.transaction_id != expected_id:
+        return f"expected transaction ID {expected_id}, found {fields.transaction_id}"
     space = min(space, RECORD_BYTES_MAX)
-    if not 0 <= found.data_bytes <= space:
+    if not 0 <= fields.data_bytes <= space:
         return (
             f"expected a record with at most {space} bytes of data, found a length of "
-            f"{found.data_bytes}"
+            f"{fields.data_bytes}"
         )
     return ""
 
@@ -196,8 +196,8 @@ def _find_next_record(
     while offset + RECORD_FRAME_BYTES <= size:
         data = file.pread(BLOCK_BYTES, offset)
         for position in _possible_offsets(data, after, id_max, size - offset):
-            found = record_fields(memoryview(data)[position:])
-            length = RECORD_FRAME_BYTES + found.data_bytes
+            fields = record_fields(memoryview(data)[position:])
+            length = RECORD_FRAME_BYTES + fields.data_bytes
             is_complete = len(data) - position >= length
             record = (
                 data[position : position + length]
@@ -205,7 +205,7 @@ def _find_next_record(
                 else file.pread(length, offset + position)
             )
             if has_valid_crc(record):
-                return found.transaction_id, offset + position
+                return fields.transaction_id, offset + position
         offset += max(1, len(data) - RECORD.size + 1)
     return None
 
@@ -223,5 +223,5 @@ def _possible_offsets(data: bytes, after: int, id_max: int, space: int) -> list[
     lengths = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
     data_lengths = lengths[positions].astype(np.int64)
     fits = (data_lengths >= 0) & (positions + data_lengths + RECORD_FRAME_BYTES <= space)
-    found: list[int] = positions[fits & (data_lengths <= RECORD_BYTES_MAX)].tolist()
-    return found
+    offsets: list[int] = positions[fits & (data_lengths <= RECORD_BYTES_MAX)].tolist()
+    return offsets

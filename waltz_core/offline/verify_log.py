@@ -168,7 +168,7 @@ class _LogCheck:
             return -1
         with OpenFile(path) as file:
             header = header_of(file)
-            entries = (found.batch for found in batches_of(file, header.segment_crc))
+            entries = (placed.batch for placed in batches_of(file, header.segment_crc))
             return max((entry.synced for entry in entries if not entry.errors), default=-1)
 
     def _last_batch_in_older_segments(self) -> int:
@@ -178,7 +178,7 @@ class _LogCheck:
             if not path.exists():
                 continue
             with OpenFile(path) as file:
-                entries = (found.batch for found in batches_of(file, header_of(file).segment_crc))
+                entries = (placed.batch for placed in batches_of(file, header_of(file).segment_crc))
                 valid = [
                     entry.last for entry in entries if not entry.errors and entry.last < next_first
                 ]

@@ -151,27 +151,29 @@ class SegmentCheck:
                 continue
             with OpenFile(path) as file:
                 if suffix == ".chn":
-                    found = decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
-                    if found.errors:
+                    header = decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
+                    if header.errors:
                         continue  # reported where its entries are read
                 else:
-                    found = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
-            headers[suffix] = found
-        for suffix, found in headers.items():
-            self._check_header(suffix, found, headers[".seg"])
-        self._check_creation_times({suffix: found.created_ms for suffix, found in headers.items()})
+                    header = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
+            headers[suffix] = header
+        for suffix, header in headers.items():
+            self._check_header(suffix, header, headers[".seg"])
+        self._check_creation_times(
+            {suffix: header.created_ms for suffix, header in headers.items()}
+        )
 
-    def _check_header(self, suffix: str, found: FileHeader, segment_header: FileHeader) -> None:
+    def _check_header(self, suffix: str, header: FileHeader, segment_header: FileHeader) -> None:
         report = self._report[suffix]
-        for error in found.errors:
+        for error in header.errors:
             report.add_error(0, f"header: {error}")
         key = segment_header.cluster_key if self._expected.key is None else self._expected.key
         partition = self._expected.partition
         partition = segment_header.partition if partition is None else partition
         for offset, what, expected, value in (
-            (12, "cluster key", key.hex(), found.cluster_key.hex()),
-            (28, "partition", partition, found.partition),
-            (32, "first ID", self._first, found.first),
+            (12, "cluster key", key.hex(), header.cluster_key.hex()),
+            (28, "partition", partition, header.partition),
+            (32, "first ID", self._first, header.first),
         ):
             if value != expected:
                 report.add_error(offset, f"header: expected {what} {expected}, found {value}")

@@ -267,9 +267,9 @@ def verified_crcs(
     if not (ids == np.arange(first, first + lengths.size, dtype=np.int64)).all():
         return None
     trailers = _gather(records, ends - _TRAILER_BYTES, np.dtype(">u4"))
-    found = crc32(records) if records_crc is None else records_crc
+    whole_crc = crc32(records) if records_crc is None else records_crc
     # CRC-32 is linear. If the CRC of the run follows from the record CRCs, all records are intact.
-    return trailers.tobytes() if found == run_crc(trailers, lengths) else None
+    return trailers.tobytes() if whole_crc == run_crc(trailers, lengths) else None
 
 
 def _verified_crcs_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
@@ -346,8 +346,8 @@ def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None
 def _first_gap_one_by_one(records: Buffer, lengths: list[int], first: int) -> int | None:
     start = 0
     for index, length in enumerate(lengths):
-        (found,) = _ID.unpack_from(records, start)
-        if found != first + index:
+        (found_id,) = _ID.unpack_from(records, start)
+        if found_id != first + index:
             return index
         start += length
     return None

@@ -134,13 +134,13 @@ class Unpacker:
         return columns, is_complete
 
     def _values(self, rows: list[dict[str, Any]], name: str) -> list[Any]:
-        found = [row.get(name) for row in rows]
-        if None not in found:
-            return found
+        values = [row.get(name) for row in rows]
+        if None not in values:
+            return values
         # `_find_value` for each row would take longer than all other work here.
         return [
             self._find_value(row, name) if value is None else value
-            for row, value in zip(rows, found, strict=True)
+            for row, value in zip(rows, values, strict=True)
         ]
 
     def _missing_values(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
@@ -422,9 +422,9 @@ def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builde
             return pa.array([{} if is_there else None for is_there in present], kind)
         arrays = []
         for field, build_child in parts:
-            found = [None if value is None else find(value, field.name) for value in values]
-            _check_nulls(field, compress(found, present))
-            arrays.append(build_child(found))
+            field_values = [None if value is None else find(value, field.name) for value in values]
+            _check_nulls(field, compress(field_values, present))
+            arrays.append(build_child(field_values))
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~present))
 
     return build

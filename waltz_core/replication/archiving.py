@@ -274,7 +274,7 @@ class SessionArchiver:
         """The compared replica's log begins after the recorded mark, so it has no chain there."""
         self._on_mark_mismatch("begins later", now_ms)
 
-    def _on_mark_mismatch(self, found: str, now_ms: int) -> None:
+    def _on_mark_mismatch(self, difference: str, now_ms: int) -> None:
         assert self.recorded_mark is not None
         replica = self._replicas_to_compare.pop(0).replica
         if self._replicas_to_compare:
@@ -282,8 +282,8 @@ class SessionArchiver:
             return
         self.contradiction = (
             f"the archive has transactions up to {self.last} with chain hash "
-            f"{self.recorded_mark.chain.hex()}, but the log of replica {replica} {found}: the log "
-            "is not the archived one, or ZooKeeper's data was rolled back"
+            f"{self.recorded_mark.chain.hex()}, but the log of replica {replica} {difference}: the "
+            "log is not the archived one, or ZooKeeper's data was rolled back"
         )
 
     # ---- attempts
@@ -589,7 +589,7 @@ class SessionArchiver:
     def _compare_chain(
         self,
         attempt: _Attempt,
-        found: ArchivedMark,
+        reported_mark: ArchivedMark,
         engaged: Sequence[ReplicaSession],
         now_ms: int,
     ) -> None:
@@ -600,15 +600,15 @@ class SessionArchiver:
         start = attempt.number % max(1, len(others))
         others = others[start:] + others[:start]
         if not others:
-            self._attempt, self.mark_to_write = None, found
+            self._attempt, self.mark_to_write = None, reported_mark
             return
         for peer in others:
-            if peer.synced_last >= found.last:
+            if peer.synced_last >= reported_mark.last:
                 attempt.is_comparing = True
                 peer.send_request(
                     LineageRequest,
-                    found.last,
-                    found.last,
+                    reported_mark.last,
+                    reported_mark.last,
                     now_ms=now_ms,
                     correlation_id=ARCHIVE_CORRELATION_ID,
                 )
@@ -628,19 +628,19 @@ class SessionArchiver:
         attempt = self._attempt
         if attempt is None or attempt.reported_mark is None or not self._is_current(peer, message):
             return
-        found = attempt.reported_mark
+        reported_mark = attempt.reported_mark
         end = answer.lineage[-1] if answer.lineage else None
-        if end is not None and (end.last, end.chain) == (found.last, found.chain):
-            self._attempt, self.mark_to_write = None, found
+        if end is not None and (end.last, end.chain) == (reported_mark.last, reported_mark.chain):
+            self._attempt, self.mark_to_write = None, reported_mark
             return
         found_text = (
             ("no batch that ends there")
-            if end is None or end.last != found.last
+            if end is None or end.last != reported_mark.last
             else end.chain.hex()
         )
         self._on_attempt_failed(
-            f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
-            f"archived by {attempt.replica}, found {found_text} at replica {peer.replica}",
+            f"expected chain hash {reported_mark.chain.hex()} at transaction {reported_mark.last}, "
+            f"as archived by {attempt.replica}, found {found_text} at replica {peer.replica}",
             now_ms,
         )
 
@@ -660,9 +660,11 @@ class SessionArchiver:
             return False
         if isinstance(message, ArchiveRange | CollectGarbage | ExpireObjects | ReplaceObject):
             return (attempt.replica, attempt.number) == (peer.replica, message.attempt)
-        found = attempt.reported_mark if attempt.is_comparing else None
+        reported_mark = attempt.reported_mark if attempt.is_comparing else None
         return (
-            isinstance(message, LineageRequest) and found is not None and message.last == found.last
+            isinstance(message, LineageRequest)
+            and reported_mark is not None
+            and message.last == reported_mark.last
         )
 
     def _on_attempt_failed(self, reason: str, now_ms: int) -> None:

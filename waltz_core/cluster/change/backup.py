@@ -106,7 +106,7 @@ class Backup:
         """
         values = decode_with_crc(data, f"backup {name}")
         try:
-            found = Backup(
+            backup = Backup(
                 _field_of_type(str, values, "cluster"),
                 UUID(_field_of_type(str, values, "cluster_key")),
                 _whole_number(values, "taken_ms"),
@@ -125,12 +125,12 @@ class Backup:
                 else None,
                 _issued_client_id(values),
             )
-            found.check()
+            backup.check()
         except errors.ChecksumMismatch as error:
             raise errors.ChecksumMismatch(f"backup {name} cannot be decoded: {error}") from error
         except (errors.BadFormat, ValueError) as error:
             raise errors.BadFormat(f"backup {name}: {error}") from error
-        return found
+        return backup
 
     def check(self) -> None:
         """Raise BadFormat or ChecksumMismatch unless each manifest reaches its mark (rule 3)."""
@@ -164,13 +164,15 @@ def merge_writes(
 ) -> dict[str, WriteWithTasks]:
     """Return the writes of a backup from both readings of the registry (rules 1 and 2)."""
     merged = dict(first)
-    for name, found in second.items():
+    for name, second_write in second.items():
         before = first.get(name)
         if before is None:
-            merged[name] = WriteWithTasks(_as_unfinished(found.state), found.tasks)
-        elif not (before.state.is_done and found.state.is_done):
-            state = before.state if found.state.is_done else found.state
-            merged[name] = WriteWithTasks(_as_unfinished(state), {**before.tasks, **found.tasks})
+            merged[name] = WriteWithTasks(_as_unfinished(second_write.state), second_write.tasks)
+        elif not (before.state.is_done and second_write.state.is_done):
+            state = before.state if second_write.state.is_done else second_write.state
+            merged[name] = WriteWithTasks(
+                _as_unfinished(state), {**before.tasks, **second_write.tasks}
+            )
     return merged
 
 
@@ -230,19 +232,19 @@ def _write_from_json(values: object) -> WriteWithTasks:
             f"expected the fields of an exactly-once write, found {values!r:.80}"
         )
     state = WriteState.from_bytes(_field_of_type(str, values, "state").encode())
-    found = _field_of_type(dict, values, "tasks")
+    tasks_json = _field_of_type(dict, values, "tasks")
     tasks = {
-        int(number): TaskState.from_bytes(_field_of_type(str, found, number).encode())
-        for number in found
+        int(number): TaskState.from_bytes(_field_of_type(str, tasks_json, number).encode())
+        for number in tasks_json
     }
     return WriteWithTasks(state, tasks)
 
 
 def _field_of_type(kind: type, values: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked here
-    found = values.get(key)
-    if not isinstance(found, kind):
-        raise errors.BadFormat(f"expected field {key} of type {kind.__name__}, found {found!r:.80}")
-    return found
+    value = values.get(key)
+    if not isinstance(value, kind):
+        raise errors.BadFormat(f"expected field {key} of type {kind.__name__}, found {value!r:.80}")
+    return value
 
 
 def _issued_client_id(values: dict[str, Any]) -> ClientId:
@@ -256,7 +258,7 @@ def _issued_client_id(values: dict[str, Any]) -> ClientId:
 def _whole_number(
     values: dict[str, Any], key: str, *, maximum: int = (1 << 63) - 1, minimum: int = -1
 ) -> int:
-    found = _field_of_type(int, values, key)
-    if isinstance(found, bool) or not minimum <= found <= maximum:
-        raise errors.BadFormat(f"expected field {key} in {minimum}..{maximum}, found {found!r}")
-    return int(found)
+    number = _field_of_type(int, values, key)
+    if isinstance(number, bool) or not minimum <= number <= maximum:
+        raise errors.BadFormat(f"expected field {key} in {minimum}..{maximum}, found {number!r}")
+    return int(number)

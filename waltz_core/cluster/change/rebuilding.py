@@ -204,20 +204,20 @@ def describe_missing_in_chosen(
     chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]
 ) -> list[str]:
     """Return a text for each session or transaction range that the chosen log does not have."""
-    found: list[str] = []
+    texts: list[str] = []
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
-            found.append(
+            texts.append(
                 f"replica {name} has store session {log.last_session} as its last one, but "
                 f"the chosen log has {chosen.last_session}"
             )
         if log.last_synced_id > chosen.last_synced_id:
             first = chosen.last_synced_id + 1
-            found.append(
+            texts.append(
                 f"replica {name} has transactions {first}..{log.last_synced_id}, which the chosen "
                 "log does not have"
             )
-    return found
+    return texts
 
 
 def first_id_after_loss(now_s: int) -> int:

@@ -329,14 +329,14 @@ def placement_without_storage(
         if len(others) >= usual:  # The replica has a successor: this completes an earlier move.
             moved[partition_id] = tuple(others)
             continue
-        found = builder.best_storage_for(others, [address])
-        if found is None:
+        storage = builder.best_storage_for(others, [address])
+        if storage is None:
             raise errors.BadRequest(
                 f"every other storage already has a replica of partition {partition_id}. "
                 "Hint: add a storage first, or remove the replica (`cluster remove-replica "
                 f"{partition_id} {address}`)."
             )
-        builder.move(partition_id, address, found)
+        builder.move(partition_id, address, storage)
         moved[partition_id] = tuple(builder.replicas[partition_id])
     return moved
 
@@ -434,9 +434,9 @@ def _fill_up_placement(
     for partition_id, replicas in builder.replicas.items():
         count = replica_count or len(replicas) or usual
         while len(replicas) < count:
-            found = builder.best_storage_for(replicas, ())
-            assert found is not None
-            builder.move(partition_id, None, found)
+            storage = builder.best_storage_for(replicas, ())
+            assert storage is not None
+            builder.move(partition_id, None, storage)
         while len(replicas) > count:
             builder.move(partition_id, builder.replica_to_remove(replicas), None)
     return builder
@@ -447,12 +447,12 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
     while True:
         removed = builder.replica_to_remove(replicas)
         others = [each for each in replicas if each != removed]
-        found = builder.best_storage_for(others, [removed])
-        if found is None:
+        storage = builder.best_storage_for(others, [removed])
+        if storage is None:
             return
-        if builder.group_count([*others, found]) <= builder.group_count(replicas):
+        if builder.group_count([*others, storage]) <= builder.group_count(replicas):
             return
-        builder.move(partition_id, removed, found)
+        builder.move(partition_id, removed, storage)
 
 
 def _move_one_replica(builder: _PlacementBuilder) -> bool:
@@ -491,7 +491,7 @@ def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]
     )
     if text == "all":
         return tuple(map(PartitionId, range(partition_count)))
-    found: dict[int, None] = {}
+    parsed_numbers: dict[int, None] = {}
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
@@ -500,8 +500,8 @@ def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]
         if not numbers or numbers[-1] >= partition_count:
             where = f"{text!r}" if part == text else f"{part.strip()!r} in {text!r}"
             raise errors.BadConfig(f"{expected}; found {where}")
-        found.update(dict.fromkeys(numbers))
-    return tuple(map(PartitionId, found))
+        parsed_numbers.update(dict.fromkeys(numbers))
+    return tuple(map(PartitionId, parsed_numbers))
 
 
 def ranges_of_numbers(numbers: list[int]) -> str:

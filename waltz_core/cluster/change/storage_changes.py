@@ -184,15 +184,17 @@ class StorageChanges:
         signal: Signal | None = None,
     ) -> dict[PartitionId, PartitionReplicas]:
         """Read the replicas of these partitions, with their states in the owners' sessions."""
-        found: dict[PartitionId, PartitionReplicas] = {}
+        replicas: dict[PartitionId, PartitionReplicas] = {}
         for partition_id in partitions:
             path = self._paths.partition(partition_id)
             node = await self._nodes.znodes.get(path, signal)
             metadata = None
             if node is not None:
                 metadata = model.PartitionMetadata.from_bytes(node.data, partition_id)
-            found[partition_id] = PartitionReplicas(assignment.replicas_of(partition_id), metadata)
-        return found
+            replicas[partition_id] = PartitionReplicas(
+                assignment.replicas_of(partition_id), metadata
+            )
+        return replicas
 
     async def execute_plan(
         self, plan: ReplicaPlan, on_progress: Callable[[PlanProgress], None]

@@ -57,18 +57,18 @@ class StoredPermissions:
 
     async def read_existing(self) -> Permissions:
         """Return the permissions; raises BadRequest if the cluster has none."""
-        found = await self.read()
-        if found is None:
+        permissions = await self.read()
+        if permissions is None:
             raise self._missing_error()
-        return found
+        return permissions
 
     async def create(self, permissions: Permissions, author: Author) -> Permissions:
         """Write the first permissions; raises BadRequest if the cluster has permissions already."""
         await self._reset_access_lists()
         new_permissions = with_revision(permissions, permissions.revision, *author)
         for _ in range(WRITE_ATTEMPTS_MAX):
-            found = await self._get_node()
-            if found is not None:
+            node = await self._get_node()
+            if node is not None:
                 raise errors.BadRequest(
                     f"nothing was changed: the cluster at {self._nodes.connect_string} has "
                     "permissions already. Hint: `access list` shows them and their author, "

@@ -96,10 +96,10 @@ class Balancer:
             return {}
         movable = {each for each in loads if each not in pinned}
         is_rebalancing = self._is_rebalancing(server_loads, movable, now_ms)
-        found = self._compute_moves(
+        possible_moves = self._compute_moves(
             {each: dict(partition_loads) for each, partition_loads in server_loads.items()}, movable
         )
-        sources = {owners[each] for each in found}
+        sources = {owners[each] for each in possible_moves}
         self._overloaded_since_ms = {
             each: self._overloaded_since_ms.get(each, now_ms) for each in sources
         }
@@ -121,10 +121,10 @@ class Balancer:
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
-            found = _best_move(server_loads, movable, self._limits.gain_min_to_continue)
-            if found is None:
+            best = _best_move(server_loads, movable, self._limits.gain_min_to_continue)
+            if best is None:
                 break
-            source, move = found
+            source, move = best
             for partition_id in move.partitions[: self._limits.moves_max - len(moves)]:
                 moves[partition_id] = move.target
                 server_loads[move.target][partition_id] = server_loads[source].pop(partition_id)
@@ -147,10 +147,10 @@ class Balancer:
     ) -> bool:
         """Whether a rebalancing is in progress; a lasting imbalance begins one (rule 2)."""
         limits = self._limits
-        found = _best_move(
+        best = _best_move(
             server_loads, movable, limits.gain_min_to_begin, limits.excess_min_to_begin
         )
-        if found is None:
+        if best is None:
             self._uneven_since_ms = None
         elif self._uneven_since_ms is None:
             self._uneven_since_ms = now_ms

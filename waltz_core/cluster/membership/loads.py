@@ -60,7 +60,7 @@ class LoadMeter:
             for partition_id, meter in self._meters.items()
             if partition_id in totals
         }
-        found: dict[PartitionId, PartitionLoad] = {}
+        loads: dict[PartitionId, PartitionLoad] = {}
         for partition_id, total in totals.items():
             meter = self._meters.get(partition_id)
             if meter is None or total < meter.total:  # New here, or closed and opened again.
@@ -74,10 +74,10 @@ class LoadMeter:
             meter.weighted_sum = meter.weighted_sum * old_weight + rate * (1 - old_weight)
             meter.total, meter.counted_at_ms = total, now_ms
             measured_ms = now_ms - meter.since_ms
-            found[partition_id] = PartitionLoad(
+            loads[partition_id] = PartitionLoad(
                 meter.weighted_sum / (1 - exp(-measured_ms / self._window_ms)), measured_ms
             )
-        return found
+        return loads
 
 
 class LoadAverages:

@@ -203,7 +203,7 @@ class PublishedReachability:
     ) -> dict[ServerId, ReachReport]:
         """Return the reports of these servers; reports that cannot be decoded are left out."""
         paths = self._nodes.paths
-        found: dict[ServerId, ReachReport] = {}
+        reports: dict[ServerId, ReachReport] = {}
         listing = await self._nodes.znodes.children(paths.reach_reports, signal)
         names = () if listing is None else listing.names
         for server_id in server_ids:
@@ -213,9 +213,9 @@ class PublishedReachability:
             if node is None:
                 continue
             try:
-                found[server_id] = decode_node(
+                reports[server_id] = decode_node(
                     paths.reach_report(server_id), node, ReachReport.from_bytes
                 )
             except errors.BadFormat:
                 continue  # a server of another version, or damage
-        return found
+        return reports

@@ -285,13 +285,13 @@ class Membership:
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            found = [each for each in membership.registered if each.descriptor == dead]
-            if not found:
+            nodes = [each for each in membership.registered if each.descriptor == dead]
+            if not nodes:
                 self._note_dead_server(dead.server_id)
                 return
             try:
                 await self._nodes.znodes.write(
-                    [DeleteNode(each.path, each.stat.version) for each in found]
+                    [DeleteNode(each.path, each.stat.version) for each in nodes]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -561,7 +561,7 @@ class Membership:
     async def _read_descriptors(
         self, names: tuple[str, ...], signal: Signal | None
     ) -> tuple[_RegisteredServer, ...] | None:
-        found: list[_RegisteredServer] = []
+        servers: list[_RegisteredServer] = []
         for name in names:
             if not name.startswith(DESCRIPTOR_PREFIX):
                 continue
@@ -570,8 +570,8 @@ class Membership:
             if node is None:
                 return None
             descriptor = decode_node(path, node, model.ServerDescriptor.from_bytes)
-            found.append(_RegisteredServer(path, descriptor, node.stat))
-        return tuple(found)
+            servers.append(_RegisteredServer(path, descriptor, node.stat))
+        return tuple(servers)
 
 
 def _servers_view(membership: _MembershipNodes, partition_count: int) -> ServersView:

@@ -559,11 +559,11 @@ class _Reader:
     def read_map_by_address(
         self, read_value: Callable[[], T], *, item_bytes: int
     ) -> dict[ReplicaId, T]:
-        found: dict[ReplicaId, T] = {}
+        values: dict[ReplicaId, T] = {}
         for _ in range(self.count("storage count", item_bytes=2 + item_bytes)):
-            address = self.new_address(found)
-            found[address] = read_value()
-        return found
+            address = self.new_address(values)
+            values[address] = read_value()
+        return values
 
     def check_end(self, value: T) -> T:
         if self._offset != len(self._data):

@@ -52,15 +52,15 @@ class RestoreSources:
         """Decode the node's bytes; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
-            found, marks = values["format"], values["marks"]
-            if found == _FORMAT:
+            format_number, marks = values["format"], values["marks"]
+            if format_number == _FORMAT:
                 return RestoreSources({_key(key): _ends(ends) for key, ends in marks.items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise errors.BadFormat(
                 f"znode R/x/restored cannot be decoded: {type(error).__name__}: {error}"
             ) from error
         raise errors.BadFormat(
-            f"znode R/x/restored: expected format {_FORMAT}, found {found!r:.80}"
+            f"znode R/x/restored: expected format {_FORMAT}, found {format_number!r:.80}"
         )
 
 

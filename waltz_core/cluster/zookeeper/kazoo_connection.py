@@ -96,13 +96,13 @@ class KazooHooks:
         for host, lookup in lookups.items():
             if lookup.done() and lookup.exception() is None:  # its callback may still have to run
                 self._addresses[host] = lookup.result()
-        found = [
+        addresses = [
             (host.strip(), address, port)
             for host, port in self._client.hosts
             for address in self._addresses.get(host.strip(), ())
         ]
-        random.shuffle(found)
-        return found
+        random.shuffle(addresses)
+        return addresses
 
     def _note_addresses(self, host: str, lookup: "Future[dns_lookup.Addresses]") -> None:
         error = lookup.exception()

@@ -589,25 +589,25 @@ class ZooKeeperSession:
 
         With one user, further lines grant the same permissions at both nodes.
         """
-        found: list[set[str]] = []
+        users: list[set[str]] = []
         for path in (self._root, f"{self._root}/x"):
             expected = _acl_entry(
                 NodePermission(DIGEST_SCHEME, "", self._znode_row(path).members)
             ).perms
             with contextlib.suppress(NoNodeError):
                 acl, _ = await self._read(partial(self._client.get_acls_async, path), path)
-                found.append(
+                users.append(
                     {
                         each.id.id
                         for each in acl
                         if each.id.scheme == DIGEST_SCHEME and each.perms == expected
                     }
                 )
-        return set.intersection(*found) if found else set()
+        return set.intersection(*users) if users else set()
 
-    def _wrong_user_error(self, found: str) -> errors.BadConfig:
+    def _wrong_user_error(self, problem: str) -> errors.BadConfig:
         return errors.BadConfig(
-            f"the command does not change {self._root} of ZooKeeper {self._hosts}: {found}"
+            f"the command does not change {self._root} of ZooKeeper {self._hosts}: {problem}"
         )
 
     def _znode_row(self, path: str) -> Znode:

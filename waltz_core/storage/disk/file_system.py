@@ -350,15 +350,15 @@ class RealFile:
         If the file system does not support this, the blocks stay and the next write fails.
         """
         fd = self._begin_use()
-        found = False
+        has_unreadable = False
         try:
             for block in {offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES}:
                 if not _is_readable(fd, block * _BLOCK_BYTES):
-                    self._is_unsynced = found = True
+                    self._is_unsynced = has_unreadable = True
                     _punch_hole(fd, block * _BLOCK_BYTES)
         finally:
             self._end_use()
-        return found
+        return has_unreadable
 
     def sync(self) -> None:
         """Wait for fdatasync; if it fails for lack of space, the unsynced data is lost (rule 1)."""
@@ -561,12 +561,12 @@ class RealDisk:
     def identity(self, path: Path) -> tuple[int, int] | None:
         """Return device and inode to which this name refers now; None if it does not exist."""
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise _typed_error(error, "get the identity of", path) from error
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
@@ -621,11 +621,11 @@ class RealDisk:
     def free_bytes(self, directory: Path) -> int:
         """Return the free bytes, without the space that is reserved for root."""
         with _typed_errors("get the free space of", directory):
-            found = os.statvfs(directory)
-        return found.f_bavail * found.f_frsize
+            statistics = os.statvfs(directory)
+        return statistics.f_bavail * statistics.f_frsize
 
     def size_bytes(self, directory: Path) -> int:
         """Return the size in bytes, including the space that is reserved for root."""
         with _typed_errors("get the file system size of", directory):
-            found = os.statvfs(directory)
-        return found.f_blocks * found.f_frsize
+            statistics = os.statvfs(directory)
+        return statistics.f_blocks * statistics.f_frsize

@@ -140,8 +140,8 @@ def check_repaired(
 def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
     """Return the readable batches that overlap a range, each with the chain hash before it."""
     try:
-        found = segments.entries(*ids, ids.last - ids.first + 1)[1]
-        return [(segments.entries(entry.last, entry.last, 1)[0], entry) for entry in found]
+        entries = segments.entries(*ids, ids.last - ids.first + 1)[1]
+        return [(segments.entries(entry.last, entry.last, 1)[0], entry) for entry in entries]
     except (BadFormat, ChecksumMismatch, ReadFailed):
         return segments.readable_batches(*ids)
 
@@ -163,6 +163,6 @@ def _wrong_ids(segments: Segments, entry: LineageEntry, repaired: IdRange) -> tu
 def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:
     """Return the batch that ends before an ID; None if there is no readable one."""
     with suppress(BadFormat, ChecksumMismatch):
-        found = segments.entry_of(TransactionId(first - 1)) if first else None
-        return found if found is not None and found.last < first else None
+        entry = segments.entry_of(TransactionId(first - 1)) if first else None
+        return entry if entry is not None and entry.last < first else None
     return None

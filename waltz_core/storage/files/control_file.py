@@ -327,19 +327,19 @@ class SlotFile:
         path = directory / SLOTS_NAME
         file = disk.open(path)
         try:
-            found = _readable_slots(file)
+            readable_slots = _readable_slots(file)
         except BaseException:
             file.close()
             raise
         valid = [
             (slot.sequence, position, slot)
-            for position, slot in found
+            for position, slot in readable_slots
             if slot.partition_id == partition_id and position == _block_index(slot.sequence)
         ]
         if not valid:
             file.close()
-            owners = ", ".join(str(slot.partition_id) for _, slot in found)
-            found_text = f"slots of partitions {owners}" if found else "no readable slot"
+            owners = ", ".join(str(slot.partition_id) for _, slot in readable_slots)
+            found_text = f"slots of partitions {owners}" if readable_slots else "no readable slot"
             raise BadFormat(
                 f"{path}: neither control slot is valid: expected partition {partition_id}, "
                 f"found {found_text}"
@@ -376,13 +376,13 @@ class SlotFile:
 
 
 def _readable_slots(file: File) -> list[tuple[int, Slot]]:
-    found: list[tuple[int, Slot]] = []
+    slots: list[tuple[int, Slot]] = []
     for position in range(SLOT_COUNT):
         with suppress(BadFormat, ChecksumMismatch):
-            found.append(
+            slots.append(
                 (position, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * position)))
             )
-    return found
+    return slots
 
 
 def _block_index(sequence: int) -> int:

@@ -183,9 +183,9 @@ class PartitionInfo(NamedTuple):
         """Decode 36 bytes (rule 2)."""
         body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
         session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
-        for name, found in (("session", session), ("mark", mark), ("local mark", local)):
-            if found < BEFORE_FIRST:
-                raise BadFormat(f"partition info: expected a {name} of at least -1, found {found}")
+        for name, number in (("session", session), ("mark", mark), ("local mark", local)):
+            if number < BEFORE_FIRST:
+                raise BadFormat(f"partition info: expected a {name} of at least -1, found {number}")
         return PartitionInfo(
             SessionId(session), TransactionId(mark), TransactionId(local), flags, sequence
         )
@@ -352,8 +352,8 @@ def decode_entry(
     """Decode 64 bytes (rule 2); return the entry, and the last ID that was durable before it."""
     crc_start = _entry_crc_start(segment_crc, position)
     if len(data) == LINEAGE_ENTRY_BYTES:
-        found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
-        first, last, session, stamp_ms, chain, synced, reserved, stated_crc = found
+        values = _LINEAGE_ENTRY_AND_CRC.unpack(data)
+        first, last, session, stamp_ms, chain, synced, reserved, stated_crc = values
         is_valid = stated_crc == crc32(data[:-4], crc_start) and reserved == _RESERVED_ZEROS
         if is_valid and BEFORE_FIRST <= synced < first <= last and first >= 0:
             return LineageEntry(first, last, session, stamp_ms, chain), synced

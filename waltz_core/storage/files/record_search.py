@@ -91,9 +91,9 @@ def record_end(file: SearchedFile, start: int, transaction_id: int, size: int) -
     """Return the end of the record at an offset; None if it does not have the expected ID."""
     if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
         return None
-    found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
+    found_id, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
     end = start + RECORD_OVERHEAD_BYTES + length
-    if found != transaction_id or length < 0 or end > size:
+    if found_id != transaction_id or length < 0 or end > size:
         return None
     return int(end)
 
@@ -138,9 +138,9 @@ def _candidate_lengths(data: bytes, next_id: int, stop_id: int | None) -> I64:
     lengths = []
     offset = 0
     while offset + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
-        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, offset)
+        found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, offset)
         length = RECORD_OVERHEAD_BYTES + data_bytes
-        if found != next_id or data_bytes < 0 or offset + length > len(data):
+        if found_id != next_id or data_bytes < 0 or offset + length > len(data):
             break
         lengths.append(length)
         offset += length
@@ -200,13 +200,13 @@ class HoleSearch:
                     f"entries up to {self._last}, found disk errors in both. Hint: check the disk."
                 )
         starts = self._starts[hole + 1 - self._starts_first_id :]
-        found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
-        if found is None:
+        record = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
+        if record is None:
             return None
-        if not found.is_confirmed:
+        if not record.is_confirmed:
             # The search of the whole file has confirmed no record, so it is not repeated.
             self._starts = _NO_OFFSETS
-        return found.transaction_id, found.offset
+        return record.transaction_id, record.offset
 
 
 def find_record(
@@ -223,7 +223,7 @@ def find_record(
     The hole begins at offset `hole` with the record `first`. `starts` has the offsets that the
     index states for the records after `first`.
     """
-    found: FoundRecord | None = None
+    best: FoundRecord | None = None
     offset = hole + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
@@ -233,26 +233,26 @@ def find_record(
             if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (missing_count + 1):
                 continue  # not covered by a marker, or no space for the records in the hole
             is_known = missing_count < starts.size and starts[missing_count] == start
-            if not is_known and (found is not None or data_bytes > TRANSACTION_BYTES_MAX):
+            if not is_known and (best is not None or data_bytes > TRANSACTION_BYTES_MAX):
                 continue  # a client can choose data that looks like many beginnings of long records
             record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
             if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
                 continue
             candidate = FoundRecord(TransactionId(found_id), start, is_known)
             if is_known:
-                is_contiguous = found is not None and _has_records_between(
-                    file, found, candidate, size
+                is_contiguous = best is not None and _has_records_between(
+                    file, best, candidate, size
                 )
                 return (
-                    found._replace(is_confirmed=True)
-                    if found is not None and is_contiguous
+                    best._replace(is_confirmed=True)
+                    if best is not None and is_contiguous
                     else candidate
                 )
-            found = candidate
-        if found is not None and not starts.size:
+            best = candidate
+        if best is not None and not starts.size:
             break
         offset += max(1, len(data) - RECORD_PREFIX.size + 1)
-    return found
+    return best
 
 
 def _has_records_between(

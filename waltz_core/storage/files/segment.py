@@ -191,16 +191,16 @@ class Segment:
         If the header was in a lost block, it is written again.
         """
         try:
-            found = file.pread(SEGMENT_HEADER_BYTES, 0)
+            header_bytes = file.pread(SEGMENT_HEADER_BYTES, 0)
         except ReadFailed:
             file.discard_unreadable(0, SEGMENT_HEADER_BYTES)
-            found = file.pread(SEGMENT_HEADER_BYTES, 0)
-        if len(found) == SEGMENT_HEADER_BYTES and not any(found):
+            header_bytes = file.pread(SEGMENT_HEADER_BYTES, 0)
+        if len(header_bytes) == SEGMENT_HEADER_BYTES and not any(header_bytes):
             file.pwrite([self._header.encode()], 0)
             file.sync()
             return True
         try:
-            return SegmentHeader.decode(found)[1:] == self._header[1:]
+            return SegmentHeader.decode(header_bytes)[1:] == self._header[1:]
         except BadFormat:
             return False
 
@@ -503,11 +503,11 @@ class Segment:
             next_id = TransactionId(next_id + int(starts.size))
             if next_id > last_synced:
                 break  # no byte after `last_synced` was synced, so all of them count as torn
-            found = search.record_after(next_id, offset, file_size)
-            if found is not None:
-                hole = IdRange(next_id, TransactionId(found[0] - 1))
-                damaged.append(self._index_hole(hole, offset, found[1]))
-                next_id, offset = found
+            next_record = search.record_after(next_id, offset, file_size)
+            if next_record is not None:
+                hole = IdRange(next_id, TransactionId(next_record[0] - 1))
+                damaged.append(self._index_hole(hole, offset, next_record[1]))
+                next_id, offset = next_record
                 continue
             if is_last and (offset == file_size or not self._has_index_of(last_synced, file_size)):
                 has_lost_ids = True

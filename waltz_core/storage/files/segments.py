@@ -260,8 +260,8 @@ class Segments:
                 if low <= high:
                     segment.bounds(low, high)
             except (ChecksumMismatch, ReadFailed):
-                found = segment.recover(segment.first, segment.last, is_last=False)
-                damaged.extend(found.damaged)
+                recovery = segment.recover(segment.first, segment.last, is_last=False)
+                damaged.extend(recovery.damaged)
             for run in segment.lineage.unreadable_runs():
                 self._repair_batches(index, *run)
         return tuple(damaged)
@@ -272,7 +272,7 @@ class Segments:
         Raises:
             ChecksumMismatch, ReadFailed: the entry before them cannot be read either.
         """
-        found = []
+        lost = []
         for index in self._indices_around(first, last):
             segment = self.all[index]
             for low, high in segment.lineage.unreadable_runs():
@@ -280,8 +280,8 @@ class Segments:
                 is_end = high == segment.lineage.count
                 end = segment.last if is_end else segment.lineage.entry(high).last
                 is_provable = high == low + 1 and not is_end
-                found.append(LostBatches(index, low, IdRange(begin, end), is_provable))
-        return found
+                lost.append(LostBatches(index, low, IdRange(begin, end), is_provable))
+        return lost
 
     def rebuild_lost_batch(self, lost: LostBatches) -> bool:
         """Rebuild a lost batch if its records and the batch after it prove its content.
@@ -303,15 +303,15 @@ class Segments:
 
         This reads all entries of the surrounding segments.
         """
-        found = []
+        batches = []
         for index in self._indices_around(first, last):
             lineage = self.all[index].lineage
             for position in range(lineage.count):
                 with suppress(BadFormat, ChecksumMismatch, ReadFailed):
                     entry = lineage.entry(position)
                     if first <= entry.last and entry.first <= last:
-                        found.append((lineage.chain_at(position), entry))
-        return found
+                        batches.append((lineage.chain_at(position), entry))
+        return batches
 
     def _indices_around(self, first: TransactionId, last: TransactionId) -> range:
         """Return the indices of the segments that contain first..last and their batches."""
@@ -548,7 +548,7 @@ def first_invalid_record(
     """Return the index of the first record that is incomplete, wrong or in the wrong place."""
     count, size = _size_before_short_record(lengths)
     run = memoryview(records)[:size]
-    found = [
+    invalid = [
         position
         for position in (
             raw_records.first_bad_record(run, lengths[:count]),
@@ -556,8 +556,8 @@ def first_invalid_record(
         )
         if position is not None
     ]
-    if found:
-        return min(found)
+    if invalid:
+        return min(invalid)
     return count if count < lengths.size else None
 
 

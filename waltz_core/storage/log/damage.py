@@ -64,8 +64,8 @@ def repair_damage(
     filled = IdRange(first, last)
     remaining = remove_damage(slot.damaged, filled)
     _prove_lost_batches(segments, filled, remaining)
-    for found in check_repaired(segments, filled, remaining):  # rule 3
-        remaining = add_damage(remaining, found)
+    for new_damage in check_repaired(segments, filled, remaining):  # rule 3
+        remaining = add_damage(remaining, new_damage)
     return remaining
 
 

@@ -442,9 +442,9 @@ class _LogOpening:
     def _recover(
         self, segment: Segment, start: TransactionId, last_synced: TransactionId, *, is_last: bool
     ) -> None:
-        found = segment.recover(start, last_synced, is_last=is_last)
-        self._note_damage(found.damaged)
-        if found.has_lost_ids:
+        recovery = segment.recover(start, last_synced, is_last=is_last)
+        self._note_damage(recovery.damaged)
+        if recovery.has_lost_ids:
             self._mark_suspect()
 
     def _note_damage(self, damaged: tuple[IdRange, ...]) -> None:
@@ -628,9 +628,9 @@ class _LogOpening:
         # is corrupt, too.
         has_next = transaction_id < segments.segment_end(transaction_id)
         if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
-            found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
+            found_id, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
             data = memoryview(record)[RECORD_PREFIX.size : -4]
-            if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
+            if (found_id, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
                 return record[-4:]  # The data is corrupt, or the CRC of the data.
         self._mark_suspect()
         return bytes(4)

@@ -464,12 +464,12 @@ class PartitionLog:
                 f"partition {self.partition_id}: cannot truncate after transaction "
                 f"{last_to_keep}, which is below the low-water mark {self.slot.low_water_mark}"
             )
-        found = self.chain_at(base) if base <= last_to_keep else None
-        if found != base_chain:
+        found_chain = self.chain_at(base) if base <= last_to_keep else None
+        if found_chain != base_chain:
             raise BadRequest(
                 f"partition {self.partition_id}: expected chain hash {base_chain.hex()} at "
                 f"transaction {base}, found "
-                f"{found.hex() if found is not None else 'no batch end there'}"
+                f"{found_chain.hex() if found_chain is not None else 'no batch end there'}"
             )
         if covers:
             self._covered_records.cover(last_to_keep)
@@ -498,12 +498,12 @@ class PartitionLog:
         """
         files = self._files
         files.check_usable()
-        found = self.chain_at(archived.transaction_id)
-        if found != archived.chain:
+        found_chain = self.chain_at(archived.transaction_id)
+        if found_chain != archived.chain:
             raise BadRequest(
                 f"partition {self.partition_id}: expected chain hash {archived.chain.hex()} "
                 f"at transaction {archived.transaction_id}, up to which the log is archived; "
-                f"found {'none' if found is None else found.hex()}"
+                f"found {'none' if found_chain is None else found_chain.hex()}"
             )
         end = self.removable_end(archived)
         if end is None:

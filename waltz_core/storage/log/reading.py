@@ -348,10 +348,10 @@ class LogReader:
             first, last, lambda: self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
         )
 
-    def _note_damage(self, found: Sequence[IdRange]) -> None:
+    def _note_damage(self, new_damage: Sequence[IdRange]) -> None:
         slot = self._slots.slot
         damaged = slot.damaged
-        for ids in found:
+        for ids in new_damage:
             damaged = add_damage(damaged, ids)
         if damaged != slot.damaged:
             self._write_slot(replace(slot, damaged=damaged))

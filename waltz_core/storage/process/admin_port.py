@@ -244,8 +244,10 @@ class AdminPort:
     def _scrub(self, task: admin_tasks.FindScrubState) -> ScrubState | None:
         if task.begins:
             self._post(service.ScrubRequested(task.partition_id))
-        found = (state for state in self._scrub_states() if state.partition_id == task.partition_id)
-        return next(found, None)
+        states = (
+            state for state in self._scrub_states() if state.partition_id == task.partition_id
+        )
+        return next(states, None)
 
     # ---- reading (rule 2)
 

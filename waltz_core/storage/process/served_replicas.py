@@ -244,15 +244,15 @@ class ServedReplicas:
 
     async def _open_partitions(self, partition_ids: Sequence[PartitionId]) -> None:
         """Open logs in parallel; a log that cannot be opened does not affect other logs."""
-        found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
+        results: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
 
         def open_one(partition_id: PartitionId) -> None:
             try:
                 # The reserve has enough space for the files of a new log.
                 assign = partial(self._engine.assign, partition_id)
-                found[partition_id] = self._engine.space.call_with_reserve(assign)
+                results[partition_id] = self._engine.space.call_with_reserve(assign)
             except errors.WaltzError as error:
-                found[partition_id] = error
+                results[partition_id] = error
 
         def open_all() -> None:
             with suppress(errors.WaltzError):  # `open_one` reports the error again.
@@ -261,7 +261,7 @@ class ServedReplicas:
 
         await self._in_thread(open_all)
         for partition_id in partition_ids:
-            log = found[partition_id]
+            log = results[partition_id]
             if isinstance(log, errors.WaltzError):
                 self._report(
                     Report(

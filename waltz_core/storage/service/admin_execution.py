@@ -71,15 +71,15 @@ def _carry_out(
 
 def held_partitions_of(engine: StorageEngine) -> tuple[HeldPartition, ...]:
     """Return all partitions that the storage holds."""
-    found = []
+    partitions = []
     for partition_id in engine.assigned_partitions():
         log = engine.logs.get(partition_id)
         synced_max = BEFORE_FIRST if log is None else log.synced_max
         is_available = engine.is_available(partition_id)
-        found.append(
+        partitions.append(
             HeldPartition(partition_id, engine.info(partition_id), synced_max, is_available)
         )
-    return tuple(found)
+    return tuple(partitions)
 
 
 def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:

@@ -47,14 +47,14 @@ class QueueLimits:
         if not self._paused_connections:
             return []
         room_bytes = self._bytes_max // 2
-        found = [
+        connections = [
             connection
             for connection, is_read in self._paused_connections.items()
             if (self.reader_bytes if is_read else self.owner_bytes) <= room_bytes
         ]
-        for connection in found:
+        for connection in connections:
             del self._paused_connections[connection]
-        return found
+        return connections
 
     def forget(self, connection: ConnectionId) -> None:
         """Forget a closed connection; the caller subtracts its requests one by one."""

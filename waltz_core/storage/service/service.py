@@ -553,14 +553,14 @@ class StorageService:
 
     def _on_work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
-            found: WorkOutcome | ArchiveQuery = outcome
+            answer: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
-                found = self._archive_reads.archive_query_for(request, outcome)
+                answer = self._archive_reads.archive_query_for(request, outcome)
             self.queue_limits.subtract(request)
-            if isinstance(found, ArchiveQuery):
-                self._effects.append(ReadArchive(found))
+            if isinstance(answer, ArchiveQuery):
+                self._effects.append(ReadArchive(answer))
             else:
-                self._respond(request, found)
+                self._respond(request, answer)
         lane = self._lanes.get(work.partition_id)
         if lane is None or lane.work is not work:
             self._effects.append(PartitionIdle(work.log))  # the partition was dropped meanwhile

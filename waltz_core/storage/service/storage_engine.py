@@ -145,10 +145,10 @@ class StorageEngine:
             control = ControlFile.open(
                 disk, directory, settings.cluster_key, partition_count, settings.now_ms()
             )
-            found = disk.list(directory)
+            names = disk.list(directory)
             disk.sync_directory(directory)  # rule 7
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
-            engine._durable_names |= {PartitionId(int(name)) for name in found if name.isdecimal()}
+            engine._durable_names |= {PartitionId(int(name)) for name in names if name.isdecimal()}
             engine.space.fill_reserve()
             engine._finish_removals()
             engine._open_assigned(for_each)

@@ -396,18 +396,18 @@ def _apply_change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
 
 
 def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:
-    found = log.prepare(SessionId(message.session_id), message.nonce)
+    report = log.prepare(SessionId(message.session_id), message.nonce)
     return Prepared(
         *_response_prefix(message),
         storage_id=storage_id,
-        last_session=found.last_session,
-        low_water_mark=found.low_water_mark,
-        mark_confirmed=found.mark_confirmed,
-        synced_max=found.synced_max,
-        chain=found.chain,
-        suspect=found.suspect,
-        damaged=np.array(found.damaged, dtype=">i8").tobytes(),
-        engaged_session=found.engaged_session,
+        last_session=report.last_session,
+        low_water_mark=report.low_water_mark,
+        mark_confirmed=report.mark_confirmed,
+        synced_max=report.synced_max,
+        chain=report.chain,
+        suspect=report.suspect,
+        damaged=np.array(report.damaged, dtype=">i8").tobytes(),
+        engaged_session=report.engaged_session,
     )
 
 
@@ -417,9 +417,9 @@ def _with_start(prepared: Prepared, start: AckedMarker) -> Prepared:
 
 def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessResponse:
     """Raise BadRequest if the log has another chain hash at the mark (AR 10 in decision 047)."""
-    found = log.chain_at(TransactionId(message.last))
-    if found != message.chain:
-        found_text = "no batch that ends there" if found is None else found.hex()
+    found_chain = log.chain_at(TransactionId(message.last))
+    if found_chain != message.chain:
+        found_text = "no batch that ends there" if found_chain is None else found_chain.hex()
         raise BadRequest(
             f"partition {message.partition_id}: expected chain hash {message.chain.hex()} at "
             f"transaction {message.last}, up to which the log is archived; found {found_text}"
