@@ -255,11 +255,11 @@ class Coordinator:
     async def root_of(self, cluster_key: UUID) -> str | None:
         """Return the root of the cluster with this key in this ZooKeeper; None if there is none."""
         for root, _ in await self.find_clusters("/"):
-            if (await self.at(root).read_cluster()).store.cluster_key == cluster_key:
+            if (await self.for_root(root).read_cluster()).store.cluster_key == cluster_key:
                 return root
         return None
 
-    def at(self, root: str) -> "Coordinator":
+    def for_root(self, root: str) -> "Coordinator":
         """Return a coordinator for another cluster, over the same session."""
         return Coordinator(self._znodes, root)
 

@@ -102,7 +102,7 @@ class PlanProgress:
 
     done_count: int
     partition_count: int
-    waits: tuple[PostponedStep, ...] = ()
+    postponed_steps: tuple[PostponedStep, ...] = ()
     steps: tuple[ReplicaStep, ...] = ()
 
 

@@ -341,8 +341,8 @@ class StorageDaemon:
         async with TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
             tasks.create_task(self._sample_space(engine.space))
-            offer = self._segments.offer(self.address, engine, serving, self._pool)
-            tasks.create_task(offer)
+            sharing = self._segments.serve(self.address, engine, serving, self._pool)
+            tasks.create_task(sharing)
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 

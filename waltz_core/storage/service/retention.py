@@ -76,19 +76,19 @@ class Retention:
             return None
         for partition_id, size in self._sizes.items():
             if size is None:
-                return self._begin(partition_id, removes=False)
+                return self._begin(partition_id, removes_oldest=False)
         chosen = self._next_removal()
         if chosen is not None:
-            return self._begin(chosen, removes=True)
+            return self._begin(chosen, removes_oldest=True)
         self._sizes = dict.fromkeys(self._sizes)
         self._due_ms = now_ms + INTERVAL_MS if self._marks else None
         return None
 
     def _begin(
-        self, partition_id: PartitionId, *, removes: bool
+        self, partition_id: PartitionId, *, removes_oldest: bool
     ) -> tuple[PartitionId, RetentionPiece]:
         self._running = partition_id
-        return partition_id, RetentionPiece(self._marks.get(partition_id), removes)
+        return partition_id, RetentionPiece(self._marks.get(partition_id), removes_oldest)
 
     def _next_removal(self) -> PartitionId | None:
         """Return the partition whose oldest segment is removed next (rule 1)."""

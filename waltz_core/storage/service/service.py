@@ -746,7 +746,7 @@ class StorageService:
             self._effects += self._archive.on_piece_read(piece, result.archive_read, now_ms)
         elif isinstance(piece, RetentionPiece):
             self._retention.on_piece_done(partition_id, result.log_size)
-            if result.log_size is not None and result.log_size.removed:
+            if result.log_size is not None and result.log_size.has_removed:
                 start = lane.log.start.transaction_id
                 self._report_event("storage.segment_removed", partition=partition_id, start=start)
 
