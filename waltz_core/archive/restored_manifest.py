@@ -13,9 +13,9 @@ Rules (docs/decisions/055):
        object is below another key. If no other object has the same IDs, the object is not read.
     3. The object that contains the end is read. Its hash chain is verified from its first to its
        last batch, and must match the manifest, so the end has the chain hash of the source's log.
-    4. The version of the new manifest is above all versions in the cluster's folder. So if the
-       cluster keeps its key, the files that the lost cluster had archived after the end count as
-       garbage, and not as a sign of a rollback (`garbage_collection.py`, rule 9).
+    4. The version of the new manifest is above all versions in the cluster's folder. If the cluster
+       keeps its key, files that the lost cluster had archived after the end then count as garbage,
+       and not as a sign of a rollback (`garbage_collection.py`, rule 9).
     5. The caller pins the source clusters before the check of rule 2, and repeats this check at the
        end (`pins.py`).
 """

@@ -30,8 +30,8 @@ Rules (docs/spark.md, "Exactly once"):
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        by a few.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest one of its
-       task. Without it, an attempt that was paused could finish a write with outcomes that a later
-       attempt has changed: the later one may append a row that a lock had rejected before.
+       task. Without it, an attempt that was paused could finish a write with outdated outcomes. A
+       later attempt may have appended a row that a lock had rejected before.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

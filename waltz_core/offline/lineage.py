@@ -7,8 +7,9 @@ Rules:
     1. The chain hash after a batch is blake2b-16 over the chain hash before it, its first ID, last
        ID and session, and the CRCs of its records. It covers no other values; it does not cover the
        commit stamp.
-    2. A chain hash that cannot be computed is not guessed: a batch with an unreadable record counts
-       as unchecked, and the next batch continues from the chain hash that its entry states.
+    2. If a batch has an unreadable record, its chain hash cannot be computed. The batch counts as
+       unchecked, and the next batch continues from the chain hash that the entry of this batch
+       states.
     3. A batch of the session `RECONSTRUCTED` replaces lost batches. Neither its chain hash nor the
        chain hash of the next batch can be computed.
 """

@@ -6,9 +6,9 @@ Only this module removes records. It processes one replica and the goal (the dec
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the high-water mark is decided. Below, it is called the mark.
     2. Records above the mark were never acknowledged and are truncated.
-    3. Below the mark, the log is truncated only if its hash chain differs from the goal's: back to
-       the last batch end where both have the same chain, and never below the replica's own
-       confirmed low-water mark.
+    3. Below the mark, the log is truncated only if its hash chain differs from the goal's. It is
+       truncated to the last batch end where both have the same chain, and never below the replica's
+       own confirmed low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is truncated, its newest batch must be known: the owner first checks that

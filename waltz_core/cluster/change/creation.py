@@ -1,7 +1,7 @@
 """The writes that create a cluster's nodes, as a pure function of the options.
 
-A cluster that was only partly created must never be mistaken for a complete one, and the nodes must
-be those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluster").
+A cluster that was only partly created must never be mistaken for a complete one. The nodes are
+those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluster").
 
 Rules:
     1. The root's own data is written last. A root without data is not a cluster.

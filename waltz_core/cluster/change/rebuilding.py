@@ -7,8 +7,8 @@ A quorum of the replicas has synced every acknowledged record in some session. A
 session before it accepts appends in this session, and only with a log that has all earlier records.
 So among the replicas that answer, consider those with the newest session, and of these the one with
 the longest log. This log has all acknowledged records, provided that fewer than a quorum of
-replicas are missing: of n replicas with a quorum of Q, any n - Q + 1 include one that has synced
-every acknowledged record.
+replicas are missing. The reason: of n replicas with a quorum of Q, any n - Q + 1 include one that
+has synced every acknowledged record.
 
 The replicas must be those of the last assignment, which is lost. A copy of an older session may be
 a replica that had fallen behind, or one that remained when the partition moved away. Such a copy

@@ -5,12 +5,11 @@ A move pauses every client of the partition, so a move must be worth this cost.
 Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
     2. Partitions move from one server to the least loaded one, and only for a gain, which is the
-       decrease of the greater of the two loads. To begin, the source must have a load of a quarter
-       above the servers' average, and the gain must be an eighth of that average, for
-       `sustained_ms`: neither noise nor a load that has just begun reaches that. For
-       `rebalancing_ms` after that, a gain of a twentieth is sufficient, so that a rebalancing that
-       has begun is completed. Each move makes two servers more even, so with constant loads the
-       moves end.
+       decrease of the greater of the two loads. A rebalancing begins when, for `sustained_ms`, the
+       load of the source is a quarter above the servers' average, and the gain is an eighth of that
+       average. So noise, or a load that has just begun, does not begin it. For `rebalancing_ms`
+       after that, a gain of a twentieth is sufficient, so that a rebalancing that has begun is
+       completed. Each move makes two servers more even, so with constant loads the moves end.
     3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
        one time.
     4. A nearly idle partition counts as `IDLE_LOAD`: idle partitions are spread by count.

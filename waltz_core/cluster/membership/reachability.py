@@ -10,9 +10,9 @@ Rules:
        Waltz 0.13 neither writes nor reads these nodes.
     2. A server counts as unreachable for a witness after `FAILURES_MIN` failed attempts in a row
        over `FAILING_MS`, and as reachable again once a connection has lasted for `STABLE_MS`.
-    3. A server that no witness can connect to owns no partitions, unless another server that may
-       own partitions has connected to it: after all storages restart, a server that is cut off may
-       be the first witness.
+    3. A server that no witness can connect to owns no partitions. Exception: another server that
+       may own partitions has connected to it. The exception is needed because a server that is cut
+       off may be the first witness after all storages restart.
     4. A server that is new owns no partitions before a witness has connected to it.
     5. Without another witness, every server may own partitions. If no server may own partitions by
        these rules, all servers may.

@@ -13,10 +13,10 @@ Rules (docs/zookeeper.md, "Membership and assignment"):
     4. A server that registers for the first time removes earlier processes at its address.
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
        session timeout after ZooKeeper's return, the leader moves no partition away from servers
-       that have not registered again, unless they are known to be dead: this process has seen it
-       (`remove_dead_server`), or another process is registered at their address. Otherwise the
-       leader acts at once. A server that changes its own preferences writes an assignment, too, and
-       waits like the leader.
+       that have not registered again. Servers that are known to be dead are an exception: this
+       process has seen that they are dead (`remove_dead_server`), or another process is registered
+       at their address. Otherwise the leader acts at once. A server that changes its own
+       preferences writes an assignment, too, and waits like the leader.
     6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
        changes, the leader writes another assignment for the same live servers.
 """

@@ -1,7 +1,7 @@
 """The clusters from whose backups a cluster was restored, in a node of ZooKeeper.
 
-A position in one of these clusters, such as the offset of a Spark checkpoint, is valid in the
-restored cluster if it is not after the restored end: up to this end, both logs are the same.
+Up to the restored end, both logs are the same. So a position in a source cluster, such as the
+offset of a Spark checkpoint, is valid in the restored cluster if it is not after this end.
 """
 
 from collections.abc import Mapping

@@ -9,8 +9,8 @@ file and contains no secret. Error messages name the line, never its content.
     world:anyone:r                     each further line: permissions of others, as in ZooKeeper,
                                        scheme:id:permissions (of c, d, r, w, a)
 
-HASH is the base64 text of the SHA-1 of USER:PASSWORD, as in ZooKeeper's access lists: a member must
-name the administrators' user in the nodes that it creates, and must not know the password.
+HASH is the base64 text of the SHA-1 of USER:PASSWORD, as in ZooKeeper's access lists. A member must
+name the administrators' user in the nodes that it creates, but must not know the password.
 
 Rules:
     1. Without a line for members or administrators there is one user. It has all permissions for

@@ -4,13 +4,14 @@ The replaced methods are inside kazoo (2.10), and all of them run on kazoo's thr
 `zookeeper_session.py` uses kazoo's public interface.
 
 Rules:
-    1. A request for a session that is not answered is sent again soon: a ZooKeeper that is just
-       starting may never answer the first one, and kazoo would wait for a session timeout.
+    1. A request for a session that is not answered is sent again soon. A ZooKeeper that is just
+       starting may never answer the first request, and kazoo would wait for a session timeout.
     2. The session timeout that ZooKeeper has granted is stored here; kazoo does not report it.
     3. While the event loop hangs, no heartbeat is sent and no new connection is opened, so that the
        session expires (`watchdog.py`). The loop sends all other requests, so none of them is sent.
     4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
-       `gaierror`: if the process had no file descriptor left, kazoo's thread ended permanently.
+       `gaierror`. Without this rule, kazoo's thread would end permanently if the process has no
+       file descriptor left.
     5. A host whose lookup is slow does not delay the connection to the others; kazoo looks all of
        them up first. Until the lookup ends, the addresses from the last lookup are used.
 """

@@ -167,9 +167,9 @@ async def open_session(
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
     """Set the access lists of an auth file on a cluster's znodes; return their number.
 
-    Raises BadConfig if the connect string names no auth file, if the auth file is that of a member,
-    if the auth file does not name the members of a cluster with two users, or if ZooKeeper denies
-    the change.
+    Raises BadConfig if the connect string names no auth file, or if ZooKeeper denies the change.
+    The same holds if the auth file is that of a member, or does not name the members of a cluster
+    with two users.
     """
     connect_string = parse_connect_string(text)
     credentials = _read_credentials(connect_string)

@@ -10,8 +10,8 @@ Rules:
        Waltz 0.13 uses the same lock (docs/design/disk-format.md 2).
     3. Partitions have no state in common in this file, and each may be written by its own thread.
        They share the syncs of the control file: one sync serves all threads that had written when
-       it began. If it fails, all of these threads and all later ones receive the error: data is
-       lost, the system reports the loss only once, and the file has the promises of many
+       it began. If it fails, all of these threads and all later ones receive the error. The reason:
+       data is lost, the system reports the loss only once, and the file has the promises of many
        partitions.
     4. If only the older slot of a partition is valid, the caller is notified, because a promise may
        be lost. Slots with an even sequence belong in block 1 and those with an odd one in block 0.

@@ -18,8 +18,8 @@ Rules (decision 043):
     1. A truncation covers records if the newest batch was adopted. In this case, the confirmed mark
        does not limit the truncation: 0.13 set this mark for records, not for batches
        (`mark_confirmed` of PREPARED). A truncation also covers records if a 0.13 server set the
-       last mark through an earlier version of this storage (`log_recovery.py`, rule 4): another
-       replica may have the same records in adopted batches.
+       last mark through an earlier version of this storage (`log_recovery.py`, rule 4). In this
+       case, another replica may have the same records in adopted batches.
     2. Before a batch is dropped, the log durably states that it has records without batches
        (`UNBATCHED` in the acked marker). The next opening, or the next session's PREPARE, creates
        batches for these records. After that, no record is covered any more.

@@ -14,8 +14,9 @@ Rules (numbers in brackets: docs/design/correctness.md 2.4):
        fails, too, the log rejects all calls until it is opened again [7].
     4. A truncation writes its intent first. If it finds no space, a repeated call or the next
        opening finishes it [9, 12].
-    5. If files were deleted or replaced while this process had them open, they are not used any
-       more: appends to the deleted files would be lost, and the new files may lack a promise.
+    5. If files were deleted or replaced while this process had them open, the log uses neither the
+       deleted nor the new files. Appends to the deleted files would be lost, and the new files may
+       lack a promise.
     6. A new start of the log is durable in both slots before older segments are removed. If a slot
        had a start older than the remaining segments, the log could not be opened.
 """

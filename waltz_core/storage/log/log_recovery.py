@@ -36,9 +36,9 @@ Rules:
        in between would leave files without any sign of an error.
     7. Bytes that a killed process has written can be read but may not be durable. They, and the
        file names, are synced before they are trusted. Bytes that no marker or entry covers are
-       first written again: after a failed sync, the page cache may have bytes that the disk does
-       not have, and considers them clean. For an index, only the marker shows which bytes are
-       durable.
+       first written again. The reason: after a failed sync, the page cache may have bytes that the
+       disk does not have, and treats them as clean. For an index, only the marker shows which bytes
+       are durable.
     8. If a directory is missing or empty and the control file has a session for it, the log and its
        promise are lost. The log begins empty and suspect, and rejects sessions as in rule 5. Both
        are durable with its first slot. If a log is deleted on purpose, the control file is cleared

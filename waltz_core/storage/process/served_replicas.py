@@ -5,7 +5,7 @@ each partition ensures this.
 
 Rules:
     1. A partition is served while the replica assignment names this storage for it. After that, it
-       is served until the partition's metadata no longer names the storage, because the session
+       is served until the partition's metadata no longer names the storage. The reason: the session
        that drops this storage must first receive its state (docs/design/correctness.md 2.1 C and
        D). While ZooKeeper is unavailable, the set of served partitions does not change. If a
        partition cannot be opened (full disk, failing disk, a missing file that an operator must

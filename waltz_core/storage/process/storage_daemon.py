@@ -15,11 +15,10 @@ Rules:
        the error that the storage does not have the partition, and would retry only after a long
        pause.
     5. At shutdown, the process stops reading requests, finishes running work, syncs, and marks the
-       directory as clean. In three cases it leaves the directory as it is: after a failure of the
-       disk, if running work does not end in time, and if the call of a cancelled caller still
-       changes a file. In these cases, files and locks are released when the process exits, so that
-       the next process cannot start while this one still runs. A disk that hangs does not prevent
-       the exit.
+       directory as clean. It leaves the directory as it is after a failure of the disk, if running
+       work does not end in time, or if the call of a cancelled caller still changes a file. In
+       these cases, files and locks are released when the process exits, so that the next process
+       cannot start while this one still runs. A disk that hangs does not prevent the exit.
 """
 
 import asyncio

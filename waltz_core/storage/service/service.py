@@ -30,9 +30,9 @@ Rules:
    10. An owner has one connection at a time, the latest. Late requests from a connection that it
        has abandoned change nothing, and an owner's earlier connection is never mistaken for another
        owner.
-   11. If the files of a partition were deleted or replaced while it was open, it is not served any
-       more, and not opened again: the new files may lack a promise. Other partitions continue. This
-       does not count as a failure of the disk (rule 6).
+   11. If the files of a partition were deleted or replaced while it was open, the storage stops
+       serving it, and does not open it again. The new files may lack a promise. Other partitions
+       continue. This does not count as a failure of the disk (rule 6).
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
