@@ -11,8 +11,8 @@ Rules (docs/spark.md, "Exactly once"):
     3. An attempt continues while it is the latest one, and the write is neither done nor removed:
        `check` decides from the state of ZooKeeper after the call.
     4. A process that only enters a write does not begin one that was removed. In a series (`X-7`
-       follows `X-6`) no write is begun if a later one exists.
-    5. A write expires a given time after its node was last written: when it was begun, or when it
+       follows `X-6`) no write starts if a later one exists.
+    5. A write expires a given time after its node was last written: when it started, or when it
        was done. ZooKeeper's clock measures that time; a driver's own clock may be days off. An
        expired write is marked as done first, with an empty summary, so that no task enters while
        its tasks are removed.
@@ -20,13 +20,13 @@ Rules (docs/spark.md, "Exactly once"):
        have split the rows into other tasks.
     7. To begin or to remove a write, a process also writes the parent node of all writes, at the
        version that it has read first. So a process that was paused cannot begin a write that was
-       removed meanwhile, and cannot remove a write that was begun again. Other changes of nodes
+       removed meanwhile, and cannot remove a write that was started again. Other changes of nodes
        only check this version: a node that was created again has the versions of the earlier node.
     8. A registry of a principal (`WriteRegistry.for_principal`) rejects the writes of other
        principals. A write belongs to the principal that began it; if there is none, or it is
        `anonymous`, to the first principal that enters it. Its owner never changes again (decision
        048, AC 14). `enter` checks the owner also after it has written the task: meanwhile the write
-       may have been removed, and begun by another principal, whose client ID must not be returned.
+       may have been removed, and started by another principal; its client ID must not be returned.
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        by a few.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest one of its
@@ -77,7 +77,7 @@ class WriteState:
 
     Node `R/x/writes/W` has JSON with `format` 2 and these fields.
 
-    `marks` are the log's high-water marks by partition when the write was first begun. `keep_ms` is
+    `marks` are the log's high-water marks by partition when the write started. `keep_ms` is
     the time from the last write of the node until the node expires. `summary` is the result of the
     write: None while the write runs, empty while it is being removed. `principal` is the owner of
     the write; the node of a write without an owner lacks this field.
@@ -161,7 +161,7 @@ class TaskAttempt(NamedTuple):
 
 
 class WriteWithTasks(NamedTuple):
-    """A write, and those of its tasks that have begun, by task number."""
+    """A write, and those of its tasks that have started, by task number."""
 
     state: WriteState
     tasks: Mapping[int, TaskState]
@@ -186,7 +186,7 @@ class WriteRegistry:
         return registry
 
     async def read(self, write: str) -> WriteState | None:
-        """Return the state of a write; None if it was never begun, or was removed."""
+        """Return the state of a write; None if it was never started, or was removed."""
         path = self._path(write)
         await self._znodes.sync()
         node = await self._znodes.get(path)
@@ -216,7 +216,7 @@ class WriteRegistry:
     async def begin(
         self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
     ) -> WriteState:
-        """Begin a write with these marks unless it has begun already; return its state (rule 1).
+        """Begin a write with these marks unless it has started already; return its state (rule 1).
 
         Raises:
             ConnectionSuperseded: a later write of its series exists (rule 4).
@@ -285,7 +285,7 @@ class WriteRegistry:
                 raise _superseded_error(
                     write,
                     None,
-                    f"a later write, {name}, has begun, so the state of this one was removed",
+                    f"a later write, {name}, has started, so the state of this write was removed",
                 )
 
     async def _fence_operations(self) -> list[Operation]:
@@ -383,7 +383,7 @@ class WriteRegistry:
             raise _later_attempt_error(write, TaskAttempt(task, attempt), latest_attempt)
 
     async def read_tasks(self, write: str) -> dict[int, TaskState]:
-        """Return the tasks that have begun, by task number."""
+        """Return the tasks that have started, by task number."""
         tasks: dict[int, TaskState] = {}
         for task in await self.read_task_numbers(write):
             state = await self.read_task_state(write, task)
@@ -392,13 +392,13 @@ class WriteRegistry:
         return tasks
 
     async def read_task_state(self, write: str, task: int) -> TaskState | None:
-        """Return the state of a task; None if it was never begun, or was removed."""
+        """Return the state of a task; None if it was never started, or was removed."""
         path = self._path(write, task)
         node = await self._znodes.get(path)
         return None if node is None else decode_node(path, node, TaskState.from_bytes)
 
     async def read_task_numbers(self, write: str) -> list[int]:
-        """Return the numbers of the tasks that have begun, in order."""
+        """Return the numbers of the tasks that have started, in order."""
         listing = await self._znodes.children(self._path(write))
         names = () if listing is None else listing.names
         return sorted(int(name) for name in names if is_number(name))
@@ -436,7 +436,7 @@ class WriteRegistry:
                 raise _superseded_error(
                     write,
                     None,
-                    "the state of the write was removed, and another run has begun it again",
+                    "the state of the write was removed, and another run has started it again",
                 )
             if state.is_done:
                 return state
@@ -453,7 +453,7 @@ class WriteRegistry:
         )
 
     async def _attempt_check_operation(self, write: str, by: TaskAttempt) -> Operation:
-        """Return a step that fails if a later attempt has begun (rule 10)."""
+        """Return a step that fails if a later attempt has started (rule 10)."""
         path = self._path(write, by.task)
         node = await self._znodes.get(path)
         latest_attempt = (
@@ -467,7 +467,7 @@ class WriteRegistry:
         """Remove a write; a task that still runs ends at its next mount (rule 5).
 
         `expired_ms` is a time of ZooKeeper's clock: the write is removed only if it had expired
-        then, as it may have been removed and begun again since. Returns whether the write was
+        then, as it may have been removed and started again since. Returns whether the write was
         removed.
         """
         failure_count = 0
@@ -549,7 +549,7 @@ class WriteRegistry:
 
 
 def client_ids_of_other_runs(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
-    """Return the client IDs, by task number, of the tasks that another run than `run` has begun."""
+    """Return the client IDs, by task number, of the tasks that a run other than `run` started."""
     return {
         number: int(task.client_id)
         for number, task in tasks.items()

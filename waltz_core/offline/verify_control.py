@@ -337,7 +337,7 @@ def _note_state(slot: ControlSlot, report: FileFindings) -> None:
     if slot.flags & TRUNCATE:
         report.add_note(
             None,
-            f"a truncation after transaction {slot.truncate_to} was begun; the next start of "
+            f"a truncation after transaction {slot.truncate_to} was started; the next start of "
             "the storage completes it",
         )
 

@@ -559,7 +559,7 @@ class PartitionStore:
             self._nodes_being_written = None
             assert self._session is not None
             self._session.end(
-                SessionEnd(EndCause.FENCED, "another server has begun a store session")
+                SessionEnd(EndCause.FENCED, "another server has started a store session")
             )
 
     def _on_metadata_written(self, nodes: PartitionNodes) -> None:
@@ -617,7 +617,7 @@ class PartitionStore:
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
             self._release_partition(
-                f"other servers have begun store sessions in all {self._lost_race_count} "
+                f"other servers have started store sessions in all {self._lost_race_count} "
                 "attempts of this server"
             )
             return True

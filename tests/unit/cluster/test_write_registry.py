@@ -91,7 +91,7 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
     await other.writes.begin("w", MARKS, 5)
     begun_again_before_the_change(paused, monkeypatch, other)
     with pytest.raises(
-        errors.ConnectionSuperseded, match="removed, and another run has begun it again"
+        errors.ConnectionSuperseded, match="removed, and another run has started it again"
     ):
         await coordinator.writes.finish("w", {"rows": 1}, 9)
     assert await other.writes.read("w") == WriteState({0: 99}, 5)
