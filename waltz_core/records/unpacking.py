@@ -366,10 +366,10 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
 def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
     number = float(value)
     if type(value) is int:
-        kept = number
+        converted = number
         if kind == pa.float32():
-            (kept,) = struct.unpack("f", struct.pack("f", number))
-        if int(kept) != value:
+            (converted,) = struct.unpack("f", struct.pack("f", number))
+        if int(converted) != value:
             raise ValueError(f"{value} has more digits than a {kind} can have")
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{value} is out of the range of a float")

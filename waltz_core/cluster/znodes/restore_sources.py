@@ -54,7 +54,9 @@ class RestoreSources:
             values = strict_json.from_json(data)
             format_number, marks = values["format"], values["marks"]
             if format_number == _FORMAT:
-                return RestoreSources({_key(key): _ends(ends) for key, ends in marks.items()})
+                return RestoreSources(
+                    {_parse_key(key): _parse_ends(ends) for key, ends in marks.items()}
+                )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise errors.BadFormat(
                 f"znode R/x/restored cannot be decoded: {type(error).__name__}: {error}"
@@ -67,7 +69,7 @@ class RestoreSources:
 NO_RESTORE_SOURCES = RestoreSources()
 
 
-def _key(text: str) -> str:
+def _parse_key(text: str) -> str:
     if len(bytes.fromhex(text)) != _KEY_BYTES:
         raise ValueError(
             f"expected a cluster key (a UUID of {_KEY_BYTES} bytes in hexadecimal), found "
@@ -76,7 +78,7 @@ def _key(text: str) -> str:
     return text
 
 
-def _ends(values: Mapping[str, object]) -> dict[int, int]:
+def _parse_ends(values: Mapping[str, object]) -> dict[int, int]:
     ends: dict[int, int] = {}
     for name, mark in values.items():
         if not is_number(name) or not isinstance(mark, int) or mark < -1:
