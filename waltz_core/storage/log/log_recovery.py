@@ -392,16 +392,16 @@ class _LogOpening:
     def recover_records(self, segments: Segments) -> None:
         """Read the records after the marker, truncate a torn tail, and note damage (rule 2)."""
         lineage = segments.current.lineage
-        after = lineage.position_of(TransactionId(self._marker_id + 1))
-        durable = lineage.durable_before(after)
+        position = lineage.position_of(TransactionId(self._marker_id + 1))
+        durable_id = lineage.durable_before(position)
         if self._has_legacy_writes:
             # 0.13 may have truncated records that were synced at that time. It has no marker: all
             # its complete records may have been acknowledged, and it was stopped cleanly before a
             # migration.
-            durable = max(min(durable, segments.last_id), self._last_complete(segments))
+            durable_id = max(min(durable_id, segments.last_id), self._last_complete(segments))
         # The marker moves when a full segment is closed, but not when a failure makes the log begin
         # a new file.
-        self._last_durable_id = max(self._marker_id, self._older_batches_end, durable)
+        self._last_durable_id = max(self._marker_id, self._older_batches_end, durable_id)
         if self.slot.truncate is not None:
             # An entry above the truncation is valid, but does not count after the truncation (rule
             # 1).
