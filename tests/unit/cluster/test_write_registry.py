@@ -60,7 +60,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
         return await real(operations)
 
     monkeypatch.setattr(paused, "write", write)
-    with pytest.raises(errors.ConnectionSuperseded, match="s-7, has begun"):
+    with pytest.raises(errors.ConnectionSuperseded, match="s-7, has started"):
         await coordinator.writes.begin("s-6", MARKS, 5, in_series=True)
     assert await other.read("s-6") is None
 

@@ -360,7 +360,7 @@ def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
         for _ in range(8):
             bench.run()
             bench.wait(300)
-    assert "other servers have begun" in bench.all_reported(OwnershipReleased)[0].reason
+    assert "other servers have started" in bench.all_reported(OwnershipReleased)[0].reason
 
 
 def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
