@@ -339,7 +339,7 @@ class SlotFile:
         if not valid:
             file.close()
             owners = ", ".join(str(slot.partition_id) for _, slot in readable_slots)
-            found_text = f"slots of partitions {owners}" if readable_slots else "no readable slot"
+            found_text = owners if readable_slots else "no readable slot"
             raise BadFormat(
                 f"{path}: neither control slot is valid: expected partition {partition_id}, "
                 f"found {found_text}"
