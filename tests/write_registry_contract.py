@@ -120,7 +120,7 @@ async def no_write_of_a_series_begins_after_a_later_one(
     for name in ("s-9", "s-10", "other-77", "s-x"):
         await one.writes.begin(name, MARKS, 1_000, in_series=name != "s-x")
     await one.writes.forget("s-9")
-    with pytest.raises(errors.ConnectionSuperseded, match="s-10, has begun"):
+    with pytest.raises(errors.ConnectionSuperseded, match="s-10, has started"):
         await one.writes.begin("s-9", MARKS, 1_000, in_series=True)
     assert (await one.writes.begin("s-10", {}, 1, in_series=True)).marks == MARKS
     assert (await one.writes.begin("s-11", {}, 1, in_series=True)).marks == {}

@@ -212,7 +212,7 @@ def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
         wrong, notes = verification_texts(write_to_directory(world.disk, tmp_path / str(step)))
         assert wrong == [], step
         cuts += (
-            "2/waltz-x.ctl: a truncation after transaction 39 was begun; the next start of "
+            "2/waltz-x.ctl: a truncation after transaction 39 was started; the next start of "
             "the storage completes it"
         ) in notes
     assert step > 15

@@ -41,7 +41,7 @@ from waltz_core.storage.files.format import (
     SegmentHeader,
     Slot,
     TruncateIntent,
-    _bound_crc,
+    _entry_crc_start,
     decode_entry,
     decode_storage_id,
     encode_entry,
@@ -222,7 +222,7 @@ def sealed_lineage(content: bytes) -> bytes:
     for number, at in enumerate(range(LINEAGE_HEADER_BYTES, len(content), LINEAGE_ENTRY_BYTES)):
         entry = content[at : at + LINEAGE_ENTRY_BYTES]
         whole = len(entry) == LINEAGE_ENTRY_BYTES
-        made.append(with_crc(entry, _bound_crc(segment_crc, number)) if whole else entry)
+        made.append(with_crc(entry, _entry_crc_start(segment_crc, number)) if whole else entry)
     return b"".join(made)
 
 
@@ -307,7 +307,7 @@ DECODERS = (
         decode_lineage_entry,
         DAMAGED,
         lambda: [encode_entry(LineageEntry(3, 9, 2, NOW_MS, CHAIN), 2, **BOUND)],
-        partial(with_crc, before=_bound_crc(BOUND["segment_crc"], BOUND["position"])),
+        partial(with_crc, before=_entry_crc_start(BOUND["segment_crc"], BOUND["position"])),
     ),
     Decoder("storage-id", id_of_storage, DAMAGED, lambda: [encode_storage_id(CHAIN)], with_crc),
     Decoder("lock-blocks", read_blocks, (), runs_of_blocks, sealed_block),

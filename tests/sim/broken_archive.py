@@ -37,11 +37,11 @@ def announced_before_zookeeper() -> Patches:
     original = SessionArchiver._announce_mark
 
     def _announce_mark(self, engaged, now_ms):
-        recorded, self.recorded = self.recorded, self.mark_to_write or self.recorded
+        recorded, self.recorded_mark = self.recorded_mark, self.mark_to_write or self.recorded_mark
         try:
             original(self, engaged, now_ms)
         finally:
-            self.recorded = recorded
+            self.recorded_mark = recorded
 
     yield replaced(SessionArchiver, "_announce_mark", _announce_mark)
 
@@ -196,7 +196,10 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
 
     def _on_coordinator_unavailable(self, waiting, reason):
         is_mark = waiting is _PendingRequest.STATES and self._session.window is not None
-        if is_mark and self._nodes_being_written.archived_mark != self._session._archiver.recorded:
+        if (
+            is_mark
+            and self._nodes_being_written.archived_mark != self._session._archiver.recorded_mark
+        ):
             self._on_metadata_written(as_written(self._nodes_being_written))
         else:
             original(self, waiting, reason)
@@ -252,7 +255,7 @@ def archived_before_settled() -> Patches:
 
     def _advance(self, now_ms):
         original(self, now_ms)
-        if self.window is not None and self.ended is None and not self.is_settled:
+        if self.window is not None and self.ending is None and not self.is_settled:
             self._archiver._next_attempt_at_ms = 0
             replicas, committed = self.replicas.values(), self.window.committed
             self._archiver.advance(self.engaged, replicas, committed, now_ms)
@@ -313,11 +316,11 @@ def log_may_end_below_the_archived_mark() -> Patches:
 
     def _decide_mark(self):
         archiving = self._archiver
-        recorded, archiving.recorded = archiving.recorded, None
+        recorded, archiving.recorded_mark = archiving.recorded_mark, None
         try:
             return original(self)
         finally:
-            archiving.recorded = recorded
+            archiving.recorded_mark = recorded
 
     yield replaced(StoreSession, "_decide_mark", _decide_mark)
 
@@ -404,7 +407,7 @@ def replacement_without_the_newest_object() -> Patches:
             self._replace_object([each for each in engaged if each.supports_archiving], now_ms)
 
     def _on_object_written(self, attempt, notice, now_ms):
-        last, chain = self.recorded[:2]
+        last, chain = self.recorded_mark[:2]
         written(self, attempt, replace(notice, last=last, chain=chain), now_ms)
 
     yield replaced(SessionArchiver, "advance", _advance)
@@ -420,12 +423,12 @@ def archiving_forgets_the_expiry() -> Patches:
     original = SessionArchiver._on_range_archived
 
     def _archived(self, attempt, notice, now_ms):
-        recorded = self.recorded
-        self.recorded = recorded and recorded._replace(first=0)
+        recorded = self.recorded_mark
+        self.recorded_mark = recorded and recorded._replace(first=0)
         try:
             original(self, attempt, notice, now_ms)
         finally:
-            self.recorded = recorded
+            self.recorded_mark = recorded
 
     yield replaced(SessionArchiver, "_on_range_archived", _archived)
 

@@ -141,7 +141,7 @@ def cut_before_decision() -> Patches:
         original(self, each, answer, now_ms)
         mark = answer.low_water_mark
         if each.repair is not None and self.window is None and answer.synced_max > mark:
-            each.repair._floor = mark
+            each.repair._confirmed_mark = mark
             each.repair.last = answer.synced_max
             self.recovery._synced_last[each.replica] = mark
 
@@ -431,7 +431,7 @@ def mark_answered_without_a_session() -> Patches:
     """The answer of one storage, not of a quorum, confirms that a mark is current."""
 
     def result(self):
-        return VoteResult.COMMITTED if self._voted else VoteResult.OPEN
+        return VoteResult.COMMITTED if self._voters else VoteResult.OPEN
 
     yield replaced(Tally, "result", property(result))
 

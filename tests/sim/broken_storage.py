@@ -250,8 +250,8 @@ def damage_cut_as_torn_tail() -> Patches:
     """A bad record ends the log, even if later records were synced."""
     original = Segment.recover
 
-    def recover(self, start_id, must_reach, *, is_last):
-        return original(self, start_id, BEFORE_FIRST if is_last else must_reach, is_last=is_last)
+    def recover(self, start_id, last_synced, *, is_last):
+        return original(self, start_id, BEFORE_FIRST if is_last else last_synced, is_last=is_last)
 
     def recover_records(self, segments):
         slot = self.slot
@@ -260,7 +260,7 @@ def damage_cut_as_torn_tail() -> Patches:
 
     def recover_batches(self, segments):
         slot = self.slot
-        self._durable = self._marker = BEFORE_FIRST
+        self._last_durable_id = self._marker_id = BEFORE_FIRST
         lineage(self, segments)
         self.slot = replace(self.slot, suspect=slot.suspect)
 

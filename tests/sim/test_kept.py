@@ -93,7 +93,7 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
     recover = log_recovery._LogOpening.recover_records
 
     def by_the_last_file_alone(self, segments):
-        self._passed = BEFORE_FIRST
+        self._older_batches_end = BEFORE_FIRST
         recover(self, segments)
 
     monkeypatch.setattr(log_recovery._LogOpening, "recover_records", by_the_last_file_alone)

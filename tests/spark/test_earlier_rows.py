@@ -431,7 +431,7 @@ def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
     series[9].write_task(batches_of(rows_of(9, 20)), 0, 0)
     series[10].write_task(batches_of(rows_of(10, 20)), 0, 0)
     asyncio.run(forget_writes(write.connect, ["s-9"]))
-    with pytest.raises(ConnectionSuperseded, match="s-10, has begun"):
+    with pytest.raises(ConnectionSuperseded, match="s-10, has started"):
         series[9].write_task(batches_of(rows_of(9, 20)), 0, 1)
     assert write.in_log() == once(rows_of(9, 20) + rows_of(10, 20))
 

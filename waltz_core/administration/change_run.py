@@ -48,7 +48,7 @@ class ChangeRun:
     def _report_progress(self, progress: PlanProgress) -> None:
         for step in progress.steps:
             self.note_step(str(step))
-        progress_text = "; ".join(map(str, progress.steps or progress.waits))
+        progress_text = "; ".join(map(str, progress.steps or progress.postponed_steps))
         self.report_wait(progress_text, progress.done_count, progress.partition_count)
 
 

@@ -149,9 +149,11 @@ class ArchiveCheck:
             manifest.chain,
         )
         names = ("cluster key", "partition", "first ID", "last ID", "chain")
-        for each, wanted, actual in zip(names, expected, found, strict=True):
+        for name, expected_value, found_value in zip(names, expected, found, strict=True):
             _expect(
-                f"the {each} (recorded in ZooKeeper)", _format_value(wanted), _format_value(actual)
+                f"the {name} (recorded in ZooKeeper)",
+                _format_value(expected_value),
+                _format_value(found_value),
             )
         if manifest.newest_objects:
             end = manifest.newest_objects[-1].chain
@@ -191,22 +193,22 @@ class ArchiveCheck:
         """Note that the manifest of `begin` is missing: no object can be checked (rule 4)."""
         self._add_bad_file(recorded.manifest, recorded.first, recorded.last, error)
 
-    def _is_in_range(self, each: PageEntry | ObjectEntry) -> bool:
-        is_reached = self.last is None or each.first <= self.last
-        return is_reached and each.last >= self.next_id
+    def _is_in_range(self, entry: PageEntry | ObjectEntry) -> bool:
+        is_reached = self.last is None or entry.first <= self.last
+        return is_reached and entry.last >= self.next_id
 
     def _add_objects(self, entries: Iterable[ObjectEntry]) -> None:
         """Queue the objects of a page, or the newest objects, that must be checked."""
-        for each in entries:
-            if self._is_in_range(each):
-                self._entries.append(each)
+        for entry in entries:
+            if self._is_in_range(entry):
+                self._entries.append(entry)
             elif not self._entries:
-                self._chain = each.chain
+                self._chain = entry.chain
 
     def _add_bad_file(
-        self, name: str, first: TransactionId, last: TransactionId, why: object
+        self, name: str, first: TransactionId, last: TransactionId, problem: object
     ) -> None:
-        self.bad_files.append(BadArchiveFile(name, first, last, str(why)))
+        self.bad_files.append(BadArchiveFile(name, first, last, str(problem)))
 
     # --- pages of the manifest
 
@@ -217,11 +219,11 @@ class ArchiveCheck:
             entries = ManifestPage.from_bytes(data, page_entry.name).entries
             bounds = (entries[0].first, entries[-1].last) if entries else None
             _expect("IDs", (page_entry.first, page_entry.last), bounds)
-            for before, after in pairwise(entries):
+            for previous, following in pairwise(entries):
                 _expect(
                     "the first transaction ID after the previous object",
-                    before.last + 1,
-                    after.first,
+                    previous.last + 1,
+                    following.first,
                 )
         except (BadFormat, ChecksumMismatch) as error:
             self._skip_page(page_entry, error)
@@ -229,8 +231,8 @@ class ArchiveCheck:
         self._pages.popleft()
         self._add_objects(entries)
 
-    def _skip_page(self, page_entry: PageEntry, why: Exception) -> None:
-        self._add_bad_file(page_entry.name, page_entry.first, page_entry.last, why)
+    def _skip_page(self, page_entry: PageEntry, error: Exception) -> None:
+        self._add_bad_file(page_entry.name, page_entry.first, page_entry.last, error)
         self._pages.popleft()
         self.next_id, self._chain = TransactionId(page_entry.last + 1), None  # rule 3
 
@@ -248,8 +250,8 @@ class ArchiveCheck:
         self.byte_count += size
         self._finish_object(entry)
 
-    def _add_bad_object(self, entry: ObjectEntry, why: object) -> None:
-        self.bad_files.append(BadArchiveFile(*entry[:3], str(why), is_object=True))
+    def _add_bad_object(self, entry: ObjectEntry, problem: object) -> None:
+        self.bad_files.append(BadArchiveFile(*entry[:3], str(problem), is_object=True))
 
     def _finish_object(self, entry: ObjectEntry) -> None:
         self._entries.popleft()
@@ -279,22 +281,22 @@ class ArchiveCheck:
         except (BadFormat, ChecksumMismatch) as error:
             yield str(error).removeprefix(f"object {entry.name}: ")
 
-    def _check_content(self, opened: ArchiveObject, entry: ObjectEntry) -> None:
+    def _check_content(self, archive_object: ArchiveObject, entry: ObjectEntry) -> None:
         """Rebuild the records, and compare the object with the manifest (rule 2)."""
-        metadata = opened.metadata
+        metadata = archive_object.metadata
         _expect("the first transaction ID", entry.first, metadata.first)
         writer = writer_cluster_key(entry.name) or self._identity[0]
         _expect("cluster key", writer.hex(), metadata.cluster_key.hex())
         _expect("partition", self._identity[1], metadata.partition_id)
-        before = self._chain if entry.first else GENESIS_CHAIN
-        if before is not None:
+        chain_before = self._chain if entry.first else GENESIS_CHAIN
+        if chain_before is not None:
             _expect(
                 f"the chain hash before transaction {entry.first}",
-                _format_value(before),
+                _format_value(chain_before),
                 _format_value(metadata.chain_before),
             )
         chain, stamps = None, (0, 0)
-        for batch in opened.verify():
+        for batch in archive_object.verify():
             if self._is_stopped:
                 return
             if batch.last <= entry.last and batch.stamp_ms:

@@ -73,10 +73,10 @@ def origin_of(name: str) -> FileOrigin | None:
     """Return the attempt in the name of a file, complete or not; None for any other name."""
     folder, _, last_part = name.rpartition("/")
     pattern = _NAME_PATTERNS.get(folder.rpartition("/")[2])
-    found = None if pattern is None else pattern.fullmatch(last_part)
-    if found is None:
+    match = None if pattern is None else pattern.fullmatch(last_part)
+    if match is None:
         return None
-    session, nonce, attempt = found["session"], found["nonce"], found["attempt"]
+    session, nonce, attempt = match["session"], match["nonce"], match["attempt"]
     return FileOrigin(SessionId(int(session)), bytes.fromhex(nonce), int(attempt))
 
 

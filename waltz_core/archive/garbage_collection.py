@@ -121,18 +121,18 @@ def collect_garbage(
         objects_folder(cluster_key, job.partition_id),
         manifests_folder(cluster_key, job.partition_id),
     )
-    found: list[ListedFile] = []
-    for each in folders:
-        found += store.list_files(each)
+    files: list[ListedFile] = []
+    for folder in folders:
+        files += store.list_files(folder)
         on_progress()
-    _check_listed_files_exist(listed, found, folders)
-    _check_versions(found)
+    _check_listed_files_exist(listed, files, folders)
+    _check_versions(files)
     deletable = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
     on_progress()
-    replaced = _recently_replaced(found, now_ms)
+    replaced = _recently_replaced(files, now_ms)
     garbage: list[ListedFile] = []
     unknown_count = 0
-    for file in found:
+    for file in files:
         origin = origin_of(file.name)
         if origin is None:
             unknown_count += 1
@@ -175,11 +175,11 @@ def _names_to_keep(
 
 
 def _check_listed_files_exist(
-    listed: set[str], found: "list[ListedFile]", folders: tuple[str, str]
+    listed: set[str], files: "list[ListedFile]", folders: tuple[str, str]
 ) -> None:
     """Raise ObjectMissing if the store lacks a listed file of this partition (rule 1)."""
     own_files = {name for name in listed if name.rpartition("/")[0] in folders}
-    missing = sorted(own_files - {each.name for each in found})
+    missing = sorted(own_files - {each.name for each in files})
     if missing:
         raise ObjectMissing(
             f"garbage collection of the archive stopped: of the {len(own_files)} files that "
@@ -196,38 +196,38 @@ class _ManifestVersion(NamedTuple):
     name: str
 
 
-def _check_versions(found: "list[ListedFile]") -> None:
+def _check_versions(files: "list[ListedFile]") -> None:
     """Raise BadRequest if the versions show that ZooKeeper was rolled back (rule 9)."""
     heads = []
-    for file in found:
+    for file in files:
         version, origin = manifest_version_of(file.name), origin_of(file.name)
         if version is not None and origin is not None:
             heads.append(_ManifestVersion(origin.session_id, version, file.name))
     newest: _ManifestVersion | None = None  # the newest manifest of all earlier sessions
     for _, group in groupby(sorted(heads), key=lambda each: each.session_id):
-        of_session = list(group)
-        if newest is not None and of_session[0].version < newest.version:
+        session_heads = list(group)
+        if newest is not None and session_heads[0].version < newest.version:
             raise BadRequest(
                 "garbage collection of the archive stopped, and nothing is deleted: expected "
                 f"each later session to write manifests with versions above {newest.version} "
                 f"(manifest {newest.name} of session {newest.session_id}), found "
-                f"{of_session[0].name}. ZooKeeper was rolled back, so backups may need files "
+                f"{session_heads[0].name}. ZooKeeper was rolled back, so backups may need files "
                 "that ZooKeeper no longer records. Hint: read docs/archive.md, section "
                 "'Garbage, and stores that hang'."
             )
-        newest = max(of_session[-1], newest or of_session[-1], key=lambda each: each.version)
+        newest = max(session_heads[-1], newest or session_heads[-1], key=lambda each: each.version)
 
 
-def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
+def _recently_replaced(files: "list[ListedFile]", now_ms: int) -> set[str]:
     """Return the names of manifests whose next version was written recently (rule 6)."""
-    heads = {each: manifest_version_of(each.name) for each in found}
+    heads = {file: manifest_version_of(file.name) for file in files}
     written_ms: dict[int, int] = {}
-    for each, version in heads.items():
+    for file, version in heads.items():
         if version is not None:
-            written_ms[version] = max(each.modified_ms, written_ms.get(version, 0))
+            written_ms[version] = max(file.modified_ms, written_ms.get(version, 0))
     return {
-        each.name
-        for each, version in heads.items()
+        file.name
+        for file, version in heads.items()
         if version is not None and now_ms - written_ms.get(version + 1, 0) < REPLACED_GRACE_MS
     }
 

@@ -166,9 +166,9 @@ class Manifest:
 
     def with_replaced_page(self, old: PageEntry, name: str, page: ManifestPage) -> "Manifest":
         """Return the next manifest, in which a written page replaces the page `old`."""
-        made = page.to_entry(name)
-        assert (made.first, made.last) == (old.first, old.last)
-        pages = tuple(made if each == old else each for each in self.pages)
+        new_entry = page.to_entry(name)
+        assert (new_entry.first, new_entry.last) == (old.first, old.last)
+        pages = tuple(new_entry if each == old else each for each in self.pages)
         return replace(self, version=self.version + 1, pages=pages)
 
     def writer_cluster_key(self, entry: ObjectEntry) -> bytes:
@@ -228,7 +228,7 @@ class Manifest:
         """
         values = decode_with_crc(data, f"manifest {name}")
         try:
-            found = cls(
+            manifest = cls(
                 _parse_hex(values["cluster_key"]),
                 PartitionId(_parse_whole_number(values["partition"])),
                 _parse_whole_number(values["version"]),
@@ -243,24 +243,24 @@ class Manifest:
             raise BadFormat(
                 f"manifest {name} cannot be decoded: {type(error).__name__}: {error}"
             ) from error
-        found._check_consistency(name)
-        return found
+        manifest._check_consistency(name)
+        return manifest
 
     def _check_consistency(self, name: str) -> None:
         bounds = [each[2:4] for each in self.pages] + [each[1:3] for each in self.newest_objects]
-        reach = bounds[0][0] - 1 if bounds else self.last
+        listed_last = bounds[0][0] - 1 if bounds else self.last
         for first, last in bounds:
-            if first != reach + 1 or last < first:
+            if first != listed_last + 1 or last < first:
                 raise BadFormat(
                     f"manifest {name}: expected the next object to begin at transaction "
-                    f"{reach + 1}, found an object with transactions {first}..{last}"
+                    f"{listed_last + 1}, found an object with transactions {first}..{last}"
                 )
-            reach = last
-        if reach != self.last or not 0 <= self.first <= self.last + 1:
+            listed_last = last
+        if listed_last != self.last or not 0 <= self.first <= self.last + 1:
             raise BadFormat(
                 f"manifest {name}: expected objects up to transaction {self.last} and a first "
                 f"available ID of at most {self.last + 1}, found objects up to transaction "
-                f"{reach} and the first available ID {self.first}"
+                f"{listed_last} and the first available ID {self.first}"
             )
         if bounds and self.first < bounds[0][0]:
             raise BadFormat(
@@ -287,20 +287,20 @@ class RecordedManifest(NamedTuple):
         """
         data = store.read(self.name)
         check_crc(self.name, data, self.file_crc)
-        found = Manifest.from_bytes(data, self.name)
-        self.check_matches(found, cluster_key)
-        return found
+        manifest = Manifest.from_bytes(data, self.name)
+        self.check_matches(manifest, cluster_key)
+        return manifest
 
-    def check_matches(self, found: Manifest, cluster_key: bytes) -> None:
+    def check_matches(self, manifest: Manifest, cluster_key: bytes) -> None:
         """Raise BadFormat unless a manifest has the recorded partition, last ID and chain hash."""
-        page_entry = (found.cluster_key, found.partition_id, found.last, found.chain)
-        if page_entry != (cluster_key, self.partition_id, self.last, self.chain):
+        found = (manifest.cluster_key, manifest.partition_id, manifest.last, manifest.chain)
+        if found != (cluster_key, self.partition_id, self.last, self.chain):
             raise BadFormat(
                 f"manifest {self.name or '(none)'} is not the one that ZooKeeper records: "
                 f"expected partition {self.partition_id} of cluster {cluster_key.hex()} up to "
                 f"transaction {self.last} with chain hash {self.chain.hex()}, found partition "
-                f"{found.partition_id} of cluster {found.cluster_key.hex()} up to transaction "
-                f"{found.last} with chain hash {found.chain.hex()}"
+                f"{manifest.partition_id} of cluster {manifest.cluster_key.hex()} up to "
+                f"transaction {manifest.last} with chain hash {manifest.chain.hex()}"
             )
 
 
@@ -346,10 +346,10 @@ def decode_with_crc(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         BadFormat, ChecksumMismatch: the bytes are damaged or have another format.
     """
-    page_entry, _, body = data.partition(b"\n")
-    if page_entry != b"%08x" % crc32(body):
+    crc_line, _, body = data.partition(b"\n")
+    if crc_line != b"%08x" % crc32(body):
         raise ChecksumMismatch(
-            f"{what} is corrupt: expected CRC {crc32(body):08x}, found {page_entry[:20]!r}"
+            f"{what} is corrupt: expected CRC {crc32(body):08x}, found {crc_line[:20]!r}"
         )
     try:
         values = strict_json.from_json(body)
@@ -396,37 +396,39 @@ def _fields_of(
         raise BadFormat(
             f"manifest {name}: expected the values of {kind.__name__}, found {values!r:.200}"
         )
-    found: list[Any] = []
+    parsed_values: list[Any] = []
     for field in kind._fields:
-        each = values[field]
+        value = values[field]
         try:
             if field == "name":
-                found.append(_parse_text(each))
+                parsed_values.append(_parse_text(value))
             elif field == "chain":
-                found.append(Chain(_parse_hex(each)))
+                parsed_values.append(Chain(_parse_hex(value)))
             else:
-                found.append(_parse_whole_number(each))
+                parsed_values.append(_parse_whole_number(value))
         except (TypeError, ValueError) as error:
             raise BadFormat(
                 f"manifest {name}, field {field} of {kind.__name__}: {error}"
             ) from error
-    return tuple(found)
+    return tuple(parsed_values)
 
 
 def _parse_hex(text: object) -> bytes:
-    found = bytes.fromhex(_parse_text(text))
-    if len(found) != _CHAIN_BYTES:
-        raise ValueError(f"expected a chain hash of {_CHAIN_BYTES} bytes, found {len(found)} bytes")
-    return found
+    parsed = bytes.fromhex(_parse_text(text))
+    if len(parsed) != _CHAIN_BYTES:
+        raise ValueError(
+            f"expected a chain hash of {_CHAIN_BYTES} bytes, found {len(parsed)} bytes"
+        )
+    return parsed
 
 
-def _parse_text(found: object) -> str:
-    if not isinstance(found, str) or not found:
-        raise TypeError(f"expected a text, found {found!r:.80}")
-    return found
+def _parse_text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"expected a text, found {value!r:.80}")
+    return value
 
 
-def _parse_whole_number(found: object) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or found < -1:
-        raise TypeError(f"expected a number of at least -1, found {found!r:.80}")
-    return found
+def _parse_whole_number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+        raise TypeError(f"expected a number of at least -1, found {value!r:.80}")
+    return value

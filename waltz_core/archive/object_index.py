@@ -38,16 +38,16 @@ class RowGroup(NamedTuple):
 class ObjectIndex:
     """The batches and row groups of an object whose hash chain has been verified."""
 
-    def __init__(self, opened: ArchiveObject) -> None:
+    def __init__(self, archive_object: ArchiveObject) -> None:
         """Read the index columns and verify the hash chain.
 
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
-        outlines, lineage = opened.read_outlines()
-        self.name = opened.name
-        self.metadata: ObjectMetadata = opened.metadata
-        self.footer: Any = opened.footer
+        outlines, lineage = archive_object.read_outlines()
+        self.name = archive_object.name
+        self.metadata: ObjectMetadata = archive_object.metadata
+        self.footer: Any = archive_object.footer
         bounds = np.array([each[:4] for each in lineage], dtype=np.int64).reshape(-1, 4)
         self._firsts, self._lasts, self._sessions, self._stamps = np.ascontiguousarray(bounds.T)
         self._chains = b"".join(each.chain for each in lineage)
@@ -90,13 +90,13 @@ class ObjectIndex:
         """Return the first ID of a row group."""
         return TransactionId(int(self._group_firsts[group]))
 
-    def read_row_group(self, opened: ArchiveObject, group: int) -> RowGroup:
+    def read_row_group(self, archive_object: ArchiveObject, group: int) -> RowGroup:
         """Read a row group of the object, and verify its records with the hash chain.
 
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
-        part = opened.read_row_group(group)
+        part = archive_object.read_row_group(group)
         # The CRCs cover the IDs, too.
         if crc32(raw_records.record_crcs(part.records, part.lengths)) != self._group_crcs[group]:
             raise ChecksumMismatch(
@@ -108,9 +108,11 @@ class ObjectIndex:
 
     def chain_at(self, last: TransactionId) -> Chain | None:
         """Return the chain hash at the end of a batch; None if no batch ends at this ID."""
-        at = int(self._lasts.searchsorted(last))
+        batch_index = int(self._lasts.searchsorted(last))
         return (
-            self._chain_of_batch(at) if at < self._lasts.size and self._lasts[at] == last else None
+            self._chain_of_batch(batch_index)
+            if batch_index < self._lasts.size and self._lasts[batch_index] == last
+            else None
         )
 
     def batches_between(
@@ -127,9 +129,9 @@ class ObjectIndex:
                 TransactionId(high),
                 SessionId(session),
                 stamp,
-                self._chain_of_batch(at),
+                self._chain_of_batch(batch_index),
             )
-            for at, (low, high, session, stamp) in enumerate(rows, start)
+            for batch_index, (low, high, session, stamp) in enumerate(rows, start)
         )
         return self._chain_of_batch(start - 1) if start else self.metadata.chain_before, entries
 
@@ -138,8 +140,8 @@ class ObjectIndex:
 
         There must be such a batch.
         """
-        found = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
-        return TransactionId(int(self._lasts[found[-1]]))
+        committed_before = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
+        return TransactionId(int(self._lasts[committed_before[-1]]))
 
-    def _chain_of_batch(self, at: int) -> Chain:
-        return Chain(self._chains[CHAIN_BYTES * at : CHAIN_BYTES * (at + 1)])
+    def _chain_of_batch(self, batch_index: int) -> Chain:
+        return Chain(self._chains[CHAIN_BYTES * batch_index : CHAIN_BYTES * (batch_index + 1)])

@@ -186,29 +186,29 @@ def _columns_from_records(part: ArchivedRecords) -> list[pa.Array]:
     prefixes = raw_records.prefixes_of(records, lengths)
     heads = prefixes["head"]
     ids = heads["transaction_id"].astype(np.int64)
-    made: dict[str, npt.NDArray[Any]] = {
+    values_by_column: dict[str, npt.NDArray[Any]] = {
         "transaction_id": ids,
         "header": heads["header"].astype(np.int32),
     }
     for source, name in _REQ_ID_COLUMNS.items():
-        made[name] = heads["req_id"][source].astype(np.int32)
-    made["data_crc"] = prefixes["data_crc"].astype(np.uint32)
+        values_by_column[name] = heads["req_id"][source].astype(np.int32)
+    values_by_column["data_crc"] = prefixes["data_crc"].astype(np.uint32)
     crcs = np.frombuffer(raw_records.record_crcs(records, lengths), ">u4")
-    made["record_crc"] = crcs.astype(np.uint32)
+    values_by_column["record_crc"] = crcs.astype(np.uint32)
     bounds = np.array([each[:4] for each in part.batches], dtype=np.int64).reshape(-1, 4)
-    place = bounds[:, 1].searchsorted(ids)
-    assert (bounds[place, 0] <= ids).all(), "a record outside of the batches"
+    batch_indexes = bounds[:, 1].searchsorted(ids)
+    assert (bounds[batch_indexes, 0] <= ids).all(), "a record outside of the batches"
     for column, name in enumerate(("batch_first", "batch_last", "session_id", "commit_time")):
-        made[name] = np.ascontiguousarray(bounds[place, column])
+        values_by_column[name] = np.ascontiguousarray(bounds[batch_indexes, column])
     arrays = []
     for field in SCHEMA:
         if field.name == "data":
-            whole = arrow_buffers.as_binary(records, lengths)
-            arrays.append(pc.binary_slice(whole, PREFIX_DTYPE.itemsize, -4))
+            record_array = arrow_buffers.as_binary(records, lengths)
+            arrays.append(pc.binary_slice(record_array, PREFIX_DTYPE.itemsize, -4))
         else:
-            values = made[field.name]
-            present = np.not_equal(values, 0) if field.nullable else None  # rule 3
-            arrays.append(arrow_buffers.as_numbers(values, field.type, is_present=present))
+            values = values_by_column[field.name]
+            is_present = np.not_equal(values, 0) if field.nullable else None  # rule 3
+            arrays.append(arrow_buffers.as_numbers(values, field.type, is_present=is_present))
     return arrays
 
 
@@ -232,12 +232,12 @@ class ArchiveObject:
                 source, metadata=footer, pre_buffer=False, page_checksum_verification=True
             )
             self.footer = self._file.metadata
-            stated = (self.footer.metadata or {})[_METADATA_KEY]
+            metadata_json = (self.footer.metadata or {})[_METADATA_KEY]
             schema = self._file.schema_arrow
         except _READ_ERRORS as error:
             raise BadFormat(f"archived object {name}: {_short_message(error)}") from error
         try:
-            self.metadata = ObjectMetadata.from_bytes(stated)
+            self.metadata = ObjectMetadata.from_bytes(metadata_json)
         except BadFormat as error:
             raise BadFormat(f"archived object {name}: {error}") from error
         if not schema.equals(SCHEMA):
@@ -272,13 +272,13 @@ class ArchiveObject:
         if self._native is not None:
             with suppress(*_READ_ERRORS):
                 # PyArrow combines the requests, and sends them at once.
-                opened = pq.ParquetFile(
+                parquet_file = pq.ParquetFile(
                     self._native,
                     metadata=self.footer,
                     pre_buffer=True,
                     page_checksum_verification=True,
                 )
-                return opened.read_row_groups(groups, columns)
+                return parquet_file.read_row_groups(groups, columns)
         return self._file.read_row_groups(groups, columns, use_threads=False)
 
     def _records_from_columns(self, columns: dict[str, pa.Array]) -> ArchivedRecords:
@@ -286,19 +286,20 @@ class ArchiveObject:
         records, lengths = _rebuild_records(columns)
         first = TransactionId(columns["transaction_id"][0].as_py())
         if raw_records.verified_crcs(records, lengths, first) is None:
-            bad = raw_records.first_bad_record(records, lengths)
-            if bad is None:
+            bad_index = raw_records.first_bad_record(records, lengths)
+            if bad_index is None:
                 raise BadFormat(
                     f"archived object {self.name}: expected consecutive transaction IDs from "
                     f"{first} on, found a gap"
                 )
             raise ChecksumMismatch(
-                f"archived object {self.name}: transaction {first + bad} does not match its CRC"
+                f"archived object {self.name}: transaction {first + bad_index} does not match "
+                "its CRC"
             )
         return ArchivedRecords(records, lengths, self._batches_from_columns(columns, first))
 
     def _reject_nulls(self, columns: dict[str, pa.Array]) -> None:
-        if any(each.null_count for name, each in columns.items() if name != "commit_time"):
+        if any(column.null_count for name, column in columns.items() if name != "commit_time"):
             raise BadFormat(
                 f"archived object {self.name}: expected columns without nulls, found a null"
             )
@@ -313,9 +314,9 @@ class ArchiveObject:
         stamps = _values_or_zero(columns["commit_time"], np.int64)  # rule 3
         ids = np.arange(first, first + firsts.size)
         starts = np.append(0, np.flatnonzero(np.diff(firsts)) + 1)
-        reaches = np.append(starts[1:], firsts.size)
+        ends = np.append(starts[1:], firsts.size)
         for values in (firsts, lasts, sessions, stamps):
-            if (values != values[starts].repeat(reaches - starts)).any():
+            if (values != values[starts].repeat(ends - starts)).any():
                 raise BadFormat(
                     f"archived object {self.name}: the rows of one batch contradict each "
                     "other about its first and last transaction ID"
@@ -384,20 +385,22 @@ class ArchiveObject:
         crcs = bytearray()
         for start, group_crcs, batches in outlines:
             self._check_next_id(start, expected)
-            for each in batches:
-                if open_batch is not None and each[:4] != open_batch[:4]:
+            for batch in batches:
+                if open_batch is not None and batch[:4] != open_batch[:4]:
                     raise BadFormat(
                         f"archived object {self.name}: expected the rest of the batch, up to "
                         f"transaction {open_batch.last}, found another batch"
                     )
                 if open_batch is None:
-                    self._check_next_id(each.first, expected)
-                stop = min(each.last + 1, start + len(group_crcs) // 4)
+                    self._check_next_id(batch.first, expected)
+                stop = min(batch.last + 1, start + len(group_crcs) // 4)
                 crcs += group_crcs[4 * (expected - start) : 4 * (stop - start)]
-                expected, open_batch = TransactionId(stop), each
-                if stop == each.last + 1:
-                    chain = next_chain(chain, each.first, each.last, each.session_id, bytes(crcs))
-                    yield each._replace(chain=chain)
+                expected, open_batch = TransactionId(stop), batch
+                if stop == batch.last + 1:
+                    chain = next_chain(
+                        chain, batch.first, batch.last, batch.session_id, bytes(crcs)
+                    )
+                    yield batch._replace(chain=chain)
                     crcs.clear()
                     open_batch = None
         if (
@@ -423,17 +426,17 @@ def _rebuild_records(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
     data = columns["data"]
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset : data.offset + len(data) + 1]
     lengths = raw_records.lengths_between(offsets.astype(np.int64))
-    made = np.empty(lengths.size, PREFIX_DTYPE)
-    head = made["head"]
+    prefixes = np.empty(lengths.size, PREFIX_DTYPE)
+    head = prefixes["head"]
     head["transaction_id"] = _values(columns["transaction_id"], np.int64)
     for target, name in _REQ_ID_COLUMNS.items():
         head["req_id"][target] = _values(columns[name], np.int32)
     head["header"] = _values(columns["header"], np.int32)
-    made["length"] = lengths
-    made["data_crc"] = _values(columns["data_crc"], np.uint32)
+    prefixes["length"] = lengths
+    prefixes["data_crc"] = _values(columns["data_crc"], np.uint32)
     trailers = _values(columns["record_crc"], np.uint32).astype(">u4")
     joined = pc.binary_join_element_wise(
-        arrow_buffers.fixed_width_binary(made, PREFIX_DTYPE.itemsize),
+        arrow_buffers.fixed_width_binary(prefixes, PREFIX_DTYPE.itemsize),
         data,
         arrow_buffers.fixed_width_binary(trailers, 4),
         arrow_buffers.EMPTY_BINARY,
@@ -445,14 +448,14 @@ def _rebuild_records(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
 
 def _columns_of_table(table: pa.Table) -> dict[str, pa.Array]:
     """Return the columns of a table that has rows."""
-    whole = table.combine_chunks()
-    return {name: whole.column(name).chunk(0) for name in whole.column_names}
+    combined = table.combine_chunks()
+    return {name: combined.column(name).chunk(0) for name in combined.column_names}
 
 
 def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return the values of a column without nulls."""
-    whole = np.frombuffer(column.buffers()[1], kind)
-    return whole[column.offset : column.offset + len(column)]
+    buffer_values = np.frombuffer(column.buffers()[1], kind)
+    return buffer_values[column.offset : column.offset + len(column)]
 
 
 def _values_or_zero(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:

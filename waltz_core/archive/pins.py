@@ -64,14 +64,14 @@ def unpin_objects(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) 
         BadRequest: the pin does not exist.
         ArchiveUnavailable: the store did not execute a request.
     """
-    wanted, found = str(UUID(bytes=cluster_key)), pins_of(store, source_key)
-    if wanted not in found:
+    pin, pins = str(UUID(bytes=cluster_key)), pins_of(store, source_key)
+    if pin not in pins:
         raise BadRequest(
-            f"archive {store.url}: expected a pin of the cluster with key {wanted}, found "
-            f"{', '.join(found) or 'none'}"
+            f"archive {store.url}: expected a pin of the cluster with key {pin}, found "
+            f"{', '.join(pins) or 'none'}"
         )
     for suffix in (TEMPORARY_SUFFIX, ""):  # rule 3
-        store.delete(f"{_folder(source_key)}/{wanted}{suffix}")
+        store.delete(f"{_folder(source_key)}/{pin}{suffix}")
 
 
 def _folder(cluster_key: bytes) -> str:

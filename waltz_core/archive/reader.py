@@ -47,7 +47,7 @@ _PAGE_EXPANSION_FACTOR: Final = 4
 
 
 class _RowGroupRead(NamedTuple):
-    """The records of a read that are in one row group, with the place of this row group."""
+    """The records of a read that are in one row group, with the position of this row group."""
 
     range: RangeRead
     entry: ObjectEntry
@@ -73,9 +73,9 @@ class ArchiveReader:
     @classmethod
     def for_manifest(cls, manifest: Manifest, store: ArchiveStore, cache: ArchiveCache) -> Self:
         """Return a reader of a manifest that is known already; it reads no manifest."""
-        made = cls(store, "", 0, cache)
-        made._loaded_manifest = manifest
-        return made
+        reader = cls(store, "", 0, cache)
+        reader._loaded_manifest = manifest
+        return reader
 
     def successor(self, manifest_name: str, manifest_crc: int) -> "ArchiveReader | None":
         """Return a reader for a newer manifest; None if this reader has it already (rule 3)."""
@@ -232,24 +232,24 @@ class ArchiveReader:
         count = raw_records.count_within(group.lengths[skip : skip + count], bytes_max)
         start, end = int(group.offsets[skip]), int(group.offsets[skip + count])
         chain_before, entries = index.batches_between(first, TransactionId(first + count - 1))
-        found = RangeRead(
+        records = RangeRead(
             first,
             group.lengths[skip : skip + count],
             memoryview(group.records)[start:end],
             entries,
             chain_before,
         )
-        return _RowGroupRead(found, entry, index, number)
+        return _RowGroupRead(records, entry, index, number)
 
     def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
         """Note the end of a read; return whether it began where an earlier read had ended."""
         with self._lock:
-            continues = first in self._read_ends
+            is_sequential = first in self._read_ends
             self._read_ends.pop(first, None)
             self._read_ends[next_id] = None
             if len(self._read_ends) > _READ_ENDS_MAX:
                 self._read_ends.popitem(last=False)
-            return continues
+            return is_sequential
 
     def _read_ahead(self, part: _RowGroupRead) -> None:
         entry, index, number = part.entry, part.object_index, part.group + 1
@@ -258,11 +258,11 @@ class ArchiveReader:
             self._cache.read_ahead(key, lambda: self._load_row_group(entry, index, number))
             return
         with suppress(WaltzError):  # an error of a page, which the next read needs, too
-            after = next(self._entries_from(TransactionId(entry.last + 1)), None)
-            if after is not None:
-                key = self._cache_key("group", after.name, 0)
+            next_entry = next(self._entries_from(TransactionId(entry.last + 1)), None)
+            if next_entry is not None:
+                key = self._cache_key("group", next_entry.name, 0)
                 self._cache.read_ahead(
-                    key, lambda: self._load_row_group(after, self._index_of(after), 0)
+                    key, lambda: self._load_row_group(next_entry, self._index_of(next_entry), 0)
                 )
 
     # --- The files, through the cache
@@ -301,8 +301,8 @@ class ArchiveReader:
 
         def load() -> tuple[ObjectIndex, int]:
             with self._store.open(entry.name) as source:
-                made = ObjectIndex(ArchiveObject(source, entry.name))
-            return made, made.byte_count
+                object_index = ObjectIndex(ArchiveObject(source, entry.name))
+            return object_index, object_index.byte_count
 
         index = self._cache.get(self._cache_key("index", entry.name), load)
         index.check_matches(self.manifest, entry)
@@ -316,8 +316,8 @@ class ArchiveReader:
         self, entry: ObjectEntry, index: ObjectIndex, number: int
     ) -> tuple[RowGroup, int]:
         with self._store.open(entry.name) as source:
-            opened = ArchiveObject(source, entry.name, footer=index.footer)
-            group = index.read_row_group(opened, number)
+            archive_object = ArchiveObject(source, entry.name, footer=index.footer)
+            group = index.read_row_group(archive_object, number)
         return group, group.byte_count
 
 

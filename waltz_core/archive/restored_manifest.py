@@ -13,9 +13,9 @@ Rules (docs/decisions/055):
        object is below another key. If no other object has the same IDs, the object is not read.
     3. The object that contains the end is read. Its hash chain is verified from its first to its
        last batch, and must match the manifest, so the end has the chain hash of the source's log.
-    4. The version of the new manifest is above all versions in the cluster's folder. So if the
-       cluster keeps its key, the files that the lost cluster had archived after the end count as
-       garbage, and not as a sign of a rollback (`garbage_collection.py`, rule 9).
+    4. The version of the new manifest is above all versions in the cluster's folder. If the cluster
+       keeps its key, files that the lost cluster had archived after the end then count as garbage,
+       and not as a sign of a rollback (`garbage_collection.py`, rule 9).
     5. The caller pins the source clusters before the check of rule 2, and repeats this check at the
        end (`pins.py`).
 """
@@ -90,23 +90,22 @@ class RestoredRange:
                 f"{UUID(bytes=saved.manifest.cluster_key)}. Hint: check that this is the URL "
                 "of the archive of that cluster."
             )
-        kept = tuple(entries)
+        usable = tuple(entries)
         if may_have_expired:
-            kept = tuple(dropwhile(lambda each: each.name not in existing, entries))
-        missing = [each for each in kept if each.name not in existing]
-        if missing or not kept:
-            lost = (missing or entries)[0]
+            usable = tuple(dropwhile(lambda each: each.name not in existing, entries))
+        missing = [each for each in usable if each.name not in existing]
+        if missing or not usable:
+            missing_entry = (missing or entries)[0]
             raise ObjectMissing(
-                f"archive {store.url}: object {lost.name} with transactions "
-                f"{lost.first}..{lost.last} does not exist. Hint: if the oldest transactions "
-                "have expired since the backup, use --without-expired."
+                f"archive {store.url}: object {missing_entry.name} with transactions "
+                f"{missing_entry.first}..{missing_entry.last} does not exist. Hint: if the "
+                "oldest transactions have expired since the backup, use --without-expired."
             )
-        self.written_files: list[
-            str
-        ] = []  # files of `write_manifest`, which are garbage if the restore fails
+        # The files of `write_manifest`, which are garbage if the restore fails.
+        self.written_files: list[str] = []
         manifest = saved.manifest
-        self.first = max(manifest.first, kept[0].first)
-        self._manifest = replace(manifest, first=self.first, pages=(), newest_objects=kept)
+        self.first = max(manifest.first, usable[0].first)
+        self._manifest = replace(manifest, first=self.first, pages=(), newest_objects=usable)
 
     @property
     def last(self) -> TransactionId:
@@ -164,7 +163,7 @@ class RestoredRange:
         entries[-1] = self._truncate_entry(entries[-1], end)
         folder = manifests_folder(cluster_key, source.partition_id)
         versions = [manifest_version_of(each) or 0 for each in self._store.list_names(folder)]
-        made = replace(
+        manifest = replace(
             source,
             cluster_key=cluster_key,
             version=max([source.version, *versions]) + 1,
@@ -172,14 +171,14 @@ class RestoredRange:
             chain=end.chain,
             newest_objects=tuple(entries),
         )
-        while (page := made.page_to_write) is not None:
-            origin = FileOrigin(session_id, nonce, len(made.pages))
-            name = page_name(folder, made.version, origin)
+        while (page := manifest.page_to_write) is not None:
+            origin = FileOrigin(session_id, nonce, len(manifest.pages))
+            name = page_name(folder, manifest.version, origin)
             self.written_files.append(name)
             write_and_verify(self._store, name, page.to_bytes())
-            made = made.with_page(name, page)
-        name = manifest_name(folder, made.version, FileOrigin(session_id, nonce, 0))
-        data = made.to_bytes()
+            manifest = manifest.with_page(name, page)
+        name = manifest_name(folder, manifest.version, FileOrigin(session_id, nonce, 0))
+        data = manifest.to_bytes()
         self.written_files.append(name)
         write_and_verify(self._store, name, data)
         Manifest.from_bytes(data, name)
@@ -193,11 +192,11 @@ class RestoredRange:
             ArchiveUnavailable: the store did not execute a request.
         """
         existing = _existing_names(self._store, self._manifest.newest_objects)
-        for each in self._manifest.newest_objects:
-            if each.name not in existing:
+        for entry in self._manifest.newest_objects:
+            if entry.name not in existing:
                 raise ObjectMissing(
-                    f"archive {self._store.url}: object {each.name} with transactions "
-                    f"{each.first}..{each.last} was deleted while the restore ran. Hint: run "
+                    f"archive {self._store.url}: object {entry.name} with transactions "
+                    f"{entry.first}..{entry.last} was deleted while the restore ran. Hint: run "
                     "the restore again."
                 )
 
@@ -225,18 +224,25 @@ def _intact_entry(
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
     starts = (f"{folder}/{first}-{last}-", f"{own_folder}/{entry.first}-{entry.last}-")
-    others = [each for each in existing if each.startswith(starts) and each.endswith(".parquet")]
+    others = [
+        other_name
+        for other_name in existing
+        if other_name.startswith(starts) and other_name.endswith(".parquet")
+    ]
     if entry.name in existing:
-        others = [each for each in others if each != entry.name]
+        others = [other_name for other_name in others if other_name != entry.name]
         if not others or crc32(store.read(entry.name)) == entry.file_crc:
             return entry
-    for each in sorted(others):
-        data = store.read(each)
+    for other_name in sorted(others):
+        data = store.read(other_name)
         with suppress(BadFormat, ChecksumMismatch):
-            opened = ArchiveObject(io.BytesIO(data), each)
-            chains = {batch.last: batch.chain for batch in opened.verify()}
-            if (opened.metadata.first, chains.get(entry.last)) == (entry.first, entry.chain):
-                return entry._replace(name=each, file_bytes=len(data), file_crc=crc32(data))
+            archive_object = ArchiveObject(io.BytesIO(data), other_name)
+            chains = {batch.last: batch.chain for batch in archive_object.verify()}
+            if (archive_object.metadata.first, chains.get(entry.last)) == (
+                entry.first,
+                entry.chain,
+            ):
+                return entry._replace(name=other_name, file_bytes=len(data), file_crc=crc32(data))
     return entry
 
 

@@ -50,15 +50,15 @@ class SavedManifest(NamedTuple):
                 f"manifest {self.name}: expected {len(manifest.pages)} pages in the backup, "
                 f"found {len(self.pages)}"
             )
-        found: list[ObjectEntry] = []
+        entries: list[ObjectEntry] = []
         for page_entry, data in zip(manifest.pages, self.pages, strict=True):
-            found += decode_page(page_entry, data).entries
-        found += manifest.newest_objects
-        for before, after in pairwise(found):
-            if after.first != before.last + 1:
+            entries += decode_page(page_entry, data).entries
+        entries += manifest.newest_objects
+        for previous, following in pairwise(entries):
+            if following.first != previous.last + 1:
                 raise BadFormat(
                     f"manifest {self.name}: expected the next page to begin at transaction "
-                    f"{before.last + 1}, found a page that begins with transactions "
-                    f"{after.first}..{after.last}"
+                    f"{previous.last + 1}, found a page that begins with transactions "
+                    f"{following.first}..{following.last}"
                 )
-        return found
+        return entries

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 # The minimum time between two reports of progress: an upload makes hundreds of calls of the store.
 _PROGRESS_INTERVAL_S: Final = 1.0
-# The maximum number of places of damage that are remembered.
-DAMAGED_PLACES_MAX: Final = 100
+# The maximum number of locations of damage that are remembered.
+DAMAGED_LOCATIONS_MAX: Final = 100
 
 
 class StorageArchive:
@@ -88,12 +88,14 @@ class StorageArchive:
 
         assert self._rate_limited_store is not None
         try:
-            made = upload(self._rate_limited_store, self._cluster_key, job, self._note_progress)
+            new_manifest = upload(
+                self._rate_limited_store, self._cluster_key, job, self._note_progress
+            )
         except WaltzError as error:
             self.failure, self.failure_count = error, self.failure_count + 1
             return error
         self.failure, self.failure_count = None, 0
-        return made
+        return new_manifest
 
     def collect_garbage(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
         """Execute a collection; return its error instead of raising it."""
@@ -146,11 +148,11 @@ class StorageArchive:
                 f"partition {partition_id}: the requested transactions are only in the "
                 "archive, and this storage has no setting `archive_url`"
             )
-        found = self._readers.get(partition_id)
-        if found is None or found.manifest_name != manifest:
-            found = ArchiveReader(self._store, manifest, manifest_crc, self._cache)
-            self._readers[partition_id] = found
-        return found
+        reader = self._readers.get(partition_id)
+        if reader is None or reader.manifest_name != manifest:
+            reader = ArchiveReader(self._store, manifest, manifest_crc, self._cache)
+            self._readers[partition_id] = reader
+        return reader
 
     @property
     def read_damage(self) -> str:
@@ -158,18 +160,18 @@ class StorageArchive:
         return next(reversed(self._damage.values()), "")
 
     @property
-    def damaged_places(self) -> list[tuple[int, int]]:
-        """The places of damage, one for each different error: partition and first ID of a read."""
-        return list({damage: place for place, damage in self._damage.items()}.values())
+    def damaged_locations(self) -> list[tuple[int, int]]:
+        """One location for each different error: the partition and the first ID of a read."""
+        return list({damage: location for location, damage in self._damage.items()}.values())
 
-    def find_damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
+    def find_damage_at(self, location: tuple[int, int], manifest: str, manifest_crc: int) -> str:
         """Read a record; return the damage that the read finds, empty if there is none.
 
         Raises:
             ArchiveUnavailable: the store did not execute a request.
         """
-        first = TransactionId(place[1])
-        reader = self.reader(PartitionId(place[0]), manifest, manifest_crc)
+        first = TransactionId(location[1])
+        reader = self.reader(PartitionId(location[0]), manifest, manifest_crc)
         try:
             reader.read_range(first, first, 1)
         except BeforeLogStart:  # It has expired.
@@ -178,19 +180,23 @@ class StorageArchive:
             return str(error)
         return ""
 
-    def note_recheck_result(self, place: tuple[int, int], damage: str) -> None:
-        """Note the outcome of `find_damage_at`; success clears the same damage at all places."""
-        before = self._damage.get(place)
-        self.on_place_read(place, damage)
+    def note_recheck_result(self, location: tuple[int, int], damage: str) -> None:
+        """Note the outcome of `find_damage_at`; success clears the same damage at all locations."""
+        old_damage = self._damage.get(location)
+        self.on_location_read(location, damage)
         if not damage:
-            ended = [each for each, found in self._damage.items() if found == before]
-            for each in ended:
-                del self._damage[each]
+            repaired_locations = [
+                repaired_location
+                for repaired_location, location_damage in self._damage.items()
+                if location_damage == old_damage
+            ]
+            for repaired_location in repaired_locations:
+                del self._damage[repaired_location]
 
-    def on_place_read(self, place: tuple[int, int], damage: str) -> None:
-        """Note the outcome of a read; a successful read clears the damage at its place."""
-        self._damage.pop(place, None)
+    def on_location_read(self, location: tuple[int, int], damage: str) -> None:
+        """Note the outcome of a read; a successful read clears the damage at its location."""
+        self._damage.pop(location, None)
         if damage:
-            self._damage[place] = damage
-            if len(self._damage) > DAMAGED_PLACES_MAX:
+            self._damage[location] = damage
+            if len(self._damage) > DAMAGED_LOCATIONS_MAX:
                 del self._damage[next(iter(self._damage))]

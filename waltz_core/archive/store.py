@@ -4,8 +4,8 @@ All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
     1. A file is durable when `write` or the end of `open_sink` has returned. In a directory, this
-       needs a temporary file, its sync, its final name, and a sync of the directory, and once of
-       each directory above it. Other stores acknowledge the end of an upload when it is durable. To
+       class writes and syncs a temporary file, renames it, and syncs the directory; it syncs each
+       directory above once. Other stores acknowledge the end of an upload when it is durable. To
        read a file back does not prove that it is durable (AR 3).
     2. No file is overwritten (AR 2). A directory rejects a name that exists; in other stores the
        names are unique by construction.
@@ -138,9 +138,9 @@ class ArchiveStore:
                 stream = _durable_file(Path(location), self._file_mode)
             else:
                 stream = self._files.open_output_stream(location)
-            opened = stream.__enter__()
+            file = stream.__enter__()
         try:
-            yield StoreSink(opened, location, self._rate_limit)
+            yield StoreSink(file, location, self._rate_limit)
         except BaseException as error:
             # NB: this is an error of the caller's block, which no error of the store may replace.
             with suppress(*_STORE_ERRORS):
@@ -185,8 +185,8 @@ class ArchiveStore:
             cluster, _, rest = name.partition("/")
             folder = self._full_path(cluster)
             with _translate_errors(operation, folder):
-                found = self._files.get_file_info(folder)
-            if rest and found.type is arrow_fs.FileType.NotFound:
+                folder_info = self._files.get_file_info(folder)
+            if rest and folder_info.type is arrow_fs.FileType.NotFound:
                 raise ArchiveUnavailable(
                     f"archive: cannot {operation} {self._full_path(name)}, because folder "
                     f"{folder} has no files. Hint: check that the directory is mounted, and that "
@@ -210,11 +210,11 @@ class ArchiveStore:
             self._full_path(folder), allow_not_found=True, recursive=True
         )
         with _translate_errors("list", self._full_path(folder)):
-            found = self._files.get_file_info(chosen)
+            file_infos = self._files.get_file_info(chosen)
         start = len(self._base) + 1
         return sorted(
             ListedFile(each.path[start:], each.size or 0, (each.mtime_ns or 0) // 1_000_000)
-            for each in found
+            for each in file_infos
             if each.type is arrow_fs.FileType.File
         )
 
@@ -263,16 +263,16 @@ class ArchiveStore:
         name in the archive is synced once, even if this process has not created the folder.
         """
         base = Path(self._base)
-        for each in reversed([folder, *folder.parents]):
-            is_new = not each.exists()
-            is_unknown = each.is_relative_to(base) and each not in self._durable_folders
+        for parent in reversed([folder, *folder.parents]):
+            is_new = not parent.exists()
+            is_unknown = parent.is_relative_to(base) and parent not in self._durable_folders
             if is_new:
-                each.mkdir(exist_ok=True)
+                parent.mkdir(exist_ok=True)
             if is_new or is_unknown:
                 # If this process may not read the folder above, the operator has created it.
                 with suppress(PermissionError):
-                    _sync_folder(each.parent)
-            self._durable_folders.add(each)
+                    _sync_folder(parent.parent)
+            self._durable_folders.add(parent)
 
 
 class StoreFile:
@@ -298,8 +298,8 @@ class StoreFile:
         """
         with _translate_errors("read", self._location):
             rest = max(self.native.size() - self._position, 0)
-            wanted = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
-            data = bytes(self.native.read_at(wanted, self._position)) if wanted else b""
+            size = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
+            data = bytes(self.native.read_at(size, self._position)) if size else b""
         self._position += len(data)
         return data
 
@@ -380,25 +380,25 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
     try:
         if parts.scheme == "s3":
             options = dict(parse_qsl(parts.query))
-            unknown = sorted(set(options) - set(_S3_OPTIONS))
-            if unknown:
+            unknown_options = sorted(set(options) - set(_S3_OPTIONS))
+            if unknown_options:
                 raise BadConfig(
                     f"archive {url}: expected only the URL options {', '.join(_S3_OPTIONS)}, "
-                    f"found {', '.join(unknown)}"
+                    f"found {', '.join(unknown_options)}"
                 )
             with _resolve_region(options.get("region")):
                 store = arrow_fs.S3FileSystem(
                     connect_timeout=S3_TIMEOUT_S, request_timeout=S3_TIMEOUT_S, **options
                 )
             return store, f"{parts.netloc}{parts.path}".rstrip("/")
-        found, base = arrow_fs.FileSystem.from_uri(_complete_url(url, os.environ))
+        file_system, base = arrow_fs.FileSystem.from_uri(_complete_url(url, os.environ))
     except (*_STORE_ERRORS, ValueError) as error:
         raise BadConfig(
             f"archive {url} cannot be used: {_error_reason(error)}. Hint: use a URL such as "
             "file:///srv/archive, s3://bucket/folder, gs://bucket/folder, "
             "abfss://container@account.dfs.core.windows.net/folder or hdfs://host/folder."
         ) from error
-    return found, base.rstrip("/")
+    return file_system, base.rstrip("/")
 
 
 @contextmanager
@@ -488,8 +488,8 @@ def _durable_file(path: Path, mode: int | None) -> Iterator[Any]:
 
 
 def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(opened)
+        os.fsync(fd)
     finally:
-        os.close(opened)
+        os.close(fd)

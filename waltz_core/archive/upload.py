@@ -70,16 +70,16 @@ def upload(
     on_progress()
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
     if job.replaced_object is not None:
-        made = _replace_object(store, current, job, job.replaced_object, origin, on_progress)
-        if made is None:
+        manifest = _replace_object(store, current, job, job.replaced_object, origin, on_progress)
+        if manifest is None:
             return NewManifest(current.last, current.chain, job.end.stamp_ms, "", 0)
     else:
-        made = _add_object(store, current, job, origin, on_progress)
+        manifest = _add_object(store, current, job, origin, on_progress)
     folder = manifests_folder(cluster_key, job.partition_id)
-    name, data = manifest_name(folder, made.version, origin), made.to_bytes()
+    name, data = manifest_name(folder, manifest.version, origin), manifest.to_bytes()
     write_and_verify(store, name, data)
-    made = Manifest.from_bytes(data, name)
-    return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
+    manifest = Manifest.from_bytes(data, name)
+    return NewManifest(manifest.last, manifest.chain, job.end.stamp_ms, name, crc32(data))
 
 
 def _add_object(
@@ -115,8 +115,8 @@ def _replace_object(
     if page_entry is not None:
         entries = decode_page(page_entry, store.read(page_entry.name)).entries
         on_progress()
-    same = (job.first, job.end.last, job.end.chain)
-    old = next((each for each in entries if each[1:4] == same), None)
+    content_key = (job.first, job.end.last, job.end.chain)
+    old = next((each for each in entries if each[1:4] == content_key), None)
     if old is None:
         raise BadFormat(
             f"manifest {job.manifest}: expected an object with transactions "
@@ -125,12 +125,12 @@ def _replace_object(
         )
     if old.name != replaced.name:
         return None
-    made = _write_object(store, current.cluster_key, job, origin, on_progress)
+    new_entry = _write_object(store, current.cluster_key, job, origin, on_progress)
     on_progress()
-    changed = tuple(made if each is old else each for each in entries)
+    new_entries = tuple(new_entry if each is old else each for each in entries)
     if page_entry is None:
-        return current.with_newest_objects(changed)
-    page = ManifestPage(changed)
+        return current.with_newest_objects(new_entries)
+    page = ManifestPage(new_entries)
     name = _write_page(store, current, page, origin)
     on_progress()
     return current.with_replaced_page(page_entry, name, page)
@@ -166,12 +166,12 @@ def expire(
     if job.retention_ms:
         before_ms = max(before_ms, now_ms - job.retention_ms)
 
-    def is_old(each: PageEntry | ObjectEntry) -> bool:
-        return each.last < job.before or 0 < each.commit_ms_max < before_ms
+    def is_old(entry: PageEntry | ObjectEntry) -> bool:
+        return entry.last < job.before or 0 < entry.commit_ms_max < before_ms
 
     first = TransactionId(_last_expired_id(store, current, is_old, on_progress) + 1)
-    made = current.with_expiry(first, now_ms)
-    if (made.first, made.pages, made.newest_objects) == (
+    manifest = current.with_expiry(first, now_ms)
+    if (manifest.first, manifest.pages, manifest.newest_objects) == (
         current.first,
         current.pages,
         current.newest_objects,
@@ -179,7 +179,7 @@ def expire(
         return ManifestAfterExpiry(first, "", 0)
     folder = manifests_folder(cluster_key, job.partition_id)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
-    name, data = manifest_name(folder, made.version, origin), made.to_bytes()
+    name, data = manifest_name(folder, manifest.version, origin), manifest.to_bytes()
     write_and_verify(store, name, data)
     Manifest.from_bytes(data, name)
     return ManifestAfterExpiry(first, name, crc32(data))
@@ -212,9 +212,9 @@ def _read_current_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJ
     if job.manifest:
         return job.recorded_manifest.read(store, cluster_key)
     start = TransactionId(0)
-    found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
-    job.recorded_manifest.check_matches(found, cluster_key)
-    return found
+    empty_manifest = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
+    job.recorded_manifest.check_matches(empty_manifest, cluster_key)
+    return empty_manifest
 
 
 def _write_object(
@@ -245,9 +245,9 @@ def _write_object(
             f"archived object {name}: expected CRC {sink.crc:08x}, that of the written bytes, "
             f"found {crc32(data):08x} when it was read back"
         )
-    found = ArchiveObject(data, name)
+    archive_object = ArchiveObject(data, name)
     batches = [batch for run in job.runs for batch in run.batches]
-    if found.metadata != metadata or list(found.verify()) != batches:
+    if archive_object.metadata != metadata or list(archive_object.verify()) != batches:
         raise ChecksumMismatch(f"archived object {name}: its batches are not those of the log")
     stamps = [each.stamp_ms for each in batches if each.stamp_ms]
     return ObjectEntry(
@@ -298,5 +298,5 @@ def write_and_verify(store: ArchiveStore, name: str, data: bytes) -> None:
     store.write(name, data)
     if store.read(name) != data:
         raise ChecksumMismatch(
-            f"manifest {name}: found other bytes when it was read back than were written"
+            f"manifest {name}: expected the written bytes when it was read back, found other bytes"
         )

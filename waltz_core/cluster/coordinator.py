@@ -255,11 +255,11 @@ class Coordinator:
     async def root_of(self, cluster_key: UUID) -> str | None:
         """Return the root of the cluster with this key in this ZooKeeper; None if there is none."""
         for root, _ in await self.find_clusters("/"):
-            if (await self.at(root).read_cluster()).store.cluster_key == cluster_key:
+            if (await self.for_root(root).read_cluster()).store.cluster_key == cluster_key:
                 return root
         return None
 
-    def at(self, root: str) -> "Coordinator":
+    def for_root(self, root: str) -> "Coordinator":
         """Return a coordinator for another cluster, over the same session."""
         return Coordinator(self._znodes, root)
 
@@ -447,14 +447,14 @@ class Coordinator:
     async def read_storage_ids(self) -> dict[ReplicaId, UUID]:
         """Read the registered ID of each storage."""
         listing = await self._znodes.children(self.paths.storage_ids)
-        found: dict[ReplicaId, UUID] = {}
+        storage_ids: dict[ReplicaId, UUID] = {}
         for name in () if listing is None else listing.names:
             path = self.paths.storage_id(ReplicaId(name))
             node = await self._znodes.get(path)
             if node is not None:
                 registration = decode_node(path, node, model.StorageRegistration.from_bytes)
-                found[ReplicaId(name)] = registration.storage_id
-        return found
+                storage_ids[ReplicaId(name)] = registration.storage_id
+        return storage_ids
 
     async def follow_replica_assignment(
         self, callback: Callable[[model.ReplicaAssignments], None]
@@ -465,10 +465,10 @@ class Coordinator:
 
         async def check(signal: Signal) -> None:
             nonlocal last
-            now = await self._nodes.read(path, model.ReplicaAssignments.from_bytes, signal)
-            if now != last:
-                last = now
-                callback(now)
+            current = await self._nodes.read(path, model.ReplicaAssignments.from_bytes, signal)
+            if current != last:
+                last = current
+                callback(current)
 
         await self._nodes.follow(check)
 
@@ -489,15 +489,15 @@ class Coordinator:
         async def check(signal: Signal) -> None:
             nonlocal last
             node = await self._znodes.get(path, signal)
-            now = None if node is None else node.data
+            data = None if node is None else node.data
             try:
-                if now != last:
+                if data != last:
                     callback(
                         None
                         if node is None
                         else decode_node(path, node, access_node.decode_permissions)
                     )
-                    last = now
+                    last = data
             finally:  # in a new session, also while the node cannot be decoded
                 try:
                     await self._applied.publish()

@@ -11,27 +11,27 @@ Rules (docs/spark.md, "Exactly once"):
     3. An attempt continues while it is the latest one, and the write is neither done nor removed:
        `check` decides from the state of ZooKeeper after the call.
     4. A process that only enters a write does not begin one that was removed. In a series (`X-7`
-       follows `X-6`) no write is begun if a later one exists.
-    5. A write expires a given time after its node was last written: when it was begun, or when it
+       follows `X-6`) no write starts if a later one exists.
+    5. A write expires a given time after its node was last written: when it started, or when it
        was done. ZooKeeper's clock measures that time; a driver's own clock may be days off. An
        expired write is marked as done first, with an empty summary, so that no task enters while
        its tasks are removed.
     6. A run is one execution of the whole job. A task's runs are recorded, because another run may
        have split the rows into other tasks.
-    7. Beginning and removing a write also writes the parent of all writes, at the version that was
-       read before anything else: a process that was paused cannot begin a write that was removed
-       meanwhile, nor remove one that was begun again. Other changes of nodes that exist check this
-       version only: a node that was created again has the versions of the earlier one.
+    7. To begin or to remove a write, a process also writes the parent node of all writes, at the
+       version that it has read first. So a process that was paused cannot begin a write that was
+       removed meanwhile, and cannot remove a write that was started again. Other changes of nodes
+       only check this version: a node that was created again has the versions of the earlier node.
     8. A registry of a principal (`WriteRegistry.for_principal`) rejects the writes of other
        principals. A write belongs to the principal that began it; if there is none, or it is
        `anonymous`, to the first principal that enters it. Its owner never changes again (decision
        048, AC 14). `enter` checks the owner also after it has written the task: meanwhile the write
-       may have been removed, and begun by another principal, whose client ID must not be returned.
+       may have been removed, and started by another principal; its client ID must not be returned.
     9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
        by a few.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest one of its
-       task. Without it, an attempt that was paused could finish a write with outcomes that a later
-       attempt has changed: the later one may append a row that a lock had rejected before.
+       task. Without it, an attempt that was paused could finish a write with outdated outcomes. A
+       later attempt may have appended a row that a lock had rejected before.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -77,7 +77,7 @@ class WriteState:
 
     Node `R/x/writes/W` has JSON with `format` 2 and these fields.
 
-    `marks` are the log's high-water marks by partition when the write was first begun. `keep_ms` is
+    `marks` are the log's high-water marks by partition when the write started. `keep_ms` is
     the time from the last write of the node until the node expires. `summary` is the result of the
     write: None while the write runs, empty while it is being removed. `principal` is the owner of
     the write; the node of a write without an owner lacks this field.
@@ -161,7 +161,7 @@ class TaskAttempt(NamedTuple):
 
 
 class WriteWithTasks(NamedTuple):
-    """A write, and those of its tasks that have begun, by task number."""
+    """A write, and those of its tasks that have started, by task number."""
 
     state: WriteState
     tasks: Mapping[int, TaskState]
@@ -181,12 +181,12 @@ class WriteRegistry:
 
     def for_principal(self, principal: str, *, is_limited: bool = True) -> "WriteRegistry":
         """Return the registry of a principal (rule 8); with `is_limited`, rule 9 holds."""
-        made = WriteRegistry(self._nodes, principal, is_limited=is_limited)
-        made._owners = self._owners
-        return made
+        registry = WriteRegistry(self._nodes, principal, is_limited=is_limited)
+        registry._owners = self._owners
+        return registry
 
     async def read(self, write: str) -> WriteState | None:
-        """Return the state of a write; None if it was never begun, or was removed."""
+        """Return the state of a write; None if it was never started, or was removed."""
         path = self._path(write)
         await self._znodes.sync()
         node = await self._znodes.get(path)
@@ -194,9 +194,9 @@ class WriteRegistry:
 
     def _decode_state(self, path: str, node: Node) -> WriteState:
         """Decode a write; raises PermissionDenied by rule 8."""
-        found = decode_node(path, node, WriteState.from_bytes)
-        if self._principal is None or found.principal in (*_UNOWNED_PRINCIPALS, self._principal):
-            return found
+        state = decode_node(path, node, WriteState.from_bytes)
+        if self._principal is None or state.principal in (*_UNOWNED_PRINCIPALS, self._principal):
+            return state
         raise errors.PermissionDenied(
             f"write {path.rpartition('/')[2]} belongs to another principal than "
             f"{self._principal}. Hint: choose another writeId."
@@ -206,17 +206,17 @@ class WriteRegistry:
         """Return all writes with their tasks, by name."""
         await self._znodes.sync()
         listing = await self._znodes.children(self._nodes.paths.writes)
-        found: dict[str, WriteWithTasks] = {}
+        writes: dict[str, WriteWithTasks] = {}
         for name in () if listing is None else listing.names:
             state = await self.read(name)
             if state is not None:
-                found[name] = WriteWithTasks(state, await self.read_tasks(name))
-        return found
+                writes[name] = WriteWithTasks(state, await self.read_tasks(name))
+        return writes
 
     async def begin(
         self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
     ) -> WriteState:
-        """Begin a write with these marks unless it has begun already; return its state (rule 1).
+        """Begin a write with these marks unless it has started already; return its state (rule 1).
 
         Raises:
             ConnectionSuperseded: a later write of its series exists (rule 4).
@@ -225,11 +225,11 @@ class WriteRegistry:
             TooLarge: the marks do not fit into a node.
         """
         path = self._path(write)
-        made = WriteState(dict(marks), keep_ms, principal=self._principal or "")
+        new_state = WriteState(dict(marks), keep_ms, principal=self._principal or "")
         for _ in range(ATTEMPTS_MAX):
-            found = await self.read(write)
-            if found is not None:
-                return found
+            existing = await self.read(write)
+            if existing is not None:
+                return existing
             with suppress(errors.CoordinatorOutcomeUnknown):
                 await self._nodes.create_missing(
                     (self._nodes.paths.extensions, self._nodes.paths.writes)
@@ -239,8 +239,8 @@ class WriteRegistry:
                 await self._check_latest_of_series(write)
             if self._principal is not None and self._is_limited:
                 await self._check_write_count(self._principal)
-            if await self._try_write([CreateNode(path, _encode_checked(made)), *fence]):
-                return made
+            if await self._try_write([CreateNode(path, _encode_checked(new_state)), *fence]):
+                return new_state
         raise errors.CoordinatorUnavailable(
             f"cannot create znode {path}: other processes changed the registry of writes during "
             f"each of {ATTEMPTS_MAX} attempts. Hint: start the write again."
@@ -254,9 +254,8 @@ class WriteRegistry:
         if await self._count_writes(principal) >= WRITES_PER_PRINCIPAL_MAX:
             raise errors.BadRequest(
                 f"principal {principal} already has {WRITES_PER_PRINCIPAL_MAX} exactly-once writes "
-                "in "
-                "ZooKeeper, which is the limit. Hint: finished writes are removed after "
-                "their retention; shorten it (option 'writeRetention')."
+                "in ZooKeeper, which is the limit. Hint: finished writes are removed after their "
+                "retention; shorten it (option 'writeRetention')."
             )
 
     async def _count_writes(self, principal: str) -> int:
@@ -265,9 +264,9 @@ class WriteRegistry:
         names = () if listing is None else listing.names
         if len(names) < WRITES_PER_PRINCIPAL_MAX:
             return 0
-        there, owners = frozenset(names), self._owners
-        for gone in [name for name in owners if name not in there]:
-            del owners[gone]
+        existing, owners = frozenset(names), self._owners
+        for removed_name in [name for name in owners if name not in existing]:
+            del owners[removed_name]
         for name in names:
             if name not in owners:
                 node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
@@ -286,7 +285,7 @@ class WriteRegistry:
                 raise _superseded_error(
                     write,
                     None,
-                    f"a later write, {name}, has begun, so the state of this one was removed",
+                    f"a later write, {name}, has started, so the state of this write was removed",
                 )
 
     async def _fence_operations(self) -> list[Operation]:
@@ -316,7 +315,7 @@ class WriteRegistry:
             await self._check_write_is_running(write, task)
             if not await self._take_ownership(write):
                 continue
-            same = await self._fence_check_operations()
+            fence_check = await self._fence_check_operations()
             node = await self._znodes.get(path)
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
@@ -329,7 +328,7 @@ class WriteRegistry:
             runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
             new = replace(old, attempt=old.attempt + 1, runs=runs)
             change = SetNode(path, new.to_bytes(), node.stat.version)
-            is_written = await self._try_write([change, *same])
+            is_written = await self._try_write([change, *fence_check])
             if is_written and await self._take_ownership(write):
                 return new
         raise errors.CoordinatorUnavailable(
@@ -344,15 +343,17 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         if node is None:
             return False
-        found = self._decode_state(path, node)
-        if found.principal not in _UNOWNED_PRINCIPALS:
+        state = self._decode_state(path, node)
+        if state.principal not in _UNOWNED_PRINCIPALS:
             return True
-        same = await self._fence_check_operations()
+        fence_check = await self._fence_check_operations()
         if await self._znodes.get(path) != node:
             return False
-        taken = replace(found, principal=self._principal)
+        owned_state = replace(state, principal=self._principal)
         self._owners.pop(write, None)
-        return await self._try_write([SetNode(path, taken.to_bytes(), node.stat.version), *same])
+        return await self._try_write(
+            [SetNode(path, owned_state.to_bytes(), node.stat.version), *fence_check]
+        )
 
     async def _check_write_is_running(self, write: str, task: int) -> None:
         state = await self.read(write)
@@ -375,27 +376,29 @@ class WriteRegistry:
         await self._check_write_is_running(write, task)
         path = self._path(write, task)
         node = await self._znodes.get(path)
-        found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
-        if found != attempt:
-            raise _overtaken_error(write, TaskAttempt(task, attempt), found)
+        latest_attempt = (
+            None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
+        )
+        if latest_attempt != attempt:
+            raise _later_attempt_error(write, TaskAttempt(task, attempt), latest_attempt)
 
     async def read_tasks(self, write: str) -> dict[int, TaskState]:
-        """Return the tasks that have begun, by task number."""
-        found: dict[int, TaskState] = {}
+        """Return the tasks that have started, by task number."""
+        tasks: dict[int, TaskState] = {}
         for task in await self.read_task_numbers(write):
             state = await self.read_task_state(write, task)
             if state is not None:
-                found[task] = state
-        return found
+                tasks[task] = state
+        return tasks
 
     async def read_task_state(self, write: str, task: int) -> TaskState | None:
-        """Return the state of a task; None if it was never begun, or was removed."""
+        """Return the state of a task; None if it was never started, or was removed."""
         path = self._path(write, task)
         node = await self._znodes.get(path)
         return None if node is None else decode_node(path, node, TaskState.from_bytes)
 
     async def read_task_numbers(self, write: str) -> list[int]:
-        """Return the numbers of the tasks that have begun, in order."""
+        """Return the numbers of the tasks that have started, in order."""
         listing = await self._znodes.children(self._path(write))
         names = () if listing is None else listing.names
         return sorted(int(name) for name in names if is_number(name))
@@ -419,7 +422,7 @@ class WriteRegistry:
         path, marks = self._path(write), None
         for _ in range(ATTEMPTS_MAX):
             await self._znodes.sync()
-            same = await self._fence_check_operations()
+            checks = await self._fence_check_operations()
             node = await self._znodes.get(path)
             if node is None:
                 raise _superseded_error(
@@ -428,41 +431,43 @@ class WriteRegistry:
                     "another run has completed this write or taken it over, and the state of the "
                     "write was removed",
                 )
-            found = self._decode_state(path, node)
-            if marks not in (None, found.marks):
+            state = self._decode_state(path, node)
+            if marks not in (None, state.marks):
                 raise _superseded_error(
                     write,
                     None,
-                    "the state of the write was removed, and another run has begun it again",
+                    "the state of the write was removed, and another run has started it again",
                 )
-            if found.is_done:
-                return found
-            marks = found.marks
+            if state.is_done:
+                return state
+            marks = state.marks
             if by is not None:
-                same.append(await self._attempt_check_operation(write, by))
-            done = replace(found, summary=dict(summary), keep_ms=keep_ms)
+                checks.append(await self._attempt_check_operation(write, by))
+            new_state = replace(state, summary=dict(summary), keep_ms=keep_ms)
             if await self._try_write(
-                [SetNode(path, _encode_checked(done), node.stat.version), *same]
+                [SetNode(path, _encode_checked(new_state), node.stat.version), *checks]
             ):
-                return done
+                return new_state
         raise errors.CoordinatorUnavailable(
             f"cannot change {path}: other processes changed it during each attempt"
         )
 
     async def _attempt_check_operation(self, write: str, by: TaskAttempt) -> Operation:
-        """Return a step that fails if a later attempt has begun (rule 10)."""
+        """Return a step that fails if a later attempt has started (rule 10)."""
         path = self._path(write, by.task)
         node = await self._znodes.get(path)
-        found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
-        if node is None or found != by.attempt:
-            raise _overtaken_error(write, by, found)
+        latest_attempt = (
+            None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
+        )
+        if node is None or latest_attempt != by.attempt:
+            raise _later_attempt_error(write, by, latest_attempt)
         return CheckVersion(path, node.stat.version)
 
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
         """Remove a write; a task that still runs ends at its next mount (rule 5).
 
         `expired_ms` is a time of ZooKeeper's clock: the write is removed only if it had expired
-        then, as it may have been removed and begun again since. Returns whether the write was
+        then, as it may have been removed and started again since. Returns whether the write was
         removed.
         """
         failure_count = 0
@@ -481,13 +486,13 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         if node is None:
             return True
-        found = self._decode_state(path, node)
-        is_removing = found.is_done and not found.keep_ms
+        state = self._decode_state(path, node)
+        is_removing = state.is_done and not state.keep_ms
         if expired_ms is not None and not is_removing and not _is_expired(node, expired_ms):
             return False
-        if not found.is_done:
-            over = replace(found, summary={}, keep_ms=0)
-            return [SetNode(path, over.to_bytes(), node.stat.version), *fence]
+        if not state.is_done:
+            expired_state = replace(state, summary={}, keep_ms=0)
+            return [SetNode(path, expired_state.to_bytes(), node.stat.version), *fence]
         tasks = await self._task_deletions(path)
         return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
 
@@ -512,21 +517,20 @@ class WriteRegistry:
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         start = now_ms % len(names) if names else 0  # begins at another write each time
-        over: list[str] = []
+        expired_names: list[str] = []
         for name in (*names[start:], *names[:start])[:EXAMINED_WRITES_MAX]:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
             if node is not None and _is_expired(node, now_ms):
-                over.append(name)
-        return now_ms, over
+                expired_names.append(name)
+        return now_ms, expired_names
 
     async def _read_zookeeper_time_ms(self) -> int:
         """Return ZooKeeper's time in ms, from a node that was written just now."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
-            await self._try_write(
-                [SetNode(path, b"", node.stat.version)]
-            )  # otherwise another driver has just written it
+            # If this fails, another driver has just written the node.
+            await self._try_write([SetNode(path, b"", node.stat.version)])
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms
 
@@ -545,7 +549,7 @@ class WriteRegistry:
 
 
 def client_ids_of_other_runs(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
-    """Return the client IDs, by task number, of the tasks that another run than `run` has begun."""
+    """Return the client IDs, by task number, of the tasks that a run other than `run` started."""
     return {
         number: int(task.client_id)
         for number, task in tasks.items()
@@ -557,7 +561,8 @@ def check_write_name(write: str) -> None:
     """Raise BadRequest unless the name of a write is valid."""
     is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
     if not is_good or any(
-        not (each.isalnum() or each in "-_.~") or ord(each) > 127 for each in write
+        not (character.isalnum() or character in "-_.~") or ord(character) > 127
+        for character in write
     ):
         raise errors.BadRequest(
             f"name of an exactly-once write: expected 1 to {NAME_CHARACTERS_MAX} letters, "
@@ -582,14 +587,16 @@ def _owner_in(node: Node) -> str:
         return ""
 
 
-def _superseded_error(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:
-    which = "" if task is None else f", task {task}"
-    return errors.ConnectionSuperseded(f"write {write}{which}: {why}")
+def _superseded_error(write: str, task: int | None, reason: str) -> errors.ConnectionSuperseded:
+    task_text = "" if task is None else f", task {task}"
+    return errors.ConnectionSuperseded(f"write {write}{task_text}: {reason}")
 
 
-def _overtaken_error(write: str, by: TaskAttempt, found: int | None) -> errors.ConnectionSuperseded:
-    why = f"attempt {found} of the task has taken over from attempt {by.attempt}"
-    return _superseded_error(write, by.task, why)
+def _later_attempt_error(
+    write: str, by: TaskAttempt, latest_attempt: int | None
+) -> errors.ConnectionSuperseded:
+    reason = f"attempt {latest_attempt} of the task has taken over from attempt {by.attempt}"
+    return _superseded_error(write, by.task, reason)
 
 
 def _is_expired(node: Node, now_ms: int) -> bool:

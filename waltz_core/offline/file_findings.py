@@ -29,7 +29,7 @@ class VerificationFindings:
     """All findings of a verification."""
 
     def __init__(self, limit: int) -> None:
-        self.kept: list[FileFinding] = []
+        self.kept_findings: list[FileFinding] = []
         self.error_count = 0
         self.note_count = 0
         self._limit = limit
@@ -37,7 +37,7 @@ class VerificationFindings:
     @property
     def omitted_count(self) -> int:
         """The number of findings that were counted but not kept (rule 2)."""
-        return self.error_count + self.note_count - len(self.kept)
+        return self.error_count + self.note_count - len(self.kept_findings)
 
     def add(self, path: str, offset: int | None, what: str, *, is_error: bool) -> None:
         """Count a finding, and keep it if the limit permits."""
@@ -45,8 +45,8 @@ class VerificationFindings:
             self.error_count += 1
         else:
             self.note_count += 1
-        if len(self.kept) < self._limit:
-            self.kept.append(FileFinding(is_error, path, offset, what))
+        if len(self.kept_findings) < self._limit:
+            self.kept_findings.append(FileFinding(is_error, path, offset, what))
 
     def in_file(self, path: str) -> "FileFindings":
         """Return a collector for the findings of one file."""

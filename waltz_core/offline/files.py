@@ -149,14 +149,14 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     directories = [path]
     if is_storage_directory(path) or not first_ids_in(path):
         directories = [path / str(number) for number in select_partitions(path, partitions)]
-    found = [
+    segments = [
         segment_path(directory, first, SEGMENT_SUFFIX)
         for directory in directories
         for first in first_ids_in(directory)
     ]
-    if not found:
+    if not segments:
         raise BadRequest(f"{path}: the directory has no segments")
-    return found
+    return segments
 
 
 def select_partitions(directory: Path, partitions: list[int] | None) -> list[int]:
@@ -164,14 +164,14 @@ def select_partitions(directory: Path, partitions: list[int] | None) -> list[int
 
     Raises BadRequest if a given partition does not exist.
     """
-    here = partitions_in(directory)
-    missing = [number for number in partitions or [] if number not in here]
+    existing = partitions_in(directory)
+    missing = [number for number in partitions or [] if number not in existing]
     if missing:
         raise BadRequest(
             f"{directory} has no partition {missing[0]}; it has "
-            f"{', '.join(map(str, here)) or 'none'}"
+            f"{', '.join(map(str, existing)) or 'none'}"
         )
-    return here if partitions is None else sorted(set(partitions))
+    return existing if partitions is None else sorted(set(partitions))
 
 
 def storage_directory_of(path: Path) -> Path | None:
@@ -197,11 +197,11 @@ def hold_shared_locks(path: Path) -> Iterator[None]:
         DiskFailed: a storage runs on the directory.
     """
     directory = storage_directory_of(path)
-    with ExitStack() as held:
+    with ExitStack() as locks:
         if directory is not None:
             for name in (ID_NAME, CONTROL_NAME):
                 if (directory / name).exists():
-                    file = held.enter_context(OpenFile(directory / name))
+                    file = locks.enter_context(OpenFile(directory / name))
                     _lock_shared(file, directory, is_old=name == CONTROL_NAME)
         yield
 

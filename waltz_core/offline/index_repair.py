@@ -41,15 +41,15 @@ class IndexRepairResult(NamedTuple):
     """The result of a repair.
 
     `entries` is the number of entries in the new index. `difference_count` is the number of places
-    at which the old index differs, including its header and its size. `kept` is the number of
-    entries of records that cannot be read.
+    at which the old index differs, including its header and its size. `kept_count` is the
+    number of entries of records that cannot be read.
     """
 
     path: Path
     entries: int
     old_entries: int | None
     difference_count: int
-    kept: int
+    kept_count: int
 
     @property
     def is_valid(self) -> bool:
@@ -66,20 +66,20 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResu
     """
     first = int(segment.stem)
     path = segment_path(segment.parent, first, ".idx")
-    with ExitStack() as opened:
+    with ExitStack() as open_files:
         file = disk.open(segment)
-        opened.callback(file.close)
+        open_files.callback(file.close)
         header = _checked_header(file, segment, first)
         old = _OldIndex()
         if disk.exists(path):
             old_file = disk.open(path)
-            opened.callback(old_file.close)
+            open_files.callback(old_file.close)
             old = _OldIndex(old_file)
         # The records are read twice, so that the index need not fit into memory.
-        found = _compare_with_old(path, header, _new_entries(file, first, old), old)
-        if not found.is_valid and not dry_run:
+        result = _compare_with_old(path, header, _new_entries(file, first, old), old)
+        if not result.is_valid and not dry_run:
             _write_index(disk, path, header, _new_entries(file, first, old))
-        return found
+        return result
 
 
 @contextmanager
@@ -92,12 +92,12 @@ def hold_exclusive_locks(disk: Disk, path: Path) -> Iterator[None]:
         DiskFailed: a storage runs on the directory, or another command reads it.
     """
     directory = storage_directory_of(path)
-    with ExitStack() as held:
+    with ExitStack() as locks:
         for name in (ID_NAME, CONTROL_NAME):
             if directory is None or not disk.exists(directory / name):
                 continue
             file = disk.open(directory / name)
-            held.callback(file.close)
+            locks.callback(file.close)
             is_old = name == CONTROL_NAME
             if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_old else file.lock_whole_file()):
                 raise DiskFailed(
@@ -161,14 +161,14 @@ def _new_entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]
             continue
         if part.next_id is not None:
             count = part.next_id - part.first
-            kept = old.read(position, count)
-            if kept.size != count or not _is_plausible(kept, part):
-                kept = np.full(count, part.offset, dtype=np.int64)
-            yield _IndexPart(position, kept, is_kept=True)
+            old_offsets = old.read(position, count)
+            if old_offsets.size != count or not _is_plausible(old_offsets, part):
+                old_offsets = np.full(count, part.offset, dtype=np.int64)
+            yield _IndexPart(position, old_offsets, is_kept=True)
             continue
-        kept = old.read(position, old.count)
-        if kept.size and _is_plausible(kept, part):
-            yield _IndexPart(position, kept, is_kept=True)
+        old_offsets = old.read(position, old.count)
+        if old_offsets.size and _is_plausible(old_offsets, part):
+            yield _IndexPart(position, old_offsets, is_kept=True)
 
 
 def _is_plausible(entries: I64, gap: Gap) -> bool:
@@ -181,20 +181,24 @@ def _is_plausible(entries: I64, gap: Gap) -> bool:
 def _compare_with_old(
     path: Path, header: bytes, parts: Iterator[_IndexPart], old: _OldIndex
 ) -> IndexRepairResult:
-    count = wrong = kept = 0
+    count = difference_count = kept_count = 0
     for part in parts:
         size = int(part.offsets.size)
         count = part.position + size
-        kept += size if part.is_kept else 0
-        there = old.read(part.position, size)
-        wrong += int((there != part.offsets[: there.size]).sum()) + size - int(there.size)
+        kept_count += size if part.is_kept else 0
+        old_offsets = old.read(part.position, size)
+        difference_count += (
+            int((old_offsets != part.offsets[: old_offsets.size]).sum())
+            + size
+            - int(old_offsets.size)
+        )
     if not old.exists:
-        return IndexRepairResult(path, count, None, max(1, wrong), kept)
-    wrong += max(0, old.count - count) + (1 if old.spare_bytes else 0)
+        return IndexRepairResult(path, count, None, max(1, difference_count), kept_count)
+    difference_count += max(0, old.count - count) + (1 if old.spare_bytes else 0)
     # Compare the headers without the creation time, which differs in the two files of Waltz 0.13.
     if old.header[:4] + old.header[12:] != header[:4] + header[12:]:
-        wrong += 1
-    return IndexRepairResult(path, count, old.count, wrong, kept)
+        difference_count += 1
+    return IndexRepairResult(path, count, old.count, difference_count, kept_count)
 
 
 def _write_index(disk: Disk, path: Path, header: bytes, parts: Iterator[_IndexPart]) -> None:
@@ -205,8 +209,8 @@ def _write_index(disk: Disk, path: Path, header: bytes, parts: Iterator[_IndexPa
         file.truncate(0)
         file.pwrite([header], 0)
         for part in parts:
-            at = FILE_HEADER_BYTES + OFFSET_BYTES * part.position
-            file.pwrite([part.offsets.astype(">i8").tobytes()], at)
+            offset = FILE_HEADER_BYTES + OFFSET_BYTES * part.position
+            file.pwrite([part.offsets.astype(">i8").tobytes()], offset)
         file.sync()
     finally:
         file.close()

@@ -59,8 +59,8 @@ def _expect(errors: list[str], what: str, expected: object, found: object) -> No
         errors.append(f"expected {what} {expected}, found {found}")
 
 
-def _expect_crc(errors: list[str], body: bytes, stated: int, before: int = 0) -> None:
-    _expect(errors, "CRC", f"{crc32(body, before):08x}", f"{stated:08x}")
+def _expect_crc(errors: list[str], body: bytes, stated_crc: int, before: int = 0) -> None:
+    _expect(errors, "CRC", f"{crc32(body, before):08x}", f"{stated_crc:08x}")
 
 
 def _expect_zero(errors: list[str], reserved: bytes, offset: int) -> None:
@@ -146,9 +146,9 @@ def decode_control_entry(data: Bytes, position: int) -> ControlEntry:
 
 
 def _decode_info(data: bytes) -> ControlInfo:
-    session, mark, local, flags, sequence, stated = struct.unpack(">qqqiiI", data)
+    session, mark, local, flags, sequence, stated_crc = struct.unpack(">qqqiiI", data)
     errors: list[str] = []
-    _expect_crc(errors, data[:-4], stated)
+    _expect_crc(errors, data[:-4], stated_crc)
     for what, value in (("session", session), ("mark", mark), ("local mark", local)):
         if value < -1:
             errors.append(f"expected a {what} of at least -1, found {value}")
@@ -160,8 +160,8 @@ def _decode_info(data: bytes) -> ControlInfo:
 def decode_storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
     """Decode `waltz-x.id`; return the ID and the errors."""
     body, errors = _fit_to_size(data, ID_BYTES)
-    version, uuid, stated = struct.unpack(">i16sI", body)
-    _expect_crc(errors, body[:-4], stated)
+    version, uuid, stated_crc = struct.unpack(">i16sI", body)
+    _expect_crc(errors, body[:-4], stated_crc)
     _expect(errors, "version", 0, version)
     return uuid, tuple(errors)
 
@@ -232,13 +232,13 @@ def decode_control_slot(data: Bytes, position: int) -> ControlSlot:
     end = 168 + 16 * count
     damaged = tuple(struct.iter_unpack(">qq", body[168:end]))
     _expect_zero(errors, body[end:-32], end)
-    first, start_chain, back = struct.unpack_from(">q16sI", body, SLOT_BYTES - 32)
+    first, start_chain, sessions_back = struct.unpack_from(">q16sI", body, SLOT_BYTES - 32)
     if first < 0:
         errors.append(f"expected a first transaction ID of at least 0, found {first}")
-    if back > last_session + 1:
+    if sessions_back > last_session + 1:
         errors.append(
             f"expected that the replica was in sync at most {last_session + 1} sessions before "
-            f"its last one, found {back}"
+            f"its last one, found {sessions_back}"
         )
     errors += _slot_value_errors(promised, last_session, mark, acked, damaged)
     return ControlSlot(
@@ -260,7 +260,7 @@ def decode_control_slot(data: Bytes, position: int) -> ControlSlot:
         damaged,
         first - 1,
         start_chain,
-        last_session + 1 - back if back else -1,
+        last_session + 1 - sessions_back if sessions_back else -1,
         tuple(errors),
     )
 
@@ -338,10 +338,10 @@ def decode_file_header(data: Bytes) -> FileHeader:
 def decode_chain_header(data: Bytes) -> ChainHeader:
     """Decode the 64 bytes of the header of `.chn`."""
     body, errors = _fit_to_size(data, CHAIN_HEADER_BYTES)
-    version, created_ms, key, partition, first, chain, reserved, stated = struct.unpack(
+    version, created_ms, key, partition, first, chain, reserved, stated_crc = struct.unpack(
         ">iq16siq16s4sI", body
     )
-    _expect_crc(errors, body[:-4], stated)
+    _expect_crc(errors, body[:-4], stated_crc)
     _expect(errors, "version", 0, version)
     _expect_zero(errors, reserved, 56)
     header = FileHeader(version, created_ms, key, partition, first, tuple(errors))
@@ -352,10 +352,10 @@ def decode_chain_header(data: Bytes) -> ChainHeader:
 def decode_batch_entry(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
     """Decode the 64 bytes of the entry at a position in its `.chn` file."""
     body, errors = _fit_to_size(data, BATCH_BYTES)
-    first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(
+    first, last, session, stamp_ms, chain, synced, reserved, stated_crc = struct.unpack(
         ">qqqq16sq4sI", body
     )
-    _expect_crc(errors, body[:-4], stated, crc32(struct.pack(">q", position), segment_crc))
+    _expect_crc(errors, body[:-4], stated_crc, crc32(struct.pack(">q", position), segment_crc))
     _expect_zero(errors, reserved, 56)
     if not 0 <= first <= last:
         errors.append(f"expected IDs with 0 <= first <= last, found {first}..{last}")

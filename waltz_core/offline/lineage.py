@@ -7,8 +7,9 @@ Rules:
     1. The chain hash after a batch is blake2b-16 over the chain hash before it, its first ID, last
        ID and session, and the CRCs of its records. It covers no other values; it does not cover the
        commit stamp.
-    2. A chain hash that cannot be computed is not guessed: a batch with an unreadable record counts
-       as unchecked, and the next batch continues from the chain hash that its entry states.
+    2. If a batch has an unreadable record, its chain hash cannot be computed. The batch counts as
+       unchecked, and the next batch continues from the chain hash that the entry of this batch
+       states.
     3. A batch of the session `RECONSTRUCTED` replaces lost batches. Neither its chain hash nor the
        chain hash of the next batch can be computed.
 """
@@ -56,11 +57,11 @@ def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Itera
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * position
     while offset < size:
         data = file.pread(_BLOCK_BATCHES * BATCH_BYTES, offset)
-        for at in range(0, len(data), BATCH_BYTES):
+        for start in range(0, len(data), BATCH_BYTES):
             yield PlacedEntry(
                 position,
-                offset + at,
-                decode_batch_entry(data[at : at + BATCH_BYTES], position, segment_crc),
+                offset + start,
+                decode_batch_entry(data[start : start + BATCH_BYTES], position, segment_crc),
             )
             position += 1
         offset += len(data)
@@ -92,7 +93,7 @@ class ChainCheck:
     ) -> None:
         self.end = start
         self.count = 0
-        self.unchecked = 0
+        self.unchecked_count = 0
         self.chains: dict[int, bytes] = {start.last: start.chain}
         self._directory = directory
         self._firsts = firsts
@@ -114,30 +115,30 @@ class ChainCheck:
     def check_records(self, first: int, crcs: bytes | None, count: int) -> None:
         """Check records with their CRCs; `crcs` is None if the records cannot be read."""
         last = first + count - 1
-        at = first
-        while at <= last:
+        next_id = first
+        while next_id <= last:
             if self._current is None and not self._begin_batch():
                 return
             assert self._current is not None
             entry = self._current[0].batch
-            if entry.last < at:
+            if entry.last < next_id:
                 self._is_chain_computable = (
                     False  # it overlaps the preceding batch, which was reported
                 )
                 self._finish_batch()
                 continue
-            if entry.first > at:
-                at = entry.first  # IDs without a batch were reported with this entry
+            if entry.first > next_id:
+                next_id = entry.first  # IDs without a batch were reported with this entry
                 continue
-            self._is_chain_computable = self._is_chain_computable and at == self._next_id
+            self._is_chain_computable = self._is_chain_computable and next_id == self._next_id
             stop = min(entry.last, last)
             if crcs is None:
                 self._is_chain_computable = False
             else:
                 self._digest.update(
-                    crcs[_CRC_BYTES * (at - first) : _CRC_BYTES * (stop - first + 1)]
+                    crcs[_CRC_BYTES * (next_id - first) : _CRC_BYTES * (stop - first + 1)]
                 )
-            at = self._next_id = stop + 1
+            next_id = self._next_id = stop + 1
             if stop == entry.last:
                 self._finish_batch()
 
@@ -185,7 +186,7 @@ class ChainCheck:
         (_, offset, entry), segment = self._current
         found = self._digest.digest()
         if not self._is_chain_computable:
-            self.unchecked += 1
+            self.unchecked_count += 1
         elif found != entry.chain:
             self._add_finding(
                 segment,
@@ -203,13 +204,13 @@ class ChainCheck:
 
     def _all_entries(self) -> Iterator[tuple[PlacedEntry, int]]:
         """Yield the valid entries of all `.chn` files with their segments, and report errors."""
-        before = self._firsts[0] - 1
+        previous_last = self._firsts[0] - 1
         unreadable: list[tuple[PlacedEntry, int]] = []
         for position, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
-                lost = "the file is missing: its batches are lost"
-                self._add_finding(first, None, lost, is_error=self._is_error_at(-1))
+                problem = "the file is missing: its batches are lost"
+                self._add_finding(first, None, problem, is_error=self._is_error_at(-1))
                 self._is_chain_known = False
                 continue
             next_first = self._firsts[position + 1] if position + 1 < len(self._firsts) else None
@@ -224,11 +225,11 @@ class ChainCheck:
                     if entry.errors:
                         unreadable.append((placed, first))
                     elif self._is_in_place(placed, first, next_first):
-                        self._check_unreadable(unreadable, before, entry.first)
-                        self._check_order(placed, first, before)
-                        before = entry.last
+                        self._check_unreadable(unreadable, previous_last, entry.first)
+                        self._check_order(placed, first, previous_last)
+                        previous_last = entry.last
                         yield placed, first
-        self._check_unreadable(unreadable, before, None)
+        self._check_unreadable(unreadable, previous_last, None)
 
     def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
         """Report the errors of a header, and a wrong chain hash in it.
@@ -248,19 +249,20 @@ class ChainCheck:
             )
 
     def _check_unreadable(
-        self, unreadable: list[tuple[PlacedEntry, int]], before: int, next_first: int | None
+        self, unreadable: list[tuple[PlacedEntry, int]], previous_last: int, next_first: int | None
     ) -> None:
         """Report unreadable entries; `next_first` is the first ID of the next readable entry."""
         for placed, segment in unreadable:
             # If no batch is missing, a stop in the middle of a write left this entry.
-            lost = before + 1 if next_first != before + 1 else _NO_LOST_ID
+            lost_id = previous_last + 1 if next_first != previous_last + 1 else _NO_LOST_ID
             self._add_finding(
                 segment,
                 placed.offset,
-                f"entry {placed.position}, after batch {before}: {'; '.join(placed.batch.errors)}",
-                is_error=self._is_error_at(lost),
+                f"entry {placed.position}, after batch {previous_last}: "
+                f"{'; '.join(placed.batch.errors)}",
+                is_error=self._is_error_at(lost_id),
             )
-            self._is_chain_known = self._is_chain_known and lost == _NO_LOST_ID
+            self._is_chain_known = self._is_chain_known and lost_id == _NO_LOST_ID
         unreadable.clear()
 
     def _is_in_place(self, placed: PlacedEntry, first: int, next_first: int | None) -> bool:
@@ -279,16 +281,16 @@ class ChainCheck:
         )
         return False
 
-    def _check_order(self, placed: PlacedEntry, first: int, before: int) -> None:
+    def _check_order(self, placed: PlacedEntry, first: int, previous_last: int) -> None:
         entry = placed.batch
-        if entry.first != before + 1:
+        if entry.first != previous_last + 1:
             # After an unreadable entry, which was reported, a wrong order is not a separate fault.
             if self._is_chain_known:
                 self._add_finding(
                     first,
                     placed.offset,
                     f"batch {entry.first}..{entry.last}: expected the batch to begin at "
-                    f"transaction {before + 1}",
+                    f"transaction {previous_last + 1}",
                     is_error=self._is_error_at(entry.last),
                 )
             self._is_chain_known = False

@@ -132,15 +132,15 @@ def _record_bounds(data: bytes, expected_id: int) -> list[int]:
     """Return the starts of the complete records in these bytes, and the end of the last one."""
     unpack = RECORD.unpack_from
     bounds = [0]
-    at, last_start = 0, len(data) - RECORD_FRAME_BYTES
-    while at <= last_start:
-        prefix = unpack(data, at)
+    position, last_start = 0, len(data) - RECORD_FRAME_BYTES
+    while position <= last_start:
+        prefix = unpack(data, position)
         length = prefix[6]
-        if prefix[0] != expected_id or not 0 <= length <= last_start - at:
+        if prefix[0] != expected_id or not 0 <= length <= last_start - position:
             break
-        at += length + RECORD_FRAME_BYTES
+        position += length + RECORD_FRAME_BYTES
         expected_id += 1
-        bounds.append(at)
+        bounds.append(position)
     return bounds
 
 
@@ -162,27 +162,29 @@ def _record_fault(file: ReadableFile, expected_id: int, offset: int, size: int) 
     space = size - offset - RECORD_FRAME_BYTES
     if space < 0:
         return f"expected at least {RECORD_FRAME_BYTES} bytes for a record, found {size - offset}"
-    found = record_fields(file.pread(RECORD.size, offset))
-    if found.transaction_id != expected_id:
-        return f"expected transaction ID {expected_id}, found {found.transaction_id}"
+    fields = record_fields(file.pread(RECORD.size, offset))
+    if fields.transaction_id != expected_id:
+        return f"expected transaction ID {expected_id}, found {fields.transaction_id}"
     space = min(space, RECORD_BYTES_MAX)
-    if not 0 <= found.data_bytes <= space:
+    if not 0 <= fields.data_bytes <= space:
         return (
             f"expected a record with at most {space} bytes of data, found a length of "
-            f"{found.data_bytes}"
+            f"{fields.data_bytes}"
         )
     return ""
 
 
 def _find_gap(file: ReadableFile, expected_id: int, offset: int, size: int) -> Gap:
-    why = _record_fault(file, expected_id, offset, size)
-    if not why:
+    reason = _record_fault(file, expected_id, offset, size)
+    if not reason:
         record = file.pread(_record_length(file, offset), offset)
         found = int.from_bytes(record[-4:], "big")
-        why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; no valid record follows"
+        reason = (
+            f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; no valid record follows"
+        )
     following = _find_next_record(file, offset + 1, expected_id, size)
     next_id, end = following if following is not None else (None, size)
-    return Gap(expected_id, next_id, offset, end, why)
+    return Gap(expected_id, next_id, offset, end, reason)
 
 
 def _find_next_record(
@@ -193,13 +195,17 @@ def _find_next_record(
     id_max = after + (size - offset) // RECORD_FRAME_BYTES + 1
     while offset + RECORD_FRAME_BYTES <= size:
         data = file.pread(BLOCK_BYTES, offset)
-        for at in _possible_offsets(data, after, id_max, size - offset):
-            found = record_fields(memoryview(data)[at:])
-            length = RECORD_FRAME_BYTES + found.data_bytes
-            whole = len(data) - at >= length
-            record = data[at : at + length] if whole else file.pread(length, offset + at)
+        for position in _possible_offsets(data, after, id_max, size - offset):
+            fields = record_fields(memoryview(data)[position:])
+            length = RECORD_FRAME_BYTES + fields.data_bytes
+            is_complete = len(data) - position >= length
+            record = (
+                data[position : position + length]
+                if is_complete
+                else file.pread(length, offset + position)
+            )
             if has_valid_crc(record):
-                return found.transaction_id, offset + at
+                return fields.transaction_id, offset + position
         offset += max(1, len(data) - RECORD.size + 1)
     return None
 
@@ -213,9 +219,9 @@ def _possible_offsets(data: bytes, after: int, id_max: int, space: int) -> list[
     if count <= 0:
         return []
     ids = np.ndarray((count,), dtype=">i8", buffer=data, strides=(1,))
-    places = np.flatnonzero((ids > after) & (ids <= id_max))
+    positions = np.flatnonzero((ids > after) & (ids <= id_max))
     lengths = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
-    stated = lengths[places].astype(np.int64)
-    fits = (stated >= 0) & (places + stated + RECORD_FRAME_BYTES <= space)
-    found: list[int] = places[fits & (stated <= RECORD_BYTES_MAX)].tolist()
-    return found
+    data_lengths = lengths[positions].astype(np.int64)
+    fits = (data_lengths >= 0) & (positions + data_lengths + RECORD_FRAME_BYTES <= space)
+    offsets: list[int] = positions[fits & (data_lengths <= RECORD_BYTES_MAX)].tolist()
+    return offsets

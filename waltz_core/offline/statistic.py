@@ -90,46 +90,46 @@ def percentile(counts: Counter[int], percent: int) -> int:
 def statistic_of(path: Path) -> SegmentStatistic:
     """Count the content of a segment, given its `.seg` file."""
     with OpenFile(path) as file:
-        found = SegmentStatistic(
+        statistic = SegmentStatistic(
             path, decode_file_header(file.pread(FILE_HEADER_BYTES, 0)), file.size()
         )
         unpack = RECORD.unpack_from
         for part in walk_records(file, int(path.stem)):
             if isinstance(part, Gap):
-                found.unreadable_bytes += part.end - part.offset
+                statistic.unreadable_bytes += part.end - part.offset
                 continue
             starts = part.bounds[:-1]
-            found.records += part.length
-            found.last = part.first + part.length - 1
-            found.clients.update([unpack(part.data, at)[1] for at in starts])
-            found.sizes.update(
+            statistic.records += part.length
+            statistic.last = part.first + part.length - 1
+            statistic.clients.update([unpack(part.data, at)[1] for at in starts])
+            statistic.sizes.update(
                 end - start - RECORD_FRAME_BYTES
                 for start, end in zip(starts, part.bounds[1:], strict=True)
             )
     index = segment_path(path.parent, int(path.stem), ".idx")
     if index.exists():
         with OpenFile(index) as file:
-            found.index_entries = max(0, file.size() - FILE_HEADER_BYTES) // OFFSET_BYTES
-    _count_batches(found, segment_path(path.parent, int(path.stem), ".chn"))
-    return found
+            statistic.index_entries = max(0, file.size() - FILE_HEADER_BYTES) // OFFSET_BYTES
+    _count_batches(statistic, segment_path(path.parent, int(path.stem), ".chn"))
+    return statistic
 
 
-def _count_batches(found: SegmentStatistic, path: Path) -> None:
+def _count_batches(statistic: SegmentStatistic, path: Path) -> None:
     if not path.exists():
         return
     with OpenFile(path) as file:
         for placed in batches_of(file, header_of(file).segment_crc):
             entry = placed.batch
             if entry.errors:
-                found.invalid_batches += 1
+                statistic.invalid_batches += 1
                 continue
-            found.batches += 1
-            found.batch_records[entry.last - entry.first + 1] += 1
+            statistic.batches += 1
+            statistic.batch_records[entry.last - entry.first + 1] += 1
             stamp = entry.stamp_ms
-            first, last = found.first_stamp_ms, found.last_stamp_ms
-            found.first_stamp_ms = stamp if first is None else min(first, stamp)
-            found.last_stamp_ms = stamp if last is None else max(last, stamp)
-            seen = found.sessions.setdefault(
+            first, last = statistic.first_stamp_ms, statistic.last_stamp_ms
+            statistic.first_stamp_ms = stamp if first is None else min(first, stamp)
+            statistic.last_stamp_ms = stamp if last is None else max(last, stamp)
+            seen = statistic.sessions.setdefault(
                 entry.session,
                 SessionStatistic(
                     entry.first, entry.last, 0, first_stamp_ms=stamp, last_stamp_ms=stamp

@@ -47,7 +47,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verification
         BadRequest: the path is none of these.
         DiskFailed: a storage runs on the directory, or a file cannot be read.
     """
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     findings = VerificationFindings(limit)
     with hold_shared_locks(path):
         if path.is_file() and first_id_in_name(path.name) is not None:
@@ -61,7 +61,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verification
                 f"{path}: expected a storage directory with {CONTROL_NAME}, the directory of "
                 "a partition, or a .seg file"
             )
-    return VerificationResult(path, logs, findings, time.perf_counter() - began)
+    return VerificationResult(path, logs, findings, time.perf_counter() - start_s)
 
 
 def _verify_storage(

@@ -6,10 +6,10 @@ afterwards.
 Rules:
     1. A wrong structure is reported, and the other structure of its pair counts, as at a start of
        the storage.
-    2. If a slot counts, the structure in the 0.13 control file may be older, because it is written
-       last. Its marks may be higher, because a truncation does not lower them. Only a later session
-       proves a write of 0.13, unless the slot has had no session: such a log was started again
-       after the structure was written.
+    2. The structure in the 0.13 control file is written after the slot, so it may be older than the
+       slot that counts. Its marks may be higher, because a truncation does not lower them. Only a
+       later session proves a write of 0.13. It proves nothing if the slot has no session: such a
+       log was started again after the structure was written.
     3. A clean stop leaves an acked marker at the end of the log. After any other stop, the log may
        be longer.
     4. Records may have no batches for a while. In this state, the marker has a special value
@@ -64,11 +64,11 @@ def read_control(path: Path) -> DecodedControlFile | None:
     if data is None:
         return None
     header = decode_control_header(data[:CONTROL_HEADER_BYTES])
-    whole = (len(data) - CONTROL_HEADER_BYTES) // CONTROL_ENTRY_BYTES
+    entry_count = (len(data) - CONTROL_HEADER_BYTES) // CONTROL_ENTRY_BYTES
     entries = []
-    for position in range(max(0, min(header.partition_count, whole))):
-        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
-        entries.append(decode_control_entry(data[at : at + CONTROL_ENTRY_BYTES], position))
+    for position in range(max(0, min(header.partition_count, entry_count))):
+        offset = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
+        entries.append(decode_control_entry(data[offset : offset + CONTROL_ENTRY_BYTES], position))
     return DecodedControlFile(header, tuple(entries), len(data))
 
 
@@ -103,12 +103,12 @@ def check_control_file(control: DecodedControlFile | None, findings: Verificatio
             f"{control.size}",
         )
     for position, entry in enumerate(control.entries):
-        at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
+        entry_offset = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
         for error in entry.errors:
-            report.add_error(at, f"partition {position}: {error}")
+            report.add_error(entry_offset, f"partition {position}: {error}")
         for number, info in enumerate(entry.infos):
             if info.errors:
-                offset = at + 4 + INFO_BYTES * number
+                offset = entry_offset + 4 + INFO_BYTES * number
                 what = "; ".join(info.errors)
                 report.add_error(
                     offset, f"partition {position}, copy {number + 1} of its structure: {what}"
@@ -123,9 +123,9 @@ def check_storage_id(directory: Path, findings: VerificationFindings, *, has_slo
         if has_slots:
             report.add_error(None, "the file is missing, so the storage ID is unknown")
         return
-    wrong = decode_storage_id(data)[1]
-    if wrong:
-        report.add_error(0, f"{'; '.join(wrong)}; the storage does not start")
+    errors = decode_storage_id(data)[1]
+    if errors:
+        report.add_error(0, f"{'; '.join(errors)}; the storage does not start")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -157,12 +157,12 @@ def expected_log(
         return ExpectedLog(number, key, None, is_adopted=False, durable=durable)
     # The structure that a slot names may not have been written, so only a later session counts
     # (rule 2).
-    is_overtaken = info is not None and (
+    has_legacy_writes = info is not None and (
         info.sequence > current.old_sequence or -1 < current.last_session < info.session
     )
-    is_adopted = is_overtaken or _is_unbatched(current)
+    is_adopted = has_legacy_writes or _is_unbatched(current)
     durable = current.acked
-    if is_overtaken:
+    if has_legacy_writes:
         assert info is not None
         durable = info.local_low_water_mark
     if current.flags & TRUNCATE:
@@ -185,8 +185,8 @@ def _check_slot_blocks(path: Path, report: FileFindings) -> None:
         rest = data[block + SLOT_BYTES : block + SLOT_BLOCK_BYTES]
         if any(rest):
             position = len(rest) - len(rest.lstrip(b"\0"))
-            at = block + SLOT_BYTES + position
-            report.add_error(at, f"expected zeros after the slot, found {rest[position]:#04x}")
+            offset = block + SLOT_BYTES + position
+            report.add_error(offset, f"expected zeros after the slot, found {rest[position]:#04x}")
 
 
 def _check_slots(
@@ -201,10 +201,10 @@ def _check_slots(
                 offset, f"slot {position}: expected partition {number}, found {slot.partition}"
             )
     current = current_slot(slots, number)
-    good = [slot for slot in slots if not slot.errors and slot.partition == number]
+    valid_slots = [slot for slot in slots if not slot.errors and slot.partition == number]
     if current is None:
         report.add_error(None, "no control slot is valid; the storage cannot open the partition")
-    elif len(good) == 1:
+    elif len(valid_slots) == 1:
         report.add_error(
             None,
             "only one control slot is valid; the other one may have had a later promised session",
@@ -230,11 +230,11 @@ def compare_log_with_control_files(
 ) -> None:
     """Report differences between the log and the control files."""
     info = entry.info if entry is not None else None
-    of_old = findings.in_file(CONTROL_NAME)
+    control_report = findings.in_file(CONTROL_NAME)
     is_unbatched = expected.slot is not None and _is_unbatched(expected.slot)
     is_of_old_format = expected.slot is None or (expected.is_adopted and not is_unbatched)
     if is_of_old_format and info is not None and info.local_low_water_mark > seen.last:
-        of_old.add_error(
+        control_report.add_error(
             None,
             f"partition {expected.partition}: the log ends at transaction {seen.last}, below "
             f"its low-water mark {info.local_low_water_mark}",
@@ -255,7 +255,7 @@ def compare_log_with_control_files(
             "records",
         )
     elif info is not None and info.session != expected.slot.last_session:
-        of_old.add_note(
+        control_report.add_note(
             None,
             f"partition {expected.partition}: expected session {expected.slot.last_session}, "
             f"as in the control slot, found {info.session}",
@@ -290,11 +290,11 @@ def _compare_marks(
         return
     found = seen.chains_at.get(slot.acked)
     if found != slot.acked_chain:
-        shown = found.hex() if found is not None else "no batch that ends there"
+        found_text = found.hex() if found is not None else "no batch that ends there"
         report.add_error(
             None,
             f"the acked marker is at transaction {slot.acked}: expected chain hash "
-            f"{slot.acked_chain.hex()} there, found {shown}",
+            f"{slot.acked_chain.hex()} there, found {found_text}",
         )
     if not slot.is_dirty and slot.acked < seen.last:
         report.add_error(
@@ -337,7 +337,7 @@ def _note_state(slot: ControlSlot, report: FileFindings) -> None:
     if slot.flags & TRUNCATE:
         report.add_note(
             None,
-            f"a truncation after transaction {slot.truncate_to} was begun; the next start of "
+            f"a truncation after transaction {slot.truncate_to} was started; the next start of "
             "the storage completes it",
         )
 

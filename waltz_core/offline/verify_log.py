@@ -97,11 +97,11 @@ class _LogCheck:
                 self._is_batch_error_at,
                 self._expected.ends,
             )
-        due = min(self._start.last + 1, self._first_ids[0])
+        expected_first = min(self._start.last + 1, self._first_ids[0])
         for first, next_first in zip(self._first_ids, [*self._first_ids[1:], None], strict=True):
-            if first > due:
-                self._report_missing_segments(due, first)
-            due = SegmentCheck(
+            if first > expected_first:
+                self._report_missing_segments(expected_first, first)
+            expected_first = SegmentCheck(
                 self._directory,
                 first,
                 next_first=next_first,
@@ -112,13 +112,13 @@ class _LogCheck:
                 is_error_at=partial(self._is_error_at, segment=first),
                 is_index_error_at=partial(self._is_index_error_at, segment=first),
             ).run()
-        self._seen.last = due - 1
+        self._seen.last = expected_first - 1
         if self._chain is not None:
-            self._chain.finish(due - 1)
+            self._chain.finish(expected_first - 1)
             self._seen.end = self._chain.end
             self._seen.chains_at = self._chain.chains
             self._seen.batch_count = self._chain.count
-            self._seen.unchecked_batch_count = self._chain.unchecked
+            self._seen.unchecked_batch_count = self._chain.unchecked_count
         return self._seen
 
     def _skip_segments_before_start(self) -> None:
@@ -142,14 +142,14 @@ class _LogCheck:
         # The index is synced when the marker moves. Entries only state that records were synced.
         return self._is_synced(transaction_id, segment, self._expected.durable)
 
-    def _is_synced(self, transaction_id: int, segment: int, durable: int) -> bool:
+    def _is_synced(self, transaction_id: int, segment: int, stated_last: int) -> bool:
         """Return whether the bytes of an ID in a segment must have been synced."""
-        later = self._first_ids[self._first_ids.index(segment) + 1 :]
-        if later:
+        later_first_ids = self._first_ids[self._first_ids.index(segment) + 1 :]
+        if later_first_ids:
             # The tail of a file that a failed write has ended may have reappeared: its truncation
             # was not synced.
-            return not self._is_dirty or transaction_id < later[0]
-        return not self._is_dirty or transaction_id <= durable
+            return not self._is_dirty or transaction_id < later_first_ids[0]
+        return not self._is_dirty or transaction_id <= stated_last
 
     def _is_batch_error_at(self, transaction_id: int) -> bool:
         # An entry is judged by its IDs alone: at the end of a full segment, the last entry may not
@@ -168,7 +168,7 @@ class _LogCheck:
             return -1
         with OpenFile(path) as file:
             header = header_of(file)
-            entries = (found.batch for found in batches_of(file, header.segment_crc))
+            entries = (placed.batch for placed in batches_of(file, header.segment_crc))
             return max((entry.synced for entry in entries if not entry.errors), default=-1)
 
     def _last_batch_in_older_segments(self) -> int:
@@ -178,23 +178,23 @@ class _LogCheck:
             if not path.exists():
                 continue
             with OpenFile(path) as file:
-                entries = (found.batch for found in batches_of(file, header_of(file).segment_crc))
-                right = [
+                entries = (placed.batch for placed in batches_of(file, header_of(file).segment_crc))
+                valid = [
                     entry.last for entry in entries if not entry.errors and entry.last < next_first
                 ]
-            if right:
-                return max(right)
+            if valid:
+                return max(valid)
         return -1
 
     # ---- names
 
-    def _report_missing_segments(self, due: int, first: int) -> None:
+    def _report_missing_segments(self, expected_first: int, first: int) -> None:
         path = segment_path(Path(self._directory.name), first, ".seg")
-        what = f"no segment has {records_text(due, first - 1)}"
+        what = f"no segment has {records_text(expected_first, first - 1)}"
         self._findings.in_file(str(path)).add_error(None, what)
-        self._seen.note_unreadable(due, first - 1)
+        self._seen.note_unreadable(expected_first, first - 1)
         if self._chain is not None:
-            self._chain.check_records(due, None, first - due)
+            self._chain.check_records(expected_first, None, first - expected_first)
 
     def _check_file_names(self) -> None:
         expected = {SLOTS_NAME, *_LOCK_NAMES} | {

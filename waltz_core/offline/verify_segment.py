@@ -85,7 +85,7 @@ class SegmentCheck:
     the same for the index, which is synced less often.
     """
 
-    def __init__(  # noqa: PLR0913 - files, knowledge, and collectors
+    def __init__(  # noqa: PLR0913 - files, expected values, and findings
         self,
         directory: Path,
         first: int,
@@ -121,26 +121,26 @@ class SegmentCheck:
         index = _IndexCheck(
             self._paths[".idx"], self._first, self._report[".idx"], self._is_index_error_at
         )
-        due = self._first
+        next_id = self._first
         with OpenFile(self._paths[".seg"]) as file:
             size = file.size()
             for part in walk_records(file, self._first):
                 if self._next_first is not None and part.first >= self._next_first:
                     self._report_overlap(part.offset)
                     break
-                due = (
+                next_id = (
                     self._check_gap(part) if isinstance(part, Gap) else self._check_run(part, index)
                 )
-        if self._next_first is not None and due < self._next_first:
+        if self._next_first is not None and next_id < self._next_first:
             what = (
-                f"the segment ends with record {due - 1}, but the next segment begins with "
+                f"the segment ends with record {next_id - 1}, but the next segment begins with "
                 f"{self._next_first}"
             )
             report.add_error(size, what)
-            self._note_unreadable(due, self._next_first - 1)
+            self._note_unreadable(next_id, self._next_first - 1)
         self._seen.bytes_read += size
-        index.finish(due, self._next_first)
-        return due if self._next_first is None else self._next_first
+        index.finish(next_id, self._next_first)
+        return next_id if self._next_first is None else self._next_first
 
     # ---- headers
 
@@ -151,27 +151,29 @@ class SegmentCheck:
                 continue
             with OpenFile(path) as file:
                 if suffix == ".chn":
-                    found = decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
-                    if found.errors:
+                    header = decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
+                    if header.errors:
                         continue  # reported where its entries are read
                 else:
-                    found = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
-            headers[suffix] = found
-        for suffix, found in headers.items():
-            self._check_header(suffix, found, headers[".seg"])
-        self._check_creation_times({suffix: found.created_ms for suffix, found in headers.items()})
+                    header = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
+            headers[suffix] = header
+        for suffix, header in headers.items():
+            self._check_header(suffix, header, headers[".seg"])
+        self._check_creation_times(
+            {suffix: header.created_ms for suffix, header in headers.items()}
+        )
 
-    def _check_header(self, suffix: str, found: FileHeader, of_records: FileHeader) -> None:
+    def _check_header(self, suffix: str, header: FileHeader, segment_header: FileHeader) -> None:
         report = self._report[suffix]
-        for error in found.errors:
+        for error in header.errors:
             report.add_error(0, f"header: {error}")
-        key = of_records.cluster_key if self._expected.key is None else self._expected.key
+        key = segment_header.cluster_key if self._expected.key is None else self._expected.key
         partition = self._expected.partition
-        partition = of_records.partition if partition is None else partition
+        partition = segment_header.partition if partition is None else partition
         for offset, what, expected, value in (
-            (12, "cluster key", key.hex(), found.cluster_key.hex()),
-            (28, "partition", partition, found.partition),
-            (32, "first ID", self._first, found.first),
+            (12, "cluster key", key.hex(), header.cluster_key.hex()),
+            (28, "partition", partition, header.partition),
+            (32, "first ID", self._first, header.first),
         ):
             if value != expected:
                 report.add_error(offset, f"header: expected {what} {expected}, found {value}")
@@ -195,34 +197,36 @@ class SegmentCheck:
             self._report_overlap(run.offset + run.bounds[next_first - run.first])
             run = run.up_to(next_first - 1)
         crcs = bytearray()
-        bad: list[int] = []
+        bad_positions: list[int] = []
         view = memoryview(run.data)
         start = run.bounds[0]
         for position, end in enumerate(run.bounds[1:]):
             crc = crc32(view[start : end - 4]).to_bytes(4, "big")
             data_crc = crc32(view[start + 36 : end - 4]).to_bytes(4, "big")
             if crc != view[end - 4 : end] or data_crc != view[start + 32 : start + 36]:
-                bad.append(position)
+                bad_positions.append(position)
             crcs += crc
             start = end
         self._seen.checksum_count += 2 * run.length
         self._seen.record_count += run.length
         index.compare(run)
-        self._pass_to_chain_check(run, bytes(crcs), bad)
+        self._pass_to_chain_check(run, bytes(crcs), bad_positions)
         return run.first + run.length
 
-    def _pass_to_chain_check(self, run: RecordRun, crcs: bytes, bad: list[int]) -> None:
+    def _pass_to_chain_check(self, run: RecordRun, crcs: bytes, bad_positions: list[int]) -> None:
         """Pass the records to the chain check; bad records count as unreadable."""
-        at = 0
-        for position in [*bad, run.length]:
-            if self._chain is not None and position > at:
+        checked_count = 0
+        for position in [*bad_positions, run.length]:
+            if self._chain is not None and position > checked_count:
                 self._chain.check_records(
-                    run.first + at, crcs[4 * at : 4 * position], position - at
+                    run.first + checked_count,
+                    crcs[4 * checked_count : 4 * position],
+                    position - checked_count,
                 )
             if position < run.length:
                 self._report_bad_record(run, position)
                 self._note_unreadable(run.first + position, run.first + position)
-            at = position + 1
+            checked_count = position + 1
 
     def _report_bad_record(self, run: RecordRun, position: int) -> None:
         start, end = run.bounds[position], run.bounds[position + 1]
@@ -238,13 +242,13 @@ class SegmentCheck:
         self._report_unreadable(run.offset + start, number, number, "; ".join(parts))
 
     def _check_gap(self, gap: Gap) -> int:
-        reach, next_first = gap.next_id, self._next_first
-        if reach is None or (next_first is not None and reach > next_first):
-            reach = next_first
-        if reach is not None:
-            self._report_unreadable(gap.offset, gap.first, reach - 1, gap.reason)
-            self._note_unreadable(gap.first, reach - 1)
-            return reach
+        next_id, next_first = gap.next_id, self._next_first
+        if next_id is None or (next_first is not None and next_id > next_first):
+            next_id = next_first
+        if next_id is not None:
+            self._report_unreadable(gap.offset, gap.first, next_id - 1, gap.reason)
+            self._note_unreadable(gap.first, next_id - 1)
+            return next_id
         is_error = self._is_error_at(gap.first)
         tail = (
             ""
@@ -263,7 +267,7 @@ class SegmentCheck:
         if self._chain is not None:
             self._chain.check_records(first, None, last - first + 1)
 
-    def _report_unreadable(self, offset: int, first: int, last: int, why: str) -> None:
+    def _report_unreadable(self, offset: int, first: int, last: int, reason: str) -> None:
         is_error = self._is_error_at(first)
         slot = self._expected.slot
         tail = ""
@@ -271,7 +275,7 @@ class SegmentCheck:
             tail = "; never acknowledged, so the next start of the storage truncates the log there"
         elif slot is not None:
             tail = f"; {'' if slot.lists_as_damaged(first, last) else 'not '}listed as damaged"
-        what = f"{records_text(first, last)}: {why}{tail}"
+        what = f"{records_text(first, last)}: {reason}{tail}"
         self._report[".seg"].add_finding(offset, what, is_error=is_error)
 
     def _report_overlap(self, offset: int) -> None:
@@ -309,33 +313,37 @@ class _IndexCheck:
             )
         found = np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8")
         expected = np.array(run.bounds[:-1], dtype=np.int64)[: found.size] + run.offset
-        differ = np.flatnonzero(found != expected)
-        if differ.size:
-            at = int(differ[0])
-            more = f", and {differ.size - 1} more entries after it" if differ.size > 1 else ""
+        differences = np.flatnonzero(found != expected)
+        if differences.size:
+            index = int(differences[0])
+            more_text = (
+                f", and {differences.size - 1} more entries after it"
+                if differences.size > 1
+                else ""
+            )
             self._report.add_finding(
-                FILE_HEADER_BYTES + OFFSET_BYTES * (position + at),
-                f"index entry of record {run.first + at}: expected offset {expected[at]}, "
-                f"found {found[at]}{more}",
-                is_error=self._is_error_at(run.first + at),
+                FILE_HEADER_BYTES + OFFSET_BYTES * (position + index),
+                f"index entry of record {run.first + index}: expected offset {expected[index]}, "
+                f"found {found[index]}{more_text}",
+                is_error=self._is_error_at(run.first + index),
             )
 
-    def finish(self, due: int, next_first: int | None) -> None:
+    def finish(self, end_id: int, next_first: int | None) -> None:
         """Compare the number of entries with the number of records that exist, or should exist."""
         if not self._exists:
             return
         with OpenFile(self._path) as file:
             size = file.size()
-        expected = FILE_HEADER_BYTES + OFFSET_BYTES * (due - self._first)
-        whole = None
+        expected = FILE_HEADER_BYTES + OFFSET_BYTES * (end_id - self._first)
+        full_size = None
         if next_first is not None:
-            whole = FILE_HEADER_BYTES + OFFSET_BYTES * (next_first - self._first)
-        if size not in {expected, whole}:
-            where = max(FILE_HEADER_BYTES, min(size, expected))
-            transaction_id = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
+            full_size = FILE_HEADER_BYTES + OFFSET_BYTES * (next_first - self._first)
+        if size not in {expected, full_size}:
+            offset = max(FILE_HEADER_BYTES, min(size, expected))
+            transaction_id = self._first + (offset - FILE_HEADER_BYTES) // OFFSET_BYTES
             self._report.add_finding(
-                where,
-                f"expected {expected} bytes, for the index of {due - self._first} records, "
+                offset,
+                f"expected {expected} bytes, for the index of {end_id - self._first} records, "
                 f"found {size}",
                 is_error=self._is_error_at(transaction_id),
             )

@@ -131,7 +131,7 @@ class EncodedBatch(NamedTuple):
 
     `lengths` (big-endian int32) and `record_crcs` (big-endian uint32) have one number per record.
     `records_crc` is the CRC-32 of all bytes in `records`. The fields correspond to those of
-    `replication.events.Batch`.
+    `Batch` in `replication/session_events.py`.
     """
 
     first: TransactionId
@@ -198,8 +198,8 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
         TooLarge: the data of a row exceeds `TRANSACTION_BYTES_MAX`.
     """
     names = rows.schema.names
-    unknown = [name for name in names if name not in _TYPES]
-    if unknown or "data" not in names or len(set(names)) < len(names):
+    unknown_names = [name for name in names if name not in _TYPES]
+    if unknown_names or "data" not in names or len(set(names)) < len(names):
         raise BadRequest(
             "append batch: expected a column 'data', and optionally others of "
             f"{APPEND_SCHEMA_WITH_MARKS.names}, each once; found {names}"
@@ -207,15 +207,15 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
     return _encode_columns(dict(zip(names, rows.columns, strict=True)))
 
 
-def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
-    columns = {name: _cast_column(name, column) for name, column in found.items()}
+def _encode_columns(given_columns: dict[str, pa.Array]) -> memoryview:
+    columns = {name: _cast_column(name, column) for name, column in given_columns.items()}
     data = columns["data"]
     lengths = raw_records.lengths_between(_offsets(data))
-    over = np.flatnonzero(lengths > TRANSACTION_BYTES_MAX)
-    if over.size:
+    too_long_rows = np.flatnonzero(lengths > TRANSACTION_BYTES_MAX)
+    if too_long_rows.size:
         raise TooLarge(
             f"append batch: expected at most {TRANSACTION_BYTES_MAX} bytes of data in a row, "
-            f"found {lengths[over[0]]} bytes in row {over[0]}"
+            f"found {lengths[too_long_rows[0]]} bytes in row {too_long_rows[0]}"
         )
     if "header" not in columns:
         columns["header"] = pa.array(np.zeros(len(data), dtype=np.int32))
@@ -437,19 +437,20 @@ def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
     if values.null_count:
         raise BadRequest(f"append batch, column {name}: expected locks without nulls, found a null")
     assert offsets[-1] <= len(values)
-    held = _values(values, np.int32)[offsets[0] : offsets[-1]]
-    return LockColumn(offsets - offsets[0], held)
+    hashes = _values(values, np.int32)[offsets[0] : offsets[-1]]
+    return LockColumn(offsets - offsets[0], hashes)
 
 
 def _verify_data(rows: AppendRows) -> None:
     # To compute one CRC over all rows and compare it with the combination of their CRCs would take
     # a third of the time. But a client could choose wrong CRCs that combine correctly, and the log
     # would contain wrong records.
-    wrong = np.flatnonzero(checksum.crc32_of_each(rows.data.to_pylist()) != rows.crcs)
-    if wrong.size:
+    wrong_rows = np.flatnonzero(checksum.crc32_of_each(rows.data.to_pylist()) != rows.crcs)
+    if wrong_rows.size:
         raise BadRequest(
-            f"append batch: data of row {wrong[0]}: expected CRC {rows.crcs[wrong[0]]:08x}, "
-            f"found {checksum.crc32(rows.data[int(wrong[0])].as_py()):08x}"
+            f"append batch: data of row {wrong_rows[0]}: expected CRC "
+            f"{rows.crcs[wrong_rows[0]]:08x}, found "
+            f"{checksum.crc32(rows.data[int(wrong_rows[0])].as_py()):08x}"
         )
 
 
@@ -553,18 +554,18 @@ def range_to_arrow(
     null for an ID that has no stamp or whose stamp is 0. A batch has at most 8,192 rows and about 8
     MiB.
     """
-    heads = np.frombuffer(raw_records.headers_of(records, lengths), raw_records.HEADER_DTYPE)
-    made = _header_columns(heads, stamps, columns, partition_id)
+    headers = np.frombuffer(raw_records.headers_of(records, lengths), raw_records.HEADER_DTYPE)
+    arrays = _header_columns(headers, stamps, columns, partition_id)
     if "data" in columns:
-        made["data"] = arrow_buffers.as_binary(records, lengths)
+        arrays["data"] = arrow_buffers.as_binary(records, lengths)
     ends = np.cumsum(lengths)
     batches = []
     start = 0
     while start < lengths.size:
-        reach = int(ends[start - 1]) if start else 0
-        within = int(np.searchsorted(ends, reach + ARROW_BYTES_MAX, side="right"))
-        stop = max(start + 1, min(start + ARROW_ROWS_MAX, within))
-        batches.append(_record_batch_slice(made, columns, start, stop))
+        start_offset = int(ends[start - 1]) if start else 0
+        bytes_stop = int(np.searchsorted(ends, start_offset + ARROW_BYTES_MAX, side="right"))
+        stop = max(start + 1, min(start + ARROW_ROWS_MAX, bytes_stop))
+        batches.append(_record_batch_slice(arrays, columns, start, stop))
         start = stop
     return batches
 
@@ -586,52 +587,52 @@ def headers_to_arrow(
         raise BadRequest(
             f"record headers: expected 28 bytes each, found {len(headers)} bytes in total"
         )
-    heads = np.frombuffer(headers, raw_records.HEADER_DTYPE)
-    made = _header_columns(heads, stamps, columns, partition_id)
+    header_array = np.frombuffer(headers, raw_records.HEADER_DTYPE)
+    arrays = _header_columns(header_array, stamps, columns, partition_id)
     return [
-        _record_batch_slice(made, columns, start, min(start + ARROW_ROWS_MAX, heads.size))
-        for start in range(0, heads.size, ARROW_ROWS_MAX)
+        _record_batch_slice(arrays, columns, start, min(start + ARROW_ROWS_MAX, header_array.size))
+        for start in range(0, header_array.size, ARROW_ROWS_MAX)
     ]
 
 
 def _record_batch_slice(
-    made: dict[str, pa.Array], columns: Sequence[str], start: int, stop: int
+    arrays: dict[str, pa.Array], columns: Sequence[str], start: int, stop: int
 ) -> pa.RecordBatch:
-    arrays = []
+    slices = []
     for name in columns:
-        array = made[name]
+        array = arrays[name]
         if stop - start < len(array):
             array = array.slice(start, stop - start)
         # The data of a whole record is between its prefix and its CRC.
         if name == "data":
             array = pc.binary_slice(array, raw_records.PREFIX_DTYPE.itemsize, -4)
-        arrays.append(array)
+        slices.append(array)
     schema = pa.schema([READ_SCHEMA.field(name) for name in columns])
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    return pa.RecordBatch.from_arrays(slices, schema=schema)
 
 
 def _header_columns(
-    heads: npt.NDArray[np.void],
+    headers: npt.NDArray[np.void],
     stamps: Sequence[tuple[int, int, int]],
     columns: Sequence[str],
     partition_id: PartitionId,
 ) -> dict[str, pa.Array]:
     """Return those of the given columns that come from record headers; the caller adds the data."""
-    made: dict[str, pa.Array] = {}
+    arrays: dict[str, pa.Array] = {}
     for name in columns:
         if name == "partition":
-            made[name] = _number_column(name, np.full(heads.size, partition_id, dtype=np.int32))
+            arrays[name] = _number_column(name, np.full(headers.size, partition_id, dtype=np.int32))
         elif name == "transaction_id":
-            made[name] = _number_column(name, heads["transaction_id"].astype(np.int64))
+            arrays[name] = _number_column(name, headers["transaction_id"].astype(np.int64))
         elif name == "header":
-            made[name] = _number_column(name, heads["header"].astype(np.int32))
+            arrays[name] = _number_column(name, headers["header"].astype(np.int32))
         elif name == "request_id":
-            made[name] = _request_ids(heads["req_id"])
+            arrays[name] = _request_ids(headers["req_id"])
         elif name == "commit_time":
-            made[name] = _commit_times(heads["transaction_id"].astype(np.int64), stamps)
+            arrays[name] = _commit_times(headers["transaction_id"].astype(np.int64), stamps)
         else:
             assert name == "data", f"no column {name} in READ_SCHEMA"
-    return made
+    return arrays
 
 
 def _number_column(name: str, values: npt.NDArray[Any]) -> pa.Array:
@@ -648,9 +649,9 @@ def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
     # Not every int64 of ms fits into us. Such a stamp is clipped; nothing depends on its value.
-    most = np.iinfo(np.int64).max // 1000
+    stamp_ms_max = np.iinfo(np.int64).max // 1000
     stamps_us = raw_records.stamps_of(
-        ids, [(first, last, 1000 * min(max(ms, 0), most)) for first, last, ms in stamps]
+        ids, [(first, last, 1000 * min(max(ms, 0), stamp_ms_max)) for first, last, ms in stamps]
     )
     is_present = stamps_us > 0
     kind = READ_SCHEMA.field("commit_time").type

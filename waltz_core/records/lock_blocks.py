@@ -117,7 +117,7 @@ class LockBlockReader:
         start = self._end - TRAILER_BYTES
         if start < 0:
             return None
-        mark, first, last, before, chain, count, crc = _TRAILER.unpack_from(self._data, start)
+        mark, first, last, chain_before, chain, count, crc = _TRAILER.unpack_from(self._data, start)
         locks_bytes = count * HASH_BYTES
         start -= locks_bytes + (count if mark == _MARK_WITH_DISTANCES else 0)
         if mark not in (_MARK, _MARK_WITH_DISTANCES) or start < 0 or not 0 <= first <= last:
@@ -128,4 +128,4 @@ class LockBlockReader:
         self._end = start
         end = LogEnd(TransactionId(last), Chain(chain))
         locks, distances = block[:locks_bytes], block[locks_bytes:-TRAILER_BYTES]
-        return LockBlock(TransactionId(first), end, Chain(before), locks, distances)
+        return LockBlock(TransactionId(first), end, Chain(chain_before), locks, distances)

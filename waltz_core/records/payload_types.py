@@ -21,7 +21,7 @@ def nested_type(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -
     if pa.types.is_map(kind):
         return pa.map_(nested_type(kind.key_type, leaf), nested_type(kind.item_type, leaf))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(part.name, nested_type(part.type, leaf)) for part in kind])
+        return pa.struct([pa.field(field.name, nested_type(field.type, leaf)) for field in kind])
     if pa.types.is_nested(kind):
         return pa.list_(nested_type(kind.value_type, leaf))
     return leaf(kind)

@@ -183,11 +183,11 @@ def prefixes_of(records: Buffer, lengths: I64) -> Structured:
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
     """Return the feed headers of all records: request ID and header, 20 bytes each."""
     if lengths.size <= ONE_BY_ONE_MAX:
-        view, at = memoryview(records), 0
+        view, offset = memoryview(records), 0
         pieces: list[memoryview] = []
         for length in lengths.tolist():
-            pieces.append(view[at + 8 : at + 28])
-            at += length
+            pieces.append(view[offset + 8 : offset + 28])
+            offset += length
         return b"".join(pieces)
     return _gather(records, _starts(lengths) + 8, FEED_HEADER_DTYPE).tobytes()
 
@@ -215,11 +215,11 @@ def record_crcs(records: Buffer, lengths: I64) -> bytes:
 def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
     """Convert 20-byte feed headers to 28-byte record headers, with IDs from `first` on."""
     feed = np.frombuffer(packed, dtype=FEED_HEADER_DTYPE)
-    whole = np.empty(feed.size, dtype=HEADER_DTYPE)
-    whole["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
-    whole["req_id"] = feed["req_id"]
-    whole["header"] = feed["header"]
-    return whole.tobytes()
+    headers = np.empty(feed.size, dtype=HEADER_DTYPE)
+    headers["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
+    headers["req_id"] = feed["req_id"]
+    headers["header"] = feed["header"]
+    return headers.tobytes()
 
 
 def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
@@ -267,9 +267,9 @@ def verified_crcs(
     if not (ids == np.arange(first, first + lengths.size, dtype=np.int64)).all():
         return None
     trailers = _gather(records, ends - _TRAILER_BYTES, np.dtype(">u4"))
-    found = crc32(records) if records_crc is None else records_crc
+    whole_crc = crc32(records) if records_crc is None else records_crc
     # CRC-32 is linear. If the CRC of the run follows from the record CRCs, all records are intact.
-    return trailers.tobytes() if found == run_crc(trailers, lengths) else None
+    return trailers.tobytes() if whole_crc == run_crc(trailers, lengths) else None
 
 
 def _verified_crcs_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
@@ -299,9 +299,9 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     assert len(records) == total_bytes(lengths)
     if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
         return _first_bad_one_by_one(memoryview(records), lengths.tolist())
-    stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
-    wrong_length = (stated != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
-    checked_count = int(wrong_length[0]) if wrong_length.size else int(lengths.size)
+    data_lengths = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
+    wrong_indexes = (data_lengths != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
+    checked_count = int(wrong_indexes[0]) if wrong_indexes.size else int(lengths.size)
     crcs = _trailers(records, lengths)
     if checked_count == lengths.size and crc32(records) == run_crc(crcs, lengths):
         return None
@@ -321,9 +321,9 @@ def _first_bad_one_by_one(records: memoryview, lengths: list[int]) -> int | None
     for index, length in enumerate(lengths):
         end = start + length
         crc_at = end - _TRAILER_BYTES
-        (stated,) = _LENGTH.unpack_from(records, start + 28)
+        (data_length,) = _LENGTH.unpack_from(records, start + 28)
         (crc,) = _CRC.unpack_from(records, crc_at)
-        if stated != length - RECORD_OVERHEAD_BYTES or crc32(records[start:crc_at]) != crc:
+        if data_length != length - RECORD_OVERHEAD_BYTES or crc32(records[start:crc_at]) != crc:
             return index
         start = end
     return None
@@ -339,15 +339,15 @@ def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None
     if lengths.size <= ONE_BY_ONE_MAX:
         return _first_gap_one_by_one(records, lengths.tolist(), first)
     ids = _gather(records, _starts(lengths), np.dtype(">i8"))
-    wrong = (ids != np.arange(first, first + lengths.size, dtype=np.int64)).nonzero()[0]
-    return int(wrong[0]) if wrong.size else None
+    wrong_indexes = (ids != np.arange(first, first + lengths.size, dtype=np.int64)).nonzero()[0]
+    return int(wrong_indexes[0]) if wrong_indexes.size else None
 
 
 def _first_gap_one_by_one(records: Buffer, lengths: list[int], first: int) -> int | None:
     start = 0
     for index, length in enumerate(lengths):
-        (found,) = _ID.unpack_from(records, start)
-        if found != first + index:
+        (found_id,) = _ID.unpack_from(records, start)
+        if found_id != first + index:
             return index
         start += length
     return None
@@ -361,8 +361,8 @@ def encode_record(
     transaction_id: int, req_id: ReqId, header: int, data: Buffer, data_crc: int
 ) -> bytes:
     """Encode one record as in a segment file. `batches.encode_records` encodes many at once."""
-    before = RECORD_PREFIX.pack(transaction_id, req_id.to_bytes(), header, len(data), data_crc)
-    return b"".join((before, data, crc32(data, crc32(before)).to_bytes(4, "big")))
+    prefix = RECORD_PREFIX.pack(transaction_id, req_id.to_bytes(), header, len(data), data_crc)
+    return b"".join((prefix, data, crc32(data, crc32(prefix)).to_bytes(4, "big")))
 
 
 def encode_prefixes(
@@ -378,11 +378,11 @@ def encode_prefixes(
     prefix_rows = np.empty(ids.size, dtype=PREFIX_DTYPE)
     head = prefix_rows["head"]
     head["transaction_id"] = ids
-    identity = head["req_id"]
-    identity["client_id"] = req_id.client_id
-    identity["generation"] = req_id.generation
-    identity["partition_id"] = req_id.partition_id
-    identity["sequence"] = rows + req_id.sequence
+    request_ids = head["req_id"]
+    request_ids["client_id"] = req_id.client_id
+    request_ids["generation"] = req_id.generation
+    request_ids["partition_id"] = req_id.partition_id
+    request_ids["sequence"] = rows + req_id.sequence
     head["header"] = headers
     prefix_rows["length"] = lengths
     prefix_rows["data_crc"] = data_crcs

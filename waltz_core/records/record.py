@@ -143,8 +143,8 @@ def lock_hash(name: str, key: int) -> int:
     units = name.encode("utf-16-be", "surrogatepass")
     for (unit,) in struct.iter_unpack(">H", units):
         total = (31 * total + unit) & 0xFFFFFFFF
-    wide = key & 0xFFFFFFFFFFFFFFFF
-    total ^= (wide ^ (wide >> 32)) & 0xFFFFFFFF
+    unsigned_key = key & 0xFFFFFFFFFFFFFFFF
+    total ^= (unsigned_key ^ (unsigned_key >> 32)) & 0xFFFFFFFF
     return total - (1 << 32) if total >= 1 << 31 else total
 
 
@@ -154,5 +154,5 @@ def partition_of_hash(lock: int, partition_count: int) -> PartitionId:
     The multiplication keeps the hashes of one partition spread over the whole lock table.
     """
     assert partition_count > 0
-    mixed = ((lock & 0xFFFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF
-    return PartitionId((mixed * partition_count) >> 32)
+    multiplied = ((lock & 0xFFFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF
+    return PartitionId((multiplied * partition_count) >> 32)

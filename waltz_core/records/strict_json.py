@@ -46,9 +46,10 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
         wrong_part = _find_wrong_part(value, _is_not_finite)
         if wrong_part is None:
             raise
-        found, where = wrong_part
+        value_text, where = wrong_part
         raise ValueError(
-            f"found {found} at {where}; {NOT_FINITE_TEXT}. Hint: write null or a string instead."
+            f"found {value_text} at {where}; {NOT_FINITE_TEXT}. Hint: write null or a string "
+            "instead."
         ) from error
     try:
         return text.encode()
@@ -105,8 +106,8 @@ class _SurrogateError(ValueError):
 
 
 def _surrogate_error(value: object) -> ValueError:
-    found = _find_wrong_part(value, _has_surrogate)
-    where = "a text" if found is None else found[1]
+    wrong_part = _find_wrong_part(value, _has_surrogate)
+    where = "a text" if wrong_part is None else wrong_part[1]
     return _SurrogateError(f"found an unpaired surrogate at {where}, which UTF-8 cannot encode")
 
 

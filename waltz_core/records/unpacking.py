@@ -64,15 +64,17 @@ class Unpacker:
         is_case_sensitive: bool = False,
     ) -> None:
         self._fields = list(fields)
-        names = [part.name for part in fields]
-        required_names = {name for each in required for name in columns_matching(each, names)}
+        names = [field.name for field in fields]
+        required_names = {
+            name for required_name in required for name in columns_matching(required_name, names)
+        }
         self._required = [name for name in names if name in required_names]
         self._find_value = dict.get if is_case_sensitive else _case_insensitive
         self._array_builders = [
-            _array_builder(part.type, data_format, self._find_value) for part in fields
+            _array_builder(field.type, data_format, self._find_value) for field in fields
         ]
         self._format = data_format
-        exact = any(_has_decimal(part.type) for part in fields)
+        exact = any(_has_decimal(field.type) for field in fields)
         self._decode = decode or decoder_of(data_format, exact=exact)
 
     def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
@@ -87,24 +89,26 @@ class Unpacker:
             BadFormat: a payload is damaged or not a map, has a value of another type, or has no
                 value for a column that is required or not nullable.
         """
-        rows = self.decoded(data, where)
+        rows = self.decode_maps(data, where)
         for index, name in self._missing_values(rows):
             raise BadFormat(
                 f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
             )
-        values = (self._values(rows, part.name) for part in self._fields)
-        return [self._column(column, each, where) for each, column in enumerate(values)]
+        values = (self._values(rows, field.name) for field in self._fields)
+        return [
+            self._column(column, column_index, where) for column_index, column in enumerate(values)
+        ]
 
     def readable_columns(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Decode payloads; return the columns, and a mask of the payloads that fit the schema.
 
         In a payload that does not fit, all columns are null.
         """
-        columns, good = self.columns_with_nulls(data)
-        if good.all():
-            return columns, good
-        indexes = pa.array(np.arange(len(data)), mask=~good)
-        return [column.take(indexes) for column in columns], good
+        columns, is_complete = self.columns_with_nulls(data)
+        if is_complete.all():
+            return columns, is_complete
+        indexes = pa.array(np.arange(len(data)), mask=~is_complete)
+        return [column.take(indexes) for column in columns], is_complete
 
     def columns_with_nulls(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Decode payloads; return the wanted columns, and a mask of the complete rows.
@@ -112,31 +116,31 @@ class Unpacker:
         If a value does not fit, only its column is null; if a payload is not a map, all columns are
         null. A row with a null in a column that is not nullable is not complete (rule 5).
         """
-        rows, is_whole = self._decode_each_map(data)
+        rows, is_complete = self._decode_each_map(data)
         for index, _ in self._missing_values(rows):
-            is_whole[index] = False
+            is_complete[index] = False
         columns = []
-        for each, part in enumerate(self._fields):
-            values = self._values(rows, part.name)
+        for column_index, field in enumerate(self._fields):
+            values = self._values(rows, field.name)
             try:
-                columns.append(self._array_builders[each](values))
+                columns.append(self._array_builders[column_index](values))
             except _MISMATCHES:
-                for row in self._mismatched_rows(values, each, 0):
+                for row in self._mismatched_rows(values, column_index, 0):
                     values[row] = None
-                    is_whole[row] = False
-                columns.append(self._array_builders[each](values))
-            if not part.nullable:  # rule 5
-                is_whole &= columns[-1].is_valid().to_numpy(zero_copy_only=False)
-        return columns, is_whole
+                    is_complete[row] = False
+                columns.append(self._array_builders[column_index](values))
+            if not field.nullable:  # rule 5
+                is_complete &= columns[-1].is_valid().to_numpy(zero_copy_only=False)
+        return columns, is_complete
 
     def _values(self, rows: list[dict[str, Any]], name: str) -> list[Any]:
-        found = [row.get(name) for row in rows]
-        if None not in found:
-            return found
+        values = [row.get(name) for row in rows]
+        if None not in values:
+            return values
         # `_find_value` for each row would take longer than all other work here.
         return [
             self._find_value(row, name) if value is None else value
-            for row, value in zip(rows, found, strict=True)
+            for row, value in zip(rows, values, strict=True)
         ]
 
     def _missing_values(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
@@ -151,30 +155,30 @@ class Unpacker:
         """Decode payloads; return empty maps in indexes of non-maps, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            return self.decoded(data, _no_location), is_map
+            return self.decode_maps(data, _no_location), is_map
         except BadFormat:
             rows: list[dict[str, Any]] = []
         for index in range(len(data)):
             try:
-                rows += self.decoded(data.slice(index, 1), _no_location)
+                rows += self.decode_maps(data.slice(index, 1), _no_location)
             except BadFormat:
                 rows.append({})
                 is_map[index] = False
         return rows, is_map
 
-    def _mismatched_rows(self, values: list[Any], each: int, start: int) -> Iterator[int]:
+    def _mismatched_rows(self, values: list[Any], column_index: int, start: int) -> Iterator[int]:
         """Find by bisection the rows whose values do not fit a column; yield their indexes."""
         try:
-            self._array_builders[each](values)
+            self._array_builders[column_index](values)
         except _MISMATCHES:
             half = len(values) // 2
             if half == 0:
                 yield start
                 return
-            yield from self._mismatched_rows(values[:half], each, start)
-            yield from self._mismatched_rows(values[half:], each, start + half)
+            yield from self._mismatched_rows(values[:half], column_index, start)
+            yield from self._mismatched_rows(values[half:], column_index, start + half)
 
-    def decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
+    def decode_maps(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the payloads as maps; raises BadFormat if a payload is damaged or not a map."""
         payloads = data.to_pylist()
         rows: list[dict[str, Any]] = []
@@ -196,26 +200,28 @@ class Unpacker:
                 )
         return rows
 
-    def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
-        part = self._fields[each]
+    def _column(
+        self, values: list[Any], column_index: int, where: Callable[[int], str]
+    ) -> pa.Array:
+        field = self._fields[column_index]
         try:
-            array = self._array_builders[each](values)
+            array = self._array_builders[column_index](values)
         except _MISMATCHES:
-            row = next(self._mismatched_rows(values, each, 0))
+            row = next(self._mismatched_rows(values, column_index, 0))
         else:
-            if not part.nullable and array.null_count:  # rule 5
+            if not field.nullable and array.null_count:  # rule 5
                 raise BadFormat(
-                    f"{where(values.index(None))}: column {part.name!r} is NOT NULL in the schema, "
-                    "and the payload has no value for it. Hint: a nullable column reads it as null "
-                    "(in Spark .schema(df.schema.toNullable()), or no NOT NULL in DDL)."
+                    f"{where(values.index(None))}: column {field.name!r} is NOT NULL in the "
+                    "schema, and the payload has no value for it. Hint: a nullable column reads it "
+                    "as null (in Spark .schema(df.schema.toNullable()), or no NOT NULL in DDL)."
                 )
             return array
         value = values[row]
         try:
-            return self._array_builders[each]([value])
+            return self._array_builders[column_index]([value])
         except _MISMATCHES as error:
             raise BadFormat(
-                f"{where(row)}, column {part.name!r}: expected {part.type}, found {value!r} "
+                f"{where(row)}, column {field.name!r}: expected {field.type}, found {value!r} "
                 f"({error})"
             ) from None
 
@@ -261,16 +267,16 @@ def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> An
     """Return the value for key `name`, otherwise for the first key that differs only in case."""
     if name in row:
         return row[name]
-    wanted = name.lower()
+    lower_name = name.lower()
     for key, value in row.items():
-        if type(key) is str and key.lower() == wanted:
+        if type(key) is str and key.lower() == lower_name:
             return value
     return default
 
 
 def _has_decimal(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
-        return any(_has_decimal(kind.field(each).type) for each in range(kind.num_fields))
+        return any(_has_decimal(kind.field(index).type) for index in range(kind.num_fields))
     return bool(pa.types.is_decimal(kind))
 
 
@@ -324,19 +330,19 @@ def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
     """Return the builder for a type whose values are numbers or texts in payloads."""
     if pa.types.is_timestamp(kind) and data_format == "json":
         return lambda values: _timestamps(values, kind)
-    plain = plain_type(kind, data_format)
+    plain_kind = plain_type(kind, data_format)
     if pa.types.is_null(kind):
         return lambda values: pa.array(values, kind)
-    if pa.types.is_string(plain) or pa.types.is_large_string(plain):
-        return lambda values: pa.array(_check_types(values, str), plain).cast(kind)
-    return lambda values: pa.array(_check_types(values, int), plain).cast(kind)
+    if pa.types.is_string(plain_kind) or pa.types.is_large_string(plain_kind):
+        return lambda values: pa.array(_check_types(values, str), plain_kind).cast(kind)
+    return lambda values: pa.array(_check_types(values, int), plain_kind).cast(kind)
 
 
-def _check_types(values: list[Any], *wanted: type) -> list[Any]:
+def _check_types(values: list[Any], *types: type) -> list[Any]:
     """Return the values; raises TypeError for one that is neither None nor of a wanted type."""
-    if not set(map(type, values)) <= {NoneType, *wanted}:
-        value = next(each for each in values if each is not None and type(each) not in wanted)
-        names = " or ".join(_NAMES.get(each, each.__name__) for each in wanted)
+    if not set(map(type, values)) <= {NoneType, *types}:
+        value = next(each for each in values if each is not None and type(each) not in types)
+        names = " or ".join(_NAMES.get(each, each.__name__) for each in types)
         raise TypeError(f"expected {names}, found {_NAMES.get(type(value), type(value).__name__)}")
     return values
 
@@ -351,19 +357,19 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     numbers = pa.array(values, pa.float64())
     if kind == numbers.type:
         return numbers
-    narrow = numbers.cast(kind)
-    if pc.any(pc.and_(pc.is_inf(narrow), pc.is_finite(numbers))).as_py():
+    narrowed = numbers.cast(kind)
+    if pc.any(pc.and_(pc.is_inf(narrowed), pc.is_finite(numbers))).as_py():
         raise ValueError(f"a number is out of the range of {kind}")
-    return narrow
+    return narrowed
 
 
 def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
     number = float(value)
     if type(value) is int:
-        kept = number
+        converted = number
         if kind == pa.float32():
-            (kept,) = struct.unpack("f", struct.pack("f", number))
-        if int(kept) != value:
+            (converted,) = struct.unpack("f", struct.pack("f", number))
+        if int(converted) != value:
             raise ValueError(f"{value} has more digits than a {kind} can have")
     if number in (float("inf"), float("-inf")):
         raise ValueError(f"{value} is out of the range of a float")
@@ -377,8 +383,8 @@ def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     ]
     # Convert through a wider type: a text with too many digits for 128 bits overflows in Arrow's
     # cast.
-    wide = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
-    return wide.cast(kind)
+    wide_numbers = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
+    return wide_numbers.cast(kind)
 
 
 def _decimal_text(value: str | int | Decimal) -> str:
@@ -401,37 +407,41 @@ def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(texts, pa.string()).cast(kind)
     except pa.ArrowInvalid:
-        shorter = [each if each is None else _NANOSECONDS.sub(r"\1", each, 1) for each in texts]
-        return pa.array(shorter, pa.string()).cast(kind)
+        microsecond_texts = [
+            each if each is None else _NANOSECONDS.sub(r"\1", each, 1) for each in texts
+        ]
+        return pa.array(microsecond_texts, pa.string()).cast(kind)
 
 
 def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    parts = [(part, _array_builder(part.type, data_format, find)) for part in kind]
+    parts = [(field, _array_builder(field.type, data_format, find)) for field in kind]
 
     def build(values: list[Any]) -> pa.Array:
         present = _present_mask(values, dict)
         if not parts:
             return pa.array([{} if is_there else None for is_there in present], kind)
         arrays = []
-        for part, inner in parts:
-            found = [None if value is None else find(value, part.name) for value in values]
-            _check_nulls(part, compress(found, present))
-            arrays.append(inner(found))
+        for field, build_child in parts:
+            field_values = [None if value is None else find(value, field.name) for value in values]
+            _check_nulls(field, compress(field_values, present))
+            arrays.append(build_child(field_values))
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(~present))
 
     return build
 
 
 def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    inner = _array_builder(kind.value_type, data_format, find)
-    of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+    build_child = _array_builder(kind.value_type, data_format, find)
+    array_type = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
 
     def build(values: list[Any]) -> pa.Array:
         present = _present_mask(values, list)
         elements = list(chain.from_iterable(filter(None, values)))
         _check_nulls(kind.value_field, elements)
-        parts = inner(elements)
-        return of.from_arrays(_offsets(values), parts, type=kind, mask=pa.array(~present))
+        child_array = build_child(elements)
+        return array_type.from_arrays(
+            _offsets(values), child_array, type=kind, mask=pa.array(~present)
+        )
 
     return build
 
@@ -456,10 +466,10 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
     return build
 
 
-def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
+def _check_nulls(field: pa.Field, values: Iterable[Any]) -> None:
     """Raise ValueError for a null in a field that is not nullable (rule 5)."""
-    if not part.nullable and any(value is None for value in values):
-        raise ValueError(f"its field {part.name!r} is null, but the schema declares it NOT NULL")
+    if not field.nullable and any(value is None for value in values):
+        raise ValueError(f"its field {field.name!r} is null, but the schema declares it NOT NULL")
 
 
 def _present_mask(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:

@@ -134,7 +134,7 @@ class _Replacement:
 
     @property
     def failure_reasons(self) -> tuple[str, ...]:
-        return tuple(f"{replica}: {why}" for replica, why in self.failures.items())
+        return tuple(f"{replica}: {reason}" for replica, reason in self.failures.items())
 
 
 class _BacklogEstimate:
@@ -143,23 +143,23 @@ class _BacklogEstimate:
     def __init__(self, archived: TransactionId) -> None:
         self.count = 0
         self.since_ms: int | None = None
-        self._archived = archived
-        self._reported = (archived, archived, 0)  # (first, last, bytes) of IDs first + 1..last
+        self._archived_last = archived
+        self._last_report = (archived, archived, 0)  # (first, last, bytes) of IDs first + 1..last
 
     def update(self, archived: TransactionId, committed: TransactionId, now_ms: int) -> None:
         """Update the estimate with the current marks."""
         self.count = max(0, committed - archived)
         if self.count == 0:
             self.since_ms = None
-        elif self.since_ms is None or self._archived < archived >= self._reported[1]:
+        elif self.since_ms is None or self._archived_last < archived >= self._last_report[1]:
             self.since_ms = now_ms
-        self._archived = archived
+        self._archived_last = archived
 
     def on_backlog_reported(self, notice: RangeArchived, now_ms: int) -> None:
         """Update the estimate: a replica has reported the records that it found not archived."""
         last = TransactionId(notice.unarchived_last)
-        if last > self._archived:
-            self._reported = (self._archived, last, notice.unarchived_bytes)
+        if last > self._archived_last:
+            self._last_report = (self._archived_last, last, notice.unarchived_bytes)
             if notice.unarchived_age_ms >= 0:
                 self.since_ms = now_ms - notice.unarchived_age_ms
 
@@ -168,12 +168,12 @@ class _BacklogEstimate:
 
         `bytes_after` returns the size of the records after an ID; None if it is not known.
         """
-        before, last, reported_bytes = self._reported
-        waiting = max(0, last - self._archived)
-        newer = bytes_after(max(last, self._archived)) if self.count > waiting else 0
-        if newer is None:
+        first, last, reported_bytes = self._last_report
+        waiting = max(0, last - self._archived_last)
+        newer_bytes = bytes_after(max(last, self._archived_last)) if self.count > waiting else 0
+        if newer_bytes is None:
             return None
-        return newer + (reported_bytes * waiting // (last - before) if waiting else 0)
+        return newer_bytes + (reported_bytes * waiting // (last - first) if waiting else 0)
 
 
 class SessionArchiver:
@@ -183,7 +183,7 @@ class SessionArchiver:
     """
 
     def __init__(self, claim: SessionClaim, *, outbox: list[Effect], limits: SessionLimits) -> None:
-        self.recorded = claim.archived_mark
+        self.recorded_mark = claim.archived_mark
         self.mark_to_write: ArchivedMark | None = None
         self.is_checked = claim.archived_mark is None  # rule 2
         self.contradiction: str | None = None
@@ -216,7 +216,7 @@ class SessionArchiver:
     @property
     def last(self) -> TransactionId:
         """The last ID that is recorded as archived."""
-        return BEFORE_FIRST if self.recorded is None else self.recorded.last
+        return BEFORE_FIRST if self.recorded_mark is None else self.recorded_mark.last
 
     @property
     def is_busy(self) -> bool:
@@ -230,7 +230,7 @@ class SessionArchiver:
             return self._attempt.progress_ms + NO_PROGRESS_MS_MAX
         if self.mark_to_write is not None:
             return None
-        expire_at_ms = None if self.recorded is None else self._next_expiry_at_ms
+        expire_at_ms = None if self.recorded_mark is None else self._next_expiry_at_ms
         if self._limits.archive_interval_ms == 0:
             return expire_at_ms
         return earliest(
@@ -263,9 +263,9 @@ class SessionArchiver:
         )
 
     def _on_mark_checked(self, answer: LineageResponse, now_ms: int) -> None:
-        assert self.recorded is not None
-        begins = not answer.lineage or answer.lineage[0].first == self.last + 1
-        if begins and answer.chain_before == self.recorded.chain:
+        assert self.recorded_mark is not None
+        begins_at_mark = not answer.lineage or answer.lineage[0].first == self.last + 1
+        if begins_at_mark and answer.chain_before == self.recorded_mark.chain:
             self.is_checked = True
             return
         self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
@@ -274,16 +274,16 @@ class SessionArchiver:
         """The compared replica's log begins after the recorded mark, so it has no chain there."""
         self._on_mark_mismatch("begins later", now_ms)
 
-    def _on_mark_mismatch(self, found: str, now_ms: int) -> None:
-        assert self.recorded is not None
+    def _on_mark_mismatch(self, difference: str, now_ms: int) -> None:
+        assert self.recorded_mark is not None
         replica = self._replicas_to_compare.pop(0).replica
         if self._replicas_to_compare:
             self._compare_next_replica(now_ms)
             return
         self.contradiction = (
             f"the archive has transactions up to {self.last} with chain hash "
-            f"{self.recorded.chain.hex()}, but replica {replica} {found}: the log is not the "
-            "archived one, or ZooKeeper's data was rolled back"
+            f"{self.recorded_mark.chain.hex()}, but the log of replica {replica} {difference}: the "
+            "log is not the archived one, or ZooKeeper's data was rolled back"
         )
 
     # ---- attempts
@@ -312,11 +312,11 @@ class SessionArchiver:
             return
         if self.mark_to_write is not None:
             return
-        capable = [each for each in engaged if each.supports_archiving]
+        capable = [peer for peer in engaged if peer.supports_archiving]
         self._replace_object(capable, now_ms)
         is_due = self._next_expiry_at_ms is not None and now_ms >= self._next_expiry_at_ms
-        if is_due and self.recorded is not None and self._attempt is None:
-            self._expire_objects(capable, self.recorded, now_ms)
+        if is_due and self.recorded_mark is not None and self._attempt is None:
+            self._expire_objects(capable, self.recorded_mark, now_ms)
         if self._limits.archive_interval_ms and self._attempt is None:
             self._begin_due_attempt(capable, replicas, committed, now_ms)
 
@@ -341,14 +341,14 @@ class SessionArchiver:
         self._attempt_count += 1
         return capable[self._attempt_count % len(capable)]
 
-    def _archive_range(self, each: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
-        recorded = self.recorded
+    def _archive_range(self, peer: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
+        recorded = self.recorded_mark
         first = TransactionId(self.last + 1)
-        self._attempt = _Attempt(self._attempt_count, each.replica, first, now_ms)
+        self._attempt = _Attempt(self._attempt_count, peer.replica, first, now_ms)
         chain = GENESIS_CHAIN if recorded is None else recorded.chain
         manifest = ("", 0) if recorded is None else (recorded.manifest, recorded.manifest_crc)
         fields = (self._attempt_count, first, committed, chain, *manifest)
-        each.send_request(
+        peer.send_request(
             ArchiveRange, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -359,27 +359,27 @@ class SessionArchiver:
         now_ms: int,
     ) -> None:
         """Request a garbage collection if the state of all replicas permits it (rule 7)."""
-        recorded = self.recorded
+        recorded = self.recorded_mark
         assert recorded is not None
-        known = [each for each in replicas if each.supports_archiving and each.repair is not None]
+        known = [peer for peer in replicas if peer.supports_archiving and peer.repair is not None]
         if len(known) < len(replicas) or not capable:
             self._next_collection_at_ms = now_ms + self._limits.archive_interval_ms
             return
-        for each in known:
-            assert each.repair is not None
-            if each.repair.start > recorded.last:
+        for peer in known:
+            assert peer.repair is not None
+            if peer.repair.start > recorded.last:
                 reason = (
-                    f"the log of the replica begins after transaction {each.repair.start}, "
+                    f"the log of the replica begins after transaction {peer.repair.start}, "
                     f"but in ZooKeeper the last archived transaction is {recorded.last}: "
                     "ZooKeeper's data was rolled back"
                 )
-                self._on_collection_failed(each.replica, reason, now_ms)
+                self._on_collection_failed(peer.replica, reason, now_ms)
                 return
-        each = self._next_replica(capable)
+        peer = self._next_replica(capable)
         number, first = self._attempt_count, TransactionId(self.last + 1)
-        self._attempt = _Attempt(number, each.replica, first, now_ms, is_garbage_collection=True)
+        self._attempt = _Attempt(number, peer.replica, first, now_ms, is_garbage_collection=True)
         fields = (number, recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
-        each.send_request(
+        peer.send_request(
             CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -402,12 +402,12 @@ class SessionArchiver:
     def request_expiry(self, bounds: ExpiryBounds, now_ms: int) -> None:
         """Schedule an expiry that a client requests; a repeated request changes nothing."""
         if not self.is_expiry_done(bounds):
-            wanted = ExpiryBounds(
+            requested = ExpiryBounds(
                 max(self._requested_expiry.before, bounds.before),
                 max(self._requested_expiry.before_ms, bounds.before_ms),
             )
-            if wanted != self._requested_expiry:
-                self._requested_expiry, self._next_expiry_at_ms = wanted, now_ms
+            if requested != self._requested_expiry:
+                self._requested_expiry, self._next_expiry_at_ms = requested, now_ms
 
     def is_expiry_done(self, bounds: ExpiryBounds) -> bool:
         """Whether an expiry with at least these limits was carried out on the whole archive."""
@@ -420,16 +420,16 @@ class SessionArchiver:
         if not capable:
             self._next_expiry_at_ms = now_ms + EXPIRY_RETRY_MS
             return
-        each = self._next_replica(capable)
+        peer = self._next_replica(capable)
         number, first, bounds = (
             self._attempt_count,
             TransactionId(self.last + 1),
             self._requested_expiry,
         )
-        self._attempt = _Attempt(number, each.replica, first, now_ms, expiry=bounds)
+        self._attempt = _Attempt(number, peer.replica, first, now_ms, expiry=bounds)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         fields = (number, *mark, *bounds, self._limits.archive_retention_ms)
-        each.send_request(
+        peer.send_request(
             ExpireObjects, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -437,7 +437,7 @@ class SessionArchiver:
         self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
     ) -> None:
         """A replica has written a manifest for an expiry; without one, nothing has changed."""
-        recorded = self.recorded
+        recorded = self.recorded_mark
         assert recorded is not None
         if notice.error:
             self._on_attempt_failed(notice.error, now_ms)
@@ -485,29 +485,29 @@ class SessionArchiver:
 
     def _replace_object(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
         """Request the replacement from a replica that has not failed."""
-        current, recorded = self._replacement, self.recorded
+        current, recorded = self._replacement, self.recorded_mark
         if current is None or current.outcome is not None:
             return
-        untried = [each for each in capable if each.replica not in current.failures]
+        untried = [peer for peer in capable if peer.replica not in current.failures]
         if not untried or recorded is None:
             reasons = current.failure_reasons or (
                 "no storage whose replica is in sync can archive",
             )
             current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
             return
-        each, request = self._next_replica(untried), current.request
+        peer, request = self._next_replica(untried), current.request
         number, first = self._attempt_count, TransactionId(self.last + 1)
-        self._attempt = _Attempt(number, each.replica, first, now_ms, is_replacement=True)
+        self._attempt = _Attempt(number, peer.replica, first, now_ms, is_replacement=True)
         old = (request.first, request.last, request.name)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         fields = (number, *old, *mark)
-        each.send_request(
+        peer.send_request(
             ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         """A replica has written an object and a manifest; without the latter, nothing changed."""
-        current, recorded = self._replacement, self.recorded
+        current, recorded = self._replacement, self.recorded_mark
         assert current is not None
         assert recorded is not None
         if notice.error:
@@ -537,10 +537,10 @@ class SessionArchiver:
         name, manifest = current.request.name, recorded.manifest
         self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
 
-    def on_attempt_notified(self, each: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
+    def on_attempt_notified(self, peer: ReplicaSession, notice: ArchiveNotice, now_ms: int) -> None:
         """A replica reports the end or the progress of an attempt, perhaps of an abandoned one."""
         attempt = self._attempt
-        if attempt is None or (attempt.replica, attempt.number) != (each.replica, notice.attempt):
+        if attempt is None or (attempt.replica, attempt.number) != (peer.replica, notice.attempt):
             return
         attempt.progress_ms = now_ms
         match notice:
@@ -576,7 +576,7 @@ class SessionArchiver:
                 now_ms,
             )
         else:
-            first = TransactionId(0) if self.recorded is None else self.recorded.first
+            first = TransactionId(0) if self.recorded_mark is None else self.recorded_mark.first
             attempt.reported_mark = ArchivedMark(
                 TransactionId(notice.last),
                 Chain(bytes(notice.chain)),
@@ -589,26 +589,26 @@ class SessionArchiver:
     def _compare_chain(
         self,
         attempt: _Attempt,
-        found: ArchivedMark,
+        reported_mark: ArchivedMark,
         engaged: Sequence[ReplicaSession],
         now_ms: int,
     ) -> None:
         """Request the chain at the range's end from another replica that has it (rule 3)."""
-        others = [each for each in engaged if each.replica != attempt.replica]
+        others = [peer for peer in engaged if peer.replica != attempt.replica]
         # Choose another replica with each attempt: a log with a reconstructed batch there has
         # another chain.
-        turn = attempt.number % max(1, len(others))
-        others = others[turn:] + others[:turn]
+        start = attempt.number % max(1, len(others))
+        others = others[start:] + others[:start]
         if not others:
-            self._attempt, self.mark_to_write = None, found
+            self._attempt, self.mark_to_write = None, reported_mark
             return
-        for each in others:
-            if each.synced_last >= found.last:
+        for peer in others:
+            if peer.synced_last >= reported_mark.last:
                 attempt.is_comparing = True
-                each.send_request(
+                peer.send_request(
                     LineageRequest,
-                    found.last,
-                    found.last,
+                    reported_mark.last,
+                    reported_mark.last,
                     now_ms=now_ms,
                     correlation_id=ARCHIVE_CORRELATION_ID,
                 )
@@ -616,7 +616,7 @@ class SessionArchiver:
 
     def on_lineage_received(
         self,
-        each: ReplicaSession,
+        peer: ReplicaSession,
         message: StorageMessage,
         answer: LineageResponse,
         now_ms: int,
@@ -626,43 +626,45 @@ class SessionArchiver:
             self._on_mark_checked(answer, now_ms)
             return
         attempt = self._attempt
-        if attempt is None or attempt.reported_mark is None or not self._is_current(each, message):
+        if attempt is None or attempt.reported_mark is None or not self._is_current(peer, message):
             return
-        found = attempt.reported_mark
+        reported_mark = attempt.reported_mark
         end = answer.lineage[-1] if answer.lineage else None
-        if end is not None and (end.last, end.chain) == (found.last, found.chain):
-            self._attempt, self.mark_to_write = None, found
+        if end is not None and (end.last, end.chain) == (reported_mark.last, reported_mark.chain):
+            self._attempt, self.mark_to_write = None, reported_mark
             return
-        shown = (
+        found_text = (
             ("no batch that ends there")
-            if end is None or end.last != found.last
+            if end is None or end.last != reported_mark.last
             else end.chain.hex()
         )
         self._on_attempt_failed(
-            f"expected chain hash {found.chain.hex()} at transaction {found.last}, as "
-            f"archived by {attempt.replica}, found {shown} at replica {each.replica}",
+            f"expected chain hash {reported_mark.chain.hex()} at transaction {reported_mark.last}, "
+            f"as archived by {attempt.replica}, found {found_text} at replica {peer.replica}",
             now_ms,
         )
 
     def on_request_rejected(
-        self, each: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
+        self, peer: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
     ) -> None:
         """A replica has rejected an archive request: the attempt has failed (rule 4)."""
         if isinstance(message, SetArchived):
-            self._report("archive.failed", replica=each.replica, reason=reason)
-        elif self._is_current(each, message):
+            self._report("archive.failed", replica=peer.replica, reason=reason)
+        elif self._is_current(peer, message):
             self._on_attempt_failed(reason, now_ms)
 
-    def _is_current(self, each: ReplicaSession, message: StorageMessage) -> bool:
+    def _is_current(self, peer: ReplicaSession, message: StorageMessage) -> bool:
         """Whether a request belongs to the attempt in progress, and not to an abandoned one."""
         attempt = self._attempt
         if attempt is None:
             return False
         if isinstance(message, ArchiveRange | CollectGarbage | ExpireObjects | ReplaceObject):
-            return (attempt.replica, attempt.number) == (each.replica, message.attempt)
-        found = attempt.reported_mark if attempt.is_comparing else None
+            return (attempt.replica, attempt.number) == (peer.replica, message.attempt)
+        reported_mark = attempt.reported_mark if attempt.is_comparing else None
         return (
-            isinstance(message, LineageRequest) and found is not None and message.last == found.last
+            isinstance(message, LineageRequest)
+            and reported_mark is not None
+            and message.last == reported_mark.last
         )
 
     def _on_attempt_failed(self, reason: str, now_ms: int) -> None:
@@ -691,7 +693,7 @@ class SessionArchiver:
 
     def on_metadata_written(self, recorded: ArchivedMark | None, now_ms: int) -> None:
         """ZooKeeper is known to have recorded this archived mark."""
-        if recorded != self.recorded:
+        if recorded != self.recorded_mark:
             assert recorded is not None
             replacement = self._replacement
             if replacement is not None and replacement.written_by is not None:
@@ -708,7 +710,7 @@ class SessionArchiver:
                 self._failure_count, self._next_attempt_at_ms = 0, now_ms
             if self._next_collection_at_ms is None:
                 self._next_collection_at_ms = now_ms
-        self.recorded = recorded
+        self.recorded_mark = recorded
         if recorded == self.mark_to_write:
             self.mark_to_write = None
         self._report_due_checkpoint()
@@ -747,16 +749,16 @@ class SessionArchiver:
 
     def _announce_mark(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
         """Send the recorded mark to the replicas that have reached it (rule 5)."""
-        recorded = self.recorded
+        recorded = self.recorded_mark
         if recorded is None:
             return
-        for each in engaged:
-            is_known = self._announced_marks.get(each.replica) == recorded
-            if each.supports_archiving and not is_known and each.synced_last >= recorded.last:
-                self._announced_marks[each.replica] = recorded
+        for peer in engaged:
+            is_known = self._announced_marks.get(peer.replica) == recorded
+            if peer.supports_archiving and not is_known and peer.synced_last >= recorded.last:
+                self._announced_marks[peer.replica] = recorded
                 last, chain, _, *others = recorded
                 fields = (last, chain, *others)
-                each.send_request(
+                peer.send_request(
                     SetArchived, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
                 )
 

@@ -24,7 +24,7 @@ def check(store: PartitionStore) -> None:
         assert store.open_session_id is None
         assert store.readable_replicas == []
         return
-    assert session.ended is None, "an ended session is dropped in the step that ends it"
+    assert session.ending is None, "an ended session is dropped in the step that ends it"
     _check_untouched(session)
     engaged = session.engaged
     _check_engaged_only(session, engaged)
@@ -35,12 +35,12 @@ def _check_untouched(session: StoreSession) -> None:
     """Check the invariant Untouched: no replica is changed before the mark is decided."""
     if session.repairs.goal is None:
         assert session.window is None
-        assert session.writing is None
-        for each in session.replicas.values():
-            assert each.stage not in MARKED
-    for each in session.replicas.values():
-        if each.cannot_rejoin:
-            assert not each.is_connected, "a replica that cannot rejoin is connected"
+        assert session.pending_states is None
+        for peer in session.replicas.values():
+            assert peer.stage not in MARKED
+    for peer in session.replicas.values():
+        if peer.cannot_rejoin:
+            assert not peer.is_connected, "a replica that cannot rejoin is connected"
 
 
 def _check_engaged_only(session: StoreSession, engaged: list[ReplicaSession]) -> None:
@@ -49,9 +49,9 @@ def _check_engaged_only(session: StoreSession, engaged: list[ReplicaSession]) ->
     In an open session, these are a quorum.
     """
     claim, states = session.claim, session.states
-    for each in engaged:
-        assert states.get(each.replica) == (claim.session_id, UNRESOLVED)
-        assert each.replica in claim.assigned
+    for peer in engaged:
+        assert states.get(peer.replica) == (claim.session_id, UNRESOLVED)
+        assert peer.replica in claim.assigned
     if session.window is None:
         assert not engaged, "GateCAS2"
     else:
@@ -69,14 +69,14 @@ def _check_commit_quorum(
     assert goal is not None
     committed, last = window.committed, window.last
     assert goal.mark <= committed <= last
-    marks = [each.synced_last for each in engaged]
+    marks = [peer.synced_last for peer in engaged]
     reached = quorum_mark(marks, session.quorum)
     assert reached is not None
     assert committed <= max(reached, goal.mark)
-    for each in engaged:
-        assert each.synced_last < each.next_id <= last + 1
-    for each in session.replicas.values():
-        if each.stage is _READY:
-            assert each.next_id <= committed + 1, "a late replica has only committed batches"
+    for peer in engaged:
+        assert peer.synced_last < peer.next_id <= last + 1
+    for peer in session.replicas.values():
+        if peer.stage is _READY:
+            assert peer.next_id <= committed + 1, "a late replica has only committed batches"
     assert store.high_water_mark == committed
     assert store.next_transaction_id == last + 1

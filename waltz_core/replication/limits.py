@@ -82,8 +82,8 @@ class SessionLimits:
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
-            least = 0 if name in _ZERO_ALLOWED_FIELDS else 1
-            assert getattr(self, name) >= least, name
+            minimum = 0 if name in _ZERO_ALLOWED_FIELDS else 1
+            assert getattr(self, name) >= minimum, name
         assert self.retry_ms_min <= self.retry_ms_max
         assert self.redial_ms_min <= self.redial_ms_max
         assert self.exclusion_ms_min <= self.exclusion_ms_max

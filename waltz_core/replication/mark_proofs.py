@@ -46,11 +46,11 @@ class MarkProofs:
         assert token not in self._proofs
         deadline_ms = now_ms + self._limits.proof_ms_max
         self._proofs[token] = _Proof(Tally(self._assigned), mark, deadline_ms)
-        for each in engaged:
+        for peer in engaged:
             if (
-                each.unanswered_count < self._limits.lag_count_max
+                peer.unanswered_count < self._limits.lag_count_max
             ):  # A hanging replica confirms nothing.
-                each.send_request(messages.Heartbeat, now_ms=now_ms, correlation_id=token)
+                peer.send_request(messages.Heartbeat, now_ms=now_ms, correlation_id=token)
 
     def on_confirmed(self, token: int, replica: ReplicaId) -> None:
         """Count the confirmation of a replica that knows of no later session."""

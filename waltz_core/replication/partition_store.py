@@ -375,8 +375,8 @@ class PartitionStore:
             return
         if session.window is not None:
             self._high_water_mark = session.window.committed
-        if session.ended is not None:
-            self._on_session_ended(session, session.ended)
+        if session.ending is not None:
+            self._on_session_ended(session, session.ending)
             return
         if self._pending_request is not _PendingRequest.NO_REQUEST or self._retry_at_ms is not None:
             return
@@ -543,23 +543,23 @@ class PartitionStore:
 
     def _on_metadata_read(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
         self._nodes = nodes
-        wrote = self._nodes_being_written
+        written = self._nodes_being_written
         if waiting is _PendingRequest.READ:
             self._claim_session(nodes)
             return
-        assert wrote is not None
-        if (nodes.metadata, nodes.marker) == (wrote.metadata, wrote.marker):
+        assert written is not None
+        if (nodes.metadata, nodes.marker) == (written.metadata, written.marker):
             self._on_metadata_written(nodes)
         elif waiting is _PendingRequest.CLAIM_CHECK:
             self._nodes_being_written = None
             self._claim_session(nodes)
-        elif nodes.versions == wrote.versions:
-            self._write_metadata(wrote, _PendingRequest.STATES)
+        elif nodes.versions == written.versions:
+            self._write_metadata(written, _PendingRequest.STATES)
         else:
             self._nodes_being_written = None
             assert self._session is not None
             self._session.end(
-                SessionEnd(EndCause.FENCED, "another server has begun a store session")
+                SessionEnd(EndCause.FENCED, "another server has started a store session")
             )
 
     def _on_metadata_written(self, nodes: PartitionNodes) -> None:
@@ -595,14 +595,14 @@ class PartitionStore:
             self._on_claim_rejected(reason)
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
-        claimed = claimed_nodes(nodes, self._generation, self._replicas, nonce)
+        new_nodes = claimed_nodes(nodes, self._generation, self._replicas, nonce)
         # Only this machine knows whether another owner had a session since this machine's last one.
         self._follows_own_session = (
             self._follows_own_session and nodes.last_claim in self._own_claims
         )
-        assert claimed.last_claim is not None
-        self._own_claims = [*self._own_claims, claimed.last_claim][-_OWN_SESSIONS_MAX:]
-        self._write_metadata(claimed, _PendingRequest.CLAIM)
+        assert new_nodes.last_claim is not None
+        self._own_claims = [*self._own_claims, new_nodes.last_claim][-_OWN_SESSIONS_MAX:]
+        self._write_metadata(new_nodes, _PendingRequest.CLAIM)
 
     def _yield_to_other_server(self, nodes: PartitionNodes) -> bool:
         """Count the sessions that other servers have claimed since this server's last session.
@@ -617,7 +617,7 @@ class PartitionStore:
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
             self._release_partition(
-                f"other servers have begun store sessions in all {self._lost_race_count} "
+                f"other servers have started store sessions in all {self._lost_race_count} "
                 "attempts of this server"
             )
             return True
@@ -680,8 +680,8 @@ class PartitionStore:
         assert nodes is not None, "the versions are known from the claim or the last write"
         assert nodes.marker is not None
         assert nodes.metadata.session_id == session.claim.session_id
-        session.writing = session.states if states is None else states
-        written = nodes_with_states(nodes, session.writing, archived or nodes.archived_mark)
+        session.pending_states = session.states if states is None else states
+        written = nodes_with_states(nodes, session.pending_states, archived or nodes.archived_mark)
         self._write_metadata(written, _PendingRequest.STATES)
 
     def _report(self, name: str, **fields: object) -> None:

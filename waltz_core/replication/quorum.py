@@ -40,32 +40,32 @@ class VoteResult(Enum):
 class Tally:
     """The votes of the replicas on one question, until there is a final result."""
 
-    __slots__ = ("_lost", "_quorum", "_replicas", "_voted")
+    __slots__ = ("_lost_replicas", "_quorum", "_replicas", "_voters")
 
     def __init__(self, replicas: Iterable[ReplicaId]) -> None:
         self._replicas = frozenset(replicas)
         self._quorum = quorum_size(len(self._replicas))
-        self._voted: set[ReplicaId] = set()
-        self._lost: set[ReplicaId] = set()
+        self._voters: set[ReplicaId] = set()
+        self._lost_replicas: set[ReplicaId] = set()
 
     @property
     def result(self) -> VoteResult:
         """The result so far; OPEN until there are enough votes or losses."""
-        if len(self._voted) >= self._quorum:
+        if len(self._voters) >= self._quorum:
             return VoteResult.COMMITTED
-        if len(self._replicas) - len(self._lost) < self._quorum:
+        if len(self._replicas) - len(self._lost_replicas) < self._quorum:
             return VoteResult.LOST
         return VoteResult.OPEN
 
     def count_vote(self, replica: ReplicaId) -> None:
         """Count the vote of a replica that has confirmed."""
         assert replica in self._replicas
-        assert replica not in self._lost
-        self._voted.add(replica)
+        assert replica not in self._lost_replicas
+        self._voters.add(replica)
 
     def count_lost(self, replica: ReplicaId) -> None:
         """Count a replica that can no longer answer as lost."""
         assert replica in self._replicas
-        if replica in self._voted:
+        if replica in self._voters:
             return  # A vote stays valid: it was true when it was given.
-        self._lost.add(replica)
+        self._lost_replicas.add(replica)

@@ -90,8 +90,8 @@ class RepairRunner:
         self.goal: RepairGoal | None = None
         self.archived = archived
         self.is_open = False  # ZooKeeper has this session's states.
-        self.contradiction: str | None = None  # the finding of rule 4
-        self._failed: list[tuple[ReplicaId, str]] = []
+        self.contradiction: str | None = None  # the error text for rule 4
+        self._failed_replicas: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
         self._recovery = recovery
         self._outbox = outbox
@@ -113,17 +113,17 @@ class RepairRunner:
         """Take the next step of every replica that has no step in progress."""
         assert self.goal is not None
         self._update_goal_chain()
-        for each in self._replicas.values():
-            if each.repair is None or each.correlation_id != NO_CORRELATION_ID:
+        for peer in self._replicas.values():
+            if peer.repair is None or peer.correlation_id != NO_CORRELATION_ID:
                 continue
-            if each.stage is ReplicaStage.REPAIRING:
-                self._start_next_step(each, each.repair, now_ms)
-            elif each.repair.damaged:
-                self._repair_next_damage(each, each.repair, now_ms)
+            if peer.stage is ReplicaStage.REPAIRING:
+                self._start_next_step(peer, peer.repair, now_ms)
+            elif peer.repair.damaged:
+                self._repair_next_damage(peer, peer.repair, now_ms)
 
     def take_failed_replicas(self) -> list[tuple[ReplicaId, str]]:
         """Remove and return the replicas that cannot be repaired, with the reasons."""
-        failed, self._failed = self._failed, []
+        failed, self._failed_replicas = self._failed_replicas, []
         return failed
 
     def _update_goal_chain(self) -> None:
@@ -132,48 +132,48 @@ class RepairRunner:
         goal = self.goal
         if self._recovery.known_chain is not None:
             return
-        for each in self._replicas.values():
-            if each.stage in MARKED:
+        for peer in self._replicas.values():
+            if peer.stage in MARKED:
                 return
-        repairing = [each for each in self._replicas.values() if each.repair is not None]
-        if any(each.repair is not None and each.repair.reaches(goal) for each in repairing):
+        repairing = [peer for peer in self._replicas.values() if peer.repair is not None]
+        if any(peer.repair is not None and peer.repair.reaches(goal) for peer in repairing):
             return
-        for each in repairing:
-            assert each.repair is not None
-            if each.repair.last == goal.mark and self._recovery.is_credible(each.replica):
-                self.goal = RepairGoal(goal.mark, each.repair.chain)
+        for peer in repairing:
+            assert peer.repair is not None
+            if peer.repair.last == goal.mark and self._recovery.is_credible(peer.replica):
+                self.goal = RepairGoal(goal.mark, peer.repair.chain)
                 return
         self.goal = RepairGoal(goal.mark, None)
 
-    def _start_next_step(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
+    def _start_next_step(self, target: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         assert self.goal is not None
 
         def has_source(first: TransactionId, last: TransactionId) -> bool:
-            return self._choose_source(each, first, last, now_ms) is not None
+            return self._choose_source(target, first, last, now_ms) is not None
 
         try:
-            step = repair.next_step(self._goal_of(each, self.goal, now_ms), has_source=has_source)
+            step = repair.next_step(self._goal_of(target, self.goal, now_ms), has_source=has_source)
         except WaltzError as error:
-            self._failed.append((each.replica, str(error)))
+            self._failed_replicas.append((target.replica, str(error)))
             return
         if isinstance(step, Truncation | ReplicaReset) and self._contradicts_zookeeper(repair):
             self.contradiction = (
-                f"replica {each.replica} has batches of store session {repair.newest}, but "
-                f"in ZooKeeper the last opened session is {self._recovery.newest_session}: "
+                f"replica {target.replica} has batches of store session {repair.newest_session}, "
+                f"but in ZooKeeper the last opened session is {self._recovery.newest_session}: "
                 "ZooKeeper's data was rolled back"
             )
-            self._failed.append((each.replica, self.contradiction))
+            self._failed_replicas.append((target.replica, self.contradiction))
         elif step is not None:
-            self._start_step(each, step, now_ms)
+            self._start_step(target, step, now_ms)
 
-    def _goal_of(self, each: ReplicaSession, goal: RepairGoal, now_ms: int) -> RepairGoal:
+    def _goal_of(self, target: ReplicaSession, goal: RepairGoal, now_ms: int) -> RepairGoal:
         """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
 
         A replica that a session needs is not reset: until ZooKeeper has this session's states, the
         next session would need a trusted replica. A replica is also not reset if its storage has an
         older version, which does not support the request.
         """
-        is_needed = not self.is_open and self._recovery.is_credible(each.replica)
+        is_needed = not self.is_open and self._recovery.is_credible(target.replica)
         archived = self.archived
         if archived is not None and archived.last > goal.mark:
             # The batches after the goal's mark belong to this session, and are copied to a marked
@@ -181,62 +181,64 @@ class RepairRunner:
             # archived, too.
             chain = goal.chain
             archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
-        if archived is None or is_needed or not each.supports_archiving:
+        if archived is None or is_needed or not target.supports_archiving:
             return goal
         starts = [
             other.repair.start
-            for other in self._possible_sources(each, now_ms)
+            for other in self._possible_sources(target, now_ms)
             if other.repair is not None and (other.is_marked or other.repair.reaches(goal))
         ]
         return goal._replace(
             archived_mark=archived, lowest_source_start=min(starts, default=BEFORE_FIRST)
         )
 
-    def _repair_next_damage(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
+    def _repair_next_damage(
+        self, target: ReplicaSession, repair: ReplicaRepair, now_ms: int
+    ) -> None:
         """Repair the first damaged range of a marked replica for which there is a source."""
-        assert each.is_marked
+        assert target.is_marked
         for damaged in repair.damaged:
-            if self._choose_damage_source(each, *damaged, now_ms) is not None:
-                self._start_step(each, repair.overwrite_step(damaged), now_ms)
+            if self._choose_damage_source(target, *damaged, now_ms) is not None:
+                self._start_step(target, repair.overwrite_step(damaged), now_ms)
                 return
 
     def _contradicts_zookeeper(self, repair: ReplicaRepair) -> bool:
-        newest = NO_SESSION if repair.newest is None else repair.newest
+        newest = NO_SESSION if repair.newest_session is None else repair.newest_session
         is_recorded = self._recovery.origin is HistoryOrigin.RECORDED
         return is_recorded and newest > self._recovery.newest_session
 
-    def _start_step(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
+    def _start_step(self, target: ReplicaSession, step: RepairStep, now_ms: int) -> None:
         if isinstance(step, FetchSourceLineage | FetchCopy):
             is_fill = isinstance(step, FetchCopy) and not step.needs_whole_batches
             find = self._choose_damage_source if is_fill else self._choose_source
-            source = find(each, step.first, step.last, now_ms)
+            source = find(target, step.first, step.last, now_ms)
             if source is None:
                 return
             if isinstance(step, FetchCopy):
-                self._fetch_range(each, source, step, now_ms)
+                self._fetch_range(target, source, step, now_ms)
             else:
-                self._send_step(each, source, step, messages.LineageRequest, tuple(step), now_ms)
+                self._send_step(target, source, step, messages.LineageRequest, tuple(step), now_ms)
             return
         kind, fields = _request_for_step(step)
-        self._send_step(each, each, step, kind, fields, now_ms)
+        self._send_step(target, target, step, kind, fields, now_ms)
 
-    def copy_next_batches(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
+    def copy_next_batches(self, target: ReplicaSession, last: TransactionId, now_ms: int) -> None:
         """Copy the next committed batches, up to ID `last`, to a marked replica."""
-        assert each.is_marked
-        assert each.next_id <= last
+        assert target.is_marked
+        assert target.next_id <= last
         if (
-            each.correlation_id != NO_CORRELATION_ID
-            or each.unanswered_bytes > self._limits.range_bytes_max
+            target.correlation_id != NO_CORRELATION_ID
+            or target.unanswered_bytes > self._limits.range_bytes_max
         ):
             return
-        for source in self._possible_sources(each, now_ms):
+        for source in self._possible_sources(target, now_ms):
             if source.stage is ReplicaStage.ENGAGED and source.synced_last >= last:
-                step = FetchCopy(each.next_id, last, needs_whole_batches=True)
-                self._fetch_range(each, source, step, now_ms)
+                step = FetchCopy(target.next_id, last, needs_whole_batches=True)
+                self._fetch_range(target, source, step, now_ms)
                 return
 
     def _fetch_range(
-        self, each: ReplicaSession, source: ReplicaSession, step: FetchCopy, now_ms: int
+        self, target: ReplicaSession, source: ReplicaSession, step: FetchCopy, now_ms: int
     ) -> None:
         bytes_max, is_reader = self._limits.range_bytes_max, False
         fields = (
@@ -247,7 +249,7 @@ class RepairRunner:
             step.needs_whole_batches,
             is_reader,
         )
-        self._send_step(each, source, step, messages.RangeRaw, fields, now_ms)
+        self._send_step(target, source, step, messages.RangeRaw, fields, now_ms)
 
     def _send_step(
         self,
@@ -267,21 +269,21 @@ class RepairRunner:
     # -----------------------------------------------------------------------------------------
     # sources
 
-    def _possible_sources(self, each: ReplicaSession, now_ms: int) -> list[ReplicaSession]:
+    def _possible_sources(self, target: ReplicaSession, now_ms: int) -> list[ReplicaSession]:
         return [
             other
             for other in self._replicas.values()
-            if other is not each
+            if other is not target
             and other.is_connected
-            and self._avoided_until_ms.get((each.replica, other.replica), now_ms) <= now_ms
+            and self._avoided_until_ms.get((target.replica, other.replica), now_ms) <= now_ms
         ]
 
     def _choose_source(
-        self, each: ReplicaSession, first: int, last: int, now_ms: int
+        self, target: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
         """Return a replica with the goal's log and no known damage in a range (rule 2); or None."""
         assert self.goal is not None
-        for other in self._possible_sources(each, now_ms):
+        for other in self._possible_sources(target, now_ms):
             if other.repair is None:
                 continue
             if not (other.is_marked or other.repair.reaches(self.goal)):
@@ -295,16 +297,16 @@ class RepairRunner:
         return None
 
     def _choose_damage_source(
-        self, each: ReplicaSession, first: int, last: int, now_ms: int
+        self, target: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
         """Return a source for damaged records, or None.
 
         If no log has the records, return a replica that can read them from the archive.
         """
-        source = self._choose_source(each, first, last, now_ms)
+        source = self._choose_source(target, first, last, now_ms)
         if source is not None or self.archived is None or last > self.archived.last:
             return source
-        for other in self._possible_sources(each, now_ms):
+        for other in self._possible_sources(target, now_ms):
             if other.stage is ReplicaStage.ENGAGED and other.supports_archiving:
                 return other
         return None
@@ -329,36 +331,41 @@ class RepairRunner:
             if oldest_sent_ms + self._limits.answer_ms_max <= now_ms:
                 self._avoid_source(correlation_id, running.source.replica, "no answer", now_ms)
 
-    def on_connection_lost(self, each: ReplicaSession) -> None:
+    def on_connection_lost(self, peer: ReplicaSession) -> None:
         """A connection was lost: drop the steps that need it (rule 1)."""
         for correlation_id, running in list(self._running.items()):
-            if running.source is each or running.target is each:
+            if running.source is peer or running.target is peer:
                 self._drop_step(correlation_id)
 
     def on_source_rejected(
-        self, correlation_id: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
+        self,
+        correlation_id: int,
+        source: ReplicaSession,
+        error: WaltzError,
+        reason: str,
+        now_ms: int,
     ) -> bool:
         """A source has rejected a request for another replica: drop the step.
 
         Return False if the request was not such a step.
         """
         running = self._running.get(correlation_id)
-        if running is None or running.source is not each or running.target is each:
+        if running is None or running.source is not source or running.target is source:
             return False
         if (
             isinstance(error, BeforeLogStart)
             and self.archived is not None
-            and each.repair is not None
+            and source.repair is not None
         ):
             # The source has removed archived segments meanwhile; how many is not known.
-            each.repair.start = self.archived.last
+            source.repair.start = self.archived.last
             self._drop_step(correlation_id)
             return True
-        self._avoid_source(correlation_id, each.replica, reason, now_ms)
+        self._avoid_source(correlation_id, source.replica, reason, now_ms)
         return True
 
     def on_overwrite_rejected(
-        self, correlation_id: int, each: ReplicaSession, reason: str, now_ms: int
+        self, correlation_id: int, peer: ReplicaSession, reason: str, now_ms: int
     ) -> bool:
         """A replica has rejected the repair of damage, and continues (rule 6).
 
@@ -367,25 +374,25 @@ class RepairRunner:
         running = self._running.get(correlation_id)
         if running is None or not isinstance(running.step, OverwriteDamage):
             return False
-        assert each.repair is not None
-        if each.repair.on_overwrite_rejected(running.step):
+        assert peer.repair is not None
+        if peer.repair.on_overwrite_rejected(running.step):
             # The records may be wrong; another source may have the right ones.
-            self._avoid_source(correlation_id, self._damage_sources[each.replica], reason, now_ms)
+            self._avoid_source(correlation_id, self._damage_sources[peer.replica], reason, now_ms)
         else:
             self._drop_step(correlation_id)
         return True
 
-    def on_damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
+    def on_damage_found(self, peer: ReplicaSession, notice: messages.DamageFound) -> None:
         """A replica has reported records that it cannot read; `advance` repairs them.
 
         Raises:
             RemoteProtocolError: the message does not contain ranges of IDs.
         """
         damaged = decode_damaged_ranges(notice.damaged)
-        if each.repair is None:
+        if peer.repair is None:
             return  # Its PREPARED answer will include these records.
-        each.repair.on_damage_found(damaged)
-        self._report("replica.damaged", each, damaged)
+        peer.repair.on_damage_found(damaged)
+        self._report("replica.damaged", peer, damaged)
 
     def _avoid_source(
         self, correlation_id: int, source: ReplicaId, reason: str, now_ms: int
@@ -412,7 +419,7 @@ class RepairRunner:
     # answers
 
     def on_step_answered(
-        self, each: ReplicaSession, correlation_id: int, answer: StorageMessage, now_ms: int
+        self, peer: ReplicaSession, correlation_id: int, answer: StorageMessage, now_ms: int
     ) -> None:
         """Process the answer to a step.
 
@@ -423,7 +430,7 @@ class RepairRunner:
         if running is None:
             return  # Rule 1: the step was dropped or has timed out.
         target, source, step = running
-        assert source is each
+        assert source is peer
         assert target.correlation_id == correlation_id
         if isinstance(step, FetchSourceLineage | FetchCopy):
             try:
@@ -460,8 +467,10 @@ class RepairRunner:
             assert isinstance(answer, messages.LineageResponse)
             repair.on_source_lineage(answer, first=step.first, last=step.last)
 
-    def _on_step_done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
-        repair = each.repair
+    def _on_step_done(
+        self, target: ReplicaSession, step: RepairStep, answer: StorageMessage
+    ) -> None:
+        repair = target.repair
         assert repair is not None
         if isinstance(answer, messages.LineageResponse):
             assert isinstance(step, FetchOwnLineage)
@@ -477,18 +486,18 @@ class RepairRunner:
             repair.on_copy_appended(step)
         else:
             assert isinstance(answer, messages.ReplicaEnd)
-            self._on_log_changed(each, repair, step, answer)
+            self._on_log_changed(target, repair, step, answer)
 
     def _report(
-        self, name: str, each: ReplicaSession, ids: list[tuple[TransactionId, TransactionId]]
+        self, name: str, peer: ReplicaSession, ids: list[tuple[TransactionId, TransactionId]]
     ) -> None:
         ranges = ",".join(f"{first}..{last}" for first, last in ids)
-        fields = (("replica", each.replica), ("ids", ranges), ("is_live", each.is_marked))
+        fields = (("replica", peer.replica), ("ids", ranges), ("is_live", peer.is_marked))
         self._outbox.append(Report(name, fields))
 
     def _on_log_changed(
         self,
-        each: ReplicaSession,
+        target: ReplicaSession,
         repair: ReplicaRepair,
         step: RepairStep,
         answer: messages.ReplicaEnd,
@@ -504,12 +513,12 @@ class RepairRunner:
                 )
             repair.on_log_reset(step)
             self._outbox.append(
-                Report("replica.reset", (("replica", each.replica), ("last", step.last)))
+                Report("replica.reset", (("replica", target.replica), ("last", step.last)))
             )
         elif isinstance(step, OverwriteDamage):
             repair.on_damage_overwritten(step)
             first, count = TransactionId(step.fetched_range.first), step.fetched_range.count
-            self._report("replica.repaired", each, [(first, TransactionId(first + count - 1))])
+            self._report("replica.repaired", target, [(first, TransactionId(first + count - 1))])
         else:
             assert isinstance(step, SetMark)
             if (last, chain) != step:
@@ -519,7 +528,7 @@ class RepairRunner:
                     f"hash {chain.hex()}"
                 )
             repair.on_mark_written()
-            each.on_mark_written(step.mark, step.chain)
+            target.on_mark_written(step.mark, step.chain)
 
 
 def _request_for_step(

@@ -6,29 +6,29 @@ Only this module removes records. It processes one replica and the goal (the dec
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the high-water mark is decided. Below, it is called the mark.
     2. Records above the mark were never acknowledged and are truncated.
-    3. Below the mark, the log is truncated only if its hash chain differs from the goal's: back to
-       the last batch end where both have the same chain, and never below the replica's own
-       confirmed low-water mark.
+    3. Below the mark, the log is truncated only if its hash chain differs from the goal's. It is
+       truncated to the last batch end where both have the same chain, and never below the replica's
+       own confirmed low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is truncated, its newest batch must be known: the owner first checks that
        ZooKeeper knows the session of this batch.
-    7. Some logs cannot be completed, because no source has the records in between: a log that is
-       empty and ends below the archived mark, or a log without a common batch end with a source at
-       or above the lowest start of the sources. Such a log begins again after the archived mark (AR
-       12 in decision 047).
+    7. Some logs cannot be completed, because no source has the missing records. These are empty
+       logs that end below the archived mark, and logs that have no batch end in common with a
+       source at or above the lowest start of the sources. Such a log begins again after the
+       archived mark (AR 12 in decision 047).
     8. A source that could not read its batches has reconstructed other batches, and marks them.
        Reconstructed batches are never copied, and no other log is truncated to match them.
 
-The steps, each derived from the known state and never twice in flight:
+The steps. The next step follows from the known state; one step is in flight at a time:
 
     longer than the mark    own lineage at the mark, and its newest batch -> Truncation
-    below all starts        its newest batch -> Reset (rule 7)
+    below all starts        its newest batch -> ReplicaReset (rule 7)
     chain differs           the source's chain at the end of this log; if it differs, both lineages,
                             newest first -> Truncation to the last common batch end (rule 6)
-    damaged                 FetchCopy -> FillDamage; damage below the previous mark blocks nothing:
-                            it is repaired before the mark is set if a source has the records, or
-                            later
+    damaged                 FetchCopy -> OverwriteDamage. Damage below the previous mark does not
+                            delay the mark: it is repaired before the mark is set if a source has
+                            the records, or later
     shorter                 FetchCopy -> AppendCopy
     equal                   SetMark
 """
@@ -57,7 +57,8 @@ _LOST_BATCHES_TEXT = "the source replica has lost the batches of transactions {}
 class RepairGoal(NamedTuple):
     """The decided mark, and the log's hash chain there.
 
-    `chain` is None until a log ends at the mark. `archived_mark` is the archived mark.
+    `chain` is None until a log ends at the mark. `archived_mark` is set only if
+    the log may be reset (rule 7).
     `lowest_source_start` is the lowest ID after which a source's log begins.
     """
 
@@ -156,7 +157,7 @@ class ReplicaRepair:
         self._start_chain = Chain(bytes(answer.start_chain))
         # An unconfirmed mark protects nothing, and the answer does not contain an older one.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
-        self._floor = TransactionId(confirmed)
+        self._confirmed_mark = TransactionId(confirmed)
         self._old_mark = answer.low_water_mark
         self.damaged = decode_damaged_ranges(answer.damaged)
         # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
@@ -164,11 +165,11 @@ class ReplicaRepair:
         self._goal_chain: Chain | None = None
         # The session of the newest batch of this log, once known, and whether it must be requested
         # now.
-        self.newest: SessionId | None = None
+        self.newest_session: SessionId | None = None
         self._needs_newest_session = False
         self._own_lineage: LineageResponse | None = None
         self._source_lineage: LineageResponse | None = None
-        self._ceiling: TransactionId | None = None
+        self._search_end: TransactionId | None = None
         self._fetched_range: RangeBytes | None = None
         self._fetched_chain = self.chain
 
@@ -188,7 +189,7 @@ class ReplicaRepair:
             return None
         step = self._choose_step(goal, has_source=has_source)
         is_destructive = isinstance(step, Truncation | ReplicaReset) and self.last > self.start
-        self._needs_newest_session = is_destructive and self.newest is None
+        self._needs_newest_session = is_destructive and self.newest_session is None
         return FetchOwnLineage(self.last, self.last) if self._needs_newest_session else step
 
     def _choose_step(self, goal: RepairGoal, *, has_source: HasSource) -> RepairStep | None:
@@ -263,43 +264,43 @@ class ReplicaRepair:
             if (self.last, self.chain) in _batch_ends(self._source_lineage):
                 self._discard_answers()
                 self._is_aligned = True
-            elif self._ceiling is None:
-                self._ceiling, self._source_lineage = self.last, None
+            elif self._search_end is None:
+                self._search_end, self._source_lineage = self.last, None
         return self._is_aligned
 
     def _align_step(self, lowest_source_start: TransactionId) -> RepairStep:
         """Find the last batch end that both logs have, and return the truncation to it (rule 3)."""
-        if self._ceiling is None:
+        if self._search_end is None:
             # Usually the log is a prefix of the source's log: its end is a batch end there. If it
             # ends where the source's log starts, the chain there is the chain before the source's
             # first batch.
-            at = TransactionId(self.last + (self.last == lowest_source_start))
-            return FetchSourceLineage(at, at)
-        lowest = TransactionId(self._floor + 1)
-        if lowest > self._ceiling:
+            point = TransactionId(self.last + (self.last == lowest_source_start))
+            return FetchSourceLineage(point, point)
+        lowest = TransactionId(self._confirmed_mark + 1)
+        if lowest > self._search_end:
             raise self._divergence_error()
         if self._own_lineage is None:
-            return FetchOwnLineage(lowest, self._ceiling)
-        if self._ceiling <= lowest_source_start:
+            return FetchOwnLineage(lowest, self._search_end)
+        if self._search_end <= lowest_source_start:
             # No source has batches there: truncate to the point that no session may lose, and then
             # reset.
-            before, chain = _batch_ends(self._own_lineage)[0]
-            if before < self._floor:
+            batch_end, chain = _batch_ends(self._own_lineage)[0]
+            if batch_end < self._confirmed_mark:
                 raise self._divergence_error()
-            return Truncation(before, before, chain)
+            return Truncation(batch_end, batch_end, chain)
         if self._source_lineage is None:
             return FetchSourceLineage(
-                TransactionId(self._own_lineage.lineage[0].first), self._ceiling
+                TransactionId(self._own_lineage.lineage[0].first), self._search_end
             )
         source_chains = dict(_batch_ends(self._source_lineage))
         for last, chain in reversed(_batch_ends(self._own_lineage)):
             if source_chains.get(last) == chain and last < self.last:
-                if last < self._floor:
+                if last < self._confirmed_mark:
                     raise self._lost_batches_error(self._own_lineage)
                 return Truncation(last, last, chain)
         # The last common batch end is before both answers: continue further down.
-        seen = max(self._own_lineage.lineage[0].first, self._source_lineage.lineage[0].first)
-        self._ceiling = TransactionId(seen - 1)
+        oldest_seen = max(self._own_lineage.lineage[0].first, self._source_lineage.lineage[0].first)
+        self._search_end = TransactionId(oldest_seen - 1)
         self._own_lineage = self._source_lineage = None
         return self._align_step(lowest_source_start)
 
@@ -320,8 +321,8 @@ class ReplicaRepair:
     def on_own_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The replica under repair has returned its lineage."""
         _check_lineage(answer, first, last)
-        if last == self.last and self.newest is None:
-            self.newest = SessionId(answer.lineage[-1].session_id)
+        if last == self.last and self.newest_session is None:
+            self.newest_session = SessionId(answer.lineage[-1].session_id)
         if not self._needs_newest_session:
             self._own_lineage = answer
 
@@ -339,8 +340,8 @@ class ReplicaRepair:
             chain = verify_batches(answer, self.chain)
             if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
                 raise ChecksumMismatch(
-                    f"copied records from {answer.first}: their batches do not lead to the "
-                    "decided chain hash"
+                    f"copied records from {answer.first}: the chain hash after their batches is "
+                    "not the decided one"
                 )
             self._fetched_chain = chain
         self._fetched_range = answer
@@ -353,17 +354,17 @@ class ReplicaRepair:
                 f"found {last}"
             )
         # The known lineages are those of the longer log. The truncation may be inside a batch.
-        is_point = step.base == last and step.base_chain == chain
-        was_aligning = self._ceiling is not None
+        is_batch_end = step.base == last and step.base_chain == chain
+        was_aligning = self._search_end is not None
         self._discard_answers()
         self.last, self.chain = last, chain
-        self._is_aligned = is_point and was_aligning
+        self._is_aligned = is_batch_end and was_aligning
 
     def on_log_reset(self, step: ReplicaReset) -> None:
         """The replica has deleted its records; its log begins after the archived mark."""
         self._discard_answers()
         self.last, self.chain = step
-        self.start = self._floor = step.last
+        self.start = self._confirmed_mark = step.last
         self._start_chain = step.chain
         self.damaged = []
         self._is_aligned = False
@@ -385,13 +386,13 @@ class ReplicaRepair:
             step.fetched_range.first,
             step.fetched_range.first + step.fetched_range.count - 1,
         )
-        left: list[tuple[TransactionId, TransactionId]] = []
+        remaining: list[tuple[TransactionId, TransactionId]] = []
         for first, last in self.damaged:
             if first < filled_first:
-                left.append((first, TransactionId(min(last, filled_first - 1))))
+                remaining.append((first, TransactionId(min(last, filled_first - 1))))
             if filled_last < last:
-                left.append((TransactionId(max(first, filled_last + 1)), last))
-        self.damaged, self._fetched_range = left, None
+                remaining.append((TransactionId(max(first, filled_last + 1)), last))
+        self.damaged, self._fetched_range = remaining, None
 
     def on_overwrite_rejected(self, step: OverwriteDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
@@ -416,7 +417,7 @@ class ReplicaRepair:
         self._is_aligned = False
 
     def _discard_answers(self) -> None:
-        self._own_lineage = self._source_lineage = self._ceiling = None
+        self._own_lineage = self._source_lineage = self._search_end = None
         self._fetched_range = None
 
     def _lost_batches_error(self, own: LineageResponse) -> DataLoss:
@@ -424,15 +425,15 @@ class ReplicaRepair:
             return self._divergence_error()
         return DataLoss(
             f"the replica has lost the batches up to transaction {self.last}, even those "
-            f"below its confirmed low-water mark {self._floor}. Hint: restart the storage; it "
-            "then withdraws the low-water mark."
+            f"below its confirmed low-water mark {self._confirmed_mark}. Hint: restart the "
+            "storage; it then withdraws the low-water mark."
         )
 
     def _divergence_error(self) -> DataLoss:
         return DataLoss(
             f"the replica cannot be repaired: its log up to transaction {self.last} and the "
             "decided log have no common end of a batch at or above its confirmed low-water "
-            f"mark {self._floor}"
+            f"mark {self._confirmed_mark}"
         )
 
 
@@ -457,16 +458,17 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
         raise BadFormat(f"copied records: expected {answer.count} lengths, found {lengths.size}")
     if crc32(answer.records) != answer.records_crc:
         raise ChecksumMismatch(f"copied records from {first}: they do not match their CRC")
-    bad = raw_records.first_bad_record(answer.records, lengths)
-    if bad is not None:
+    bad_index = raw_records.first_bad_record(answer.records, lengths)
+    if bad_index is not None:
         raise ChecksumMismatch(
-            f"copied records from {first}: record {first + bad} does not match its CRC"
+            f"copied records from {first}: record {first + bad_index} does not match its CRC"
         )
-    gap = raw_records.first_gap(answer.records, lengths, TransactionId(first))
-    if gap is not None:
-        found = raw_records.ids_of(answer.records, lengths)[gap]
+    gap_index = raw_records.first_gap(answer.records, lengths, TransactionId(first))
+    if gap_index is not None:
+        found = raw_records.ids_of(answer.records, lengths)[gap_index]
         raise BadFormat(
-            f"copied records from {first}: expected transaction ID {first + gap}, found {found}"
+            f"copied records from {first}: expected transaction ID {first + gap_index}, "
+            f"found {found}"
         )
 
 
@@ -512,17 +514,18 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
 
 def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
     entries = answer.lineage
-    dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
-    if not entries or not dense or not entries[-1].first <= last <= entries[-1].last:
+    is_dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
+    if not entries or not is_dense or not entries[-1].first <= last <= entries[-1].last:
         raise RemoteProtocolError(
-            f"lineage: expected batches that cover transactions {first}..{last}, found others"
+            f"lineage: expected batches that cover transactions {first}..{last}, found other "
+            "batches"
         )
 
 
 def _batch_ends(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
     """Return the batch ends of a lineage and the hash chains there, in order."""
-    before = TransactionId(answer.lineage[0].first - 1)
-    points = [(before, Chain(bytes(answer.chain_before)))]
+    start = TransactionId(answer.lineage[0].first - 1)
+    points = [(start, Chain(bytes(answer.chain_before)))]
     points.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
     return points
 

@@ -125,7 +125,7 @@ class ReplicaSession:
         self.next_chain: Chain = GENESIS_CHAIN
         self.unanswered_bytes = 0
         # The latencies of appends while engaged, from sending to answer. The metrics remove them.
-        self.took_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
+        self.append_latencies_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
         self._slow_appends = SlowAppends()  # since the last report
         self.slow_report_at_ms: int | None = None  # when they are reported; None: there are none
         self._next_slow_report_ms = 0
@@ -284,12 +284,12 @@ class ReplicaSession:
         assert self.is_marked
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
-    def record_latency(self, append: messages.AppendRaw, took_ms: int, now_ms: int) -> None:
+    def record_latency(self, append: messages.AppendRaw, latency_ms: int, now_ms: int) -> None:
         """Record an append's latency; slow appends are reported, together once in an interval."""
-        self.took_ms.append(took_ms)
-        if not 0 < self._limits.slow_append_ms <= took_ms:
+        self.append_latencies_ms.append(latency_ms)
+        if not 0 < self._limits.slow_append_ms <= latency_ms:
             return
-        self._slow_appends.add(append, took_ms)
+        self._slow_appends.add(append, latency_ms)
         if self.slow_report_at_ms is None:
             self.slow_report_at_ms = max(now_ms, self._next_slow_report_ms)
         self.report_slow_appends(now_ms)
@@ -298,8 +298,8 @@ class ReplicaSession:
         """Report the slow appends since the last report, if the report is due."""
         if self.slow_report_at_ms is None or now_ms < self.slow_report_at_ms:
             return
-        place = (("session", self._session_id), ("replica", self.replica))
-        self._outbox.append(Report("append.slow", (*place, *self._slow_appends.fields())))
+        origin_fields = (("session", self._session_id), ("replica", self.replica))
+        self._outbox.append(Report("append.slow", (*origin_fields, *self._slow_appends.fields())))
         self._slow_appends, self.slow_report_at_ms = SlowAppends(), None
         self._next_slow_report_ms = now_ms + SLOW_APPEND_REPORT_INTERVAL_MS
 

@@ -72,10 +72,10 @@ class InDoubtIds(NamedTuple):
 class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
-    `highest_committed` is the highest ID that this owner ever saw committed. `excluded` are the
-    replicas that rejected appends recently, each with the time until which it is excluded.
+    `highest_committed` is the highest ID that this owner ever saw committed. `excluded_until_ms`
+    has the replicas that rejected appends recently, each with the time until which it is excluded.
     `later_promises` are the replicas that have promised a session that ZooKeeper does not know.
-    `archived_mark` is the archived mark.
+    `archived_mark` is the mark that ZooKeeper records; None if there is none.
     """
 
     session_id: SessionId
@@ -117,12 +117,12 @@ def claim_rejection(
             f"expected fewer than {quorum} new replicas at once, found "
             f"{', '.join(new_replicas)} among {', '.join(replicas)}"
         )
-    known = nodes.metadata.session_id
-    ahead = [name for name in replicas if promised.get(name, known) > known]
+    last_session = nodes.metadata.session_id
+    ahead = [name for name in replicas if promised.get(name, last_session) > last_session]
     if len(ahead) > len(replicas) - quorum:
         return (
-            f"replicas {', '.join(ahead)} have store sessions after {known}, the last one in "
-            "ZooKeeper: ZooKeeper's data was lost or rolled back"
+            f"replicas {', '.join(ahead)} have store sessions after {last_session}, the last one "
+            "in ZooKeeper: ZooKeeper's data was lost or rolled back"
         )
     return None
 

@@ -307,7 +307,8 @@ class SessionSettled:
 
     All later IDs are lost: they are not in the log and never will be. `stamp_ms` is the last commit
     stamp of the log if another owner may have written it; otherwise 0. `has_unknown_outcomes`:
-    later IDs may be in the log, in a part of it that no longer exists or cannot be read now.
+    whether later IDs are in the log is unknown, because a part of the log no longer exists or
+    cannot be read now.
     """
 
     session_id: SessionId

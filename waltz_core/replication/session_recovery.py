@@ -90,8 +90,10 @@ def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> 
     if answer.last_session < state.session_id or answer.suspect:
         return False
     pairs = memoryview(answer.damaged)
-    lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
-    return all(last <= answer.low_water_mark for last in lasts)
+    damaged_lasts = (
+        int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16)
+    )
+    return all(last <= answer.low_water_mark for last in damaged_lasts)
 
 
 def decided_mark(
@@ -193,7 +195,7 @@ class Recovery:
         )
 
     def is_needed(self, replica: ReplicaId) -> bool:
-        """Return whether nothing can be decided without this replica.
+        """Return whether a decision needs this replica.
 
         A replica outside ZooKeeper's last session has no information about that session. If it
         knows a later session, so does every replica that has synced an append in the later session:
@@ -205,14 +207,14 @@ class Recovery:
     def on_prepared(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
-            return  # The replica was not in the last session: nothing above its closing mark.
+            return  # Not in the last session: records above its closing mark do not count.
         credible = is_credible(answer, self.states[replica], registered_id)
         synced_max = TransactionId(answer.synced_max)
         if replica in self._synced_last:
-            before = self._synced_last[replica]
+            previous = self._synced_last[replica]
             # No log is truncated before the decision, so a shorter log has lost records.
-            shrunk = before is not None and self.mark is None and synced_max < before
-            credible = credible and before is not None and not shrunk
+            has_shrunk = previous is not None and self.mark is None and synced_max < previous
+            credible = credible and previous is not None and not has_shrunk
         self._synced_last[replica] = synced_max if credible else None
 
     def decide_mark(self) -> TransactionId | None:
@@ -227,7 +229,7 @@ class Recovery:
         if self.origin is HistoryOrigin.ADOPTED and self.unknown_replicas:
             return None
         synced_lasts = [
-            known for known in map(self._synced_last.get, self.engaged) if known is not None
+            last for last in map(self._synced_last.get, self.engaged) if last is not None
         ]
         unknown_count = len(self.engaged) - len(synced_lasts)
         if len(self.engaged) < self.old_quorum:

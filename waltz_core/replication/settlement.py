@@ -81,7 +81,7 @@ class Settlement:
             self._request_batches_in_doubt(min(in_doubt.last, self._mark), now_ms)
 
     def on_lineage_received(
-        self, each: ReplicaSession, answer: LineageResponse, now_ms: int
+        self, peer: ReplicaSession, answer: LineageResponse, now_ms: int
     ) -> None:
         """Process an answer; the next query or the outcome follows.
 
@@ -91,10 +91,10 @@ class Settlement:
         """
         if not answer.lineage:
             raise RemoteProtocolError(
-                f"storage {each.replica}: expected a lineage with at least one batch, found none"
+                f"storage {peer.replica}: expected a lineage with at least one batch, found none"
             )
         if any(entry.session_id == RECONSTRUCTED for entry in answer.lineage):
-            self._query_next_replica(each, now_ms)
+            self._query_next_replica(peer, now_ms)
             return
         if self._stamp_ms is None:
             self._stamp_ms = answer.lineage[-1].stamp_ms
@@ -135,12 +135,12 @@ class Settlement:
             self._set_outcome(in_doubt.committed, has_unknown_outcomes=True)
         return True
 
-    def _query_next_replica(self, each: ReplicaSession, now_ms: int) -> None:
+    def _query_next_replica(self, peer: ReplicaSession, now_ms: int) -> None:
         del self._replicas[0]
         self._entries_in_doubt.clear()
         if not self._replicas:
             raise RemoteProtocolError(
-                f"storage {each.replica} has lost the batches that show how the previous "
+                f"storage {peer.replica} has lost the batches that show how the previous "
                 "store session ended, and so have all other storages that are in sync"
             )
         self.begin(now_ms)

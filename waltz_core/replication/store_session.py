@@ -125,7 +125,7 @@ class StoreSession:
     def __init__(
         self,
         claim: SessionClaim,
-        facts: PartitionConstants,
+        constants: PartitionConstants,
         *,
         outbox: list[Effect],
         rng: "Random",
@@ -137,22 +137,22 @@ class StoreSession:
         self.window: SessionWindow | None = None  # None until the session opens
         self.opened_ms: int | None = None
         self.is_settled = False
-        self.ended: SessionEnd | None = None
+        self.ending: SessionEnd | None = None
         # The states that ZooKeeper is known to have, and the states that a write in progress would
         # set.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
-        self.writing: dict[ReplicaId, ReplicaState] | None = None
+        self.pending_states: dict[ReplicaId, ReplicaState] | None = None
         former = [replica for replica in claim.states if replica not in claim.assigned]
         self.replicas = {
             replica: ReplicaSession(
-                replica, claim.session_id, facts.partition_id, outbox=outbox, limits=limits
+                replica, claim.session_id, constants.partition_id, outbox=outbox, limits=limits
             )
             for replica in (*claim.assigned, *former)
         }
         self.repairs = RepairRunner(
             self.replicas, self.recovery, claim.archived_mark, outbox=outbox, limits=limits
         )
-        self._constants = facts
+        self._constants = constants
         self._outbox = outbox
         self._rng = rng
         self._limits = limits
@@ -171,7 +171,7 @@ class StoreSession:
     @property
     def is_open(self) -> bool:
         """Whether ZooKeeper is known to have this session's states, and it has not ended."""
-        return self.window is not None and self.ended is None
+        return self.window is not None and self.ending is None
 
     def is_useful(self, now_ms: int) -> bool:
         """Whether the session has accepted appends for long enough that its end is no failure."""
@@ -181,44 +181,44 @@ class StoreSession:
     @property
     def engaged(self) -> list[ReplicaSession]:
         """The engaged replicas, in the order of the assignment."""
-        return [each for each in self.replicas.values() if each.stage is _ENGAGED]
+        return [peer for peer in self.replicas.values() if peer.stage is _ENGAGED]
 
     def readable_replicas(self) -> list[ReplicaId]:
         """Return the engaged replicas, sorted by their last synced ID, the highest first."""
         # The sort is stable: equal replicas stay in the order of the assignment.
         engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
-        return [each.replica for each in engaged]
+        return [peer.replica for peer in engaged]
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return the age of each replica's oldest unanswered request; it may exceed the timeout."""
         return {
-            each.replica: now_ms - each.oldest_sent_ms
-            for each in self.replicas.values()
-            if each.oldest_sent_ms is not None
+            peer.replica: now_ms - peer.oldest_sent_ms
+            for peer in self.replicas.values()
+            if peer.oldest_sent_ms is not None
         }
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
         """Return and clear the append latencies of each engaged replica, in ms."""
-        taken: dict[ReplicaId, list[int]] = {}
-        for each in self.replicas.values():
-            if each.took_ms:
-                taken[each.replica] = list(each.took_ms)
-                each.took_ms.clear()
-        return taken
+        times: dict[ReplicaId, list[int]] = {}
+        for peer in self.replicas.values():
+            if peer.append_latencies_ms:
+                times[peer.replica] = list(peer.append_latencies_ms)
+                peer.append_latencies_ms.clear()
+        return times
 
     def wake_times(self, now_ms: int) -> list[int]:
         """Return the times of the next timeouts and retries, including past ones."""
         times = self.repairs.wake_times(now_ms)
-        for each in self.replicas.values():
-            if each.stage is _ABSENT:
-                times.append(each.redial_at_ms)
+        for peer in self.replicas.values():
+            if peer.stage is _ABSENT:
+                times.append(peer.redial_at_ms)
             elif (
-                not self._has_no_timeout(each)
-                and (oldest_sent_ms := each.oldest_sent_ms) is not None
+                not self._has_no_timeout(peer)
+                and (oldest_sent_ms := peer.oldest_sent_ms) is not None
             ):
                 times.append(oldest_sent_ms + self._limits.answer_ms_max)
-            if each.slow_report_at_ms is not None:
-                times.append(each.slow_report_at_ms)
+            if peer.slow_report_at_ms is not None:
+                times.append(peer.slow_report_at_ms)
         times += self._proofs.deadlines()
         if self._archiver.is_used and self.is_settled:
             archive_at_ms = self._archiver.wake_at_ms
@@ -226,10 +226,10 @@ class StoreSession:
                 times.append(archive_at_ms)
         # These times affect only `states_to_write`, which every step evaluates, so past ones are
         # skipped.
-        gates = [*self.claim.excluded_until_ms.values()]
+        opening_times = [*self.claim.excluded_until_ms.values()]
         if self._quorum_since_ms is not None and self.window is None:
-            gates.append(self._quorum_since_ms + self._limits.opening_grace_ms)
-        times += [at_ms for at_ms in gates if at_ms > now_ms]
+            opening_times.append(self._quorum_since_ms + self._limits.opening_grace_ms)
+        times += [at_ms for at_ms in opening_times if at_ms > now_ms]
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None:
             times.append(stalled_at_ms)
@@ -240,60 +240,60 @@ class StoreSession:
 
     def start(self, now_ms: int) -> None:
         """Dial every replica of both assignments (rule 1)."""
-        for each in self.replicas.values():
-            each.dial()
+        for peer in self.replicas.values():
+            peer.dial()
         self._advance(now_ms)
 
     def on_connection_opened(self, replica: ReplicaId, now_ms: int) -> None:
         """A connection is open: fence the replica."""
-        each = self.replicas.get(replica)
-        if each is None or each.stage is not ReplicaStage.DIALING:
+        peer = self.replicas.get(replica)
+        if peer is None or peer.stage is not ReplicaStage.DIALING:
             return
-        if each.cannot_rejoin:
-            self._on_excluded_replica_returned(each, now_ms)
+        if peer.cannot_rejoin:
+            self._on_excluded_replica_returned(peer, now_ms)
             return
-        each.stage = ReplicaStage.PREPARING
-        facts = self._constants
-        storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
-        identity = (storage_id, facts.cluster_key, facts.partition_count)
-        each.send_request(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
+        peer.stage = ReplicaStage.PREPARING
+        constants = self._constants
+        storage_id = constants.storage_ids.get(replica, NO_STORAGE_ID)
+        identity = (storage_id, constants.cluster_key, constants.partition_count)
+        peer.send_request(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
 
     def on_replica_lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         """A connection was lost, or could not be opened."""
-        each = self.replicas.get(replica)
-        if each is not None and each.stage is not ReplicaStage.ABSENT:
-            each.is_broken = True
-            self._on_connection_lost(each, reason, now_ms)
+        peer = self.replicas.get(replica)
+        if peer is not None and peer.stage is not ReplicaStage.ABSENT:
+            peer.is_broken = True
+            self._on_connection_lost(peer, reason, now_ms)
             self._advance(now_ms)
 
     def on_message_received(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
         """A storage has sent an answer, or has reported damage."""
-        each = self.replicas.get(replica)
-        if each is None or not each.is_connected:
+        peer = self.replicas.get(replica)
+        if peer is None or not peer.is_connected:
             return
         try:
             if isinstance(answer, messages.DamageFound):
-                self.repairs.on_damage_found(each, answer)
+                self.repairs.on_damage_found(peer, answer)
             elif isinstance(answer, ARCHIVE_NOTICES):
-                self._archiver.on_attempt_notified(each, answer, now_ms)
+                self._archiver.on_attempt_notified(peer, answer, now_ms)
             else:
-                self._on_request_answered(each, each.take_request(answer), answer, now_ms)
+                self._on_request_answered(peer, peer.take_request(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
-            self._reject_replica(each, str(error), now_ms)
+            self._reject_replica(peer, str(error), now_ms)
         self._advance(now_ms)
 
     def on_wakeup(self, now_ms: int) -> None:
         """Handle timeouts and redials, and report slow appends."""
         self.repairs.expire_slow_sources(now_ms)
-        for each in list(self.replicas.values()):
-            each.report_slow_appends(now_ms)
-            oldest_sent_ms = each.oldest_sent_ms
-            if each.stage is ReplicaStage.ABSENT and each.redial_at_ms <= now_ms:
-                each.dial()
-            elif self._has_no_timeout(each) or oldest_sent_ms is None:
+        for peer in list(self.replicas.values()):
+            peer.report_slow_appends(now_ms)
+            oldest_sent_ms = peer.oldest_sent_ms
+            if peer.stage is ReplicaStage.ABSENT and peer.redial_at_ms <= now_ms:
+                peer.dial()
+            elif self._has_no_timeout(peer) or oldest_sent_ms is None:
                 continue
             elif oldest_sent_ms + self._limits.answer_ms_max <= now_ms:
-                self._on_connection_lost(each, "no answer", now_ms)
+                self._on_connection_lost(peer, "no answer", now_ms)
         self._proofs.fail_overdue(now_ms)
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None and stalled_at_ms <= now_ms:
@@ -307,9 +307,9 @@ class StoreSession:
         self.window.add(batch, self.claim.session_id, now_ms)
         if self._archiver.is_used:
             self._archiver.on_batch_submitted(batch)
-        for each in self.replicas.values():
-            if each.stage is _ENGAGED:
-                self._send_from_window(each, now_ms)
+        for peer in self.replicas.values():
+            if peer.stage is _ENGAGED:
+                self._send_from_window(peer, now_ms)
 
     def prove_mark(self, token: int, now_ms: int) -> None:
         """Request a confirmation by a quorum that there is no later session."""
@@ -338,19 +338,19 @@ class StoreSession:
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
     ) -> None:
         """ZooKeeper is known to have these states and this archived mark (rule 3)."""
-        assert self.ended is None
+        assert self.ending is None
         goal = self.repairs.goal
         assert goal is not None
         assert goal.chain is not None
-        self.states, self.writing = dict(states), None
+        self.states, self.pending_states = dict(states), None
         self._archiver.on_metadata_written(archived, now_ms)
         self.repairs.archived, self.repairs.is_open = archived, True
-        for replica, each in self.replicas.items():
-            if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
+        for replica, peer in self.replicas.items():
+            if states.get(replica) != self._engaged_state or peer.stage is ReplicaStage.ENGAGED:
                 continue
-            assert each.stage is ReplicaStage.READY, "rule 6: it was not lost since"
-            each.stage = ReplicaStage.ENGAGED
-            each.send_request(messages.Engage, goal.mark, now_ms=now_ms)
+            assert peer.stage is ReplicaStage.READY, "rule 6: it was not lost since"
+            peer.stage = ReplicaStage.ENGAGED
+            peer.send_request(messages.Engage, goal.mark, now_ms=now_ms)
         if self.window is None:
             self.window = SessionWindow(goal.mark, goal.chain)
             self.opened_ms = self._progress_ms = now_ms
@@ -359,11 +359,11 @@ class StoreSession:
 
     def end(self, ending: SessionEnd) -> None:
         """End the session: close all connections, answer all proofs."""
-        if self.ended is not None:
+        if self.ending is not None:
             return
-        self.ended = ending
-        for each in self.replicas.values():
-            each.close()
+        self.ending = ending
+        for peer in self.replicas.values():
+            peer.close()
         self._proofs.fail_all()
 
     # -----------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class StoreSession:
 
     def states_to_write(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
         """Return the states to write next (G, I); None if there is nothing to write."""
-        if self.ended is not None or self.writing is not None or self.repairs.goal is None:
+        if self.ending is not None or self.pending_states is not None or self.repairs.goal is None:
             return None
         if self.window is not None:
             return self._joined_states(self.window, now_ms)
@@ -383,9 +383,9 @@ class StoreSession:
             return None
         if self._quorum_since_ms is None:
             self._quorum_since_ms = now_ms
-        is_hurried = now_ms >= self._quorum_since_ms + self._limits.opening_grace_ms
-        if not is_hurried and any(
-            each.stage in _CATCHING_UP_STAGES for each in self.replicas.values()
+        is_grace_over = now_ms >= self._quorum_since_ms + self._limits.opening_grace_ms
+        if not is_grace_over and any(
+            peer.stage in _CATCHING_UP_STAGES for peer in self.replicas.values()
         ):
             return None
         claim = self.claim
@@ -394,7 +394,7 @@ class StoreSession:
     @property
     def archived_mark(self) -> ArchivedMark | None:
         """The archived mark that ZooKeeper is known to have."""
-        return self._archiver.recorded
+        return self._archiver.recorded_mark
 
     @property
     def is_archiving(self) -> bool:
@@ -409,16 +409,17 @@ class StoreSession:
     @property
     def archived_mark_to_write(self) -> ArchivedMark | None:
         """The archived mark to write next; None if there is nothing to write."""
-        is_writing = self.writing is not None
-        return None if is_writing or self.ended is not None else self._archiver.mark_to_write
+        is_writing = self.pending_states is not None
+        return None if is_writing or self.ending is not None else self._archiver.mark_to_write
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
         """Return the marked replicas; with `now_ms`, omit those that are left out at this time."""
-        held = self.claim.excluded_until_ms
+        excluded_until_ms = self.claim.excluded_until_ms
         return [
-            each.replica
-            for each in self.replicas.values()
-            if each.stage in MARKED and (now_ms is None or held.get(each.replica, now_ms) <= now_ms)
+            peer.replica
+            for peer in self.replicas.values()
+            if peer.stage in MARKED
+            and (now_ms is None or excluded_until_ms.get(peer.replica, now_ms) <= now_ms)
         ]
 
     def _has_quorum(self, ready: Sequence[ReplicaId]) -> bool:
@@ -433,11 +434,16 @@ class StoreSession:
 
         A late replica joins if its log lacks at most batches that are in memory.
         """
-        late = [each for each in self.replicas.values() if each.stage is _READY]
-        if not late:
+        ready = [peer for peer in self.replicas.values() if peer.stage is _READY]
+        if not ready:
             return None
-        level, marked = min(window.first, window.committed + 1), self._marked_replicas(now_ms)
-        joining = [e.replica for e in late if e.replica in marked and e.next_id >= level]
+        lowest_next_id = min(window.first, window.committed + 1)
+        marked = self._marked_replicas(now_ms)
+        joining = [
+            peer.replica
+            for peer in ready
+            if peer.replica in marked and peer.next_id >= lowest_next_id
+        ]
         if not joining:
             return None
         return {**self.states, **dict.fromkeys(joining, self._engaged_state)}
@@ -445,25 +451,26 @@ class StoreSession:
     # -----------------------------------------------------------------------------------------
     # loss and return of replicas
 
-    def _on_connection_lost(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+    def _on_connection_lost(self, peer: ReplicaSession, reason: str, now_ms: int) -> None:
         """A connection was lost, or has timed out."""
-        if each.is_connected:
-            self._report("replica.disconnected", replica=each.replica, reason=reason)
-        self._drop_replica(each, reason, now_ms)
+        if peer.is_connected:
+            self._report("replica.disconnected", replica=peer.replica, reason=reason)
+        self._drop_replica(peer, reason, now_ms)
 
     def _reject_replica(
-        self, each: ReplicaSession, reason: str, now_ms: int, *, error_code: int = 0
+        self, peer: ReplicaSession, reason: str, now_ms: int, *, error_code: int = 0
     ) -> None:
         """Reject a replica: drop it, and leave it out for `rejected_retry_ms`."""
-        self._report("replica.rejected", replica=each.replica, reason=reason)
+        self._report("replica.rejected", replica=peer.replica, reason=reason)
         wait_ms = self._limits.rejected_retry_ms
         if error_code in (UnknownPartition.code, PermissionsNotLoaded.code):
-            wait_ms = self._limits.redial_ms_max  # just started, reads ZooKeeper
-        self._drop_replica(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
+            # The storage has just started, and still reads ZooKeeper.
+            wait_ms = self._limits.redial_ms_max
+        self._drop_replica(peer, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
     def _drop_replica(
         self,
-        each: ReplicaSession,
+        peer: ReplicaSession,
         reason: str,
         now_ms: int,
         *,
@@ -474,38 +481,41 @@ class StoreSession:
 
         `wait_ms` is the pause after a rejection; 0 without one.
         """
-        is_counted = self._is_counted(each)
-        self.repairs.on_connection_lost(each)
-        each.close()
-        each.on_connection_lost(now_ms, self._rng, wait_ms=wait_ms)
+        is_counted = self._is_counted(peer)
+        self.repairs.on_connection_lost(peer)
+        peer.close()
+        peer.on_connection_lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
-            reason = f"replica {each.replica}: {reason}"
+            reason = f"replica {peer.replica}: {reason}"
             ending = SessionEnd(
-                EndCause.REPLICA_LOST, reason, each.replica, has_rejected_append=wait_ms > 0
+                EndCause.REPLICA_LOST, reason, peer.replica, has_rejected_append=wait_ms > 0
             )
             self.end(ending._replace(error_code=error_code))
 
-    def _is_counted(self, each: ReplicaSession) -> bool:
+    def _is_counted(self, peer: ReplicaSession) -> bool:
         """Whether ZooKeeper records a replica as engaged, or may do so."""
-        if each.stage is ReplicaStage.ENGAGED:
+        if peer.stage is ReplicaStage.ENGAGED:
             return True
-        return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
+        return (
+            self.pending_states is not None
+            and self.pending_states.get(peer.replica) == self._engaged_state
+        )
 
-    def _has_no_timeout(self, each: ReplicaSession) -> bool:
+    def _has_no_timeout(self, peer: ReplicaSession) -> bool:
         """Whether a replica may take any time to answer.
 
-        Until the session is settled, every replica has one. If a slow replica were dropped later,
-        each of its returns would end the session again.
+        Until the session is settled, every replica has a timeout. If a slow replica were dropped
+        later, each of its returns would end the session again.
         """
-        return self.is_settled and each.stage in _PREPARED_STAGES
+        return self.is_settled and peer.stage in _PREPARED_STAGES
 
-    def _on_excluded_replica_returned(self, each: ReplicaSession, now_ms: int) -> None:
+    def _on_excluded_replica_returned(self, peer: ReplicaSession, now_ms: int) -> None:
         """A replica that cannot rejoin has connected: it needs a new session.
 
         The current session ends when it is old enough; until then, the replica waits (rule 3 of
         `replica_session.py`).
         """
-        each.close()
+        peer.close()
         earliest_ms = now_ms
         if self.opened_ms is not None:
             earliest_ms = self.opened_ms + self._limits.rejoin_session_age_ms_min
@@ -513,53 +523,53 @@ class StoreSession:
             self.end(
                 SessionEnd(
                     EndCause.REPLICA_RETURNED,
-                    f"replica {each.replica} has connected again",
-                    each.replica,
+                    f"replica {peer.replica} has connected again",
+                    peer.replica,
                 )
             )
             return
-        each.on_connection_lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
+        peer.on_connection_lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
 
     # -----------------------------------------------------------------------------------------
     # answers
 
     def _on_request_answered(
-        self, each: ReplicaSession, request: SessionRequest, answer: StorageMessage, now_ms: int
+        self, peer: ReplicaSession, request: SessionRequest, answer: StorageMessage, now_ms: int
     ) -> None:
         match answer:
-            case messages.Appended() if each.stage in MARKED:
+            case messages.Appended() if peer.stage in MARKED:
                 assert isinstance(request.message, messages.AppendRaw)
-                each.on_append_synced(request.message, answer)
-                if each.stage is _ENGAGED:
-                    each.record_latency(request.message, now_ms - request.sent_ms, now_ms)
+                peer.on_append_synced(request.message, answer)
+                if peer.stage is _ENGAGED:
+                    peer.record_latency(request.message, now_ms - request.sent_ms, now_ms)
                     self._commit(now_ms)
             case messages.Nack():
-                self._on_request_nacked(each, request, answer, now_ms)
+                self._on_request_nacked(peer, request, answer, now_ms)
             case messages.Prepared():
-                self._on_replica_prepared(each, answer, now_ms)
+                self._on_replica_prepared(peer, answer, now_ms)
             case messages.HeartbeatResponse():
-                self._proofs.on_confirmed(request.correlation_id, each.replica)
+                self._proofs.on_confirmed(request.correlation_id, peer.replica)
             case messages.LineageResponse() if request.correlation_id == SETTLEMENT_CORRELATION_ID:
                 assert self._settlement is not None
-                self._settlement.on_lineage_received(each, answer, now_ms)
+                self._settlement.on_lineage_received(peer, answer, now_ms)
                 self._settle_if_done()
             case _ if request.correlation_id == ARCHIVE_CORRELATION_ID:
-                self._on_archive_answered(each, request.message, answer, now_ms)
+                self._on_archive_answered(peer, request.message, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
-                self.repairs.on_step_answered(each, request.correlation_id, answer, now_ms)
+                self.repairs.on_step_answered(peer, request.correlation_id, answer, now_ms)
 
     def _on_archive_answered(
-        self, each: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
+        self, peer: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
     ) -> None:
         if isinstance(answer, messages.LineageResponse):
-            self._archiver.on_lineage_received(each, message, answer, now_ms)
+            self._archiver.on_lineage_received(peer, message, answer, now_ms)
             self._on_mark_checked()
 
     def _on_archive_rejected(
         self,
-        each: ReplicaSession,
+        peer: ReplicaSession,
         request: SessionRequest,
         error: WaltzError,
         reason: str,
@@ -572,7 +582,7 @@ class StoreSession:
         if request.correlation_id != ARCHIVE_CORRELATION_ID:
             return False
         if self._archiver.is_checked or isinstance(request.message, messages.SetArchived):
-            self._archiver.on_request_rejected(each, request.message, reason, now_ms)
+            self._archiver.on_request_rejected(peer, request.message, reason, now_ms)
         elif isinstance(error, BeforeLogStart):
             self._archiver.on_mark_before_log_start(now_ms)
             self._on_mark_checked()
@@ -588,31 +598,31 @@ class StoreSession:
             self._settle_if_done()
 
     def _on_request_nacked(
-        self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
+        self, peer: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
     ) -> None:
         error = error_from_code(nack.error_code, nack.message)
         reason = f"{type(error).__name__}: {nack.message}"
         promised = SessionId(nack.promised)
-        is_bound = isinstance(error, SessionFenced)
-        is_fenced = is_bound and promised > self.claim.session_id
-        is_same = is_bound and promised == self.claim.session_id
-        if is_fenced and self.claim.later_promises.get(each.replica) != promised:
-            self.end(SessionEnd(EndCause.FENCED, reason, each.replica, promised=promised))
+        is_promise_error = isinstance(error, SessionFenced)
+        is_later_session = is_promise_error and promised > self.claim.session_id
+        is_same_session = is_promise_error and promised == self.claim.session_id
+        if is_later_session and self.claim.later_promises.get(peer.replica) != promised:
+            self.end(SessionEnd(EndCause.FENCED, reason, peer.replica, promised=promised))
         elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
             # The storage has lost the nonce of its promise, but will accept the next session.
-            self.end(SessionEnd(EndCause.FENCED, reason, each.replica))
-        elif is_same and isinstance(request.message, messages.Prepare):
-            self._on_rival_found(each, reason, now_ms)
-        elif self._on_archive_rejected(each, request, error, reason, now_ms):
+            self.end(SessionEnd(EndCause.FENCED, reason, peer.replica))
+        elif is_same_session and isinstance(request.message, messages.Prepare):
+            self._on_rival_found(peer, reason, now_ms)
+        elif self._on_archive_rejected(peer, request, error, reason, now_ms):
             pass
         elif self._continue_without_batches(request, error, now_ms):
             self._settle_if_done()
-        elif self.repairs.on_overwrite_rejected(request.correlation_id, each, reason, now_ms):
-            self._report("replica.repair_rejected", replica=each.replica, reason=reason)
+        elif self.repairs.on_overwrite_rejected(request.correlation_id, peer, reason, now_ms):
+            self._report("replica.repair_rejected", replica=peer.replica, reason=reason)
         elif not self.repairs.on_source_rejected(
-            request.correlation_id, each, error, reason, now_ms
+            request.correlation_id, peer, error, reason, now_ms
         ):
-            self._reject_replica(each, reason, now_ms, error_code=nack.error_code)
+            self._reject_replica(peer, reason, now_ms, error_code=nack.error_code)
 
     def _continue_without_batches(
         self, request: SessionRequest, error: WaltzError, now_ms: int
@@ -622,10 +632,10 @@ class StoreSession:
             return False
         return self._settlement.on_batches_unreadable(error, now_ms)
 
-    def _on_rival_found(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+    def _on_rival_found(self, peer: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has claimed this session's ID: ZooKeeper has issued it twice (row 15)."""
-        self._rivals.append(each.replica)
-        self._reject_replica(each, reason, now_ms)
+        self._rivals.append(peer.replica)
+        self._reject_replica(peer, reason, now_ms)
         rivals = [name for name in self.claim.assigned if name in self._rivals]
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
@@ -636,47 +646,47 @@ class StoreSession:
             self.end(SessionEnd(EndCause.REJECTED, reason, is_final=True))
 
     def _on_replica_prepared(
-        self, each: ReplicaSession, answer: messages.Prepared, now_ms: int
+        self, peer: ReplicaSession, answer: messages.Prepared, now_ms: int
     ) -> None:
-        registered = self._constants.storage_ids.get(each.replica, NO_STORAGE_ID)
+        registered = self._constants.storage_ids.get(peer.replica, NO_STORAGE_ID)
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             found, expected = bytes(answer.storage_id).hex(), registered.hex()
-            fault = f"expected the storage with ID {expected} at this address, found {found}"
-            self._reject_replica(each, fault, now_ms)
+            problem = f"expected the storage with ID {expected} at this address, found {found}"
+            self._reject_replica(peer, problem, now_ms)
             return
         reason = self.recovery.exclusion_reason(answer)
         if reason is not None:
-            if self.window is None and self.recovery.is_needed(each.replica):
+            if self.window is None and self.recovery.is_needed(peer.replica):
                 self.end(
-                    SessionEnd(EndCause.REJECTED, f"replica {each.replica}: {reason}", each.replica)
+                    SessionEnd(EndCause.REJECTED, f"replica {peer.replica}: {reason}", peer.replica)
                 )
             else:
-                self._reject_replica(each, reason, now_ms)
+                self._reject_replica(peer, reason, now_ms)
             return
-        self.recovery.on_prepared(each.replica, answer, registered)
-        if each.replica in self.recovery.unknown_replicas:
-            self._report("replica.untrusted", replica=each.replica, last=answer.synced_max)
-        each.stage = ReplicaStage.REPAIRING
-        each.repair = ReplicaRepair(answer)
-        each.supports_archiving = answer.start != messages.NO_ARCHIVING
+        self.recovery.on_prepared(peer.replica, answer, registered)
+        if peer.replica in self.recovery.unknown_replicas:
+            self._report("replica.untrusted", replica=peer.replica, last=answer.synced_max)
+        peer.stage = ReplicaStage.REPAIRING
+        peer.repair = ReplicaRepair(answer)
+        peer.supports_archiving = answer.start != messages.NO_ARCHIVING
 
     # -----------------------------------------------------------------------------------------
     # recovery, until the session opens
 
     def _advance(self, now_ms: int) -> None:
         """Take all steps that have become possible."""
-        if self.ended is not None or not self._decide_mark():
+        if self.ending is not None or not self._decide_mark():
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
             self.end(SessionEnd(EndCause.REJECTED, self.repairs.contradiction, is_final=True))
         for replica, reason in self.repairs.take_failed_replicas():
             self._reject_replica(self.replicas[replica], reason, now_ms)
-        if self.window is not None and self.ended is None:
-            for each in self.replicas.values():
-                if each.stage in MARKED:
-                    self._send_from_window(each, now_ms)
-        if self._archiver.is_used and self.is_settled and self.ended is None:
+        if self.window is not None and self.ending is None:
+            for peer in self.replicas.values():
+                if peer.stage in MARKED:
+                    self._send_from_window(peer, now_ms)
+        if self._archiver.is_used and self.is_settled and self.ending is None:
             assert self.window is not None
             replicas = self.replicas.values()
             self._archiver.advance(self.engaged, replicas, self.window.committed, now_ms)
@@ -742,25 +752,25 @@ class StoreSession:
     # -----------------------------------------------------------------------------------------
     # the live log
 
-    def _send_from_window(self, each: ReplicaSession, now_ms: int) -> None:
+    def _send_from_window(self, peer: ReplicaSession, now_ms: int) -> None:
         """Send a replica the next batches that it may receive, within the limit (rules 4 and 7)."""
         window = self.window
         assert window is not None
-        last = window.last if each.stage is _ENGAGED else window.committed
-        while each.next_id <= last and not each.is_lagging:
-            window_batch = window.batch_at(each.next_id)
+        last = window.last if peer.stage is _ENGAGED else window.committed
+        while peer.next_id <= last and not peer.is_lagging:
+            window_batch = window.batch_at(peer.next_id)
             if window_batch is None:
                 copied_last = min(window.committed, window.first - 1)
-                self.repairs.copy_next_batches(each, TransactionId(copied_last), now_ms)
+                self.repairs.copy_next_batches(peer, TransactionId(copied_last), now_ms)
                 return
             if window_batch.entry.last > last:
                 return
-            each.append_from_window(window_batch, now_ms)
+            peer.append_from_window(window_batch, now_ms)
 
     def _commit(self, now_ms: int) -> None:
         window = self.window
         assert window is not None
-        marks = [each.synced_last for each in self.replicas.values() if each.stage is _ENGAGED]
+        marks = [peer.synced_last for peer in self.replicas.values() if peer.stage is _ENGAGED]
         mark = quorum_mark(marks, self.quorum)
         assert mark is not None
         if not window.commit(mark):
@@ -770,7 +780,7 @@ class StoreSession:
             self.claim.session_id, window.committed, window.committed_chain
         )
         self._outbox.append(committed)
-        needed = [each.next_id for each in self.replicas.values() if each.stage in MARKED]
+        needed = [peer.next_id for peer in self.replicas.values() if peer.stage in MARKED]
         limits = self._limits
         window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
 

@@ -89,14 +89,16 @@ class SessionWindow:
         assert batch.last >= batch.first
         assert len(batch.lengths) == 4 * (batch.last - batch.first + 1)
         assert len(batch.records) >= RECORD_OVERHEAD_BYTES
-        before = self.chain
-        self.chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
+        chain_before = self.chain
+        self.chain = next_chain(
+            chain_before, batch.first, batch.last, session_id, batch.record_crcs
+        )
         entry = LineageEntry(batch.first, batch.last, session_id, batch.stamp_ms, self.chain)
         locks = b""
         if batch.locks is not None:
             end = LogEnd(batch.last, self.chain)
-            locks = encode(batch.first, end, before, batch.locks, batch.distances)
-        window_batch = WindowBatch(entry, batch, before, now_ms, locks)
+            locks = encode(batch.first, end, chain_before, batch.locks, batch.distances)
+        window_batch = WindowBatch(entry, batch, chain_before, now_ms, locks)
         self._batches[batch.first] = window_batch
         self._uncommitted.append(window_batch)
         self._size_bytes += window_batch.size_bytes + len(locks)
@@ -107,13 +109,13 @@ class SessionWindow:
     def commit(self, mark: TransactionId) -> bool:
         """Commit the batches up to `mark`, which a quorum has synced; False if there are none."""
         assert mark <= self.last, "a replica has more than was ever submitted"
-        before = self.committed
+        previous = self.committed
         while self._uncommitted and self._uncommitted[0].entry.last <= mark:
             window_batch = self._uncommitted.popleft()
             self.in_flight_bytes -= window_batch.size_bytes
             self.committed, self.committed_chain = window_batch.entry.last, window_batch.entry.chain
-        assert self.committed >= before
-        return self.committed > before
+        assert self.committed >= previous
+        return self.committed > previous
 
     def trim(self, needed_first: TransactionId, bytes_max: int, count_max: int) -> None:
         """Drop committed batches that no replica needs any more, or that are over a limit."""

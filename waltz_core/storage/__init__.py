@@ -8,7 +8,7 @@
     <directory>/<p>/waltz-x.wipe      exists while the files of a partition are being deleted
     <directory>/<p>/waltz-x.lck       locks of the newest batches, never synced (and `.old`)
     <directory>/<p>/<first>.seg       records back to back, up to about a gigabyte
-    <directory>/<p>/<first>.idx       where each record starts; a cache
+    <directory>/<p>/<first>.idx       the offset of each record; a cache
     <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment
 
 The packages, from the top: `process` is the daemon, which decides which partitions it serves and

@@ -73,7 +73,7 @@ def with_inferred_columns(
         return f"partition {partitions[row]}, transaction {ids[row]}"
 
     types: dict[str, ArrowType] = {part.name: part.type for part in known_columns}
-    for row, payload in enumerate(Unpacker([], data_format).decoded(data, position_text)):
+    for row, payload in enumerate(Unpacker([], data_format).decode_maps(data, position_text)):
         try:
             _add_payload(types, payload)
         except _Mismatch as error:

@@ -176,7 +176,9 @@ class ReplicaGuarantees:
                 self._state.count("damage repaired")
             else:
                 self._check_answer(storage, outcome)
-        self._state.counts["scrub found damage"] += work.piece is not None and bool(result.found)
+        self._state.counts["scrub found damage"] += work.piece is not None and bool(
+            result.new_damage
+        )
         if work.requests:
             self._check_durable(storage.name, work.log)
         self._work_count += 1

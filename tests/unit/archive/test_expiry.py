@@ -189,5 +189,5 @@ def test_uploads_continue_after_all_objects_have_expired(archived):
 def test_a_manifest_that_reads_back_differently_is_an_error(archived):
     store, new_manifest = archived
     store.read = lambda name: ArchiveStore.read(store, name) + b" " * ("-20.json" in name)
-    with pytest.raises(ChecksumMismatch, match=r"manifest .*-20\.json: found other bytes"):
+    with pytest.raises(ChecksumMismatch, match=r"manifest .*-20\.json: expected the written bytes"):
         run_expiry(store, new_manifest, before=35)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.archive.test_upload import KEY, job_after
 from waltz_core.archive.manifest_jobs import NewManifest
-from waltz_core.archive.storage_archive import DAMAGED_PLACES_MAX, StorageArchive
+from waltz_core.archive.storage_archive import DAMAGED_LOCATIONS_MAX, StorageArchive
 from waltz_core.errors import ArchiveUnavailable, ChecksumMismatch
 
 
@@ -42,18 +42,18 @@ def test_failures_are_counted_until_an_upload_succeeds(tmp_path):
 
 def test_damage_is_reported_until_its_place_is_read_without_error():
     access = StorageArchive("", KEY, ThreadPoolExecutor(1), on_progress=lambda: None)
-    access.on_place_read((0, 7), "object 7")
-    access.on_place_read((1, 7), "object 8")
-    access.on_place_read((0, 8), "")
+    access.on_location_read((0, 7), "object 7")
+    access.on_location_read((1, 7), "object 8")
+    access.on_location_read((0, 8), "")
     assert access.read_damage == "object 8"
-    access.on_place_read((1, 7), "")
+    access.on_location_read((1, 7), "")
     assert access.read_damage == "object 7"
-    access.on_place_read((0, 7), "")
+    access.on_location_read((0, 7), "")
     assert access.read_damage == ""
-    for number in range(DAMAGED_PLACES_MAX + 1):
-        access.on_place_read((2, number), f"object {number}")
-    for number in range(1, DAMAGED_PLACES_MAX + 1):
-        access.on_place_read((2, number), "")
+    for number in range(DAMAGED_LOCATIONS_MAX + 1):
+        access.on_location_read((2, number), f"object {number}")
+    for number in range(1, DAMAGED_LOCATIONS_MAX + 1):
+        access.on_location_read((2, number), "")
     assert access.read_damage == "", "the oldest place was dropped"
 
 

@@ -156,8 +156,8 @@ def test_one_user_has_all_permissions_of_every_node(path):
         (
             f"digest:admin:hunter2\nadministrators:digest:{ADMINISTRATOR}",
             (
-                "line 2: expected a different user in the second line, found that of the "
-                "first line again"
+                "line 2: expected a different user in the second line, found the user of the "
+                "first line"
             ),
         ),
         (f"{MEMBER_FILE}members:digest:c:hunter2", "line 3: expected one line with members or"),

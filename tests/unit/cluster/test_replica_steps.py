@@ -78,8 +78,8 @@ def test_a_step_is_postponed_if_appends_would_wait_for_a_copy():
     reason = step(partition_state("ABC", "AB"), "ABCD", "D")
     assert reason == (
         "replica C is not in sync; after the change, appends would need 3 acknowledgements of "
-        "the replicas A, B, C, D, and only 2 of these are in sync. Hint: start its storage, or "
-        "replace it."
+        "the replicas A, B, C, D, and only 2 of these are in sync. Hint: start the storage of "
+        "the replica, or replace it."
     )
     assert step(partition_state("ABC", "AB"), "BC").startswith(
         "replica C is not in sync; after the change, appends would need 2 acknowledgements of the "

@@ -248,7 +248,11 @@ async def test_a_plan_is_carried_out_step_by_step(cluster):
     seen = [sorted(each.replicas_of(0)) for each in owner.seen]
     assert seen[:3] == [[A, B, C], [A, B, C, D], [A, B, D]]
     assert (progress[0].done_count, progress[0].partition_count) == (0, 2)
-    assert (progress[-1].done_count, progress[-1].steps, progress[-1].waits) == (2, (), ())
+    assert (progress[-1].done_count, progress[-1].steps, progress[-1].postponed_steps) == (
+        2,
+        (),
+        (),
+    )
     assert [str(each) for each in progress[0].steps] == [
         f"partition 0: +{D}",
         f"partition 1: -{C}",
@@ -268,13 +272,13 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
         async with asyncio.TaskGroup() as tasks:
             execution = cluster.coordinator.storages.execute_plan(plan, progress.append)
             waiting = tasks.create_task(execution)
-            while not (progress and progress[-1].waits):  # noqa: ASYNC110 - it is no event
+            while not (progress and progress[-1].postponed_steps):  # noqa: ASYNC110 - it is no event
                 await asyncio.sleep(0)
             for _ in range(100):
                 await asyncio.sleep(0)
             assert not waiting.done()
             waiting.cancel()
-    assert str(progress[-1].waits[0]).startswith(
+    assert str(progress[-1].postponed_steps[0]).startswith(
         f"partition 0: replica {C} is not in sync; after the change, appends would need 2 "
         f"acknowledgements of the replicas {B}, {C}, and only 1 of these are in sync."
     )

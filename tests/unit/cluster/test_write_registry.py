@@ -60,7 +60,7 @@ async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(m
         return await original_write(operations)
 
     monkeypatch.setattr(paused_session, "write", write)
-    with pytest.raises(errors.ConnectionSuperseded, match="s-7, has begun"):
+    with pytest.raises(errors.ConnectionSuperseded, match="s-7, has started"):
         await coordinator.writes.begin("s-6", MARKS, 5, in_series=True)
     assert await other.read("s-6") is None
 
@@ -91,7 +91,7 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
     await other.writes.begin("w", MARKS, 5)
     restart_before_next_write(paused_session, monkeypatch, other)
     with pytest.raises(
-        errors.ConnectionSuperseded, match="removed, and another run has begun it again"
+        errors.ConnectionSuperseded, match="removed, and another run has started it again"
     ):
         await coordinator.writes.finish("w", {"rows": 1}, 9)
     assert await other.writes.read("w") == WriteState({0: 99}, 5)

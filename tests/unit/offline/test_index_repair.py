@@ -106,16 +106,16 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     disk.flip_bits(INDEX, 128 + 8 * wrong_entry + 7)
     found = repair_index(disk, SEGMENT, dry_run=False)
     assert (found.entries, found.difference_count) == (13, 1)
-    assert found.kept > 1
+    assert found.kept_count > 1
     assert disk.visible_content(INDEX) == good
 
 
 def test_impossible_entries_become_the_beginning_of_the_damage(disk):
     good = disk.visible_content(INDEX)
     disk.overwrite(SEGMENT, 200, bytes(150))
-    kept = repair_index(disk, SEGMENT, dry_run=True).kept
+    kept = repair_index(disk, SEGMENT, dry_run=True).kept_count
     disk.remove(INDEX)
-    assert repair_index(disk, SEGMENT, dry_run=False).kept == kept
+    assert repair_index(disk, SEGMENT, dry_run=False).kept_count == kept
     made = [
         int.from_bytes(disk.visible_content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)
     ]

@@ -403,12 +403,12 @@ def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     for path in segment_files(storage):
         flip_byte(path, 200)
     alone = verify_directory(seg(storage, 1))
-    assert [(one.path, one.offset) for one in alone.findings.kept] == [(f"{TWO}.seg", 189)]
+    assert [(one.path, one.offset) for one in alone.findings.kept_findings] == [(f"{TWO}.seg", 189)]
     assert verification_texts(copy) == ([], [])
     with pytest.raises(BadRequest, match="partition 3; it has 2"):
         verify_directory(storage, partitions=[3])
     findings = verify_directory(storage, partitions=[2], limit=1).findings
-    assert (len(findings.kept), findings.error_count, findings.omitted_count) == (1, 3, 2)
+    assert (len(findings.kept_findings), findings.error_count, findings.omitted_count) == (1, 3, 2)
 
 
 @pytest.mark.parametrize("name", ["nothing", "2/waltz-x.ctl", "empty"])

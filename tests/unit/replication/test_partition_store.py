@@ -306,7 +306,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
     bench.step(session_events.ReplicaResponded(requests.session_id, supplier, answer))
     outcome = bench.all_reported(SessionSettled)[-1]
     assert (outcome.session_id, outcome.has_unknown_outcomes) == (requests.session_id, True)
-    assert bench.store.session.ended is None, "the replica is not at fault"
+    assert bench.store.session.ending is None, "the replica is not at fault"
 
 
 def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
@@ -360,7 +360,7 @@ def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
         for _ in range(8):
             bench.run()
             bench.wait(300)
-    assert "other servers have begun" in bench.all_reported(OwnershipReleased)[0].reason
+    assert "other servers have started" in bench.all_reported(OwnershipReleased)[0].reason
 
 
 def test_storages_ahead_of_zookeeper_stop_a_claim(bench):

@@ -148,7 +148,7 @@ def test_the_newest_batch_is_known_before_anything_is_truncated():
     while not isinstance(step := repair.next_step(goal, has_source=available), Truncation):
         assert step.last in (5, 7)
         take(repair, one, source, step)
-    assert repair.newest == 8
+    assert repair.newest_session == 8
 
 
 def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
@@ -208,7 +208,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
     repair, goal = repair_of(one), RepairGoal(2, target.chain)
-    with pytest.raises(ChecksumMismatch, match="do not lead to the decided chain"):
+    with pytest.raises(ChecksumMismatch, match="after their batches is not the decided one"):
         walk(repair, one, source, goal)
     assert one.payloads() == [0, 1]
     repair.restart()
@@ -531,7 +531,7 @@ def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch
     repair = repair_of(one)
     steps = walk(repair, one, source, goal)
     assert steps[:2] == [FetchOwnLineage(2, 2), ReplicaReset(5, goal.archived_mark.chain)]
-    assert repair.newest == 1
+    assert repair.newest_session == 1
     assert (one.payloads(), one.disk.start[0]) == ([7, 8, 9], 5)
 
 

@@ -316,7 +316,7 @@ def test_the_loss_of_a_late_replica_keeps_the_session_but_its_return_needs_a_new
     bench.run(questions=False)
     assert stage(bench, C) is ReplicaStage.READY
     bench.questions.clear()
-    bench.store.session.writing = None
+    bench.store.session.pending_states = None
     bench.lose(C)
     assert bench.store.open_session_id == 0
     bench.wait(LIMITS.rejoin_session_age_ms_min)

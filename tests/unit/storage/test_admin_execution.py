@@ -192,7 +192,7 @@ def test_a_copy_without_space_does_not_use_the_reserve(is_found):
     with pytest.raises(NoSpace, match=error):
         execute_change(engine, admin_tasks.PutCopy(copy))
     assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
-    assert engine.space.is_short
+    assert engine.space.is_full
     disk.capacity_bytes += is_found
     assert execute_change(engine, admin_tasks.PutCopy(copy)) == 2
     assert engine.space.reserved_bytes == 16_384

@@ -39,12 +39,12 @@ class Case:
     def read(self, *ids):
         for each in ids:
             damage = self.access.find_damage_at((PARTITION_ID, each), self.log.name, self.log.crc)
-            self.access.on_place_read((PARTITION_ID, each), damage)
+            self.access.on_location_read((PARTITION_ID, each), damage)
 
     def recheck(self, **changed):
         mark = SimpleNamespace(**{**vars(self.mark()), **changed})
         asyncio.run(recheck(self.access, {PARTITION_ID: mark}, self.threads))
-        return len(self.access.damaged_places)
+        return len(self.access.damaged_locations)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def case(tmp_path):
 
 
 def test_damage_ends_with_the_repair_of_its_file(case):
-    assert len(case.access.damaged_places) == case.recheck() == 2
+    assert len(case.access.damaged_locations) == case.recheck() == 2
     case.missing.rename(case.paths[1])
     assert case.recheck() == 1
     assert case.log.manifest.newest_objects[0].name in case.access.read_damage

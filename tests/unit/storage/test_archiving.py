@@ -662,7 +662,7 @@ def test_marks_that_keep_arriving_do_not_delay_the_removal():
         retention.on_archived(partition, AckedMarker(5, GENESIS_CHAIN), 0)
     for count in range(100):
         partition, piece = retention.next_piece(0)
-        removals += piece.removes
+        removals += piece.removes_oldest
         retention.on_piece_done(partition, LogSize(100, oldest_age_ms=2, is_removable=True))
         if count % marks == 0:
             retention.on_archived(count % partitions, AckedMarker(6 + count, GENESIS_CHAIN), 0)

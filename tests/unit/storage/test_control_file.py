@@ -227,7 +227,7 @@ def test_slots_take_turns_and_the_newest_counts():
         disk.lose_power(Survival.NOTHING, Random(1))
         slots = SlotFile.open(disk, ROOT, 2)
         assert (slots.slot.promised, slots.slot.damaged) == (promised, (IdRange(3, 4),))
-        assert not slots.fell_back
+        assert not slots.has_lost_newer_slot
 
 
 def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
@@ -237,7 +237,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
     slots.write(Slot(2, promised=9))
     disk.flip_bits(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
     slots = SlotFile.open(disk, ROOT, 2)
-    assert (slots.slot.promised, slots.fell_back) == (6, True)
+    assert (slots.slot.promised, slots.has_lost_newer_slot) == (6, True)
     disk.flip_bits(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
     with pytest.raises(BadFormat, match="neither control slot is valid"):
         SlotFile.open(disk, ROOT, 2)
@@ -255,7 +255,10 @@ def test_a_slot_in_the_place_of_the_other_is_invalid(spoiled):
     other = SLOT_BLOCK_BYTES * (1 - victim)
     disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
     again = SlotFile.open(disk, ROOT, 2)
-    assert (again.slot.promised, again.fell_back) == (6 if spoiled == "newest" else 9, True)
+    assert (again.slot.promised, again.has_lost_newer_slot) == (
+        6 if spoiled == "newest" else 9,
+        True,
+    )
     # The next one goes where the other one should be: the slot that counts stays.
     again.write(Slot(2, promised=12))
     kept = disk.visible_content(SLOTS)[other : other + SLOT_BLOCK_BYTES]

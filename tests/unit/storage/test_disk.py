@@ -74,7 +74,7 @@ def lost(monkeypatch):
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", failing)
-    monkeypatch.setattr(disk_module, "_SECOND_TRY_S", 0)
+    monkeypatch.setattr(disk_module, "_READ_RETRY_S", 0)
     return found
 
 

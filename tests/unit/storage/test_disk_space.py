@@ -12,7 +12,7 @@ from waltz_core.storage.files.disk_space import (
     DAY_MS,
     RESERVE_NAME,
     SAMPLE_INTERVAL_MS,
-    SPARE_BYTES_MAX,
+    UNCHECKED_BYTES_MAX,
     DiskSpace,
     append_bytes,
 )
@@ -34,10 +34,10 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
     disk, space = made()
     steps = disk.step_count
     space.check_append(6_000)
-    assert not space.is_short
+    assert not space.is_full
     with pytest.raises(NoSpace, match="full: an append and the reserve need 6001 bytes, and 6"):
         space.check_append(6_001)
-    assert space.is_short
+    assert space.is_full
     assert space.reserved_bytes == 4_000
     assert disk.step_count == steps, "nothing was written"
 
@@ -48,15 +48,15 @@ def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
     disk.write_durably(ROOT / "other", bytes(400))
     space.release_reserve()
     assert not disk.exists(RESERVE)
-    assert (space.is_short, space.reserved_bytes) == (True, 0)
+    assert (space.is_full, space.reserved_bytes) == (True, 0)
     disk.write_durably(ROOT / "repair", bytes(300))
     with pytest.raises(NoSpace):
         space.check_append(1)
     space.recheck()
-    assert (space.is_short, disk.exists(RESERVE)) == (True, False)
+    assert (space.is_full, disk.exists(RESERVE)) == (True, False)
     disk.remove(ROOT / "other")
     space.recheck()
-    assert (space.is_short, space.reserved_bytes) == (False, 4_000)
+    assert (space.is_full, space.reserved_bytes) == (False, 4_000)
     space.check_append(1)
 
 
@@ -72,15 +72,15 @@ def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
             space.check_append(2_000)
     disk.write_durably(ROOT / "other", bytes(4_500))
     space.recheck()
-    assert space.is_short
+    assert space.is_full
     disk.write_durably(ROOT / "other", bytes(4_000))
     space.recheck()
-    assert not space.is_short
+    assert not space.is_full
 
 
 def test_a_disk_that_is_full_at_the_start_is_reported():
     disk, space = made(capacity=3_999)
-    assert (space.is_short, space.reserved_bytes) == (True, 0)
+    assert (space.is_full, space.reserved_bytes) == (True, 0)
     assert disk.visible_content(RESERVE) == b""
 
 
@@ -90,7 +90,7 @@ def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
     disk.open = Mock(side_effect=NoSpace("cannot open"))
     space = DiskSpace(disk, ROOT, 4_000)
     space.fill_reserve()
-    assert (space.is_short, space.reserved_bytes) == (True, 0)
+    assert (space.is_full, space.reserved_bytes) == (True, 0)
 
 
 def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
@@ -150,7 +150,7 @@ def test_the_reserve_is_not_released_while_another_thread_fills_it():
     space = disk.space = DiskSpace(disk, ROOT, 4_000)
     space.fill_reserve()
     disk.rival.join()
-    assert (space.reserved_bytes, disk.exists(RESERVE), space.is_short) == (0, False, True)
+    assert (space.reserved_bytes, disk.exists(RESERVE), space.is_full) == (0, False, True)
     space.recheck()
     assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
 
@@ -184,14 +184,14 @@ def test_a_disk_with_much_room_is_queried_now_and_then():
     disk.make_directory(ROOT)
     disk.free_bytes = request_mock = Mock(wraps=disk.free_bytes)
     space = DiskSpace(disk, ROOT, 0)
-    for _ in range(3 * SPARE_BYTES_MAX // 1_024):
+    for _ in range(3 * UNCHECKED_BYTES_MAX // 1_024):
         space.check_append(1_024)
     assert request_mock.call_count == 3
     disk.capacity_bytes = 10_000
     space.check_append(2_000)
     assert request_mock.call_count == 3
     space.note_shortage(4_000)
-    assert space.is_short
+    assert space.is_full
     space.check_append(4_000)
     space.check_append(3_000)
     with pytest.raises(NoSpace):

@@ -95,9 +95,9 @@ def test_a_slot_reports_how_long_ago_a_replica_was_engaged():
 
 
 def test_a_promise_after_loss_is_above_all_known_sessions():
-    assert Promise(5, b"n" * 16).seen == 5
+    assert Promise(5, b"n" * 16).last_seen_session == 5
     lost = Promise.after_loss(5)
-    assert (lost.session_id, lost.seen, lost.is_after_loss) == (6, 5, True)
+    assert (lost.session_id, lost.last_seen_session, lost.is_after_loss) == (6, 5, True)
     assert lost.at_least(6) == lost
     assert lost.at_least(7) == Promise(7)
     assert not Promise(7).is_after_loss

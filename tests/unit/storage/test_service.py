@@ -883,13 +883,13 @@ def test_free_space_is_checked_until_there_is_enough(make):
         assert "need 168 bytes" in bench.answers(1)[-1].message
         owner.next_id, owner.chain = kept
     assert bench.log.max_id == -1
-    for free, is_short in ((50, True), (167, True), (168, False)):
+    for free, is_full in ((50, True), (167, True), (168, False)):
         bench.disk.free = free
         assert tick(bench) == []
         look = bench.only(service_effects.CheckSpace)[-1]
         look.space.recheck()
         bench.step(service.SpaceChecked())
-        assert look.space.is_short == is_short
+        assert look.space.is_full == is_full
     assert len(bench.only(service_effects.CheckSpace)) == 3
     names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
     assert names == ["storage.disk_full", "storage.disk_space_available"], "each once"

@@ -26,10 +26,10 @@ def test_work_is_counted_for_its_partition():
         appended_count=5,
         appended_bytes=220,
         sync_s=0.25,
-        found=(IdRange(3, 3), IdRange(7, 9)),
-        repaired=IdRange(3, 4),
+        new_damage=(IdRange(3, 3), IdRange(7, 9)),
+        repaired_ids=IdRange(3, 4),
         failed_reads=["cannot read x.seg"],
-        scrubbed=ScrubResult(20, 900),
+        scrub_result=ScrubResult(20, 900),
     )
     storage_metrics.count(work, result)
     storage_metrics.count(work, WorkResult(read_count=2, read_bytes=88))
@@ -76,7 +76,7 @@ def test_gauges_return_the_current_values():
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
     )
     room = SimpleNamespace(
-        free_bytes=lambda: 70, size_bytes=lambda: 200, is_short=True, reserved_bytes=30
+        free_bytes=lambda: 70, size_bytes=lambda: 200, is_full=True, reserved_bytes=30
     )
     machine = SimpleNamespace(
         queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=5_000
@@ -96,7 +96,7 @@ def test_gauges_return_the_current_values():
         "running_upload_seconds": 0.5,
     }.items():
         assert metrics.value(f"waltz_storage_{name}") == value, name
-    log.damaged, room.is_short = (), False
+    log.damaged, room.is_full = (), False
     assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 0
     assert metrics.value("waltz_storage_full_disks") == 0
 
@@ -107,7 +107,7 @@ def test_unknown_free_space_leaves_the_other_gauges():
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
-    room = SimpleNamespace(free_bytes=fail, size_bytes=fail, is_short=False, reserved_bytes=30)
+    room = SimpleNamespace(free_bytes=fail, size_bytes=fail, is_full=False, reserved_bytes=30)
     machine = SimpleNamespace(
         queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=None
     )

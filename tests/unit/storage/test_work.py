@@ -208,10 +208,10 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
     run(log, OwnerSession(5).append(6))
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
-    assert result.scrubbed == ScrubResult(2, 88)
+    assert result.scrub_result == ScrubResult(2, 88)
     assert result.outcomes == []
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(4, 1_000)).run()
-    assert result.scrubbed == ScrubResult(6, 88)
+    assert result.scrub_result == ScrubResult(6, 88)
 
 
 def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
@@ -222,7 +222,7 @@ def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
 
     monkeypatch.setattr(log, "verify", fails)
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
-    assert result.scrubbed == ScrubResult(6, 0, "cannot read x.chn: Input/output error")
+    assert result.scrub_result == ScrubResult(6, 0, "cannot read x.chn: Input/output error")
     assert result.failed_reads == ["cannot read x.chn: Input/output error"]
     assert result.failure is None
 
@@ -251,10 +251,10 @@ def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
     assert (log.max_id, result.failure, space.reserved_bytes) == (-1, None, 4_096)
     space.recheck()
-    assert space.is_short, "of what the group lacks"
+    assert space.is_full, "of what the group lacks"
     disk.capacity_bytes += 1
     space.recheck()
-    assert not space.is_short
+    assert not space.is_full
     result = Work(log, appends, STORAGE_ID, space=space).run()
     assert [type(each) for each in result.outcomes] == [Appended, Appended]
 

@@ -42,7 +42,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
                 "partitions": params.partition_count,
             }
             try:
-                rows.append({**row, **await _read_details(session.at(root))})
+                rows.append({**row, **await _read_details(session.for_root(root))})
             except WaltzError as error:  # a partly deleted cluster must not hide the others
                 rows.append({**row, **dict.fromkeys(DETAIL_COLUMNS)})
                 print_error(f"{root}: {error}")

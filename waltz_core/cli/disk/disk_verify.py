@@ -56,7 +56,7 @@ def _verification_json(result: VerificationResult) -> dict[str, object]:
                 "offset": finding.offset,
                 "what": finding.what,
             }
-            for finding in findings.kept
+            for finding in findings.kept_findings
         ],
         "partitions": [
             {
@@ -83,7 +83,7 @@ def _finding_kind(finding: FileFinding) -> str:
 
 def _print_verification(result: VerificationResult) -> None:
     findings = result.findings
-    for finding in findings.kept:
+    for finding in findings.kept_findings:
         location = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
         print_result(f"{_finding_kind(finding)}: {location}: {finding.what}")
     if findings.omitted_count:
@@ -168,7 +168,7 @@ def _repair_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object
         "entries": index.entries,
         "old_entries": index.old_entries,
         "wrong": index.difference_count,
-        "kept_of_unreadable_records": index.kept,
+        "kept_of_unreadable_records": index.kept_count,
     }
 
 
@@ -182,8 +182,8 @@ def _repair_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.difference_count == 1 and index.old_entries is not None:
         problem_text = "1 wrong entry"
     kept_text = (
-        (f"; {index.kept} of them belong to records that cannot be read, and were kept")
-        if index.kept
+        (f"; {index.kept_count} of them belong to records that cannot be read, and were kept")
+        if index.kept_count
         else ""
     )
     return f"{index.path}: {problem_text}; {done}, {index.entries} entries{kept_text}"

@@ -169,7 +169,7 @@ class OwnerConnection:
                 raise self._unexpected_answer_error(answer)
             for _, packed_req_id, _ in RECORD_HEADER.iter_unpack(answer.records):
                 client_id, generation, *_ = REQ_ID.unpack(packed_req_id)
-                newest = newest.greater_of_each(MaximumIds.of_record(client_id, generation))
+                newest = newest.maximum_of_each(MaximumIds.of_record(client_id, generation))
             first += answer.count
         return newest
 

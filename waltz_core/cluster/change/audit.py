@@ -124,13 +124,13 @@ class AuditLog:
     async def read(self, count_max: int = ENTRIES_MAX) -> list[AuditEntry]:
         """Return the newest entries, at most `count_max`, oldest first."""
         await self._znodes.sync()
-        found: list[AuditEntry] = []
+        entries: list[AuditEntry] = []
         for name in (await self._entry_names())[-count_max:]:
             path = f"{self._nodes.paths.audit}/{name}"
             node = await self._znodes.get(path)
             if node is not None:
-                found.append(decode_node(path, node, AuditEntry.from_bytes))
-        return found
+                entries.append(decode_node(path, node, AuditEntry.from_bytes))
+        return entries
 
     async def _entry_names(self) -> Sequence[str]:
         listing = await self._znodes.children(self._nodes.paths.audit)

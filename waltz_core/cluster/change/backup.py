@@ -10,9 +10,9 @@ Rules (docs/decisions/055):
        attempts and sessions in the log up to the marks are known.
     2. A write is done in the backup only if it was done at the first reading (`merge_writes`).
     3. The archive reaches each mark when the backup is complete; it may have more transactions.
-    4. The last client ID that servers have issued is missing in the file of an earlier version,
-       which had no such IDs. The permissions are in the file as the node has them. A file of a
-       cluster without permissions has none, like one of an earlier version.
+    4. A file of an earlier version has neither the last client ID that servers have issued nor
+       permissions. Otherwise, the file has the permissions as in their node, or none if the cluster
+       has none.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,8 @@ class Backup:
     def marks(self) -> dict[PartitionId, TransactionId]:
         """The high-water marks by partition."""
         return {
-            PartitionId(number): each.high_water_mark for number, each in enumerate(self.partitions)
+            PartitionId(number): partition.high_water_mark
+            for number, partition in enumerate(self.partitions)
         }
 
     def to_bytes(self) -> bytes:
@@ -105,7 +106,7 @@ class Backup:
         """
         values = decode_with_crc(data, f"backup {name}")
         try:
-            found = Backup(
+            backup = Backup(
                 _field_of_type(str, values, "cluster"),
                 UUID(_field_of_type(str, values, "cluster_key")),
                 _whole_number(values, "taken_ms"),
@@ -124,35 +125,37 @@ class Backup:
                 else None,
                 _issued_client_id(values),
             )
-            found.check()
+            backup.check()
         except errors.ChecksumMismatch as error:
             raise errors.ChecksumMismatch(f"backup {name} cannot be decoded: {error}") from error
         except (errors.BadFormat, ValueError) as error:
             raise errors.BadFormat(f"backup {name}: {error}") from error
-        return found
+        return backup
 
     def check(self) -> None:
         """Raise BadFormat or ChecksumMismatch unless each manifest reaches its mark (rule 3)."""
         if not self.partitions:
             raise errors.BadFormat("expected a backup of at least 1 partition, found 0")
-        for number, each in enumerate(self.partitions):
-            if each.manifest is None:
-                if each.high_water_mark != BEFORE_FIRST:
+        for number, partition in enumerate(self.partitions):
+            if partition.manifest is None:
+                if partition.high_water_mark != BEFORE_FIRST:
                     raise errors.BadFormat(
                         f"expected a manifest of partition {number} with transactions up to "
-                        f"{each.high_water_mark}, found none"
+                        f"{partition.high_water_mark}, found none"
                     )
                 continue
-            each.manifest.entries()
-            manifest = each.manifest.manifest
+            partition.manifest.entries()
+            manifest = partition.manifest.manifest
             found = (manifest.cluster_key, manifest.partition_id)
-            if found != (self.cluster_key.bytes, number) or manifest.last < each.high_water_mark:
+            if (
+                found != (self.cluster_key.bytes, number)
+                or manifest.last < partition.high_water_mark
+            ):
                 raise errors.BadFormat(
                     f"expected a manifest of partition {number} of cluster {self.cluster_key} "
-                    f"with transactions up to {each.high_water_mark} or more, found one of "
-                    "partition "
-                    f"{manifest.partition_id} of cluster {UUID(bytes=manifest.cluster_key)} up "
-                    f"to {manifest.last}"
+                    f"with transactions up to {partition.high_water_mark} or more, found one of "
+                    f"partition {manifest.partition_id} of cluster "
+                    f"{UUID(bytes=manifest.cluster_key)} up to {manifest.last}"
                 )
 
 
@@ -161,13 +164,15 @@ def merge_writes(
 ) -> dict[str, WriteWithTasks]:
     """Return the writes of a backup from both readings of the registry (rules 1 and 2)."""
     merged = dict(first)
-    for name, found in second.items():
+    for name, second_write in second.items():
         before = first.get(name)
         if before is None:
-            merged[name] = WriteWithTasks(_as_unfinished(found.state), found.tasks)
-        elif not (before.state.is_done and found.state.is_done):
-            state = before.state if found.state.is_done else found.state
-            merged[name] = WriteWithTasks(_as_unfinished(state), {**before.tasks, **found.tasks})
+            merged[name] = WriteWithTasks(_as_unfinished(second_write.state), second_write.tasks)
+        elif not (before.state.is_done and second_write.state.is_done):
+            state = before.state if second_write.state.is_done else second_write.state
+            merged[name] = WriteWithTasks(
+                _as_unfinished(state), {**before.tasks, **second_write.tasks}
+            )
     return merged
 
 
@@ -176,19 +181,19 @@ def _as_unfinished(state: WriteState) -> WriteState:
     return state if state.summary == {} else replace(state, summary=None)
 
 
-def _partition_to_json(each: PartitionBackup) -> dict[str, Any]:
+def _partition_to_json(partition: PartitionBackup) -> dict[str, Any]:
     manifest = None
-    if each.manifest is not None:
+    if partition.manifest is not None:
         manifest = {
-            "name": each.manifest.name,
-            "crc": each.manifest.file_crc,
-            "head": each.manifest.head.decode(),
-            "pages": [page.decode() for page in each.manifest.pages],
+            "name": partition.manifest.name,
+            "crc": partition.manifest.file_crc,
+            "head": partition.manifest.head.decode(),
+            "pages": [page.decode() for page in partition.manifest.pages],
         }
     return {
-        "mark": each.high_water_mark,
-        "session": each.session_id,
-        "generation": each.generation,
+        "mark": partition.high_water_mark,
+        "session": partition.session_id,
+        "generation": partition.generation,
         "manifest": manifest,
     }
 
@@ -214,10 +219,10 @@ def _partition_from_json(values: object) -> PartitionBackup:
     )
 
 
-def _write_to_json(each: WriteWithTasks) -> dict[str, Any]:
+def _write_to_json(write: WriteWithTasks) -> dict[str, Any]:
     return {
-        "state": each.state.to_bytes().decode(),
-        "tasks": {str(number): task.to_bytes().decode() for number, task in each.tasks.items()},
+        "state": write.state.to_bytes().decode(),
+        "tasks": {str(number): task.to_bytes().decode() for number, task in write.tasks.items()},
     }
 
 
@@ -227,19 +232,19 @@ def _write_from_json(values: object) -> WriteWithTasks:
             f"expected the fields of an exactly-once write, found {values!r:.80}"
         )
     state = WriteState.from_bytes(_field_of_type(str, values, "state").encode())
-    found = _field_of_type(dict, values, "tasks")
+    tasks_json = _field_of_type(dict, values, "tasks")
     tasks = {
-        int(number): TaskState.from_bytes(_field_of_type(str, found, number).encode())
-        for number in found
+        int(number): TaskState.from_bytes(_field_of_type(str, tasks_json, number).encode())
+        for number in tasks_json
     }
     return WriteWithTasks(state, tasks)
 
 
 def _field_of_type(kind: type, values: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked here
-    found = values.get(key)
-    if not isinstance(found, kind):
-        raise errors.BadFormat(f"expected field {key} of type {kind.__name__}, found {found!r:.80}")
-    return found
+    value = values.get(key)
+    if not isinstance(value, kind):
+        raise errors.BadFormat(f"expected field {key} of type {kind.__name__}, found {value!r:.80}")
+    return value
 
 
 def _issued_client_id(values: dict[str, Any]) -> ClientId:
@@ -253,7 +258,7 @@ def _issued_client_id(values: dict[str, Any]) -> ClientId:
 def _whole_number(
     values: dict[str, Any], key: str, *, maximum: int = (1 << 63) - 1, minimum: int = -1
 ) -> int:
-    found = _field_of_type(int, values, key)
-    if isinstance(found, bool) or not minimum <= found <= maximum:
-        raise errors.BadFormat(f"expected field {key} in {minimum}..{maximum}, found {found!r}")
-    return int(found)
+    number = _field_of_type(int, values, key)
+    if isinstance(number, bool) or not minimum <= number <= maximum:
+        raise errors.BadFormat(f"expected field {key} in {minimum}..{maximum}, found {number!r}")
+    return int(number)

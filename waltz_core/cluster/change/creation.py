@@ -1,7 +1,7 @@
 """The writes that create a cluster's nodes, as a pure function of the options.
 
-A cluster that was only partly created must never be mistaken for a complete one, and the nodes must
-be those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluster").
+A cluster that was only partly created must never be mistaken for a complete one. The nodes are
+those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluster").
 
 Rules:
     1. The root's own data is written last. A root without data is not a cluster.
@@ -92,16 +92,16 @@ class NewCluster:
                 )
             if addresses.count(storage.address) > 1:
                 raise errors.BadConfig(f"storage {storage.address} is named twice")
-        for address, held in (self.assignment or {}).items():
+        for address, partitions in (self.assignment or {}).items():
             if address not in addresses:
                 raise errors.BadConfig(
                     f"the assignment of replicas names {address}, which is not a storage of the "
                     "cluster"
                 )
-            if any(not 0 <= partition_id < self.partition_count for partition_id in held):
+            if any(not 0 <= partition_id < self.partition_count for partition_id in partitions):
                 raise errors.BadConfig(
                     f"the assignment of replicas gives storage {address} the partitions "
-                    f"{list(held)}: expected partitions in 0..{self.partition_count - 1}"
+                    f"{list(partitions)}: expected partitions in 0..{self.partition_count - 1}"
                 )
 
     @property
@@ -168,13 +168,13 @@ def creation_steps(
 def _split_into_steps(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Split operations into writes (rule 2)."""
     steps: list[list[Operation]] = []
-    room = 0
-    for each in operations:
-        data = b"" if isinstance(each, DeleteNode | CheckVersion) else each.data or b""
-        size = _OPERATION_BYTES + len(each.path) + len(data)
-        if not steps or size > room or len(steps[-1]) == STEP_OPERATIONS_MAX:
+    free_bytes = 0
+    for operation in operations:
+        data = b"" if isinstance(operation, DeleteNode | CheckVersion) else operation.data or b""
+        size = _OPERATION_BYTES + len(operation.path) + len(data)
+        if not steps or size > free_bytes or len(steps[-1]) == STEP_OPERATIONS_MAX:
             steps.append([])
-            room = STEP_BYTES_MAX
-        steps[-1].append(each)
-        room -= size
+            free_bytes = STEP_BYTES_MAX
+        steps[-1].append(operation)
+        free_bytes -= size
     return steps

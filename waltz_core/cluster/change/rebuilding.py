@@ -7,8 +7,8 @@ A quorum of the replicas has synced every acknowledged record in some session. A
 session before it accepts appends in this session, and only with a log that has all earlier records.
 So among the replicas that answer, consider those with the newest session, and of these the one with
 the longest log. This log has all acknowledged records, provided that fewer than a quorum of
-replicas are missing: of n replicas with a quorum of Q, any n - Q + 1 include one that has synced
-every acknowledged record.
+replicas are missing. The reason: of n replicas with a quorum of Q, any n - Q + 1 include one that
+has synced every acknowledged record.
 
 The replicas must be those of the last assignment, which is lost. A copy of an older session may be
 a replica that had fallen behind, or one that remained when the partition moved away. Such a copy
@@ -104,7 +104,7 @@ class MaximumIds(NamedTuple):
             return MaximumIds(0, generation, client_id)
         return MaximumIds(client_id, generation)
 
-    def greater_of_each(self, other: "MaximumIds") -> "MaximumIds":
+    def maximum_of_each(self, other: "MaximumIds") -> "MaximumIds":
         """Return the greater value of each ID."""
         return MaximumIds(*map(max, self, other))
 
@@ -169,34 +169,34 @@ def choose_log(
     `unanswered` are storages that did not answer and may have a replica. Raises BadRequest, with a
     hint, if only those storages may have all records that a quorum has acknowledged.
     """
-    able = {name: log for name, log in logs.items() if log.is_trusted}
-    silent = [*unanswered, *(name for name in logs if name not in able)]
+    trusted = {replica: log for replica, log in logs.items() if log.is_trusted}
+    untrusted = [*unanswered, *(replica for replica in logs if replica not in trusted)]
     newest = max((log.last_session for log in logs.values()), default=NO_SESSION)
-    current = [name for name, log in able.items() if log.last_session == newest]  # rule 4
-    older = [name for name in able if name not in current]
+    current = [replica for replica, log in trusted.items() if log.last_session == newest]  # rule 4
+    older = [replica for replica in trusted if replica not in current]
     quorum = replica_count // 2 + 1
-    if max(len(silent), replica_count - len(current)) >= quorum:
+    if max(len(untrusted), replica_count - len(current)) >= quorum:
         raise errors.BadRequest(
             f"partition {partition_id}: only {len(current)} of {replica_count} replicas have "
             f"a trusted log of the last store session ({', '.join(current) or 'none'}); "
-            f"replicas without a trusted log: {', '.join(silent) or 'none'}; replicas that "
+            f"replicas without a trusted log: {', '.join(untrusted) or 'none'}; replicas that "
             f"were only in older sessions: {', '.join(older) or 'none'}. Fewer than {quorum} "
             "replicas may be missing. Hint: start more of them, or choose one with `cluster "
             f"accept-replicas {partition_id}`."
         )
-    ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
+    ranked = sorted(trusted, key=lambda replica: trusted[replica].rank, reverse=True)
     members = _choose_members(ranked, groups, replica_count)
-    return RebuildDecision(partition_id, ranked[0], able[ranked[0]], members)
+    return RebuildDecision(partition_id, ranked[0], trusted[ranked[0]], members)
 
 
 def _choose_members(
     ranked: Sequence[ReplicaId], groups: Mapping[ReplicaId, int], count: int
 ) -> tuple[ReplicaId, ...]:
     """Take the best replica of each group first, then the best of the others."""
-    taken: dict[int | None, ReplicaId] = {}
+    best_of_group: dict[int | None, ReplicaId] = {}
     for name in ranked:
-        taken.setdefault(groups.get(name), name)
-    first = list(taken.values())
+        best_of_group.setdefault(groups.get(name), name)
+    first = list(best_of_group.values())
     return tuple([*first, *(name for name in ranked if name not in first)][:count])
 
 
@@ -204,20 +204,20 @@ def describe_missing_in_chosen(
     chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]
 ) -> list[str]:
     """Return a text for each session or transaction range that the chosen log does not have."""
-    found: list[str] = []
+    texts: list[str] = []
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
-            found.append(
+            texts.append(
                 f"replica {name} has store session {log.last_session} as its last one, but "
                 f"the chosen log has {chosen.last_session}"
             )
         if log.last_synced_id > chosen.last_synced_id:
             first = chosen.last_synced_id + 1
-            found.append(
+            texts.append(
                 f"replica {name} has transactions {first}..{log.last_synced_id}, which the chosen "
                 "log does not have"
             )
-    return found
+    return texts
 
 
 def first_id_after_loss(now_s: int) -> int:
@@ -251,12 +251,13 @@ def rebuilding_steps(
         paths.servers: assignment.to_bytes(),
         paths.client_ids: model.encode_id_counter(ids),
         **{
-            paths.marker(each): model.PartitionMarker(model.MarkerState.OPEN).to_bytes()
-            for each in partitions
+            paths.marker(partition_id): model.PartitionMarker(model.MarkerState.OPEN).to_bytes()
+            for partition_id in partitions
         },
     }
     added_nodes = [
-        CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions
+        CreateNode(paths.partition(partition_id), metadata.to_bytes(partition_id))
+        for partition_id in partitions
     ]
     added_nodes.append(
         CreateNode(

@@ -6,8 +6,8 @@ writes and waits.
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
     1. A partition's next step is taken only from an open session that includes the previous one.
     2. A step adds one replica, removes one, or replaces one that is not in sync.
-    3. No step leaves a partition without a quorum of replicas in sync, or dependent on a replica
-       that must copy the log first, unless it has a single replica.
+    3. After each step, a partition has a quorum of replicas in sync, and does not depend on a
+       replica that must copy the log first. Partitions with a single replica are an exception.
     4. No replica is removed before the added ones are in sync.
     5. A plan consists only of the wanted placement: after a crash, the plan continues from the
        actual placement.
@@ -41,10 +41,10 @@ class ReplicaPlan:
     @staticmethod
     def for_placement(wanted: Placement, assigned: ReplicaAssignments) -> "ReplicaPlan":
         """Return the plan that leads from an assignment to a placement."""
-        before = {each: assigned.replicas_of(each) for each in wanted}
+        old_replicas = {partition_id: assigned.replicas_of(partition_id) for partition_id in wanted}
         joining = {
-            each: tuple(name for name in replicas if name not in before[each])
-            for each, replicas in wanted.items()
+            partition_id: tuple(name for name in replicas if name not in old_replicas[partition_id])
+            for partition_id, replicas in wanted.items()
         }
         return ReplicaPlan(dict(wanted), joining)
 
@@ -97,7 +97,7 @@ class PostponedStep(NamedTuple):
 
 
 def next_step(
-    partition_id: PartitionId, now: PartitionReplicas, plan: ReplicaPlan
+    partition_id: PartitionId, current: PartitionReplicas, plan: ReplicaPlan
 ) -> ReplicaStep | PostponedStep | None:
     """Return a partition's next step, or the reason to wait; None if the placement is reached."""
     wanted = plan.wanted[partition_id]
@@ -105,20 +105,20 @@ def next_step(
         raise errors.BadRequest(
             f"partition {partition_id} is not changed, because it would have no replica afterwards"
         )
-    leaving = [each for each in now.assigned if each not in wanted]
-    lacking = [each for each in wanted if each not in now.assigned]
-    if not now.assigned:
+    leaving = [each for each in current.assigned if each not in wanted]
+    missing = [each for each in wanted if each not in current.assigned]
+    if not current.assigned:
         return ReplicaStep(partition_id, (), tuple(wanted))
-    if not now.was_ever_opened:
+    if not current.was_ever_opened:
         # Without a history, no replica must be in sync: overlapping quorums are sufficient.
-        return _step_without_history(partition_id, now, lacking, leaving)
-    reason = _session_wait_reason(now) or _sync_wait_reason(now, plan.joining[partition_id])
+        return _step_without_history(partition_id, current, missing, leaving)
+    reason = _session_wait_reason(current) or _sync_wait_reason(current, plan.joining[partition_id])
     if reason is not None:
         return PostponedStep(partition_id, reason)
-    if lacking:
-        return _step_adding_replica(partition_id, now, lacking[0], leaving)
+    if missing:
+        return _step_adding_replica(partition_id, current, missing[0], leaving)
     if leaving:
-        return _step_removing_replica(partition_id, now, leaving)
+        return _step_removing_replica(partition_id, current, leaving)
     return None
 
 
@@ -127,7 +127,7 @@ def apply_steps(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> Repl
 
     Raises CoordinatorConflict if the replicas of a partition are not those before its step.
     """
-    held = {name: list(its) for name, its in old.partitions.items()}
+    partitions = {name: list(numbers) for name, numbers in old.partitions.items()}
     for partition_id, before, after in changes:
         found = old.replicas_of(partition_id)
         if set(found) != set(before):
@@ -137,101 +137,115 @@ def apply_steps(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> Repl
             )
         for name in before:
             if name not in after:
-                held[name].remove(partition_id)
+                partitions[name].remove(partition_id)
         for name in after:
-            if name not in held:
+            if name not in partitions:
                 raise errors.BadRequest(f"{name} is not a storage of this cluster")
             if name not in before:
-                held[name].append(partition_id)
-    return ReplicaAssignments({name: tuple(sorted(its)) for name, its in held.items()})
+                partitions[name].append(partition_id)
+    return ReplicaAssignments(
+        {name: tuple(sorted(numbers)) for name, numbers in partitions.items()}
+    )
 
 
 def _step_without_history(
     partition_id: PartitionId,
-    now: PartitionReplicas,
-    lacking: list[ReplicaId],
+    current: PartitionReplicas,
+    missing: list[ReplicaId],
     leaving: list[ReplicaId],
 ) -> ReplicaStep | None:
-    if lacking:
-        return ReplicaStep(partition_id, now.assigned, (*now.assigned, lacking[0]))
+    if missing:
+        return ReplicaStep(partition_id, current.assigned, (*current.assigned, missing[0]))
     if leaving:
-        return ReplicaStep(partition_id, now.assigned, _without_replica(now.assigned, leaving[0]))
+        return ReplicaStep(
+            partition_id, current.assigned, _without_replica(current.assigned, leaving[0])
+        )
     return None
 
 
-def _session_wait_reason(now: PartitionReplicas) -> str | None:
+def _session_wait_reason(current: PartitionReplicas) -> str | None:
     """Return the reason to wait for a store session (rule 1); None if there is none."""
-    assert now.metadata is not None
-    if set(now.metadata.states) != set(now.assigned):
+    assert current.metadata is not None
+    if set(current.metadata.states) != set(current.assigned):
         return (
             "the server of the partition must open a store session with the replicas "
-            f"{_join_names(now.assigned)}"
+            f"{_join_names(current.assigned)}"
         )
-    if not now.in_sync_replicas:
+    if not current.in_sync_replicas:
         return (
             "the server of the partition must open a store session; the last one was with "
-            f"the replicas {_join_names(_engaged_replicas(now))}, and a quorum of them must answer"
+            f"the replicas {_join_names(_engaged_replicas(current))}, and a quorum of "
+            "them must answer"
         )
     return None
 
 
-def _engaged_replicas(now: PartitionReplicas) -> list[ReplicaId]:
-    assert now.metadata is not None
-    states = now.metadata.states.items()
+def _engaged_replicas(current: PartitionReplicas) -> list[ReplicaId]:
+    assert current.metadata is not None
+    states = current.metadata.states.items()
     return [each for each, state in states if state.closing_high_water_mark == UNRESOLVED]
 
 
-def _sync_wait_reason(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
+def _sync_wait_reason(current: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
     """Return the reason to wait for a replica in sync (rule 4); None if there is none."""
-    behind = [each for each in now.assigned if each in joining and each not in now.in_sync_replicas]
-    return f"replica {_join_names(behind)} copies the log" if behind else None
+    copying = [
+        each
+        for each in current.assigned
+        if each in joining and each not in current.in_sync_replicas
+    ]
+    return f"replica {_join_names(copying)} copies the log" if copying else None
 
 
 def _step_adding_replica(
-    partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
+    partition_id: PartitionId,
+    current: PartitionReplicas,
+    added: ReplicaId,
+    leaving: list[ReplicaId],
 ) -> ReplicaStep | PostponedStep:
-    away = [each for each in leaving if each not in now.in_sync_replicas]
-    if away:  # The quorum keeps its size, so appends do not wait for the copy.
-        after = (*_without_replica(now.assigned, away[0]), added)
-        return _step_or_postponed(partition_id, now, after, len(now.in_sync_replicas))
-    after = (*now.assigned, added)
-    if len(now.in_sync_replicas) == len(now.assigned):
-        return ReplicaStep(partition_id, now.assigned, after)
-    return _step_or_postponed(partition_id, now, after, len(now.in_sync_replicas))
+    out_of_sync = [each for each in leaving if each not in current.in_sync_replicas]
+    if out_of_sync:  # The quorum keeps its size, so appends do not wait for the copy.
+        after = (*_without_replica(current.assigned, out_of_sync[0]), added)
+        return _step_or_postponed(partition_id, current, after, len(current.in_sync_replicas))
+    after = (*current.assigned, added)
+    if len(current.in_sync_replicas) == len(current.assigned):
+        return ReplicaStep(partition_id, current.assigned, after)
+    return _step_or_postponed(partition_id, current, after, len(current.in_sync_replicas))
 
 
 def _step_removing_replica(
-    partition_id: PartitionId, now: PartitionReplicas, leaving: list[ReplicaId]
+    partition_id: PartitionId, current: PartitionReplicas, leaving: list[ReplicaId]
 ) -> ReplicaStep | PostponedStep:
-    away = [each for each in leaving if each not in now.in_sync_replicas]
-    after = _without_replica(now.assigned, (away or leaving)[0])
+    out_of_sync = [each for each in leaving if each not in current.in_sync_replicas]
+    after = _without_replica(current.assigned, (out_of_sync or leaving)[0])
     return _step_or_postponed(
-        partition_id, now, after, len([each for each in now.in_sync_replicas if each in after])
+        partition_id,
+        current,
+        after,
+        len([each for each in current.in_sync_replicas if each in after]),
     )
 
 
 def _step_or_postponed(
     partition_id: PartitionId,
-    now: PartitionReplicas,
+    current: PartitionReplicas,
     after: tuple[ReplicaId, ...],
     in_sync_count: int,
 ) -> ReplicaStep | PostponedStep:
     """Return the step, unless it would break rule 3."""
     quorum = len(after) // 2 + 1
     if in_sync_count >= quorum:
-        return ReplicaStep(partition_id, now.assigned, after)
-    missing = [each for each in now.assigned if each not in now.in_sync_replicas]
+        return ReplicaStep(partition_id, current.assigned, after)
+    out_of_sync = [each for each in current.assigned if each not in current.in_sync_replicas]
     return PostponedStep(
         partition_id,
-        f"replica {_join_names(missing)} is not in sync; after the change, appends would need "
+        f"replica {_join_names(out_of_sync)} is not in sync; after the change, appends would need "
         f"{quorum} acknowledgements of the replicas {_join_names(after)}, and only {in_sync_count} "
-        "of "
-        "these are in sync. Hint: start its storage, or replace it.",
+        "of these are in sync. Hint: start the storage of the replica, or replace it.",
     )
 
 
-def _without_replica(replicas: tuple[ReplicaId, ...], gone: ReplicaId) -> tuple[ReplicaId, ...]:
-    return tuple(each for each in replicas if each != gone)
+def _without_replica(replicas: tuple[ReplicaId, ...], removed: ReplicaId) -> tuple[ReplicaId, ...]:
+    return tuple(each for each in replicas if each != removed)
 
 
 def _join_names(replicas: Iterable[ReplicaId]) -> str:
@@ -252,8 +266,8 @@ class _PlacementBuilder:
     def __post_init__(self) -> None:
         self.replica_counts = dict.fromkeys(self.groups, 0)
         for replicas in self.replicas.values():
-            for each in replicas:
-                self.replica_counts[each] = self.replica_counts.get(each, 0) + 1
+            for replica in replicas:
+                self.replica_counts[replica] = self.replica_counts.get(replica, 0) + 1
 
     def group_count(self, replicas: Iterable[ReplicaId]) -> int:
         return len({self.groups.get(each) for each in replicas})
@@ -270,12 +284,12 @@ class _PlacementBuilder:
         self, replicas: Collection[ReplicaId], excluded: Collection[ReplicaId]
     ) -> ReplicaId | None:
         """Return the best storage for one more replica: in another group, with few replicas."""
-        free = [each for each in self.groups if each not in replicas and each not in excluded]
-        before = self.group_count(replicas)
+        candidates = [each for each in self.groups if each not in replicas and each not in excluded]
+        group_count = self.group_count(replicas)
         return min(
-            free,
+            candidates,
             key=lambda each: (
-                -self.group_count([*replicas, each]) + before,
+                -self.group_count([*replicas, each]) + group_count,
                 self.replica_counts[each],
             ),
             default=None,
@@ -284,9 +298,9 @@ class _PlacementBuilder:
     def replica_to_remove(self, replicas: list[ReplicaId]) -> ReplicaId:
         """Return the replica to remove: in a group with several, on the fullest storage."""
 
-        def cost(each: ReplicaId) -> tuple[int, int]:
-            rest = [other for other in replicas if other != each]
-            return self.group_count(rest), self.replica_counts[each]
+        def cost(replica: ReplicaId) -> tuple[int, int]:
+            remaining = [other for other in replicas if other != replica]
+            return self.group_count(remaining), self.replica_counts[replica]
 
         return max(replicas, key=cost)
 
@@ -296,37 +310,39 @@ def placement_of(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the replicas of every partition."""
     partitions = map(PartitionId, range(partition_count))
-    return {each: assigned.replicas_of(each) for each in partitions}
+    return {partition_id: assigned.replicas_of(partition_id) for partition_id in partitions}
 
 
 def placement_without_storage(
-    now: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
+    current: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement without a storage; raises BadRequest if a replica has no other place."""
-    usual = _usual_replica_count(now)
-    places = _PlacementBuilder(groups, {each: list(replicas) for each, replicas in now.items()})
+    usual = _usual_replica_count(current)
+    builder = _PlacementBuilder(
+        groups, {each: list(replicas) for each, replicas in current.items()}
+    )
     moved: dict[PartitionId, tuple[ReplicaId, ...]] = {}
-    for partition_id, replicas in now.items():
+    for partition_id, replicas in current.items():
         if address not in replicas:
             continue
         others = [each for each in replicas if each != address]
         if len(others) >= usual:  # The replica has a successor: this completes an earlier move.
             moved[partition_id] = tuple(others)
             continue
-        found = places.best_storage_for(others, [address])
-        if found is None:
+        storage = builder.best_storage_for(others, [address])
+        if storage is None:
             raise errors.BadRequest(
                 f"every other storage already has a replica of partition {partition_id}. "
                 "Hint: add a storage first, or remove the replica (`cluster remove-replica "
                 f"{partition_id} {address}`)."
             )
-        places.move(partition_id, address, found)
-        moved[partition_id] = tuple(places.replicas[partition_id])
+        builder.move(partition_id, address, storage)
+        moved[partition_id] = tuple(builder.replicas[partition_id])
     return moved
 
 
 def placement_with_replacement(
-    now: Placement, old: ReplicaId, new: ReplicaId, partitions: Collection[PartitionId]
+    current: Placement, old: ReplicaId, new: ReplicaId, partitions: Collection[PartitionId]
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which storage `new` has taken over the replicas of storage `old`.
 
@@ -334,10 +350,10 @@ def placement_with_replacement(
     an earlier move. Raises BadRequest if the partition does not have one more: the change would
     only remove a replica.
     """
-    usual = _usual_replica_count(now)
+    usual = _usual_replica_count(current)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
     for partition_id in partitions:
-        replicas = now[partition_id]
+        replicas = current[partition_id]
         if old not in replicas:
             continue
         if new in replicas and len(replicas) <= usual:
@@ -355,54 +371,56 @@ def placement_with_replacement(
 
 
 def placement_with_missing_replicas(
-    now: Placement, address: ReplicaId
+    current: Placement, address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which a storage gets a replica of each partition that lacks one."""
-    usual = _usual_replica_count(now)
+    usual = _usual_replica_count(current)
     return {
         partition_id: (*replicas, address)
-        for partition_id, replicas in now.items()
+        for partition_id, replicas in current.items()
         if address not in replicas and len(replicas) < usual
     }
 
 
-def _usual_replica_count(now: Placement) -> int:
+def _usual_replica_count(current: Placement) -> int:
     """Return the number of replicas that most partitions have; the greater one if two are equal."""
-    counts = [len(replicas) for replicas in now.values()]
+    counts = [len(replicas) for replicas in current.values()]
     return max(counts, key=lambda each: (counts.count(each), each), default=0)
 
 
 def spread_replicas(
-    now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
+    current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement with replicas spread evenly over groups and storages.
 
     Without `replica_count`, a partition keeps its number of replicas, or gets one for each group.
     Raises BadRequest if there are too few storages.
     """
-    places = _fill_up_placement(now, groups, replica_count)
-    for partition_id in places.replicas:
-        _spread_over_groups(places, partition_id)
-    while _move_one_replica(places):
+    builder = _fill_up_placement(current, groups, replica_count)
+    for partition_id in builder.replicas:
+        _spread_over_groups(builder, partition_id)
+    while _move_one_replica(builder):
         pass
-    return {each: tuple(replicas) for each, replicas in places.replicas.items()}
+    return {each: tuple(replicas) for each, replicas in builder.replicas.items()}
 
 
 def fill_up_replicas(
-    now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
+    current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which each partition has its number of replicas; others do not move.
 
     Raises BadRequest if there are too few storages.
     """
     return {
-        each: tuple(its)
-        for each, its in _fill_up_placement(now, groups, replica_count).replicas.items()
+        partition_id: tuple(replicas)
+        for partition_id, replicas in _fill_up_placement(
+            current, groups, replica_count
+        ).replicas.items()
     }
 
 
 def _fill_up_placement(
-    now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None
+    current: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None
 ) -> _PlacementBuilder:
     usual = replica_count or len(set(groups.values()))
     if not 1 <= usual <= len(groups):
@@ -410,56 +428,58 @@ def _fill_up_placement(
             f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
             f"{usual}"
         )
-    places = _PlacementBuilder(groups, {each: list(replicas) for each, replicas in now.items()})
-    for partition_id, replicas in places.replicas.items():
+    builder = _PlacementBuilder(
+        groups, {number: list(replicas) for number, replicas in current.items()}
+    )
+    for partition_id, replicas in builder.replicas.items():
         count = replica_count or len(replicas) or usual
         while len(replicas) < count:
-            found = places.best_storage_for(replicas, ())
-            assert found is not None
-            places.move(partition_id, None, found)
+            storage = builder.best_storage_for(replicas, ())
+            assert storage is not None
+            builder.move(partition_id, None, storage)
         while len(replicas) > count:
-            places.move(partition_id, places.replica_to_remove(replicas), None)
-    return places
+            builder.move(partition_id, builder.replica_to_remove(replicas), None)
+    return builder
 
 
-def _spread_over_groups(places: _PlacementBuilder, partition_id: PartitionId) -> None:
-    replicas = places.replicas[partition_id]
+def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -> None:
+    replicas = builder.replicas[partition_id]
     while True:
-        removed = places.replica_to_remove(replicas)
+        removed = builder.replica_to_remove(replicas)
         others = [each for each in replicas if each != removed]
-        found = places.best_storage_for(others, [removed])
-        if found is None:
+        storage = builder.best_storage_for(others, [removed])
+        if storage is None:
             return
-        if places.group_count([*others, found]) <= places.group_count(replicas):
+        if builder.group_count([*others, storage]) <= builder.group_count(replicas):
             return
-        places.move(partition_id, removed, found)
+        builder.move(partition_id, removed, storage)
 
 
-def _move_one_replica(places: _PlacementBuilder) -> bool:
+def _move_one_replica(builder: _PlacementBuilder) -> bool:
     """Move one replica to a storage with at least two fewer; return False if none can move."""
-    by_load = sorted(places.groups, key=lambda each: places.replica_counts[each])
-    for full in reversed(by_load):
-        for empty in by_load:
-            if places.replica_counts[full] - places.replica_counts[empty] < 2:
+    storages = sorted(builder.groups, key=lambda each: builder.replica_counts[each])
+    for source in reversed(storages):
+        for target in storages:
+            if builder.replica_counts[source] - builder.replica_counts[target] < 2:
                 break
-            for partition_id, replicas in places.replicas.items():
-                if full not in replicas or empty in replicas:
+            for partition_id, replicas in builder.replicas.items():
+                if source not in replicas or target in replicas:
                     continue
-                after = [empty if each == full else each for each in replicas]
-                if places.group_count(after) >= places.group_count(replicas):
-                    places.move(partition_id, full, empty)
+                after = [target if each == source else each for each in replicas]
+                if builder.group_count(after) >= builder.group_count(replicas):
+                    builder.move(partition_id, source, target)
                     return True
     return False
 
 
 def partitions_in_too_few_groups(
-    now: Placement, groups: Mapping[ReplicaId, int]
+    current: Placement, groups: Mapping[ReplicaId, int]
 ) -> list[PartitionId]:
     """Return the partitions whose replicas are in fewer groups than possible."""
     group_count = len(set(groups.values()))
     return [
         partition_id
-        for partition_id, replicas in now.items()
+        for partition_id, replicas in current.items()
         if len({groups.get(each) for each in replicas}) < min(len(replicas), group_count)
     ]
 
@@ -471,7 +491,7 @@ def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]
     )
     if text == "all":
         return tuple(map(PartitionId, range(partition_count)))
-    found: dict[int, None] = {}
+    parsed_numbers: dict[int, None] = {}
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
@@ -480,8 +500,8 @@ def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]
         if not numbers or numbers[-1] >= partition_count:
             where = f"{text!r}" if part == text else f"{part.strip()!r} in {text!r}"
             raise errors.BadConfig(f"{expected}; found {where}")
-        found.update(dict.fromkeys(numbers))
-    return tuple(map(PartitionId, found))
+        parsed_numbers.update(dict.fromkeys(numbers))
+    return tuple(map(PartitionId, parsed_numbers))
 
 
 def ranges_of_numbers(numbers: list[int]) -> str:

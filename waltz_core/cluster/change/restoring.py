@@ -99,7 +99,8 @@ def _restored_write(
     """Return a write of the backup as it is in the restored cluster (rule 3)."""
     state = write.state
     capped = {
-        each: min(mark, marks.get(PartitionId(each), mark)) for each, mark in state.marks.items()
+        number: min(mark, marks.get(PartitionId(number), mark))
+        for number, mark in state.marks.items()
     }
     is_removed = state.summary == {}
     summary = state.summary if is_whole or is_removed else None
@@ -110,8 +111,14 @@ def restoring_steps(
     paths: ClusterPaths, new: NewCluster, restored: RestoredCluster, *, root_version: int
 ) -> list[list[Operation]]:
     """Return the writes that create the nodes of a restored cluster, in order."""
-    partitions = {PartitionId(number): each for number, each in enumerate(restored.partitions)}
-    owned = {each: its.generation for each, its in partitions.items()}
+    partitions = {
+        PartitionId(number): restored_partition
+        for number, restored_partition in enumerate(restored.partitions)
+    }
+    owned = {
+        partition_id: restored_partition.generation
+        for partition_id, restored_partition in partitions.items()
+    }
     assignment = model.PartitionAssignment(
         model.NO_CVERSION, new.partition_count, {NO_SERVER: owned}
     )
@@ -120,11 +127,15 @@ def restoring_steps(
         paths.client_ids: model.encode_id_counter(restored.client_id),
     }
     added_nodes = []
-    for each, its in partitions.items():
-        marker = model.PartitionMarker(model.MarkerState.NEW, archived=its.end)
-        data_by_path[paths.marker(each)] = marker.to_bytes()
-        metadata = model.PartitionMetadata(its.generation, its.session_id)
-        added_nodes.append(CreateNode(paths.partition(each), metadata.to_bytes(each)))
+    for partition_id, restored_partition in partitions.items():
+        marker = model.PartitionMarker(model.MarkerState.NEW, archived=restored_partition.end)
+        data_by_path[paths.marker(partition_id)] = marker.to_bytes()
+        metadata = model.PartitionMetadata(
+            restored_partition.generation, restored_partition.session_id
+        )
+        added_nodes.append(
+            CreateNode(paths.partition(partition_id), metadata.to_bytes(partition_id))
+        )
     added_nodes.append(
         CreateNode(paths.issued_client_ids, model.encode_id_counter(restored.issued_client_id))
     )

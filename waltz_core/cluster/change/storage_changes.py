@@ -83,11 +83,11 @@ class StorageLayout:
     def without_storage(self, address: ReplicaId) -> "StorageLayout":
         """Return the layout without a storage; raises BadRequest while it has partitions."""
         self.check_storage_exists(address)
-        held = self.assignment.partitions[address]
-        if held:
+        partitions = self.assignment.partitions[address]
+        if partitions:
             raise errors.BadRequest(
                 f"storage {address} was not removed, because it still has replicas of "
-                f"{len(held)} partitions, such as {held[0]}"
+                f"{len(partitions)} partitions, such as {partitions[0]}"
             )
         return StorageLayout(
             model.ReplicaAssignments(_without_key(self.assignment.partitions, address)),
@@ -102,7 +102,7 @@ class PlanProgress:
 
     done_count: int
     partition_count: int
-    waits: tuple[PostponedStep, ...] = ()
+    postponed_steps: tuple[PostponedStep, ...] = ()
     steps: tuple[ReplicaStep, ...] = ()
 
 
@@ -141,9 +141,9 @@ class StorageChanges:
                 model.ConnectionMetadata(new.admin_ports).to_bytes(),
             )
             changed = [
-                replace(step, data=its)
-                for step, its in zip(steps, data, strict=True)
-                if step.data != its
+                replace(step, data=new_data)
+                for step, new_data in zip(steps, data, strict=True)
+                if step.data != new_data
             ]
             if not changed:
                 return new
@@ -157,8 +157,7 @@ class StorageChanges:
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
             f"the change to the list of storages of {self._nodes.connect_string} was not made, "
-            "because "
-            "other processes changed the list during each attempt"
+            "because other processes changed the list during each attempt"
         )
 
     async def forget_storage_id(self, address: ReplicaId) -> None:
@@ -185,15 +184,17 @@ class StorageChanges:
         signal: Signal | None = None,
     ) -> dict[PartitionId, PartitionReplicas]:
         """Read the replicas of these partitions, with their states in the owners' sessions."""
-        found: dict[PartitionId, PartitionReplicas] = {}
+        replicas: dict[PartitionId, PartitionReplicas] = {}
         for partition_id in partitions:
             path = self._paths.partition(partition_id)
             node = await self._nodes.znodes.get(path, signal)
             metadata = None
             if node is not None:
                 metadata = model.PartitionMetadata.from_bytes(node.data, partition_id)
-            found[partition_id] = PartitionReplicas(assignment.replicas_of(partition_id), metadata)
-        return found
+            replicas[partition_id] = PartitionReplicas(
+                assignment.replicas_of(partition_id), metadata
+            )
+        return replicas
 
     async def execute_plan(
         self, plan: ReplicaPlan, on_progress: Callable[[PlanProgress], None]
@@ -241,17 +242,17 @@ class StorageChanges:
             for partition_id in [each for each, step in steps.items() if step is None]:
                 unfinished.remove(partition_id)
             next_steps = tuple(each for each in steps.values() if isinstance(each, ReplicaStep))
-            waits = tuple(each for each in steps.values() if isinstance(each, PostponedStep))
+            postponed = tuple(each for each in steps.values() if isinstance(each, PostponedStep))
             on_progress(
                 PlanProgress(
-                    len(plan.wanted) - len(unfinished), len(plan.wanted), waits, next_steps
+                    len(plan.wanted) - len(unfinished), len(plan.wanted), postponed, next_steps
                 )
             )
             if not unfinished:
                 raise _PlanCompleted
             if next_steps:
                 await self._write_steps(next_steps)
-            elif len(waits) == min(len(unfinished), CONCURRENT_PARTITIONS_MAX):
+            elif len(postponed) == min(len(unfinished), CONCURRENT_PARTITIONS_MAX):
                 return
 
     async def _write_steps(self, next_steps: tuple[ReplicaStep, ...]) -> None:

@@ -57,26 +57,25 @@ class StoredPermissions:
 
     async def read_existing(self) -> Permissions:
         """Return the permissions; raises BadRequest if the cluster has none."""
-        found = await self.read()
-        if found is None:
+        permissions = await self.read()
+        if permissions is None:
             raise self._missing_error()
-        return found
+        return permissions
 
     async def create(self, permissions: Permissions, author: Author) -> Permissions:
         """Write the first permissions; raises BadRequest if the cluster has permissions already."""
         await self._reset_access_lists()
-        made = with_revision(permissions, permissions.revision, *author)
+        new_permissions = with_revision(permissions, permissions.revision, *author)
         for _ in range(WRITE_ATTEMPTS_MAX):
-            found = await self._get_node()
-            if found is not None:
+            node = await self._get_node()
+            if node is not None:
                 raise errors.BadRequest(
                     f"nothing was changed: the cluster at {self._nodes.connect_string} has "
-                    "permissions "
-                    "already. Hint: `access list` shows them and who wrote them, `access "
-                    "import` replaces them."
+                    "permissions already. Hint: `access list` shows them and their author, "
+                    "`access import` replaces them."
                 )
-            if await self._try_write(made, None):
-                return made
+            if await self._try_write(new_permissions, None):
+                return new_permissions
         raise self._conflict_error()
 
     async def change(
@@ -92,17 +91,17 @@ class StoredPermissions:
             if node is None:
                 raise self._missing_error()
             before = self._decode(node)
-            wanted = change(before)
-            if wanted == before:
+            changed = change(before)
+            if changed == before:
                 return PermissionsChange(before, before)
-            made = with_revision(wanted, before.revision + 1, *author)
-            if await self._try_write(made, node):
-                return PermissionsChange(before, made)
+            revised = with_revision(changed, before.revision + 1, *author)
+            if await self._try_write(revised, node):
+                return PermissionsChange(before, revised)
         raise self._conflict_error()
 
     async def replace(
         self,
-        found: Permissions,
+        permissions: Permissions,
         author: Author,
         check: Callable[[Permissions, Permissions], None],
         *,
@@ -115,7 +114,7 @@ class StoredPermissions:
         rule 4.
         """
         await self._reset_access_lists()
-        first = dataclasses.replace(found, client_key=new_key)
+        first = dataclasses.replace(permissions, client_key=new_key)
         for _ in range(WRITE_ATTEMPTS_MAX):
             node, before = await self._get_node(), None
             if node is not None:
@@ -123,12 +122,13 @@ class StoredPermissions:
                     before = self._decode(node)
                 except errors.BadFormat:
                     before = None  # The unreadable permissions are replaced.
-            newest = max(found.revision, before.revision if before else 0)
-            made = with_revision(first if node is None else found, newest + 1, *author)  # rule 4
+            newest = max(permissions.revision, before.revision if before else 0)
+            new = first if node is None else permissions  # rule 4
+            after = with_revision(new, newest + 1, *author)
             if before is not None:
-                check(before, made)
-            if await self._try_write(made, node):
-                return PermissionsChange(before, made)
+                check(before, after)
+            if await self._try_write(after, node):
+                return PermissionsChange(before, after)
         raise self._conflict_error()
 
     async def was_revision_published(self) -> bool:
@@ -146,15 +146,15 @@ class StoredPermissions:
     def _decode(self, node: Node) -> Permissions:
         return decode_node(self._path, node, access_node.decode_permissions)
 
-    async def _try_write(self, made: Permissions, before: Node | None) -> bool:
+    async def _try_write(self, permissions: Permissions, old_node: Node | None) -> bool:
         """Write the permissions; return False if they must be read again (rules 1 and 2)."""
-        data = access_node.encode_permissions(made)
-        if before is None:
+        data = access_node.encode_permissions(permissions)
+        if old_node is None:
             await self._nodes.create_missing((self._nodes.paths.extensions,))
         step = (
             CreateNode(self._path, data)
-            if before is None
-            else SetNode(self._path, data, before.stat.version)
+            if old_node is None
+            else SetNode(self._path, data, old_node.stat.version)
         )
         try:
             await self._znodes.write([step])
@@ -167,7 +167,7 @@ class StoredPermissions:
                 raise unknown from None
             if node is not None and node.data == data:
                 return True
-            if _node_version(node) == _node_version(before):
+            if _node_version(node) == _node_version(old_node):
                 return False
             raise
         return True
@@ -175,8 +175,7 @@ class StoredPermissions:
     def _missing_error(self) -> errors.BadRequest:
         return errors.BadRequest(
             f"the cluster at {self._nodes.connect_string} has no permissions. Hint: `access init` "
-            "creates "
-            "them, `access import` restores exported ones."
+            "creates permissions, `access import` restores exported ones."
         )
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:

@@ -98,15 +98,15 @@ class AppliedRevisions:
         paths = self._nodes.paths
         await self._nodes.znodes.sync()
         listing = await self._nodes.znodes.children(paths.applied_revisions)
-        found: dict[str, int] = {}
+        revisions: dict[str, int] = {}
         for name in () if listing is None else listing.names:
             node = await self._nodes.znodes.get(paths.applied_revision(name))
             if node is None:
                 continue
             try:
-                found[name] = decode_node(
+                revisions[name] = decode_node(
                     paths.applied_revision(name), node, decode_applied_revision
                 )
             except errors.BadFormat:
                 continue  # a daemon of another version, or damage
-        return found
+        return revisions

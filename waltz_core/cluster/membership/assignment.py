@@ -98,7 +98,9 @@ def hand_over_partition(
     """
     if old.servers.get(owner, {}).get(partition_id) != generation:
         return None
-    ring = sorted(old.servers, key=lambda each: blake2b(b"%d %d" % (partition_id, each)).digest())
+    ring = sorted(
+        old.servers, key=lambda server_id: blake2b(b"%d %d" % (partition_id, server_id)).digest()
+    )
     target = ring[(ring.index(owner) + 1) % len(ring)]
     return None if target == owner else move_partitions(old, {partition_id: target})
 
@@ -110,16 +112,18 @@ def move_partitions(
 
     A server that is not in the old assignment has owned no partitions.
     """
-    owned = {server_id: dict(its) for server_id, its in old.servers.items()}
-    for source, its in old.servers.items():
-        for partition_id, generation in its.items():
+    owned = {server_id: dict(generations) for server_id, generations in old.servers.items()}
+    for source, generations in old.servers.items():
+        for partition_id, generation in generations.items():
             target = moves.get(partition_id, source)
             if target != source:
                 del owned[source][partition_id]
                 owned.setdefault(target, {})[partition_id] = _next_generation(
                     generation, partition_id
                 )
-    servers = {server_id: dict(sorted(its.items())) for server_id, its in owned.items()}
+    servers = {
+        server_id: dict(sorted(generations.items())) for server_id, generations in owned.items()
+    }
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 
 
@@ -130,9 +134,9 @@ def with_minimum_generations(
     servers = {
         server_id: {
             partition_id: max(generation, at_least.get(partition_id, generation))
-            for partition_id, generation in its.items()
+            for partition_id, generation in generations.items()
         }
-        for server_id, its in old.servers.items()
+        for server_id, generations in old.servers.items()
     }
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 
@@ -161,7 +165,11 @@ class _AssignmentBuilder:
                 self._assign(server_id, partition_id)
 
     def keep_up_to_share(self, server_id: ServerId) -> None:
-        kept = [p for p in sorted(self.free) if self._owner.get(p) == server_id]
+        kept = [
+            partition_id
+            for partition_id in sorted(self.free)
+            if self._owner.get(partition_id) == server_id
+        ]
         self._assign_up_to_share(server_id, kept)
 
     def keep_current_owners(self) -> None:
@@ -171,14 +179,15 @@ class _AssignmentBuilder:
                 self._assign(owner, partition_id)
         for partition_id in sorted(self.free):
             self._assign(
-                min(self.owned, key=lambda each: (len(self.owned[each]), each)), partition_id
+                min(self.owned, key=lambda server_id: (len(self.owned[server_id]), server_id)),
+                partition_id,
             )
 
     def assign_free(self, server_id: ServerId) -> None:
         self._assign_up_to_share(server_id, sorted(self.free))
 
-    def _assign_up_to_share(self, server_id: ServerId, wanted: Sequence[PartitionId]) -> None:
-        for partition_id in wanted:
+    def _assign_up_to_share(self, server_id: ServerId, candidates: Sequence[PartitionId]) -> None:
+        for partition_id in candidates:
             count = len(self.owned[server_id])
             if count < self._share or (count == self._share and self._spare > 0):
                 self._assign(server_id, partition_id)
@@ -205,12 +214,12 @@ def _next_generation(generation: Generation, partition_id: PartitionId) -> Gener
 
 def assign_replicas(groups: Mapping[ReplicaId, int], partition_count: int) -> ReplicaAssignments:
     """Assign one replica of every partition to each group of storages, round-robin."""
-    held: dict[ReplicaId, list[PartitionId]] = {address: [] for address in groups}
+    partitions: dict[ReplicaId, list[PartitionId]] = {address: [] for address in groups}
     for group in sorted(set(groups.values())):
         members = [address for address, its_group in groups.items() if its_group == group]
         for partition in range(partition_count):
-            held[members[partition % len(members)]].append(PartitionId(partition))
-    return ReplicaAssignments({address: tuple(its) for address, its in held.items()})
+            partitions[members[partition % len(members)]].append(PartitionId(partition))
+    return ReplicaAssignments({address: tuple(numbers) for address, numbers in partitions.items()})
 
 
 def check_replica_change(

@@ -5,12 +5,11 @@ A move pauses every client of the partition, so a move must be worth this cost.
 Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
     2. Partitions move from one server to the least loaded one, and only for a gain, which is the
-       decrease of the greater of the two loads. To begin, the source must have a load of a quarter
-       above the servers' average, and the gain must be an eighth of that average, for
-       `sustained_ms`: neither noise nor a load that has just begun reaches that. For
-       `rebalancing_ms` after that, a gain of a twentieth is sufficient, so that a rebalancing that
-       has begun is completed. Each move makes two servers more even, so with constant loads the
-       moves end.
+       decrease of the greater of the two loads. A rebalancing begins when, for `sustained_ms`, the
+       load of the source is a quarter above the servers' average, and the gain is an eighth of that
+       average. So noise, or a load that has just begun, does not begin it. For `rebalancing_ms`
+       after that, a gain of a twentieth is sufficient, so that a rebalancing that has begun is
+       completed. Each move makes two servers more even, so with constant loads the moves end.
     3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
        one time.
     4. A nearly idle partition counts as `IDLE_LOAD`: idle partitions are spread by count.
@@ -87,17 +86,19 @@ class Balancer:
         """
         self._forget_old_moves(now_ms)
         pinned = {*preferred, *self._moved_ms}
-        held: dict[ServerId, dict[PartitionId, float]] = {each: {} for each in servers}
+        server_loads: dict[ServerId, dict[PartitionId, float]] = {each: {} for each in servers}
         for partition_id, owner in owners.items():
-            if owner in held:
-                held[owner][partition_id] = IDLE_LOAD + loads.get(partition_id, 0.0)
-        if len(held) < 2:
+            if owner in server_loads:
+                server_loads[owner][partition_id] = IDLE_LOAD + loads.get(partition_id, 0.0)
+        if len(server_loads) < 2:
             self.reset_history()
             return {}
         movable = {each for each in loads if each not in pinned}
-        is_rebalancing = self._is_rebalancing(held, movable, now_ms)
-        found = self._compute_moves({each: dict(its) for each, its in held.items()}, movable)
-        sources = {owners[each] for each in found}
+        is_rebalancing = self._is_rebalancing(server_loads, movable, now_ms)
+        possible_moves = self._compute_moves(
+            {each: dict(partition_loads) for each, partition_loads in server_loads.items()}, movable
+        )
+        sources = {owners[each] for each in possible_moves}
         self._overloaded_since_ms = {
             each: self._overloaded_since_ms.get(each, now_ms) for each in sources
         }
@@ -106,41 +107,49 @@ class Balancer:
         before_ms = now_ms - self._limits.sustained_ms
         ready = {each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms}
         # The moves are planned again: no move may depend on another move that is not ready.
-        return self._compute_moves(held, {each for each in movable if owners[each] in ready})
+        return self._compute_moves(
+            server_loads, {each for each in movable if owners[each] in ready}
+        )
 
     def _compute_moves(
-        self, held: dict[ServerId, dict[PartitionId, float]], movable: Collection[PartitionId]
+        self,
+        server_loads: dict[ServerId, dict[PartitionId, float]],
+        movable: Collection[PartitionId],
     ) -> dict[PartitionId, ServerId]:
         """Return the moves that make the loads of the servers more even (rule 2)."""
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
-            found = _best_move(held, movable, self._limits.gain_min_to_continue)
-            if found is None:
+            best = _best_move(server_loads, movable, self._limits.gain_min_to_continue)
+            if best is None:
                 break
-            source, shift = found
-            for partition_id in shift.partitions[: self._limits.moves_max - len(moves)]:
-                moves[partition_id] = shift.target
-                held[shift.target][partition_id] = held[source].pop(partition_id)
+            source, move = best
+            for partition_id in move.partitions[: self._limits.moves_max - len(moves)]:
+                moves[partition_id] = move.target
+                server_loads[move.target][partition_id] = server_loads[source].pop(partition_id)
                 movable.discard(partition_id)
         return moves
 
     def _forget_old_moves(self, now_ms: int) -> None:
         oldest_ms = now_ms - self._limits.cooldown_ms
         self._moved_ms = {
-            each: at_ms for each, at_ms in self._moved_ms.items() if at_ms > oldest_ms
+            partition_id: at_ms
+            for partition_id, at_ms in self._moved_ms.items()
+            if at_ms > oldest_ms
         }
 
     def _is_rebalancing(
         self,
-        held: Mapping[ServerId, Mapping[PartitionId, float]],
+        server_loads: Mapping[ServerId, Mapping[PartitionId, float]],
         movable: Collection[PartitionId],
         now_ms: int,
     ) -> bool:
         """Whether a rebalancing is in progress; a lasting imbalance begins one (rule 2)."""
         limits = self._limits
-        found = _best_move(held, movable, limits.gain_min_to_begin, limits.excess_min_to_begin)
-        if found is None:
+        best = _best_move(
+            server_loads, movable, limits.gain_min_to_begin, limits.excess_min_to_begin
+        )
+        if best is None:
             self._uneven_since_ms = None
         elif self._uneven_since_ms is None:
             self._uneven_since_ms = now_ms
@@ -152,7 +161,7 @@ class Balancer:
 
 
 def _best_move(
-    held: Mapping[ServerId, Mapping[PartitionId, float]],
+    server_loads: Mapping[ServerId, Mapping[PartitionId, float]],
     movable: Collection[PartitionId],
     gain_min: float,
     excess_min: float = 0.0,
@@ -161,34 +170,44 @@ def _best_move(
 
     `gain_min` and `excess_min` are fractions of the servers' average load.
     """
-    totals = {each: sum(its.values()) for each, its in held.items()}
-    target = min(totals, key=lambda each: (totals[each], each))
+    totals = {
+        server_id: sum(partition_loads.values())
+        for server_id, partition_loads in server_loads.items()
+    }
+    target = min(totals, key=lambda server_id: (totals[server_id], server_id))
     mean = sum(totals.values()) / len(totals)
-    for source in sorted(totals, key=lambda each: (-totals[each], each)):
+    for source in sorted(totals, key=lambda server_id: (-totals[server_id], server_id)):
         if source == target or totals[source] <= (1 + excess_min) * mean:
             continue
-        its = {each: load for each, load in held[source].items() if each in movable}
-        shift = _move_between(its, totals[source], totals[target], target)
-        if shift.gain > gain_min * mean:
-            return source, shift
+        partition_loads = {
+            partition_id: load
+            for partition_id, load in server_loads[source].items()
+            if partition_id in movable
+        }
+        move = _move_between(partition_loads, totals[source], totals[target], target)
+        if move.gain > gain_min * mean:
+            return source, move
     return None
 
 
 def _move_between(
-    its: Mapping[PartitionId, float], source_load: float, target_load: float, target: ServerId
+    partition_loads: Mapping[PartitionId, float],
+    source_load: float,
+    target_load: float,
+    target: ServerId,
 ) -> _BalanceMove:
     """Return the move that makes two servers most even: partitions within half the gap, or one."""
     capacity = (source_load - target_load) / 2
-    taken: list[PartitionId] = []
+    moved_partitions: list[PartitionId] = []
     moved = 0.0
     best = _BalanceMove(0.0, (), target)
-    for partition_id in sorted(its, key=lambda each: (-its[each], each)):
-        load = its[partition_id]
+    for partition_id in sorted(partition_loads, key=lambda each: (-partition_loads[each], each)):
+        load = partition_loads[partition_id]
         single_gain = source_load - max(source_load - load, target_load + load)
         if single_gain > best.gain:
             best = _BalanceMove(single_gain, (partition_id,), target)
         if moved + load <= capacity:
-            taken.append(partition_id)
+            moved_partitions.append(partition_id)
             moved += load
     # Within half the gap, the source keeps the greater load, so the whole moved load is gain.
-    return best if best.gain >= moved else _BalanceMove(moved, tuple(taken), target)
+    return best if best.gain >= moved else _BalanceMove(moved, tuple(moved_partitions), target)

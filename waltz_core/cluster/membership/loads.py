@@ -55,25 +55,29 @@ class LoadMeter:
         self, totals: Mapping[PartitionId, float], now_ms: int
     ) -> dict[PartitionId, PartitionLoad]:
         """Record the counters of all partitions that this server owns; return their loads."""
-        self._meters = {each: its for each, its in self._meters.items() if each in totals}
-        found: dict[PartitionId, PartitionLoad] = {}
+        self._meters = {
+            partition_id: meter
+            for partition_id, meter in self._meters.items()
+            if partition_id in totals
+        }
+        loads: dict[PartitionId, PartitionLoad] = {}
         for partition_id, total in totals.items():
             meter = self._meters.get(partition_id)
             if meter is None or total < meter.total:  # New here, or closed and opened again.
                 self._meters[partition_id] = _PartitionMeter(total, now_ms, now_ms)
                 continue
-            took_ms = now_ms - meter.counted_at_ms
-            if took_ms <= 0:
+            elapsed_ms = now_ms - meter.counted_at_ms
+            if elapsed_ms <= 0:
                 continue
-            kept = exp(-took_ms / self._window_ms)
-            rate = (total - meter.total) * 1000 / took_ms
-            meter.weighted_sum = meter.weighted_sum * kept + rate * (1 - kept)
+            old_weight = exp(-elapsed_ms / self._window_ms)
+            rate = (total - meter.total) * 1000 / elapsed_ms
+            meter.weighted_sum = meter.weighted_sum * old_weight + rate * (1 - old_weight)
             meter.total, meter.counted_at_ms = total, now_ms
             measured_ms = now_ms - meter.since_ms
-            found[partition_id] = PartitionLoad(
+            loads[partition_id] = PartitionLoad(
                 meter.weighted_sum / (1 - exp(-measured_ms / self._window_ms)), measured_ms
             )
-        return found
+        return loads
 
 
 class LoadAverages:
@@ -93,7 +97,9 @@ class LoadAverages:
             load = reported.get(owner, {}).get(partition_id)
             if load is not None and load.measured_ms >= self._window_ms:
                 self._confirmed[partition_id] = load.per_s
-        self._confirmed = {each: load for each, load in self._confirmed.items() if each in owners}
+        self._confirmed = {
+            number: load for number, load in self._confirmed.items() if number in owners
+        }
         return dict(self._confirmed)
 
 

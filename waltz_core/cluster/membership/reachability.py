@@ -10,9 +10,9 @@ Rules:
        Waltz 0.13 neither writes nor reads these nodes.
     2. A server counts as unreachable for a witness after `FAILURES_MIN` failed attempts in a row
        over `FAILING_MS`, and as reachable again once a connection has lasted for `STABLE_MS`.
-    3. A server that no witness can connect to owns no partitions, unless another server that may
-       own partitions has connected to it: after all storages restart, a server that is cut off may
-       be the first witness.
+    3. A server that no witness can connect to owns no partitions. Exception: another server that
+       may own partitions has connected to it. The exception is needed because a server that is cut
+       off may be the first witness after all storages restart.
     4. A server that is new owns no partitions before a witness has connected to it.
     5. Without another witness, every server may own partitions. If no server may own partitions by
        these rules, all servers may.
@@ -49,7 +49,7 @@ class ReachReport:
 
     def to_bytes(self) -> bytes:
         """Return the bytes of a node, as JSON."""
-        rows = {str(each): why for each, why in sorted(self.unreachable.items())}
+        rows = {str(server_id): reason for server_id, reason in sorted(self.unreachable.items())}
         reached = sorted(self.reachable)
         values = {"format": _FORMAT, "reached": reached, "unreachable": rows}
         return strict_json.to_json(values | {"witness": self.is_witness})
@@ -74,15 +74,15 @@ class ReachReport:
             raise errors.BadFormat(
                 f"reachability report of a server: expected server IDs, found {data!r:.200}"
             )
-        unreachable = {ServerId(int(each)): str(why) for each, why in rows.items()}
+        unreachable = {ServerId(int(server_id)): str(reason) for server_id, reason in rows.items()}
         is_witness = values.get("witness") is not False
         return ReachReport(
-            frozenset(ServerId(int(each)) for each in reached), unreachable, is_witness
+            frozenset(ServerId(int(server_id)) for server_id in reached), unreachable, is_witness
         )
 
 
 def _are_server_ids(*lists: Iterable[object]) -> bool:
-    return all(is_number(str(each)) for some in lists for each in some)
+    return all(is_number(str(each)) for values in lists for each in values)
 
 
 @dataclass(slots=True)
@@ -102,7 +102,9 @@ class Reachability:
 
     def keep_only(self, server_ids: Collection[ServerId]) -> None:
         """Forget all servers except these."""
-        self._peers = {each: peer for each, peer in self._peers.items() if each in server_ids}
+        self._peers = {
+            server_id: peer for server_id, peer in self._peers.items() if server_id in server_ids
+        }
 
     def note_connection(self, server_id: ServerId, now_ms: int) -> None:
         """Record a connection to a server."""
@@ -112,19 +114,19 @@ class Reachability:
             peer.connected_since_ms = now_ms
         peer.is_known = True
 
-    def note_failure(self, server_id: ServerId, why: str, now_ms: int) -> None:
+    def note_failure(self, server_id: ServerId, reason: str, now_ms: int) -> None:
         """Record a failed attempt to connect to a server."""
         peer = self._peers.setdefault(server_id, _Peer())
         peer.connected_since_ms = None
         if peer.failure_count == 0:
             peer.failing_since_ms = now_ms
         peer.failure_count += 1
-        lasts_ms = now_ms - peer.failing_since_ms
-        if peer.failure_count >= FAILURES_MIN and lasts_ms >= FAILING_MS:
+        failing_ms = now_ms - peer.failing_since_ms
+        if peer.failure_count >= FAILURES_MIN and failing_ms >= FAILING_MS:
             peer.is_known = True
             # A host from ZooKeeper may have half of a surrogate pair, which UTF-8 does not have.
-            why = why.encode("utf-8", "backslashreplace").decode()
-            peer.why_unreachable = (why or "no reason")[:REASON_CHARS_MAX]
+            reason = reason.encode("utf-8", "backslashreplace").decode()
+            peer.why_unreachable = (reason or "no reason")[:REASON_CHARS_MAX]
 
     def report(self, now_ms: int) -> ReachReport:
         """Return the report to publish now."""
@@ -132,10 +134,14 @@ class Reachability:
             since_ms = peer.connected_since_ms
             if since_ms is not None and now_ms - since_ms >= STABLE_MS:
                 peer.why_unreachable = ""
-        known = {each: peer.why_unreachable for each, peer in self._peers.items() if peer.is_known}
+        reasons = {
+            server_id: peer.why_unreachable
+            for server_id, peer in self._peers.items()
+            if peer.is_known
+        }
         return ReachReport(
-            frozenset(each for each, why in known.items() if not why),
-            {each: why for each, why in known.items() if why},
+            frozenset(server_id for server_id, reason in reasons.items() if not reason),
+            {server_id: reason for server_id, reason in reasons.items() if reason},
         )
 
 
@@ -150,15 +156,23 @@ def eligible_servers(
     """
 
     def may_own(server_id: ServerId) -> bool:
-        others = {each: its for each, its in reports.items() if each != server_id and each in live}
-        witnesses = [its for its in others.values() if its.is_witness]
+        others = {
+            other_id: report
+            for other_id, report in reports.items()
+            if other_id != server_id and other_id in live
+        }
+        witnesses = [report for report in others.values() if report.is_witness]
         if not witnesses:
             return True
         if server_id not in assigned:
-            return any(server_id in its.reachable for its in witnesses)
-        if not all(server_id in its.unreachable for its in witnesses):
+            return any(server_id in report.reachable for report in witnesses)
+        if not all(server_id in report.unreachable for report in witnesses):
             return True
-        return any(server_id in its.reachable for each, its in others.items() if each in assigned)
+        return any(
+            server_id in report.reachable
+            for other_id, report in others.items()
+            if other_id in assigned
+        )
 
     return frozenset(filter(may_own, live)) or frozenset(live)
 
@@ -176,20 +190,20 @@ class PublishedReachability:
         Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; the next
         call tries again.
         """
-        wanted = self._nodes.znodes.session_number, report
-        if wanted == self._published:
+        publication = self._nodes.znodes.session_number, report
+        if publication == self._published:
             return
         self._published = None  # a write that fails may still arrive
         path = self._nodes.paths.reach_report(server_id)
         await self._nodes.put_ephemeral(path, report.to_bytes(), self._nodes.paths.reach_reports)
-        self._published = wanted
+        self._published = publication
 
     async def read(
         self, server_ids: Iterable[ServerId], signal: Signal | None = None
     ) -> dict[ServerId, ReachReport]:
         """Return the reports of these servers; reports that cannot be decoded are left out."""
         paths = self._nodes.paths
-        found: dict[ServerId, ReachReport] = {}
+        reports: dict[ServerId, ReachReport] = {}
         listing = await self._nodes.znodes.children(paths.reach_reports, signal)
         names = () if listing is None else listing.names
         for server_id in server_ids:
@@ -199,9 +213,9 @@ class PublishedReachability:
             if node is None:
                 continue
             try:
-                found[server_id] = decode_node(
+                reports[server_id] = decode_node(
                     paths.reach_report(server_id), node, ReachReport.from_bytes
                 )
             except errors.BadFormat:
                 continue  # a server of another version, or damage
-        return found
+        return reports

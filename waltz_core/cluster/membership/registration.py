@@ -13,10 +13,10 @@ Rules (docs/zookeeper.md, "Membership and assignment"):
     4. A server that registers for the first time removes earlier processes at its address.
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
        session timeout after ZooKeeper's return, the leader moves no partition away from servers
-       that have not registered again, unless they are known to be dead: this process has seen it
-       (`remove_dead_server`), or another process is registered at their address. Otherwise the
-       leader acts at once. A server that changes its own preferences writes an assignment, too, and
-       waits like the leader.
+       that have not registered again. Servers that are known to be dead are an exception: this
+       process has seen that they are dead (`remove_dead_server`), or another process is registered
+       at their address. Otherwise the leader acts at once. A server that changes its own
+       preferences writes an assignment, too, and waits like the leader.
     6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
        changes, the leader writes another assignment for the same live servers.
 """
@@ -171,7 +171,7 @@ class Membership:
         possible; nothing has changed then.
         """
         partition_count = await self._read_partition_count()
-        before = self._descriptor
+        old_descriptor = self._descriptor
         try:
             for _ in range(WRITE_ATTEMPTS_MAX):
                 await self._wait_for_owners()
@@ -183,9 +183,9 @@ class Membership:
                     await self._nodes.znodes.sync()
         except BaseException:  # also when the caller is cancelled
             if self._descriptor is not None:
-                self._descriptor = before
+                self._descriptor = old_descriptor
             raise
-        self._descriptor = before
+        self._descriptor = old_descriptor
         raise self._conflict_error()
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
@@ -222,7 +222,7 @@ class Membership:
         may_own = await self._eligible_servers(membership)
         assignment = assign_partitions(
             membership.assignment,
-            {each: its for each, its in servers.items() if each in may_own},
+            {server_id: server for server_id, server in servers.items() if server_id in may_own},
             cversion=membership.stat.cversion,
             partition_count=partition_count,
             keeps_owners=self.keeps_owners,
@@ -285,13 +285,13 @@ class Membership:
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            found = [each for each in membership.registered if each.descriptor == dead]
-            if not found:
+            nodes = [each for each in membership.registered if each.descriptor == dead]
+            if not nodes:
                 self._note_dead_server(dead.server_id)
                 return
             try:
                 await self._nodes.znodes.write(
-                    [DeleteNode(each.path, each.stat.version) for each in found]
+                    [DeleteNode(each.path, each.stat.version) for each in nodes]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -305,25 +305,28 @@ class Membership:
         is no other server, or if this process does not own the partition any more. Raises
         CoordinatorUnavailable if ZooKeeper does not answer.
         """
-        before = self._descriptor
-        if before is None:
+        old_descriptor = self._descriptor
+        if old_descriptor is None:
             return False
-        kept = tuple(each for each in before.preferred if each != partition_id)
+        preferred = tuple(each for each in old_descriptor.preferred if each != partition_id)
         is_done = False
         try:
-            changed = replace(before, preferred=kept)
-            is_done = await self._try_hand_over(changed, partition_id, generation)
+            new_descriptor = replace(old_descriptor, preferred=preferred)
+            is_done = await self._try_hand_over(new_descriptor, partition_id, generation)
         finally:  # also when the caller is cancelled
             if not is_done and self._descriptor is not None:
-                self._descriptor = before
+                self._descriptor = old_descriptor
         return is_done
 
     async def _try_hand_over(
-        self, changed: model.ServerDescriptor, partition_id: PartitionId, generation: Generation
+        self,
+        new_descriptor: model.ServerDescriptor,
+        partition_id: PartitionId,
+        generation: Generation,
     ) -> bool:
         """Write descriptor and assignment; return False if the partition cannot be handed over."""
         partition_count = await self._read_partition_count()
-        server_id, is_outcome_unknown = changed.server_id, False
+        server_id, is_outcome_unknown = new_descriptor.server_id, False
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
             if (
@@ -339,11 +342,11 @@ class Membership:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_outcome_unknown and owned.get(partition_id) != generation
             # This comes before the write: otherwise `follow` would write the old descriptor again.
-            self._descriptor = changed
+            self._descriptor = new_descriptor
             try:
                 await self._nodes.znodes.write(
                     [
-                        SetNode(own[0].path, changed.to_bytes(), own[0].stat.version),
+                        SetNode(own[0].path, new_descriptor.to_bytes(), own[0].stat.version),
                         SetNode(
                             self._nodes.paths.servers,
                             assignment.to_bytes(),
@@ -415,13 +418,17 @@ class Membership:
         return self._descriptor is not None and self._descriptor.server_id == min(view.servers)
 
     def _remember_addresses(self, membership: _MembershipNodes) -> None:
-        registered, named = membership.servers, membership.assignment.servers
+        registered, assigned = membership.servers, membership.assignment.servers
         self._dead_servers = {
-            each for each in self._dead_servers if each in named and each not in registered
+            server_id
+            for server_id in self._dead_servers
+            if server_id in assigned and server_id not in registered
         }
         self._addresses = {
-            each: address for each, address in self._addresses.items() if each in named
-        } | {each: descriptor.address for each, descriptor in registered.items()}
+            server_id: address
+            for server_id, address in self._addresses.items()
+            if server_id in assigned
+        } | {server_id: descriptor.address for server_id, descriptor in registered.items()}
 
     def _note_dead_server(self, server_id: ServerId) -> None:
         self._dead_servers.add(server_id)
@@ -430,12 +437,12 @@ class Membership:
 
     def _is_waiting_for_owners(self, membership: _MembershipNodes, signal: Signal) -> bool:
         """Whether owners may still register again; if so, `signal` is set when this has changed."""
-        left_ms = self._grace_left_ms(membership)
-        if left_ms <= 0:
+        remaining_ms = self._grace_left_ms(membership)
+        if remaining_ms <= 0:
             self._waiting_signals.pop(signal, None)
             return False
         self._waiting_signals[signal] = None
-        self._nodes.znodes.set_signal_later(signal, left_ms)
+        self._nodes.znodes.set_signal_later(signal, remaining_ms)
         return True
 
     def _grace_left_ms(self, membership: _MembershipNodes) -> int:
@@ -453,14 +460,14 @@ class Membership:
     def _awaited_owners(self, membership: _MembershipNodes) -> list[ServerId]:
         """Return the owners that are neither registered nor known to be dead (rule 5)."""
         registered = membership.servers
-        taken = {each.address for each in registered.values()}
+        used_addresses = {each.address for each in registered.values()}
         return [
             server_id
             for server_id, owned in membership.assignment.servers.items()
             if owned
             and server_id not in registered
             and server_id not in self._dead_servers
-            and self._addresses.get(server_id) not in taken
+            and self._addresses.get(server_id) not in used_addresses
         ]
 
     async def _write_assignment(
@@ -468,7 +475,11 @@ class Membership:
     ) -> None:
         assignment = assign_partitions(
             membership.assignment,
-            {each: its for each, its in membership.servers.items() if each in may_own},
+            {
+                server_id: server
+                for server_id, server in membership.servers.items()
+                if server_id in may_own
+            },
             cversion=membership.stat.cversion,
             partition_count=await self._read_partition_count(),
             keeps_owners=self.keeps_owners,
@@ -550,7 +561,7 @@ class Membership:
     async def _read_descriptors(
         self, names: tuple[str, ...], signal: Signal | None
     ) -> tuple[_RegisteredServer, ...] | None:
-        found: list[_RegisteredServer] = []
+        servers: list[_RegisteredServer] = []
         for name in names:
             if not name.startswith(DESCRIPTOR_PREFIX):
                 continue
@@ -559,8 +570,8 @@ class Membership:
             if node is None:
                 return None
             descriptor = decode_node(path, node, model.ServerDescriptor.from_bytes)
-            found.append(_RegisteredServer(path, descriptor, node.stat))
-        return tuple(found)
+            servers.append(_RegisteredServer(path, descriptor, node.stat))
+        return tuple(servers)
 
 
 def _servers_view(membership: _MembershipNodes, partition_count: int) -> ServersView:

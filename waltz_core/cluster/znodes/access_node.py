@@ -52,14 +52,14 @@ def encode_permissions(permissions: Permissions) -> bytes:
             "accepts_0_13": permissions.accepts_0_13,
             "groups": {name: list(members) for name, members in permissions.groups.items()},
             "grants": [_encode_grant(grant) for grant in permissions.grants],
-            "limits": {name: _encode_limits(each) for name, each in permissions.limits.items()},
+            "limits": {name: _encode_limits(limits) for name, limits in permissions.limits.items()},
             "tokens": {
                 token_hash: {
-                    "id": each.token_id,
-                    "principal": each.principal,
-                    "expires_ms": each.expires_ms,
+                    "id": token.token_id,
+                    "principal": token.principal,
+                    "expires_ms": token.expires_ms,
                 }
-                for token_hash, each in permissions.tokens.items()
+                for token_hash, token in permissions.tokens.items()
             },
         }
     )
@@ -85,10 +85,10 @@ def decode_permissions(data: bytes) -> Permissions:
         raise BadFormat(f"permissions: {error}") from error
 
 
-def _parse_permissions(found: object) -> Permissions:
-    if type(found) is dict and found.get("format") != _FORMAT:
-        raise ValueError(f"expected format {_FORMAT}, found {found.get('format')!r:.80}")
-    node = _parse_object(found, "the node", _NODE_KEYS)
+def _parse_permissions(value: object) -> Permissions:
+    if type(value) is dict and value.get("format") != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT}, found {value.get('format')!r:.80}")
+    node = _parse_object(value, "the node", _NODE_KEYS)
     groups = _parse_mapping(node["groups"], "groups", _parse_group)
     grants = tuple(_parse_grant(each, groups) for each in _parse_list(node["grants"], "grants"))
     limits = _parse_mapping(node["limits"], "limits", _parse_limits)
@@ -119,17 +119,17 @@ _NODE_KEYS: Final = (
 )
 
 
-def _parse_group(name: str, found: object) -> tuple[str, ...]:
+def _parse_group(name: str, value: object) -> tuple[str, ...]:
     _expect(is_principal_name(name), f"a group name of {PRINCIPAL_NAME_FORM}", name)
-    members = tuple(_parse_principal(each) for each in _parse_list(found, f"group {name}"))
+    members = tuple(_parse_principal(each) for each in _parse_list(value, f"group {name}"))
     _expect(len(set(members)) == len(members), f"distinct members of group {name}", members)
     return members
 
 
-def _parse_grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
-    is_group = type(found) is dict and "group" in found
+def _parse_grant(value: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
+    is_group = type(value) is dict and "group" in value
     grantee_key = "group" if is_group else "principal"
-    node = _parse_object(found, "a grant", (grantee_key, "verb", "partitions"))
+    node = _parse_object(value, "a grant", (grantee_key, "verb", "partitions"))
     if is_group:
         grantee = _parse_text(node["group"], "group")
         _expect(grantee in groups, "a grant to a group that exists", grantee)
@@ -141,9 +141,9 @@ def _parse_grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
     return Grant(grantee, is_group, AccessVerb(verb), _parse_partitions(node["partitions"]))
 
 
-def _parse_partitions(found: object) -> tuple[tuple[int, int], ...] | None:
+def _parse_partitions(value: object) -> tuple[tuple[int, int], ...] | None:
     """Return the ranges in a text like "0-3,7"; None for "all"."""
-    text = _parse_text(found, "partitions")
+    text = _parse_text(value, "partitions")
     if text == "all":
         return None
     ranges = []
@@ -160,27 +160,27 @@ def _parse_partitions(found: object) -> tuple[tuple[int, int], ...] | None:
     return tuple(ranges)
 
 
-def _parse_limits(name: str, found: object) -> PrincipalLimits:
+def _parse_limits(name: str, node_value: object) -> PrincipalLimits:
     if name != DEFAULT_LIMITS_KEY:
         _parse_principal(name)
-    node = _parse_object(found, f"limits of {name}", None)
+    node = _parse_object(node_value, f"limits of {name}", None)
     _expect(set(node) <= set(_LIMIT_NAMES), f"limits of {', '.join(_LIMIT_NAMES)}", sorted(node))
     return PrincipalLimits(
-        **{key: _parse_integer(each, key, minimum=1) for key, each in node.items()}
+        **{key: _parse_integer(value, key, minimum=1) for key, value in node.items()}
     )
 
 
-def _parse_token(token_hash: str, found: object) -> StoredToken:
+def _parse_token(token_hash: str, value: object) -> StoredToken:
     _expect(_HEX_32_BYTES.fullmatch(token_hash), "a hash of 64 hexadecimal digits", token_hash)
-    node = _parse_object(found, "a token", ("id", "principal", "expires_ms"))
+    node = _parse_object(value, "a token", ("id", "principal", "expires_ms"))
     token_id, principal = _parse_text(node["id"], "id"), _parse_principal(node["principal"])
     _expect(is_principal_name(token_id), f"a token ID of {PRINCIPAL_NAME_FORM}", token_id)
     _expect(principal not in RESERVED_NAMES, "a principal that is not reserved", principal)
     return StoredToken(token_id, principal, _parse_integer(node["expires_ms"], "expires_ms"))
 
 
-def _parse_principal(found: object) -> str:
-    name = _parse_text(found, "principal")
+def _parse_principal(value: object) -> str:
+    name = _parse_text(value, "principal")
     is_allowed = is_principal_name(name) and (name == ANONYMOUS or name not in RESERVED_NAMES)
     _expect(is_allowed, f"a principal of {PRINCIPAL_NAME_FORM}, not reserved", name)
     return name
@@ -194,42 +194,44 @@ def _expect(is_met: object, expected: str, found: object) -> None:
         raise ValueError(f"expected {expected}, found {found!r:.80}")
 
 
-def _parse_object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
+def _parse_object(value: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
     """Return a JSON object; with `keys`, the object must have exactly these keys."""
-    if type(found) is not dict:
-        raise ValueError(f"expected an object as {where}, found {type(found).__name__}")
-    _expect(keys is None or set(found) == set(keys), f"{where} with the keys {keys}", sorted(found))
-    return found
+    if type(value) is not dict:
+        raise ValueError(f"expected an object as {where}, found {type(value).__name__}")
+    _expect(keys is None or set(value) == set(keys), f"{where} with the keys {keys}", sorted(value))
+    return value
 
 
 def _parse_mapping(
-    found: object, where: str, decode_one: Callable[[str, object], ValueT]
+    node_value: object, where: str, decode_one: Callable[[str, object], ValueT]
 ) -> dict[str, ValueT]:
-    return {key: decode_one(key, each) for key, each in _parse_object(found, where, None).items()}
+    return {
+        key: decode_one(key, value) for key, value in _parse_object(node_value, where, None).items()
+    }
 
 
-def _parse_list(found: object, where: str) -> list[object]:
-    if type(found) is not list:
-        raise ValueError(f"expected a list as {where}, found {type(found).__name__}")
-    return found
+def _parse_list(value: object, where: str) -> list[object]:
+    if type(value) is not list:
+        raise ValueError(f"expected a list as {where}, found {type(value).__name__}")
+    return value
 
 
-def _parse_text(found: object, where: str) -> str:
-    if type(found) is not str or not found.isprintable():
-        raise ValueError(f"expected a printable text as {where}, found {found!r:.80}")
-    return found
+def _parse_text(value: object, where: str) -> str:
+    if type(value) is not str or not value.isprintable():
+        raise ValueError(f"expected a printable text as {where}, found {value!r:.80}")
+    return value
 
 
-def _parse_bool(found: object, where: str) -> bool:
-    if type(found) is not bool:
-        raise ValueError(f"expected true or false as {where}, found {found!r:.80}")
-    return found
+def _parse_bool(value: object, where: str) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"expected true or false as {where}, found {value!r:.80}")
+    return value
 
 
-def _parse_integer(found: object, where: str, *, minimum: int = 0) -> int:
-    if type(found) is not int or not minimum <= found <= _INT64_MAX:
-        raise ValueError(f"expected {minimum}..{_INT64_MAX} as {where}, found {found!r:.80}")
-    return found
+def _parse_integer(value: object, where: str, *, minimum: int = 0) -> int:
+    if type(value) is not int or not minimum <= value <= _INT64_MAX:
+        raise ValueError(f"expected {minimum}..{_INT64_MAX} as {where}, found {value!r:.80}")
+    return value
 
 
 def _encode_grant(grant: Grant) -> dict[str, str]:
@@ -248,9 +250,9 @@ def _encode_limits(limits: PrincipalLimits) -> dict[str, int]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    _expect(len(made) == len(pairs), "distinct keys", [key for key, _ in pairs])
-    return made
+    values = dict(pairs)
+    _expect(len(values) == len(pairs), "distinct keys", [key for key, _ in pairs])
+    return values
 
 
 def _reject_number(word: str) -> NoReturn:

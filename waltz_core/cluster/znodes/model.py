@@ -205,13 +205,15 @@ class ReplicaAssignments:
 
     def replicas_of(self, partition_id: PartitionId) -> tuple[ReplicaId, ...]:
         """Return the storages with a replica of a partition, in the order of the node."""
-        return tuple(name for name, held in self.partitions.items() if partition_id in held)
+        return tuple(
+            address for address, partitions in self.partitions.items() if partition_id in partitions
+        )
 
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         parts = [struct.pack(">Bi", STRUCTURE_VERSION, len(self.partitions))]
-        for address, held in self.partitions.items():
-            parts.append(encode_utf(address) + _pack_ints(held))
+        for address, partitions in self.partitions.items():
+            parts.append(encode_utf(address) + _pack_ints(partitions))
         return b"".join(parts)
 
     @staticmethod
@@ -219,8 +221,10 @@ class ReplicaAssignments:
         """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "ReplicaAssignments")
         reader.version()
-        held = reader.read_map_by_address(lambda: reader.partitions("partitions"), item_bytes=4)
-        return reader.check_end(ReplicaAssignments(held))
+        partitions = reader.read_map_by_address(
+            lambda: reader.partitions("partitions"), item_bytes=4
+        )
+        return reader.check_end(ReplicaAssignments(partitions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +328,8 @@ EMPTY_METADATA = PartitionMetadata()
 class MarkerState(Enum):
     """Whether a partition may still be new, without any records."""
 
-    NEW = 1  # made by `cluster create` or by adoption; no session has been opened
-    OPEN = 2  # a session has been opened: empty metadata now means that something was lost
+    NEW = 1  # created by `cluster create` or by adoption; no session has been opened
+    OPEN = 2  # a session has been opened: empty metadata now means that metadata was lost
 
 
 class ArchivedMark(NamedTuple):
@@ -496,9 +500,9 @@ class _Reader:
         )
 
     def take(self, size_bytes: int, name: str) -> bytes:
-        left = len(self._data) - self._offset
-        if left < size_bytes:
-            raise self.format_error(f"expected {size_bytes} bytes of {name}, found {left}")
+        remaining = len(self._data) - self._offset
+        if remaining < size_bytes:
+            raise self.format_error(f"expected {size_bytes} bytes of {name}, found {remaining}")
         start, self._offset = self._offset, self._offset + size_bytes
         return self._data[start : self._offset]
 
@@ -527,10 +531,10 @@ class _Reader:
 
     def count(self, name: str, *, item_bytes: int) -> int:
         value = self.natural(name)
-        left = len(self._data) - self._offset
-        if value * item_bytes > left:
+        remaining = len(self._data) - self._offset
+        if value * item_bytes > remaining:
             raise self.format_error(
-                f"{name} {value} needs at least {value * item_bytes} bytes, found {left}"
+                f"{name} {value} needs at least {value * item_bytes} bytes, found {remaining}"
             )
         return value
 
@@ -555,11 +559,11 @@ class _Reader:
     def read_map_by_address(
         self, read_value: Callable[[], T], *, item_bytes: int
     ) -> dict[ReplicaId, T]:
-        found: dict[ReplicaId, T] = {}
+        values: dict[ReplicaId, T] = {}
         for _ in range(self.count("storage count", item_bytes=2 + item_bytes)):
-            address = self.new_address(found)
-            found[address] = read_value()
-        return found
+            address = self.new_address(values)
+            values[address] = read_value()
+        return values
 
     def check_end(self, value: T) -> T:
         if self._offset != len(self._data):

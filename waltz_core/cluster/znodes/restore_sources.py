@@ -1,7 +1,7 @@
 """The clusters from whose backups a cluster was restored, in a node of ZooKeeper.
 
-A position in one of these clusters, such as the offset of a Spark checkpoint, is valid in the
-restored cluster if it is not after the restored end: up to this end, both logs are the same.
+Up to the restored end, both logs are the same. So a position in a source cluster, such as the
+offset of a Spark checkpoint, is valid in the restored cluster if it is not after this end.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,14 @@ class RestoreSources:
     def includes(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
         """Whether this cluster contains the log of a source cluster up to these marks."""
         ends = self.marks.get(cluster_key)
-        return ends is not None and all(mark <= ends.get(each, -1) for each, mark in marks.items())
+        return ends is not None and all(
+            mark <= ends.get(partition, -1) for partition, mark in marks.items()
+        )
 
     def with_source(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoreSources":
         """Return the sources of a cluster that is restored from this one up to these ends."""
         earlier = {
-            key: {each: min(mark, ends[each]) for each, mark in marks.items()}
+            key: {partition: min(mark, ends[partition]) for partition, mark in marks.items()}
             for key, marks in self.marks.items()
         }
         return RestoreSources({**earlier, cluster_key: dict(ends)})
@@ -40,7 +42,7 @@ class RestoreSources:
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
         marks = {
-            key: {str(each): mark for each, mark in ends.items()}
+            key: {str(partition): mark for partition, mark in ends.items()}
             for key, ends in self.marks.items()
         }
         return strict_json.to_json({"format": _FORMAT, "marks": marks})
@@ -50,22 +52,24 @@ class RestoreSources:
         """Decode the node's bytes; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
-            found, marks = values["format"], values["marks"]
-            if found == _FORMAT:
-                return RestoreSources({_key(key): _ends(ends) for key, ends in marks.items()})
+            format_number, marks = values["format"], values["marks"]
+            if format_number == _FORMAT:
+                return RestoreSources(
+                    {_parse_key(key): _parse_ends(ends) for key, ends in marks.items()}
+                )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise errors.BadFormat(
                 f"znode R/x/restored cannot be decoded: {type(error).__name__}: {error}"
             ) from error
         raise errors.BadFormat(
-            f"znode R/x/restored: expected format {_FORMAT}, found {found!r:.80}"
+            f"znode R/x/restored: expected format {_FORMAT}, found {format_number!r:.80}"
         )
 
 
 NO_RESTORE_SOURCES = RestoreSources()
 
 
-def _key(text: str) -> str:
+def _parse_key(text: str) -> str:
     if len(bytes.fromhex(text)) != _KEY_BYTES:
         raise ValueError(
             f"expected a cluster key (a UUID of {_KEY_BYTES} bytes in hexadecimal), found "
@@ -74,7 +78,7 @@ def _key(text: str) -> str:
     return text
 
 
-def _ends(values: Mapping[str, object]) -> dict[int, int]:
+def _parse_ends(values: Mapping[str, object]) -> dict[int, int]:
     ends: dict[int, int] = {}
     for name, mark in values.items():
         if not is_number(name) or not isinstance(mark, int) or mark < -1:

@@ -43,7 +43,7 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
     Raises BadRequest if there are too many other nodes.
     """
     await znodes.sync()
-    found: list[FoundCluster] = []
+    clusters: list[FoundCluster] = []
     paths, seen_count = [below], 0
     while paths:
         path = paths.pop(0)
@@ -60,10 +60,10 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
         except errors.BadConfig:
             continue  # A node without permission to read is no usable cluster.
         if params is not None:
-            found.append(FoundCluster(path, params))
+            clusters.append(FoundCluster(path, params))
         elif listing is not None:
             paths += [each for each in _children(path, listing.names) if each != ZOOKEEPER_NODE]
-    return sorted(found)
+    return sorted(clusters)
 
 
 async def delete_tree(
@@ -128,15 +128,15 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
 
 async def _deletions(znodes: Znodes, root: str) -> list[DeleteNode]:
     """Return the deletion of each node, children before parents."""
-    found: list[DeleteNode] = []
+    deletions: list[DeleteNode] = []
     paths = [root]
     while paths:
         path = paths.pop(0)
         node, listing = await znodes.get(path), await znodes.children(path)
         if node is not None and listing is not None:
-            found.append(DeleteNode(path, node.stat.version))
+            deletions.append(DeleteNode(path, node.stat.version))
             paths += _children(path, listing.names)
-    return found[::-1]
+    return deletions[::-1]
 
 
 def _children(path: str, names: tuple[str, ...]) -> list[str]:

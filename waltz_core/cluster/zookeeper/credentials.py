@@ -9,8 +9,8 @@ file and contains no secret. Error messages name the line, never its content.
     world:anyone:r                     each further line: permissions of others, as in ZooKeeper,
                                        scheme:id:permissions (of c, d, r, w, a)
 
-HASH is the base64 text of the SHA-1 of USER:PASSWORD, as in ZooKeeper's access lists: a member must
-name the administrators' user in the nodes that it creates, and must not know the password.
+HASH is the base64 text of the SHA-1 of USER:PASSWORD, as in ZooKeeper's access lists. A member must
+name the administrators' user in the nodes that it creates, but must not know the password.
 
 Rules:
     1. Without a line for members or administrators there is one user. It has all permissions for
@@ -106,14 +106,14 @@ class Credentials:
         if self.has_one_user:
             return (_CREATOR, *grants)
         members = (self.members or self.user).identity
-        found = [
+        access_list = [
             NodePermission(DIGEST_SCHEME, self.administrators or self.user.identity, PERMISSIONS),
             NodePermission(DIGEST_SCHEME, members, row.members),
             *(each._replace(permissions=_limit_permissions(each, row)) for each in grants),
         ]
         if row.readers is NodeReaders.PUBLIC:
-            found.append(_PUBLIC)
-        return tuple(each for each in found if each.permissions)
+            access_list.append(_PUBLIC)
+        return tuple(each for each in access_list if each.permissions)
 
 
 def parse_credentials(text: str, where: str) -> Credentials:
@@ -126,39 +126,40 @@ def parse_credentials(text: str, where: str) -> Credentials:
     if not lines:
         raise errors.BadConfig(f"{where}: expected {_FIRST_LINE}, found an empty file")
     (number, first), *others = lines
-    found = Credentials(_parse_user(first, _FIRST_LINE, f"{where}, line {number}"), where=where)
+    credentials = Credentials(
+        _parse_user(first, _FIRST_LINE, f"{where}, line {number}"), where=where
+    )
     for number, line in others:
-        found = _add_line(found, line, f"{where}, line {number}")
-    return found
+        credentials = _add_line(credentials, line, f"{where}, line {number}")
+    return credentials
 
 
-def _add_line(found: Credentials, line: str, where: str) -> Credentials:
+def _add_line(credentials: Credentials, line: str, where: str) -> Credentials:
     role, _, rest = line.partition(":")
     if role not in {_MEMBERS, _ADMINISTRATORS}:
-        return replace(found, grants=(*found.grants, _parse_grant(line, where)))
-    if found.members is not None or found.administrators:
+        return replace(credentials, grants=(*credentials.grants, _parse_grant(line, where)))
+    if credentials.members is not None or credentials.administrators:
         raise errors.BadConfig(
             f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found a second one"
         )
     if role == _MEMBERS:
         other = _parse_user(rest, f"{_MEMBERS}:{_FIRST_LINE}", where)
-        found, name = replace(found, members=other), other.name
+        credentials, name = replace(credentials, members=other), other.name
     else:
         scheme, _, identity = rest.partition(":")
         name, _, hashed = identity.partition(":")
         if scheme != DIGEST_SCHEME or not name or _HASH.fullmatch(hashed) is None:
             raise errors.BadConfig(
                 f"{where}: expected {_ADMINISTRATORS}:{DIGEST_SCHEME}:USER:HASH, with the base64 "
-                "text of "
-                "the SHA-1 of USER:PASSWORD as HASH"
+                "text of the SHA-1 of USER:PASSWORD as HASH"
             )
-        found = replace(found, administrators=identity)
-    if name == found.user.name:
+        credentials = replace(credentials, administrators=identity)
+    if name == credentials.user.name:
         raise errors.BadConfig(
-            f"{where}: expected a different user in the second line, found that of the first "
-            "line again"
+            f"{where}: expected a different user in the second line, found the user of the first "
+            "line"
         )
-    return found
+    return credentials
 
 
 def _parse_user(text: str, expected: str, where: str) -> User:

@@ -24,7 +24,7 @@ ViewT = TypeVar("ViewT")
 
 async def follow_despite_bad_nodes(
     follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
-    take: Callable[[ViewT], None],
+    callback: Callable[[ViewT], None],
 ) -> Never:
     """Follow nodes in ZooKeeper like `follow`, even after nodes that cannot be read (rule 1).
 
@@ -33,14 +33,14 @@ async def follow_despite_bad_nodes(
     """
     is_known = False
 
-    def note(view: ViewT) -> None:
+    def on_view(view: ViewT) -> None:
         nonlocal is_known
         is_known = True
-        take(view)
+        callback(view)
 
     while True:
         try:
-            await follow(note)
+            await follow(on_view)
         except (BadFormat, BadRequest) as error:
             if not is_known:
                 raise

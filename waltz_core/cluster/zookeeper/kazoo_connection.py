@@ -4,13 +4,14 @@ The replaced methods are inside kazoo (2.10), and all of them run on kazoo's thr
 `zookeeper_session.py` uses kazoo's public interface.
 
 Rules:
-    1. A request for a session that is not answered is sent again soon: a ZooKeeper that is just
-       starting may never answer the first one, and kazoo would wait for a session timeout.
+    1. A request for a session that is not answered is sent again soon. A ZooKeeper that is just
+       starting may never answer the first request, and kazoo would wait for a session timeout.
     2. The session timeout that ZooKeeper has granted is stored here; kazoo does not report it.
     3. While the event loop hangs, no heartbeat is sent and no new connection is opened, so that the
        session expires (`watchdog.py`). The loop sends all other requests, so none of them is sent.
     4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
-       `gaierror`: if the process had no file descriptor left, kazoo's thread ended permanently.
+       `gaierror`. Without this rule, kazoo's thread would end permanently if the process has no
+       file descriptor left.
     5. A host whose lookup is slow does not delay the connection to the others; kazoo looks all of
        them up first. Until the lookup ends, the addresses from the last lookup are used.
 """
@@ -88,26 +89,26 @@ class KazooHooks:
         lookups = {
             host.strip(): dns_lookup.begin_lookup(host.strip()) for host, _ in self._client.hosts
         }
-        for host, each in lookups.items():
-            each.add_done_callback(partial(self._note_addresses, host))
+        for host, lookup in lookups.items():
+            lookup.add_done_callback(partial(self._note_addresses, host))
         done, pending = wait(lookups.values(), LOOKUP_TIMEOUT_S)
-        while pending and not self._addresses and all(each.exception() for each in done):
+        while pending and not self._addresses and all(lookup.exception() for lookup in done):
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
-        for host, each in lookups.items():
-            if each.done() and each.exception() is None:  # its callback may still have to run
-                self._addresses[host] = each.result()
-        found = [
+        for host, lookup in lookups.items():
+            if lookup.done() and lookup.exception() is None:  # its callback may still have to run
+                self._addresses[host] = lookup.result()
+        addresses = [
             (host.strip(), address, port)
             for host, port in self._client.hosts
             for address in self._addresses.get(host.strip(), ())
         ]
-        random.shuffle(found)
-        return found
+        random.shuffle(addresses)
+        return addresses
 
-    def _note_addresses(self, host: str, done: "Future[dns_lookup.Addresses]") -> None:
-        error = done.exception()
+    def _note_addresses(self, host: str, lookup: "Future[dns_lookup.Addresses]") -> None:
+        error = lookup.exception()
         if error is None:
-            self._addresses[host] = done.result()
+            self._addresses[host] = lookup.result()
         else:
             self._addresses.pop(host, None)
             _log.warning("zookeeper.host_unresolved host=%s error=%s", host, error)
@@ -140,11 +141,11 @@ class KazooHandler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo h
         """Connect within `connect_timeout_s`."""
         kwargs["timeout"] = min(kwargs["timeout"], self._connect_timeout_s)
         try:
-            made = super().create_connection(*args, **kwargs)
+            connection = super().create_connection(*args, **kwargs)
         except OSError as error:
             self.failure = error.strerror or str(error)
             raise
         self.failure = (
             "the host accepts connections, but ZooKeeper does not answer the request for a session"
         )
-        return made
+        return connection

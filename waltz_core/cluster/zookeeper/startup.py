@@ -52,8 +52,8 @@ async def retry_start_step(
 
     Raises Unavailable if ZooKeeper does not answer until `timeout_ms` after the first failure.
     """
-    last, deadline_s, clock_s = [""], None, asyncio.get_running_loop().time
-    with _log_while_waiting(what, last):
+    last_error, deadline_s, clock_s = [""], None, asyncio.get_running_loop().time
+    with _log_while_waiting(what, last_error):
         while True:
             try:
                 return await step()
@@ -62,21 +62,21 @@ async def retry_start_step(
                     deadline_s = clock_s() + timeout_ms / 1000
                 if clock_s() >= deadline_s:
                     raise
-                if not last[0]:
+                if not last_error[0]:
                     _log.warning("zookeeper.waiting for=%r error=%s", what, error)
-                last[0] = str(error)
+                last_error[0] = str(error)
             await asyncio.sleep(RETRY_S)
 
 
 @contextlib.contextmanager
-def _log_while_waiting(what: str, last: list[str]) -> Iterator[None]:
-    """Log every `LOG_EVERY_S` that the body still waits, with the last error in `last[0]`."""
+def _log_while_waiting(what: str, last_error: list[str]) -> Iterator[None]:
+    """Log every `LOG_EVERY_S` that the body still waits, with the error in `last_error[0]`."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 
     def log_waiting() -> None:
         nonlocal timer
-        _log.warning("zookeeper.waiting for=%r error=%s", what, last[0] or "no answer yet")
+        _log.warning("zookeeper.waiting for=%r error=%s", what, last_error[0] or "no answer yet")
         timer = loop.call_later(LOG_EVERY_S, log_waiting)
 
     timer = loop.call_later(LOG_EVERY_S, log_waiting)

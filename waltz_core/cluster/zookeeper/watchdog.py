@@ -9,9 +9,9 @@ Rules:
     2. The thread may not send it if the loop has not called `beat` for a session timeout. The
        session then expires, and the partitions move, between 5/3 and 7/3 of a session timeout after
        the last beat.
-    3. A process that was stopped as a whole (SIGSTOP, a paused virtual machine) does not hang:
-       after a gap in its own checks the thread may send one heartbeat, and the loop has until the
-       next check to beat.
+    3. A process that was stopped as a whole (SIGSTOP, a paused virtual machine) does not count as
+       hanging. After a gap in its own checks, the thread may send one heartbeat. The loop must call
+       `beat` before the next check.
 """
 
 from typing import Final

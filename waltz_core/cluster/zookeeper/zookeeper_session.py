@@ -130,17 +130,17 @@ async def connect(
     ZooKeeper answers within `connect_timeout_ms`. The first read shows whether the cluster exists
     and may be read.
     """
-    place = text if isinstance(text, ConnectString) else parse_connect_string(text)
+    connect_string = text if isinstance(text, ConnectString) else parse_connect_string(text)
     session = ZooKeeperSession(
-        place.hosts,
+        connect_string.hosts,
         connect_timeout_ms=connect_timeout_ms,
         session_timeout_ms=session_timeout_ms,
         request_timeout_ms=request_timeout_ms,
-        credentials=_read_credentials(place),
-        root=place.root,
+        credentials=_read_credentials(connect_string),
+        root=connect_string.root,
     )
     await session.open()
-    return Coordinator(session, place.root)
+    return Coordinator(session, connect_string.root)
 
 
 @contextlib.asynccontextmanager
@@ -167,27 +167,27 @@ async def open_session(
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
     """Set the access lists of an auth file on a cluster's znodes; return their number.
 
-    Raises BadConfig if the connect string names no auth file, if the auth file is that of a member,
-    if the auth file does not name the members of a cluster with two users, or if ZooKeeper denies
-    the change.
+    Raises BadConfig if the connect string names no auth file, or if ZooKeeper denies the change.
+    The same holds if the auth file is that of a member, or does not name the members of a cluster
+    with two users.
     """
-    place = parse_connect_string(text)
-    credentials = _read_credentials(place)
+    connect_string = parse_connect_string(text)
+    credentials = _read_credentials(connect_string)
     if credentials is None:
         raise errors.BadConfig(f"expected a connect string that ends in ?auth=FILE, found {text!r}")
     session = ZooKeeperSession(
-        place.hosts,
+        connect_string.hosts,
         connect_timeout_ms=connect_timeout_ms,
         session_timeout_ms=SESSION_TIMEOUT_MS,
         request_timeout_ms=REQUEST_TIMEOUT_MS,
         credentials=credentials,
-        root=place.root,
+        root=connect_string.root,
     )
     session.check_not_member()
     await session.open()
     try:
         await session.check_administrator()
-        return await session.protect(place.root)
+        return await session.protect(connect_string.root)
     finally:
         await session.close()
 
@@ -589,25 +589,25 @@ class ZooKeeperSession:
 
         With one user, further lines grant the same permissions at both nodes.
         """
-        found: list[set[str]] = []
+        users: list[set[str]] = []
         for path in (self._root, f"{self._root}/x"):
             expected = _acl_entry(
                 NodePermission(DIGEST_SCHEME, "", self._znode_row(path).members)
             ).perms
             with contextlib.suppress(NoNodeError):
                 acl, _ = await self._read(partial(self._client.get_acls_async, path), path)
-                found.append(
+                users.append(
                     {
                         each.id.id
                         for each in acl
                         if each.id.scheme == DIGEST_SCHEME and each.perms == expected
                     }
                 )
-        return set.intersection(*found) if found else set()
+        return set.intersection(*users) if users else set()
 
-    def _wrong_user_error(self, found: str) -> errors.BadConfig:
+    def _wrong_user_error(self, problem: str) -> errors.BadConfig:
         return errors.BadConfig(
-            f"the command does not change {self._root} of ZooKeeper {self._hosts}: {found}"
+            f"the command does not change {self._root} of ZooKeeper {self._hosts}: {problem}"
         )
 
     def _znode_row(self, path: str) -> Znode:
@@ -651,12 +651,12 @@ class _KazooSignal:
         _call_soon(self._loop, self._event.set)
 
 
-def _read_credentials(place: ConnectString) -> Credentials | None:
-    if not place.auth_file:
+def _read_credentials(connect_string: ConnectString) -> Credentials | None:
+    if not connect_string.auth_file:
         return None
-    where = f"the auth file {place.auth_file!r} of the connect string"
+    where = f"the auth file {connect_string.auth_file!r} of the connect string"
     try:
-        with open(place.auth_file, encoding="utf-8") as file:
+        with open(connect_string.auth_file, encoding="utf-8") as file:
             return parse_credentials(file.read(), where)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"

@@ -31,7 +31,7 @@ class Descriptors:
         self.lock = threading.Lock()
         self._count = 0
         self._count_max = count_max
-        self._idle: dict[
+        self._idle_files: dict[
             DescriptorHolder, None
         ] = {}  # the files that may be closed, least recently used first
 
@@ -44,17 +44,17 @@ class Descriptors:
 
     def begin_use(self, file: DescriptorHolder) -> None:
         """Keep a file open until `end_use` is called for it."""
-        self._idle.pop(file, None)
+        self._idle_files.pop(file, None)
 
     def end_use(self, file: DescriptorHolder, *, is_kept: bool) -> None:
         """Permit that a file is closed for another file, unless it must stay open."""
         if not is_kept:
-            self._idle[file] = None
+            self._idle_files[file] = None
         self._close_idle(0)
 
     def close(self, file: DescriptorHolder, fd: int) -> None:
         """Close the descriptor of a file."""
-        self._idle.pop(file, None)
+        self._idle_files.pop(file, None)
         self._count -= 1
         os.close(fd)
 
@@ -70,7 +70,7 @@ class Descriptors:
             with self.lock:
                 self._count -= 1
 
-    def _close_idle(self, wanted: int) -> None:
-        while self._count + wanted > self._count_max and self._idle:
+    def _close_idle(self, new_count: int) -> None:
+        while self._count + new_count > self._count_max and self._idle_files:
             with suppress(OSError):  # all written bytes are synced, so nothing can be lost
-                next(iter(self._idle)).release()
+                next(iter(self._idle_files)).release()

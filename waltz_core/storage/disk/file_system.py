@@ -57,8 +57,13 @@ _VECTOR_MAX: Final = 512  # POSIX guarantees 16, Linux has 1024
 _BLOCK_BYTES: Final = 4096
 _PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 # The errors that a disk, or a file system with checksums, reports for bytes that it has lost.
-_LOST: Final = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
-_SECOND_TRY_S: Final = 0.5
+_LOST_BYTES_ERRORS: Final = {
+    errno.EIO,
+    errno.EBADMSG,
+    errno.ENODATA,
+    getattr(errno, "EUCLEAN", errno.EIO),
+}
+_READ_RETRY_S: Final = 0.5
 OPEN_FILES_MAX: Final = 64
 # `prefetch` requests files up to this size completely. Of larger files, it requests the following
 # bytes at the beginning and at the end.
@@ -296,14 +301,14 @@ class RealFile:
             if len(data) in {size, 0}:
                 return data
             parts = [data]
-            got = len(data)
-            while got < size and (data := os.pread(fd, size - got, offset + got)):
+            read_size = len(data)
+            while read_size < size and (data := os.pread(fd, size - read_size, offset + read_size)):
                 parts.append(data)
-                got += len(data)
+                read_size += len(data)
             return b"".join(parts)
         except OSError as error:
-            why = f"{error.strerror or error} ({size} bytes at {offset})"
-            raise ReadFailed(f"cannot read {self._path}: {why}") from error
+            reason = f"{error.strerror or error} ({size} bytes at {offset})"
+            raise ReadFailed(f"cannot read {self._path}: {reason}") from error
         finally:
             self._end_use()
 
@@ -317,12 +322,12 @@ class RealFile:
                 if os.pwritev(fd, parts, offset) == size:
                     self._tail.note_write(offset, size)
                     return  # nearly always; otherwise the rest is written again
-            left = [memoryview(part).cast("B") for part in parts if len(part)]
-            while left:
-                written = os.pwritev(fd, left[:_VECTOR_MAX], offset)
+            remaining = [memoryview(part).cast("B") for part in parts if len(part)]
+            while remaining:
+                written = os.pwritev(fd, remaining[:_VECTOR_MAX], offset)
                 self._tail.note_write(offset, written)
                 offset += written
-                left = _rest_after(left, written)
+                remaining = _rest_after(remaining, written)
         except OSError as error:
             raise _typed_error(error, "write", self._path) from error
         finally:
@@ -345,15 +350,15 @@ class RealFile:
         If the file system does not support this, the blocks stay and the next write fails.
         """
         fd = self._begin_use()
-        found = False
+        has_unreadable = False
         try:
             for block in {offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES}:
                 if not _is_readable(fd, block * _BLOCK_BYTES):
-                    self._is_unsynced = found = True
+                    self._is_unsynced = has_unreadable = True
                     _punch_hole(fd, block * _BLOCK_BYTES)
         finally:
             self._end_use()
-        return found
+        return has_unreadable
 
     def sync(self) -> None:
         """Wait for fdatasync; if it fails for lack of space, the unsynced data is lost (rule 1)."""
@@ -474,12 +479,12 @@ class RealFile:
             self._descriptors.close(self, fd)
 
 
-def _rest_after(parts: list[memoryview], written: int) -> list[memoryview]:
-    """Return the parts that are left after `written` bytes."""
+def _rest_after(parts: list[memoryview], written_size: int) -> list[memoryview]:
+    """Return the parts that follow the first `written_size` bytes."""
     for position, part in enumerate(parts):
-        if written < len(part):
-            return [part[written:], *parts[position + 1 :]]
-        written -= len(part)
+        if written_size < len(part):
+            return [part[written_size:], *parts[position + 1 :]]
+        written_size -= len(part)
     return []
 
 
@@ -492,10 +497,10 @@ def _is_readable(fd: int, offset: int) -> bool:
         try:
             os.pread(fd, _BLOCK_BYTES, offset)
         except OSError as error:
-            if error.errno not in _LOST:
+            if error.errno not in _LOST_BYTES_ERRORS:
                 return True
             if not is_last:
-                threading.Event().wait(_SECOND_TRY_S)
+                threading.Event().wait(_READ_RETRY_S)
         else:
             return True
     return False
@@ -503,9 +508,9 @@ def _is_readable(fd: int, offset: int) -> bool:
 
 def _punch_hole(fd: int, offset: int) -> None:
     """Punch a block out of a file, whose size stays; do nothing if this is unsupported."""
-    call = getattr(ctypes.CDLL(None), "fallocate", None)
-    if call is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
-        call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+    if fallocate is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
+        fallocate(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def _drop_cached(fd: int, start: int, size: int) -> None:
@@ -556,12 +561,12 @@ class RealDisk:
     def identity(self, path: Path) -> tuple[int, int] | None:
         """Return device and inode to which this name refers now; None if it does not exist."""
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise _typed_error(error, "get the identity of", path) from error
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
@@ -577,7 +582,7 @@ class RealDisk:
 
     def make_directory(self, directory: Path) -> None:
         """Create a directory and its parents; make the name of each durable in its parent."""
-        make_with_parents(self, directory, self._make_single_directory, self._sync_found)
+        make_with_parents(self, directory, self._make_single_directory, self._sync_existing)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
         """Create directories in a durable directory, unless they exist, with one sync for all."""
@@ -585,7 +590,7 @@ class RealDisk:
             self._make_single_directory(directory / name)
         self.sync_directory(directory)
 
-    def _sync_found(self, directory: Path) -> None:
+    def _sync_existing(self, directory: Path) -> None:
         """Sync a directory, unless it is unreadable: this process has created nothing in it."""
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)
@@ -616,11 +621,11 @@ class RealDisk:
     def free_bytes(self, directory: Path) -> int:
         """Return the free bytes, without the space that is reserved for root."""
         with _typed_errors("get the free space of", directory):
-            found = os.statvfs(directory)
-        return found.f_bavail * found.f_frsize
+            statistics = os.statvfs(directory)
+        return statistics.f_bavail * statistics.f_frsize
 
     def size_bytes(self, directory: Path) -> int:
         """Return the size in bytes, including the space that is reserved for root."""
         with _typed_errors("get the file system size of", directory):
-            found = os.statvfs(directory)
-        return found.f_blocks * found.f_frsize
+            statistics = os.statvfs(directory)
+        return statistics.f_blocks * statistics.f_frsize

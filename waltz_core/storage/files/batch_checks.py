@@ -79,24 +79,24 @@ def check_batches(
         )
     crcs = raw_records.verified_crcs(records, lengths, first, records_crc=records_crc)
     if crcs is None:
-        bad = raw_records.first_bad_record(records, lengths)
-        if bad is not None:
+        bad_index = raw_records.first_bad_record(records, lengths)
+        if bad_index is not None:
             raise ChecksumMismatch(
-                f"{where}: the CRC or the length of record {first + bad} is wrong"
+                f"{where}: the CRC or the length of record {first + bad_index} is wrong"
             )
-        gap = raw_records.first_gap(records, lengths, first)
-        assert gap is not None
-        found = raw_records.ids_of(records, lengths)[gap]
-        raise BadRequest(f"{where}: expected transaction ID {first + gap}, found {found}")
+        gap_index = raw_records.first_gap(records, lengths, first)
+        assert gap_index is not None
+        found = raw_records.ids_of(records, lengths)[gap_index]
+        raise BadRequest(f"{where}: expected transaction ID {first + gap_index}, found {found}")
     last = first + lengths.size - 1
     if entries[-1].last != last:
         raise BadRequest(
-            f"{where}: expected batches up to transaction {last}, found them up to "
+            f"{where}: expected batches up to transaction {last}, found batches up to "
             f"{entries[-1].last}"
         )
-    wrong = check_chain(entries, first, chain_before, crcs)
-    if wrong is not None:
-        entry = entries[wrong]
+    wrong_index = check_chain(entries, first, chain_before, crcs)
+    if wrong_index is not None:
+        entry = entries[wrong_index]
         raise BadRequest(
             f"{where}: batch {entry.first}..{entry.last} does not continue the previous batch, or "
             "its chain hash does not match the records"
@@ -106,39 +106,42 @@ def check_batches(
 def check_repaired(
     segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]
 ) -> tuple[IdRange, ...]:
-    """Check the chain hash of each repaired batch without remaining damage; return new damage.
+    """Check the chain hashes of the repaired batches that have no damage left; return new damage.
 
     New damage is in the same batch, next to the repaired records. It needs a repair of its own.
 
     Raises:
         ChecksumMismatch: the records do not belong to the batch.
     """
-    found: list[IdRange] = []
+    new_damage: list[IdRange] = []
     for chain, entry in _batches(segments, repaired):
         is_damaged = any(ids.first <= entry.last and entry.first <= ids.last for ids in damaged)
         if is_damaged or entry.first > repaired.last:  # damaged, or after the repaired batches
             continue
-        before = entry_before(segments, entry.first)
-        if RECONSTRUCTED in {entry.session_id, NO_SESSION if before is None else before.session_id}:
+        previous = entry_before(segments, entry.first)
+        if RECONSTRUCTED in {
+            entry.session_id,
+            NO_SESSION if previous is None else previous.session_id,
+        }:
             continue  # Its chain hash is not computed from these records, nor is the next one.
         crcs = _crcs(segments, entry.first, entry.last)
-        outside = () if crcs is not None else _wrong_ids(segments, entry, repaired)
-        found += outside
-        if outside:
+        wrong_ids = () if crcs is not None else _wrong_ids(segments, entry, repaired)
+        new_damage += wrong_ids
+        if wrong_ids:
             continue
         if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
             raise ChecksumMismatch(
                 f"records {repaired.first}..{repaired.last} do not match the chain hash of "
                 f"batch {entry.first}..{entry.last}"
             )
-    return tuple(found)
+    return tuple(new_damage)
 
 
 def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
     """Return the readable batches that overlap a range, each with the chain hash before it."""
     try:
-        found = segments.entries(*ids, ids.last - ids.first + 1)[1]
-        return [(segments.entries(each.last, each.last, 1)[0], each) for each in found]
+        entries = segments.entries(*ids, ids.last - ids.first + 1)[1]
+        return [(segments.entries(entry.last, entry.last, 1)[0], entry) for entry in entries]
     except (BadFormat, ChecksumMismatch, ReadFailed):
         return segments.readable_batches(*ids)
 
@@ -152,14 +155,14 @@ def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> byte
 
 def _wrong_ids(segments: Segments, entry: LineageEntry, repaired: IdRange) -> tuple[IdRange, ...]:
     """Return the IDs of the wrong records of a batch, except the repaired records."""
-    every = map(TransactionId, range(entry.first, entry.last + 1))
-    outside = [each for each in every if not repaired.first <= each <= repaired.last]
-    return tuple(IdRange(each, each) for each in outside if _crcs(segments, each, each) is None)
+    batch_ids = map(TransactionId, range(entry.first, entry.last + 1))
+    other_ids = [each for each in batch_ids if not repaired.first <= each <= repaired.last]
+    return tuple(IdRange(each, each) for each in other_ids if _crcs(segments, each, each) is None)
 
 
 def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:
     """Return the batch that ends before an ID; None if there is no readable one."""
     with suppress(BadFormat, ChecksumMismatch):
-        found = segments.entry_of(TransactionId(first - 1)) if first else None
-        return found if found is not None and found.last < first else None
+        entry = segments.entry_of(TransactionId(first - 1)) if first else None
+        return entry if entry is not None and entry.last < first else None
     return None

@@ -10,8 +10,8 @@ Rules:
        Waltz 0.13 uses the same lock (docs/design/disk-format.md 2).
     3. Partitions have no state in common in this file, and each may be written by its own thread.
        They share the syncs of the control file: one sync serves all threads that had written when
-       it began. If it fails, all of these threads and all later ones receive the error: data is
-       lost, the system reports the loss only once, and the file has the promises of many
+       it began. If it fails, all of these threads and all later ones receive the error. The reason:
+       data is lost, the system reports the loss only once, and the file has the promises of many
        partitions.
     4. If only the older slot of a partition is valid, the caller is notified, because a promise may
        be lost. Slots with an even sequence belong in block 1 and those with an odd one in block 0.
@@ -144,7 +144,12 @@ class ControlFile:
 
     def set_flags_of(self, partition_ids: Sequence[PartitionId], flags: int) -> None:
         """Write the flags of several partitions durably, with one sync."""
-        self._write_all({each: self.info(each)._replace(flags=flags) for each in partition_ids})
+        self._write_all(
+            {
+                partition_id: self.info(partition_id)._replace(flags=flags)
+                for partition_id in partition_ids
+            }
+        )
 
     def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
         """Reset the state of a partition durably, except for these flags."""
@@ -161,19 +166,19 @@ class ControlFile:
     def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
         """Write the copies that do not count; they count once they are durable (rule 1)."""
         next_infos = {
-            each: info._replace(sequence=self.info(each).sequence + 1)
-            for each, info in infos.items()
+            partition_id: info._replace(sequence=self.info(partition_id).sequence + 1)
+            for partition_id, info in infos.items()
         }
         with self._write_lock:
-            for each, info in next_infos.items():
-                position = partition_info_offset(each, 1 - self._current[each])
+            for partition_id, info in next_infos.items():
+                position = partition_info_offset(partition_id, 1 - self._current[partition_id])
                 self._file.pwrite([info.encode()], position)
             self._written_count += 1
             number = self._written_count
         self._sync(number)
-        for each, info in next_infos.items():
-            self._current[each] = 1 - self._current[each]
-            self._infos[each] = info
+        for partition_id, info in next_infos.items():
+            self._current[partition_id] = 1 - self._current[partition_id]
+            self._infos[partition_id] = info
 
     def _sync(self, number: int) -> None:
         """Make the first `number` writes durable, maybe by another thread's sync (rule 3)."""
@@ -205,12 +210,12 @@ def _open_locked(disk: Disk, path: Path) -> File:
 
 def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -> None:
     """Create the control file durably; raise BadFormat if there is a partition (rule 5)."""
-    held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
-    if held:
+    partitions = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
+    if partitions:
         raise BadFormat(
             f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, "
-            f"because the directory has files of partitions {', '.join(held)}, found {found}. "
-            "The storage does not create a new control file, because the promised store "
+            f"because the directory has files of partitions {', '.join(partitions)}, found "
+            f"{found}. The storage does not create a new control file, because the promised store "
             "sessions in it would be lost"
         )
     create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
@@ -241,9 +246,11 @@ def _check_header(
 
 def _newer_copy_index(file: File, index: int, path: Path) -> int:
     """Return which structure of a partition counts (docs/design/disk-format.md 2)."""
-    stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
-    if stated != index:
-        raise BadFormat(f"{path}: expected partition {index} in entry {index}, found {stated}")
+    partition_id = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
+    if partition_id != index:
+        raise BadFormat(
+            f"{path}: expected partition {index} in entry {index}, found {partition_id}"
+        )
     sequences: list[tuple[int, int]] = []
     for slot in (0, 1):
         try:
@@ -271,8 +278,8 @@ def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
 class SlotFile:
     """The two slots of a partition; `slot` is the one that counts, and is durable.
 
-    Directly after the opening, `slot` was read but may not be durable. `older` is the slot to which
-    a crash may return, None if there is none.
+    Directly after the opening, `slot` was read but may not be durable. `older_slot` is the
+    slot to which a crash may return, None if there is none.
     """
 
     def __init__(
@@ -290,8 +297,8 @@ class SlotFile:
         self._directory = directory
         self._identity = self._identity_now()
         self.slot = slot
-        self.older = older
-        self.fell_back = older is None
+        self.older_slot = older
+        self.has_lost_newer_slot = older is None
         self._file = file
         self._position = position
 
@@ -320,20 +327,23 @@ class SlotFile:
         path = directory / SLOTS_NAME
         file = disk.open(path)
         try:
-            found = _readable_slots(file)
+            readable_slots = _readable_slots(file)
         except BaseException:
             file.close()
             raise
         valid = [
             (slot.sequence, position, slot)
-            for position, slot in found
+            for position, slot in readable_slots
             if slot.partition_id == partition_id and position == _block_index(slot.sequence)
         ]
         if not valid:
             file.close()
-            owners = ", ".join(str(slot.partition_id) for _, slot in found)
-            why = f"expected partition {partition_id}, found {owners}" if found else "none"
-            raise BadFormat(f"{path}: neither control slot is valid: {why}")
+            owners = ", ".join(str(slot.partition_id) for _, slot in readable_slots)
+            found_text = owners if readable_slots else "no readable slot"
+            raise BadFormat(
+                f"{path}: neither control slot is valid: expected partition {partition_id}, "
+                f"found {found_text}"
+            )
         _, position, slot = max(valid, key=lambda candidate: candidate[0])
         older = next(
             (candidate for sequence, _, candidate in valid if sequence < slot.sequence), None
@@ -358,7 +368,7 @@ class SlotFile:
         assert position == _block_index(slot.sequence), "rule 4"
         overwrite(self._file, slot.encode(), SLOT_BLOCK_BYTES * position)
         self._file.sync()
-        self.slot, self.older, self._position = slot, self.slot, position
+        self.slot, self.older_slot, self._position = slot, self.slot, position
 
     def close(self) -> None:
         """Close the file."""
@@ -366,13 +376,13 @@ class SlotFile:
 
 
 def _readable_slots(file: File) -> list[tuple[int, Slot]]:
-    found: list[tuple[int, Slot]] = []
+    slots: list[tuple[int, Slot]] = []
     for position in range(SLOT_COUNT):
         with suppress(BadFormat, ChecksumMismatch):
-            found.append(
+            slots.append(
                 (position, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * position)))
             )
-    return found
+    return slots
 
 
 def _block_index(sequence: int) -> int:

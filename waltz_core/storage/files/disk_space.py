@@ -12,7 +12,7 @@ Rules (docs/design/correctness.md 2.4, row 9):
        a log counts as an append, because its size is not limited.
     3. Reading needs no space.
     4. The free space is not queried for every append, but after half of the available space, and at
-       most `SPARE_BYTES_MAX`, was written. If another process fills the disk in the meantime, a
+       most `UNCHECKED_BYTES_MAX`, was written. If another process fills the disk in the meantime, a
        write fails for lack of space, which the caller reports (`note_shortage`).
     5. Only one thread at a time may change the reserve: otherwise one thread might release the
        reserve while another thread fills it, and it would count as filled.
@@ -32,7 +32,7 @@ from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.format import LINEAGE_ENTRY_BYTES, OFFSET_BYTES
 
 RESERVE_NAME: Final = "waltz-x.reserve"
-SPARE_BYTES_MAX: Final = 1024 * 1024
+UNCHECKED_BYTES_MAX: Final = 1024 * 1024
 # The size of a new segment without records: three files of one block, their names, and a margin.
 NEW_FILES_BYTES: Final = 64 * 1024
 SAMPLE_INTERVAL_MS: Final = 3_600_000
@@ -49,14 +49,14 @@ class DiskSpace:
     """The space of one storage directory. Calls block, and may come from any thread."""
 
     def __init__(self, disk: Disk, directory: Path, reserve_bytes: int) -> None:
-        self.is_short = False  # whether appends are rejected
+        self.is_full = False  # whether appends are rejected
         self._lock = threading.RLock()  # rule 5
         self._disk = disk
         self._directory = directory
         self._reserve_bytes = reserve_bytes
         self._is_reserved = reserve_bytes == 0
-        self._wanted_bytes = 0  # the size of the append that was rejected last
-        self._spare_bytes = 0  # bytes that may be written before the next query (rule 4)
+        self._rejected_bytes = 0  # the size of the append that was rejected last
+        self._unchecked_bytes = 0  # bytes that may be written before the next query (rule 4)
         # Pairs of time in ms and free bytes (rule 6).
         self._samples: deque[tuple[int, int]] = deque(maxlen=DAY_MS // SAMPLE_INTERVAL_MS)
 
@@ -72,21 +72,21 @@ class DiskSpace:
             NoSpace: there is no space for it.
         """
         with self._lock:
-            if size <= self._spare_bytes:
-                self._spare_bytes -= size
+            if size <= self._unchecked_bytes:
+                self._unchecked_bytes -= size
                 return
             self._check_free(size)
 
     def _check_free(self, size: int) -> None:
-        free = self.free_bytes()
-        wanted = size if self._is_reserved else size + self._reserve_bytes
-        self.is_short = free < wanted
-        self._spare_bytes = min((free - wanted) // 2, SPARE_BYTES_MAX)
-        if self.is_short:
-            self._wanted_bytes = size
+        free_bytes = self.free_bytes()
+        needed_bytes = size if self._is_reserved else size + self._reserve_bytes
+        self.is_full = free_bytes < needed_bytes
+        self._unchecked_bytes = min((free_bytes - needed_bytes) // 2, UNCHECKED_BYTES_MAX)
+        if self.is_full:
+            self._rejected_bytes = size
             raise NoSpace(
                 f"{self._directory}: the disk is full: an append and the reserve need "
-                f"{wanted} bytes, and {free} are free"
+                f"{needed_bytes} bytes, and {free_bytes} are free"
             )
 
     def check_files_fit(self) -> None:
@@ -95,17 +95,17 @@ class DiskSpace:
         Raises:
             NoSpace: there is no space for the files; nothing was written.
         """
-        free = self.free_bytes()
-        if free < NEW_FILES_BYTES:
+        free_bytes = self.free_bytes()
+        if free_bytes < NEW_FILES_BYTES:
             raise NoSpace(
                 f"{self._directory}: the disk is full: new files need {NEW_FILES_BYTES} bytes, "
-                f"and {free} are free"
+                f"and {free_bytes} are free"
             )
 
     def note_shortage(self, size: int) -> None:
         """Note that an append found no space although `check_append` allowed it (rule 4)."""
         with self._lock:
-            self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
+            self.is_full, self._rejected_bytes, self._unchecked_bytes = True, size, 0
 
     def call_with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
         """Call a function; if it finds no space, release the reserve and call it again."""
@@ -122,7 +122,7 @@ class DiskSpace:
         """
         with self._lock, suppress(DiskFailed, NoSpace):
             self._is_reserved = self._reserve_bytes == 0
-            self.is_short, self._spare_bytes = True, 0
+            self.is_full, self._unchecked_bytes = True, 0
             self._disk.unlink(self._directory / RESERVE_NAME)
             self._disk.sync_directory(self._directory)
 
@@ -134,7 +134,7 @@ class DiskSpace:
             try:
                 file = self._disk.open(self._directory / RESERVE_NAME, create=True)
             except NoSpace:
-                self.is_short = True
+                self.is_full = True
                 return
             try:
                 file.allocate(self._reserve_bytes)
@@ -142,7 +142,7 @@ class DiskSpace:
                 self._is_reserved = True
             except NoSpace:
                 file.truncate(0)
-                self.is_short = True
+                self.is_full = True
             finally:
                 file.close()
 
@@ -151,9 +151,9 @@ class DiskSpace:
         with self._lock, suppress(DiskFailed, NoSpace):
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill_reserve()
-            self._spare_bytes = 0
-            self._check_free(self._wanted_bytes)
-            self._spare_bytes = 0  # no append was written
+            self._unchecked_bytes = 0
+            self._check_free(self._rejected_bytes)
+            self._unchecked_bytes = 0  # no append was written
 
     def free_bytes(self) -> int:
         """Return how many more bytes can be written, without the reserve; raises DiskFailed."""
@@ -169,11 +169,11 @@ class DiskSpace:
 
         None in the first hour.
         """
-        began_ms, began_bytes = self._samples[0] if self._samples else (now_ms, free_bytes)
-        took_ms = now_ms - began_ms
-        if took_ms < SAMPLE_INTERVAL_MS:
+        oldest_ms, oldest_free_bytes = self._samples[0] if self._samples else (now_ms, free_bytes)
+        elapsed_ms = now_ms - oldest_ms
+        if elapsed_ms < SAMPLE_INTERVAL_MS:
             return None
-        return max(0, (began_bytes - free_bytes) * DAY_MS // took_ms)
+        return max(0, (oldest_free_bytes - free_bytes) * DAY_MS // elapsed_ms)
 
     def size_bytes(self) -> int:
         """Return the size of the file system in bytes; raises DiskFailed."""

@@ -65,10 +65,10 @@ def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
     if len(data) != size:
         raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
     body = bytes(data[:-4])
-    stated = _CRC.unpack_from(data, size - 4)[0]
+    expected = _CRC.unpack_from(data, size - 4)[0]
     found = crc32(body, before)
-    if stated != found:
-        raise ChecksumMismatch(f"{what}: expected CRC {stated:08x}, found {found:08x}")
+    if expected != found:
+        raise ChecksumMismatch(f"{what}: expected CRC {expected:08x}, found {found:08x}")
     return body
 
 
@@ -183,9 +183,9 @@ class PartitionInfo(NamedTuple):
         """Decode 36 bytes (rule 2)."""
         body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
         session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
-        for name, found in (("session", session), ("mark", mark), ("local mark", local)):
-            if found < BEFORE_FIRST:
-                raise BadFormat(f"partition info: expected a {name} of at least -1, found {found}")
+        for name, number in (("session", session), ("mark", mark), ("local mark", local)):
+            if number < BEFORE_FIRST:
+                raise BadFormat(f"partition info: expected a {name} of at least -1, found {number}")
         return PartitionInfo(
             SessionId(session), TransactionId(mark), TransactionId(local), flags, sequence
         )
@@ -301,13 +301,13 @@ LINEAGE_ENTRY: Final = ByteLayout(
 _LINEAGE_HEADER = LINEAGE_HEADER.struct
 _LINEAGE_ENTRY = LINEAGE_ENTRY.struct
 _LINEAGE_ENTRY_AND_CRC = struct.Struct(">qqqq16sq4sI")
-_PLACE = struct.Struct(">q")
+_POSITION = struct.Struct(">q")
 LINEAGE_HEADER_BYTES: Final = 64
 LINEAGE_ENTRY_BYTES: Final = 64
 assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
 assert _LINEAGE_ENTRY.size + _CRC.size == LINEAGE_ENTRY_BYTES
 assert _LINEAGE_ENTRY_AND_CRC.size == LINEAGE_ENTRY_BYTES
-_NOTHING_RESERVED: Final = bytes(4)
+_RESERVED_ZEROS: Final = bytes(4)
 
 
 class LineageHeader(NamedTuple):
@@ -343,22 +343,22 @@ def encode_entry(
 ) -> bytes:
     """Return the 64 bytes of a lineage entry; `synced` is the last ID that is already durable."""
     assert BEFORE_FIRST <= synced < entry.first
-    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _bound_crc(segment_crc, position))
+    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _entry_crc_start(segment_crc, position))
 
 
 def decode_entry(
     data: Bytes, *, segment_crc: int, position: int
 ) -> tuple[LineageEntry, TransactionId]:
     """Decode 64 bytes (rule 2); return the entry, and the last ID that was durable before it."""
-    bound = _bound_crc(segment_crc, position)
+    crc_start = _entry_crc_start(segment_crc, position)
     if len(data) == LINEAGE_ENTRY_BYTES:
-        found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
-        first, last, session, stamp_ms, chain, synced, reserved, stated = found
-        is_valid = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
+        values = _LINEAGE_ENTRY_AND_CRC.unpack(data)
+        first, last, session, stamp_ms, chain, synced, reserved, stated_crc = values
+        is_valid = stated_crc == crc32(data[:-4], crc_start) and reserved == _RESERVED_ZEROS
         if is_valid and BEFORE_FIRST <= synced < first <= last and first >= 0:
             return LineageEntry(first, last, session, stamp_ms, chain), synced
     # The entry is invalid: the checks below raise the specific error.
-    body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
+    body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", crc_start)
     _check_zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
     entry = _entry(fields)
@@ -369,8 +369,8 @@ def decode_entry(
     return entry, TransactionId(synced)
 
 
-def _bound_crc(segment_crc: int, position: int) -> int:
-    return crc32(_PLACE.pack(position), segment_crc)
+def _entry_crc_start(segment_crc: int, position: int) -> int:
+    return crc32(_POSITION.pack(position), segment_crc)
 
 
 def _entry(fields: Sequence[Any]) -> LineageEntry:
@@ -445,7 +445,7 @@ SLOT_TAIL: Final = ByteLayout(
     Field("reserved", "8s", "0"),
     Field("first ID", "q", "of the log's oldest segment"),
     Field("chain before", "16s", "the chain before the first ID"),
-    Field("engaged", "I", "0: never engaged; n: last engaged n - 1 sessions before the last one"),
+    Field("engaged", "I", "0: never engaged; n: engaged last in session `last session ID` + 1 - n"),
     has_crc=True,
 )
 _SLOT = SLOT.struct
@@ -483,7 +483,7 @@ class Promise(NamedTuple):
         return self.nonce == _LOST_NONCE
 
     @property
-    def seen(self) -> SessionId:
+    def last_seen_session(self) -> SessionId:
         """The latest session that this replica has seen."""
         return SessionId(self.session_id - 1) if self.is_after_loss else self.session_id
 
@@ -550,7 +550,7 @@ class Slot:
     engaged: SessionId = NO_SESSION  # the latest session that opened with this replica engaged
     start: AckedMarker = GENESIS  # the end of the batch before the log's first record
 
-    def is_overtaken(self, info: PartitionInfo) -> bool:
+    def has_legacy_writes(self, info: PartitionInfo) -> bool:
         """Return whether Waltz 0.13 has written since, which its sequence or session shows."""
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.old_sequence
@@ -596,9 +596,9 @@ class Slot:
         return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size - len(tail), b"\0") + tail)
 
     def _sessions_back(self) -> int:
-        back = self.last_session - self.engaged + 1
-        assert back > 0
-        return 0 if self.engaged == NO_SESSION or back >= 1 << 32 else back
+        sessions_back = self.last_session - self.engaged + 1
+        assert sessions_back > 0
+        return 0 if self.engaged == NO_SESSION or sessions_back >= 1 << 32 else sessions_back
 
     def _flags(self) -> int:
         return (
@@ -623,17 +623,17 @@ class Slot:
             )
         if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
             raise BadFormat("control slot: expected sessions and marks of at least -1")
-        used = _SLOT.size + damaged_count * _RANGE.size
-        _check_zero(body[used : -_TAIL.size], "control slot")
-        first, chain_before, back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
+        used_bytes = _SLOT.size + damaged_count * _RANGE.size
+        _check_zero(body[used_bytes : -_TAIL.size], "control slot")
+        first, chain_before, sessions_back = _TAIL.unpack_from(body, len(body) - _TAIL.size)
         if first < 0:
             raise BadFormat(
                 f"control slot: expected a first transaction ID of at least 0, found {first}"
             )
-        if back > last_session + 1:
+        if sessions_back > last_session + 1:
             raise BadFormat(
                 f"control slot: expected an engaged session of at least 0, "
-                f"found {last_session + 1 - back}"
+                f"found {last_session + 1 - sessions_back}"
             )
         return Slot(
             PartitionId(partition),
@@ -646,10 +646,10 @@ class Slot:
             provisional=_provisional(flags, *fields[10:12]),
             acked=AckedMarker(TransactionId(fields[12]), Chain(fields[13])),
             truncate=_truncate(flags, fields[14], fields[15:20]),
-            damaged=_damaged(body[_SLOT.size : used]),
+            damaged=_damaged(body[_SLOT.size : used_bytes]),
             dirty=bool(flags & _DIRTY),
             suspect=bool(flags & _SUSPECT),
-            engaged=SessionId(last_session + 1 - back) if back else NO_SESSION,
+            engaged=SessionId(last_session + 1 - sessions_back) if sessions_back else NO_SESSION,
             start=AckedMarker(TransactionId(first - 1), Chain(chain_before)),
         )
 

@@ -32,12 +32,12 @@ def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, .
 
 def remove_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
     """Remove IDs from the ranges; return them unchanged if there would be too many ranges."""
-    left: list[IdRange] = []
+    remaining: list[IdRange] = []
     for first, last in damaged:
         before = IdRange(first, min(last, TransactionId(removed.first - 1)))
         after = IdRange(max(first, TransactionId(removed.last + 1)), last)
-        left.extend(part for part in (before, after) if part.first <= part.last)
-    return tuple(left[:DAMAGED_MAX]) if len(left) <= DAMAGED_MAX else damaged
+        remaining.extend(part for part in (before, after) if part.first <= part.last)
+    return tuple(remaining[:DAMAGED_MAX]) if len(remaining) <= DAMAGED_MAX else damaged
 
 
 def damage_up_to(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:

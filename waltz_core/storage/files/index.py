@@ -178,13 +178,13 @@ class LineageFile:
             BadFormat, ChecksumMismatch: the bytes of an entry are wrong.
         """
         while position < self.count:
-            wanted = min(_BLOCK_ENTRIES, self.count - position)
+            entry_count = min(_BLOCK_ENTRIES, self.count - position)
             data = memoryview(
-                self._file.pread(LINEAGE_ENTRY_BYTES * wanted, _entry_offset(position))
+                self._file.pread(LINEAGE_ENTRY_BYTES * entry_count, _entry_offset(position))
             )
             for number, start in enumerate(range(0, len(data), LINEAGE_ENTRY_BYTES), position):
                 yield self._decode(data[start : start + LINEAGE_ENTRY_BYTES], number)[0]
-            position += wanted
+            position += entry_count
 
     def position_of(self, transaction_id: TransactionId) -> int:
         """Return the position of the first batch that ends at or after an ID.
@@ -290,10 +290,10 @@ class LineageFile:
         Unreadable entries are skipped.
         """
         durable_before = BEFORE_FIRST
-        for at in range(position, self.count):
-            data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(at))
+        for index in range(position, self.count):
+            data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(index))
             try:
-                durable_before = max(durable_before, self._decode(data, at)[1])
+                durable_before = max(durable_before, self._decode(data, index)[1])
             except (BadFormat, ChecksumMismatch):
                 continue
         return durable_before

@@ -61,9 +61,9 @@ class LockFile:
             return b""
         try:
             file = self._open()
-            found = file.pread(min(self._size, bytes_max), max(0, self._size - bytes_max))
-            rest = bytes_max - len(found)
-            return self._read_older(rest) + found if rest else found
+            blocks = file.pread(min(self._size, bytes_max), max(0, self._size - bytes_max))
+            rest = bytes_max - len(blocks)
+            return self._read_older(rest) + blocks if rest else blocks
         except (DiskFailed, NoSpace):
             self._has_failed = True
             return b""

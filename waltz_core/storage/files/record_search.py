@@ -56,17 +56,17 @@ class PartlyReadableFile:
 
     def __init__(self, file: File) -> None:
         self._file = file
-        self._lost: set[int] = set()  # numbers of unreadable pieces
+        self._unreadable_pieces: set[int] = set()  # numbers of unreadable pieces
 
     @property
     def has_unreadable(self) -> bool:
         """Whether any bytes were unreadable."""
-        return bool(self._lost)
+        return bool(self._unreadable_pieces)
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
         pieces = range(offset // _PIECE_BYTES, -(-(offset + size) // _PIECE_BYTES))
-        if self._lost.isdisjoint(pieces):
+        if self._unreadable_pieces.isdisjoint(pieces):
             with suppress(ReadFailed):
                 return self._file.pread(size, offset)
         end = min(offset + size, self._file.size())
@@ -79,11 +79,11 @@ class PartlyReadableFile:
 
     def _piece(self, size: int, offset: int) -> bytes:
         number = offset // _PIECE_BYTES
-        if number not in self._lost:
+        if number not in self._unreadable_pieces:
             try:
                 return self._file.pread(size, offset)
             except ReadFailed:
-                self._lost.add(number)
+                self._unreadable_pieces.add(number)
         return bytes(size)
 
 
@@ -91,9 +91,9 @@ def record_end(file: SearchedFile, start: int, transaction_id: int, size: int) -
     """Return the end of the record at an offset; None if it does not have the expected ID."""
     if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
         return None
-    found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
+    found_id, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
     end = start + RECORD_OVERHEAD_BYTES + length
-    if found != transaction_id or length < 0 or end > size:
+    if found_id != transaction_id or length < 0 or end > size:
         return None
     return int(end)
 
@@ -122,12 +122,12 @@ def scan(
             lengths = np.array([end - offset], dtype=np.int64)  # of 0.13, which has no size limit
             data = file.pread(end - offset, offset)
         run = memoryview(data)[: int(lengths.sum())]
-        bad = first_bad_record(run, lengths)
-        good = lengths[:bad] if bad is not None else lengths
-        all_starts.append(offsets_of(good)[:-1] + offset)
-        offset += int(good.sum())
-        next_id += int(good.size)
-        if bad is not None:
+        bad_index = first_bad_record(run, lengths)
+        valid_lengths = lengths[:bad_index] if bad_index is not None else lengths
+        all_starts.append(offsets_of(valid_lengths)[:-1] + offset)
+        offset += int(valid_lengths.sum())
+        next_id += int(valid_lengths.size)
+        if bad_index is not None:
             break
     starts = np.concatenate(all_starts) if all_starts else np.zeros(0, dtype=np.int64)
     return starts, offset
@@ -136,14 +136,14 @@ def scan(
 def _candidate_lengths(data: bytes, next_id: int, stop_id: int | None) -> I64:
     """Return the lengths of complete candidates that have the expected IDs."""
     lengths = []
-    at = 0
-    while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
-        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+    offset = 0
+    while offset + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
+        found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, offset)
         length = RECORD_OVERHEAD_BYTES + data_bytes
-        if found != next_id or data_bytes < 0 or at + length > len(data):
+        if found_id != next_id or data_bytes < 0 or offset + length > len(data):
             break
         lengths.append(length)
-        at += length
+        offset += length
         next_id += 1
     return np.array(lengths, dtype=np.int64)
 
@@ -170,8 +170,10 @@ class HoleSearch:
         self._index = index
         self._first = first  # the first ID of the segment
         self._last = last  # records above this ID are ignored
-        self._starts: I64 | None = None  # offsets in the index, of the IDs from `_from` on
-        self._from = first
+        self._starts: I64 | None = (
+            None  # offsets in the index, of the IDs from `_starts_first_id` on
+        )
+        self._starts_first_id = first
 
     def record_after(
         self, hole: TransactionId, offset: int, size: int
@@ -185,24 +187,26 @@ class HoleSearch:
         """
         if self._starts is None:
             # Use the index as it was: records found after a hole are written into the index.
-            self._from = TransactionId(hole + 1)
-            is_hurt = isinstance(self._file, PartlyReadableFile) and self._file.has_unreadable
-            read = self._index.read if is_hurt else self._index.try_read  # rule 3
-            self._starts = read(self._from - self._first, self._last - hole)
-            if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
+            self._starts_first_id = TransactionId(hole + 1)
+            has_disk_errors = (
+                isinstance(self._file, PartlyReadableFile) and self._file.has_unreadable
+            )
+            read = self._index.read if has_disk_errors else self._index.try_read  # rule 3
+            self._starts = read(self._starts_first_id - self._first, self._last - hole)
+            if has_disk_errors and (self._starts < SEGMENT_HEADER_BYTES).any():
                 # The block of the index with these offsets was abandoned (file_system.py, rule 8).
                 raise ReadFailed(
                     f"cannot find the records after {hole}: expected readable records or index "
                     f"entries up to {self._last}, found disk errors in both. Hint: check the disk."
                 )
-        starts = self._starts[hole + 1 - self._from :]
-        found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
-        if found is None:
+        starts = self._starts[hole + 1 - self._starts_first_id :]
+        record = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
+        if record is None:
             return None
-        if not found.is_confirmed:
-            # The search of the whole file has confirmed none. It is not repeated.
+        if not record.is_confirmed:
+            # The search of the whole file has confirmed no record, so it is not repeated.
             self._starts = _NO_OFFSETS
-        return found.transaction_id, found.offset
+        return record.transaction_id, record.offset
 
 
 def find_record(
@@ -219,33 +223,41 @@ def find_record(
     The hole begins at offset `hole` with the record `first`. `starts` has the offsets that the
     index states for the records after `first`.
     """
-    found: FoundRecord | None = None
+    best: FoundRecord | None = None
     offset = hole + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
-        for at in _candidates(data, first, size - offset):
-            found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
-            start, between = offset + at, found_id - first - 1
-            if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
+        for data_offset in _candidates(data, first, size - offset):
+            found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, data_offset)
+            start, missing_count = offset + data_offset, found_id - first - 1
+            if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (missing_count + 1):
                 continue  # not covered by a marker, or no space for the records in the hole
-            is_known = between < starts.size and starts[between] == start
-            if not is_known and (found is not None or data_bytes > TRANSACTION_BYTES_MAX):
+            is_known = missing_count < starts.size and starts[missing_count] == start
+            if not is_known and (best is not None or data_bytes > TRANSACTION_BYTES_MAX):
                 continue  # a client can choose data that looks like many beginnings of long records
             record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
             if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
                 continue
-            here = FoundRecord(TransactionId(found_id), start, is_known)
+            candidate = FoundRecord(TransactionId(found_id), start, is_known)
             if is_known:
-                leads = found is not None and _leads_to(file, found, here, size)
-                return found._replace(is_confirmed=True) if found is not None and leads else here
-            found = here
-        if found is not None and not starts.size:
+                is_contiguous = best is not None and _has_records_between(
+                    file, best, candidate, size
+                )
+                return (
+                    best._replace(is_confirmed=True)
+                    if best is not None and is_contiguous
+                    else candidate
+                )
+            best = candidate
+        if best is not None and not starts.size:
             break
         offset += max(1, len(data) - RECORD_PREFIX.size + 1)
-    return found
+    return best
 
 
-def _leads_to(file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: int) -> bool:
+def _has_records_between(
+    file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: int
+) -> bool:
     """Return whether valid records fill the space between two records, without a gap."""
     first, stop_id = begin.transaction_id, end.transaction_id
     starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)
@@ -263,11 +275,11 @@ def _candidates(data: bytes, after: int, space: int) -> Iterator[int]:
     for start in range(0, count, _STEP_BYTES):
         size = min(_STEP_BYTES, count - start)
         ids: I64 = np.ndarray((size,), dtype=">i8", buffer=data, offset=start, strides=(1,))
-        stated: I64 = np.ndarray(
+        data_lengths: I64 = np.ndarray(
             (size,), dtype=">i4", buffer=data, offset=start + _DATA_LENGTH_OFFSET, strides=(1,)
         )
-        (places,) = ((ids > after) & (ids <= id_max)).nonzero()
-        lengths = stated[places].astype(np.int64)
-        places += start
-        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= space)
-        yield from places[fits].tolist()
+        (positions,) = ((ids > after) & (ids <= id_max)).nonzero()
+        lengths = data_lengths[positions].astype(np.int64)
+        positions += start
+        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + positions <= space)
+        yield from positions[fits].tolist()

@@ -7,11 +7,11 @@ Rules:
     1. A segment exists when its `.seg` file has its final name. `.idx` and `.chn` receive their
        final names before.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are not a record are a torn tail only if no bytes at or after them are known to
-       have been synced. The acked marker, a later segment and the entry of a later batch show which
-       bytes were synced. Otherwise such bytes are damage and stay (docs/design/correctness.md 2.5).
-       A crash may leave any sectors of unsynced data, so a valid record after torn records does not
-       show that those were synced.
+    3. Bytes that are not a record are damage, and stay, if these bytes or later ones are known to
+       have been synced. Otherwise they are a torn tail (docs/design/correctness.md 2.5). The acked
+       marker, a later segment and the entry of a later batch show which bytes were synced. A crash
+       may leave any sectors of unsynced data. So a valid record does not show that the torn records
+       before it were synced.
     4. Damaged records keep their offsets in the index, so that a repair can write them there. To
        find where they end, the search uses the index first (`record_search.py`).
 """
@@ -63,12 +63,12 @@ Buffer = bytes | memoryview
 class SegmentRecovery(NamedTuple):
     """The result of `Segment.recover`.
 
-    `damaged` has the ranges of unreadable IDs. `lost` states that IDs are missing that are known to
-    have been synced.
+    `damaged` has the ranges of unreadable IDs. `has_lost_ids` states that IDs are missing that are
+    known to have been synced.
     """
 
     damaged: tuple[IdRange, ...]
-    lost: bool
+    has_lost_ids: bool
 
 
 class Segment:
@@ -97,11 +97,11 @@ class Segment:
     @staticmethod
     def new_files(header: SegmentHeader, chain_before: Chain) -> list[tuple[str, bytes]]:
         """Return the names and contents of the files of an empty segment, `.seg` last (rule 1)."""
-        plain, first = header.encode(), header.first
+        header_bytes, first = header.encode(), header.first
         return [
-            (segment_name(first, ".idx"), plain),
+            (segment_name(first, ".idx"), header_bytes),
             (segment_name(first, ".chn"), LineageHeader(header, chain_before).encode()),
-            (segment_name(first, ".seg"), plain),
+            (segment_name(first, ".seg"), header_bytes),
         ]
 
     @classmethod
@@ -191,16 +191,16 @@ class Segment:
         If the header was in a lost block, it is written again.
         """
         try:
-            found = file.pread(SEGMENT_HEADER_BYTES, 0)
+            header_bytes = file.pread(SEGMENT_HEADER_BYTES, 0)
         except ReadFailed:
             file.discard_unreadable(0, SEGMENT_HEADER_BYTES)
-            found = file.pread(SEGMENT_HEADER_BYTES, 0)
-        if len(found) == SEGMENT_HEADER_BYTES and not any(found):
+            header_bytes = file.pread(SEGMENT_HEADER_BYTES, 0)
+        if len(header_bytes) == SEGMENT_HEADER_BYTES and not any(header_bytes):
             file.pwrite([self._header.encode()], 0)
             file.sync()
             return True
         try:
-            return SegmentHeader.decode(found)[1:] == self._header[1:]
+            return SegmentHeader.decode(header_bytes)[1:] == self._header[1:]
         except BadFormat:
             return False
 
@@ -349,16 +349,16 @@ class Segment:
         offsets = self.bounds(hole.first, hole.last)
         count = int(lengths.size)
         start, end = int(offsets[0]), int(offsets[-1])
-        filled = start + len(records)
-        whole = count == hole.last - hole.first + 1
+        filled_end = start + len(records)
+        fills_hole = count == hole.last - hole.first + 1
         is_at_end = hole.last == self.last
-        if not is_at_end and (filled > end or (whole and filled < end)):
+        if not is_at_end and (filled_end > end or (fills_hole and filled_end < end)):
             raise BadFormat(
                 f"records {hole.first}..{hole.last}: expected {end - start} bytes, "
                 f"found {len(records)} for {count} records"
             )
         if is_at_end:
-            self.size_bytes = filled if whole else max(filled, end)
+            self.size_bytes = filled_end if fills_hole else max(filled_end, end)
             file.truncate(self.size_bytes)
         overwrite(file, records, start)
         if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
@@ -366,10 +366,10 @@ class Segment:
         starts = offsets_of(lengths) + start
         position = hole.first - self.first
         index.overwrite(position, starts[:-1])
-        if not whole and int(offsets[count]) != filled:
+        if not fills_hole and int(offsets[count]) != filled_end:
             # The index did not have the offset of the rest of the hole; now it has.
             index.overwrite(
-                position + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
+                position + count, np.full(offsets.size - 1 - count, filled_end, dtype=np.int64)
             )
         file.sync()
         index.sync()
@@ -391,8 +391,8 @@ class Segment:
         file, index, lineage = self._open_files()
         if first < self.next_id:
             start = int(self.bounds(first, first)[0])
-            for at in range(start, self.size_bytes, SCAN_BYTES):
-                file.pwrite([file.pread(min(SCAN_BYTES, self.size_bytes - at), at)], at)
+            for offset in range(start, self.size_bytes, SCAN_BYTES):
+                file.pwrite([file.pread(min(SCAN_BYTES, self.size_bytes - offset), offset)], offset)
         index_rewrite_first = (
             first if index_rewrite_first is None else min(first, index_rewrite_first)
         )
@@ -478,11 +478,11 @@ class Segment:
         return bool(record_end(file, start, transaction_id, self.size_bytes) == end)
 
     def recover(
-        self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
+        self, start_id: TransactionId, last_synced: TransactionId, *, is_last: bool
     ) -> SegmentRecovery:
         """Read records from `start_id` on, repair the index, and truncate a torn tail (rule 3).
 
-        `must_reach` is the last ID that is known to have been synced. In the last segment, the
+        `last_synced` is the last ID that is known to have been synced. In the last segment, the
         acked marker or an entry states it. In the other segments, it is the ID before the next
         segment. Raises MissingSegment if the records in between do not fit into one file.
         """
@@ -492,32 +492,32 @@ class Segment:
         # is torn, so it raises an error.
         reader = file if is_last else PartlyReadableFile(file)
         start_id, offset = self._start_of(start_id, reader)
-        stop_id = None if is_last else TransactionId(must_reach + 1)
+        stop_id = None if is_last else TransactionId(last_synced + 1)
         damaged: list[IdRange] = []
-        lost = False
+        has_lost_ids = False
         next_id = start_id
-        search = HoleSearch(reader, index, self.first, last=TransactionId(must_reach + 1))
+        search = HoleSearch(reader, index, self.first, last=TransactionId(last_synced + 1))
         while True:
             starts, offset = scan(reader, offset, next_id, size=file_size, stop_id=stop_id)
             self._repair(next_id, starts)
             next_id = TransactionId(next_id + int(starts.size))
-            if next_id > must_reach:
-                break  # all bytes after it are torn, whatever they look like: none was synced
-            found = search.record_after(next_id, offset, file_size)
-            if found is not None:
-                hole = IdRange(next_id, TransactionId(found[0] - 1))
-                damaged.append(self._index_hole(hole, offset, found[1]))
-                next_id, offset = found
+            if next_id > last_synced:
+                break  # no byte after `last_synced` was synced, so all of them count as torn
+            next_record = search.record_after(next_id, offset, file_size)
+            if next_record is not None:
+                hole = IdRange(next_id, TransactionId(next_record[0] - 1))
+                damaged.append(self._index_hole(hole, offset, next_record[1]))
+                next_id, offset = next_record
                 continue
-            if is_last and (offset == file_size or not self._has_index_of(must_reach, file_size)):
-                lost = True
+            if is_last and (offset == file_size or not self._has_index_of(last_synced, file_size)):
+                has_lost_ids = True
                 break
-            damaged.append(self._index_hole(IdRange(next_id, must_reach), offset, file_size))
-            next_id, offset = TransactionId(must_reach + 1), file_size
+            damaged.append(self._index_hole(IdRange(next_id, last_synced), offset, file_size))
+            next_id, offset = TransactionId(last_synced + 1), file_size
             break
         self.next_id, self.size_bytes = next_id, offset
         index.truncate(next_id - self.first)
-        if offset < file_size and (is_last or not damaged):  # otherwise there may be records
+        if offset < file_size and (is_last or not damaged):  # otherwise the bytes may be records
             file.truncate(offset)
             self._records_dirty = True
         if not is_last:
@@ -526,7 +526,7 @@ class Segment:
             file.sync()
             index.sync()
             self._records_dirty = False
-        return SegmentRecovery(tuple(damaged), lost)
+        return SegmentRecovery(tuple(damaged), has_lost_ids)
 
     def _repair(self, first: TransactionId, starts: I64) -> None:
         self.index.rewrite(first - self.first, starts)
@@ -545,20 +545,24 @@ class Segment:
                 "next segment"
             )
         pieces = [
-            (at, min(_PIECE_IDS, position + count - at))
-            for at in range(position, position + count, _PIECE_IDS)
+            (piece_position, min(_PIECE_IDS, position + count - piece_position))
+            for piece_position in range(position, position + count, _PIECE_IDS)
         ]
         is_known = self._has_index_of_hole(pieces, offset, end)
-        for at, size in pieces:
-            starts = self.index.try_read(at, size) if is_known else np.full(size, offset, np.int64)
-            self.index.overwrite(at, starts)
+        for piece_position, size in pieces:
+            starts = (
+                self.index.try_read(piece_position, size)
+                if is_known
+                else np.full(size, offset, np.int64)
+            )
+            self.index.overwrite(piece_position, starts)
         return hole
 
     def _has_index_of_hole(self, pieces: Sequence[tuple[int, int]], offset: int, end: int) -> bool:
         """Whether the index has ascending offsets for a hole from `offset` to `end`."""
         before = offset - 1
-        for at, size in pieces:
-            starts = self.index.try_read(at, size)
+        for piece_position, size in pieces:
+            starts = self.index.try_read(piece_position, size)
             is_rising = starts.size == size and before < starts[0]
             # Compare instead of subtracting: the difference may not fit into 64 bits.
             if not is_rising or not (starts[1:] > starts[:-1]).all():
@@ -575,6 +579,6 @@ class Segment:
 
 def _is_rising(offsets: I64) -> bool:
     if offsets.size <= ONE_BY_ONE_MAX:
-        plain = offsets.tolist()
-        return bool(plain == sorted(plain))  # needs a third of the time of arrays for so few
+        values = offsets.tolist()
+        return bool(values == sorted(values))  # for few values, a third of the time of arrays
     return not bool((offsets[1:] < offsets[:-1]).any())

@@ -72,7 +72,7 @@ class Segments:
         self,
         disk: Disk,
         directory: Path,
-        blank: SegmentHeader,
+        header_template: SegmentHeader,
         segments: list[Segment],
         start: AckedMarker = GENESIS,
     ) -> None:
@@ -83,7 +83,7 @@ class Segments:
         self.lock_file = LockFile(disk, directory)
         self.directory = directory
         self._disk = disk
-        self._blank = blank
+        self._header_template = header_template
         self._is_truncating = False  # whether a truncation was begun and is not finished
         self._firsts = [segment.first for segment in segments]
 
@@ -143,7 +143,7 @@ class Segments:
         self._add(TransactionId(self.last_id + 1), now_ms, chain_before)
 
     def _add(self, first: TransactionId, now_ms: int, chain_before: Chain) -> None:
-        header = self._blank._replace(created_ms=now_ms, first=first)
+        header = self._header_template._replace(created_ms=now_ms, first=first)
         self.all.append(Segment.create(self._disk, self.directory, header, chain_before))
         self._firsts.append(first)
 
@@ -175,7 +175,7 @@ class Segments:
             self.add(now_ms, chain_before)
             return
         # The segment is empty; the new files replace its files.
-        header = self._blank._replace(created_ms=now_ms, first=self.current.first)
+        header = self._header_template._replace(created_ms=now_ms, first=self.current.first)
         self.current.close()
         self.all[-1] = Segment.create(self._disk, self.directory, header, chain_before)
 
@@ -214,12 +214,12 @@ class Segments:
         Their creation failed after the file had its final name.
         """
         names = self._disk.list(self.directory)
-        unknown = [
+        unfinished = [
             first for first in map(first_id_in_name, names) if first not in {None, *self._firsts}
         ]
-        for first in unknown:
+        for first in unfinished:
             assert first is not None
-            header = self._blank._replace(first=first)
+            header = self._header_template._replace(first=first)
             Segment(self._disk, self.directory, header).remove()
 
     def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
@@ -228,23 +228,23 @@ class Segments:
         Raises:
             BadFormat: the records do not fit into the hole.
         """
-        done = 0
-        while done < lengths.size:
+        written_count = 0
+        while written_count < lengths.size:
             segment = self._segment_of(first)
-            count = min(int(lengths.size) - done, segment.next_id - first)
-            part = lengths[done : done + count]
+            count = min(int(lengths.size) - written_count, segment.next_id - first)
+            part = lengths[written_count : written_count + count]
             size = int(part.sum())
-            here = IdRange(first, min(hole.last, segment.last))
-            segment.fill(part, records[:size], here)
+            segment_hole = IdRange(first, min(hole.last, segment.last))
+            segment.fill(part, records[:size], segment_hole)
             records = records[size:]
-            done += count
+            written_count += count
             first = TransactionId(first + count)
 
-    def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
+    def diagnose(self, transaction_id: TransactionId) -> tuple[IdRange, ...]:
         """Return the damage around a wrong record; repair the index of its segment if necessary."""
-        segment = self._segment_of(wrong)
-        if segment.has_correct_index(wrong):
-            return (IdRange(wrong, wrong),)
+        segment = self._segment_of(transaction_id)
+        if segment.has_correct_index(transaction_id):
+            return (IdRange(transaction_id, transaction_id),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
 
     def repair(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
@@ -260,8 +260,8 @@ class Segments:
                 if low <= high:
                     segment.bounds(low, high)
             except (ChecksumMismatch, ReadFailed):
-                found = segment.recover(segment.first, segment.last, is_last=False)
-                damaged.extend(found.damaged)
+                recovery = segment.recover(segment.first, segment.last, is_last=False)
+                damaged.extend(recovery.damaged)
             for run in segment.lineage.unreadable_runs():
                 self._repair_batches(index, *run)
         return tuple(damaged)
@@ -272,7 +272,7 @@ class Segments:
         Raises:
             ChecksumMismatch, ReadFailed: the entry before them cannot be read either.
         """
-        found = []
+        lost = []
         for index in self._indices_around(first, last):
             segment = self.all[index]
             for low, high in segment.lineage.unreadable_runs():
@@ -280,20 +280,20 @@ class Segments:
                 is_end = high == segment.lineage.count
                 end = segment.last if is_end else segment.lineage.entry(high).last
                 is_provable = high == low + 1 and not is_end
-                found.append(LostBatches(index, low, IdRange(begin, end), is_provable))
-        return found
+                lost.append(LostBatches(index, low, IdRange(begin, end), is_provable))
+        return lost
 
     def rebuild_lost_batch(self, lost: LostBatches) -> bool:
         """Rebuild a lost batch if its records and the batch after it prove its content.
 
         Return whether it was rebuilt.
         """
-        made = (
+        entry = (
             self._reconstruct_batch(lost.segment_index, lost.position) if lost.is_provable else None
         )
-        if made is None:
+        if entry is None:
             return False
-        self.all[lost.segment_index].lineage.rewrite(lost.position, [made])
+        self.all[lost.segment_index].lineage.rewrite(lost.position, [entry])
         return True
 
     def readable_batches(
@@ -303,15 +303,15 @@ class Segments:
 
         This reads all entries of the surrounding segments.
         """
-        found = []
+        batches = []
         for index in self._indices_around(first, last):
             lineage = self.all[index].lineage
             for position in range(lineage.count):
                 with suppress(BadFormat, ChecksumMismatch, ReadFailed):
                     entry = lineage.entry(position)
                     if first <= entry.last and entry.first <= last:
-                        found.append((lineage.chain_at(position), entry))
-        return found
+                        batches.append((lineage.chain_at(position), entry))
+        return batches
 
     def _indices_around(self, first: TransactionId, last: TransactionId) -> range:
         """Return the indices of the segments that contain first..last and their batches."""
@@ -336,32 +336,35 @@ class Segments:
                 f"the last {high - low} of {high} batch entries of the segment that begins "
                 f"with transaction {self.all[index].first} cannot be read"
             )
-        after = lineage.entry(high)
-        before = self._entry_before(index, low)
+        following = lineage.entry(high)
+        previous = self._entry_before(index, low)
         entry_count = high - low
-        ends = [before.last + count for count in range(1, entry_count)] + [after.first - 1]
-        made = self._reconstruct_batch(index, low) if entry_count == 1 else None
-        if made is not None:
-            lineage.rewrite(low, [made])
+        ends = [previous.last + count for count in range(1, entry_count)] + [following.first - 1]
+        entry = self._reconstruct_batch(index, low) if entry_count == 1 else None
+        if entry is not None:
+            lineage.rewrite(low, [entry])
             return
         entries: list[LineageEntry] = []
         for end in ends:
-            entries.append(self._reconstructed_entry(before, end, RECONSTRUCTED))
-            before = entries[-1]
+            entries.append(self._reconstructed_entry(previous, end, RECONSTRUCTED))
+            previous = entries[-1]
         lineage.rewrite(low, entries)
 
     def _reconstruct_batch(self, index: int, position: int) -> LineageEntry | None:
         """Reconstruct a lost batch from the next chain hash; None if no session matches."""
-        before, after = (
+        previous, following = (
             self._entry_before(index, position),
             self.all[index].lineage.entry(position + 1),
         )
-        if not 0 <= before.session_id <= after.session_id <= before.session_id + 100:
+        if not 0 <= previous.session_id <= following.session_id <= previous.session_id + 100:
             return None
-        for session in range(before.session_id, after.session_id + 1):
-            made = self._reconstructed_entry(before, after.first - 1, SessionId(session))
-            if self._reconstructed_entry(made, after.last, after.session_id).chain == after.chain:
-                return made
+        for session in range(previous.session_id, following.session_id + 1):
+            candidate = self._reconstructed_entry(previous, following.first - 1, SessionId(session))
+            if (
+                self._reconstructed_entry(candidate, following.last, following.session_id).chain
+                == following.chain
+            ):
+                return candidate
         return None
 
     def _entry_before(self, index: int, position: int) -> LineageEntry:
@@ -380,12 +383,12 @@ class Segments:
         return self.all[0].lineage.chain_before
 
     def _reconstructed_entry(
-        self, before: LineageEntry, last: int, session: SessionId
+        self, previous: LineageEntry, last: int, session: SessionId
     ) -> LineageEntry:
-        first, end = TransactionId(before.last + 1), TransactionId(last)
+        first, end = TransactionId(previous.last + 1), TransactionId(last)
         crcs = self.record_crcs(first, end) or bytes(4 * (end - first + 1))
-        chain = next_chain(before.chain, first, end, session, crcs)
-        return LineageEntry(first, end, session, before.stamp_ms, chain)
+        chain = next_chain(previous.chain, first, end, session, crcs)
+        return LineageEntry(first, end, session, previous.stamp_ms, chain)
 
     def close(self) -> None:
         """Close all files."""
@@ -503,17 +506,17 @@ class Segments:
         """
         slices: list[Sequence[LineageEntry]] = []
         chain_before = self.chain
-        left = entries_max
+        remaining = entries_max
         for index in range(self._last_index_of(last), -1, -1):
             lineage = self.all[index].lineage
             low = lineage.position_of(first)
             high = min(lineage.position_of(last) + 1, lineage.count)
-            low = max(low, high - left)
+            low = max(low, high - remaining)
             if low < high:
                 slices.append(_checked_run(lineage.slice(low, high)))
                 chain_before = lineage.chain_at(low)
-                left -= high - low
-            if left == 0 or self.all[index].first <= first:
+                remaining -= high - low
+            if remaining == 0 or self.all[index].first <= first:
                 break
         return chain_before, tuple(entry for part in reversed(slices) for entry in part)
 
@@ -530,11 +533,11 @@ class Segments:
 
 def _checked_run(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     """Return entries of one file, after a check that each continues the previous one."""
-    for before, after in pairwise(entries):
-        if after.first != before.last + 1:
+    for previous, following in pairwise(entries):
+        if following.first != previous.last + 1:
             raise ChecksumMismatch(
-                f"expected a batch that begins at transaction {before.last + 1}, after batch "
-                f"{before.first}..{before.last}, found {after.first}..{after.last}"
+                f"expected a batch that begins at transaction {previous.last + 1}, after batch "
+                f"{previous.first}..{previous.last}, found {following.first}..{following.last}"
             )
     return entries
 
@@ -543,9 +546,9 @@ def first_invalid_record(
     records: bytes | memoryview, lengths: I64, first: TransactionId
 ) -> int | None:
     """Return the index of the first record that is incomplete, wrong or in the wrong place."""
-    count, size = _before_short(lengths)
+    count, size = _size_before_short_record(lengths)
     run = memoryview(records)[:size]
-    found = [
+    invalid = [
         position
         for position in (
             raw_records.first_bad_record(run, lengths[:count]),
@@ -553,12 +556,12 @@ def first_invalid_record(
         )
         if position is not None
     ]
-    if found:
-        return min(found)
+    if invalid:
+        return min(invalid)
     return count if count < lengths.size else None
 
 
-def _before_short(lengths: I64) -> tuple[int, int]:
+def _size_before_short_record(lengths: I64) -> tuple[int, int]:
     """Return the number and the bytes of the records before the first one that is too short."""
     if lengths.size <= raw_records.ONE_BY_ONE_MAX:
         size = 0

@@ -76,25 +76,25 @@ class ArchiveRead(NamedTuple):
 class RetentionPiece(NamedTuple):
     """A request to measure a log.
 
-    If `removes` is set, the oldest segment is removed first, if `archived` allows it.
+    If `removes_oldest` is set, the oldest segment is removed first, if `archived` allows it.
     """
 
     archived: AckedMarker | None
-    removes: bool = False
+    removes_oldest: bool = False
 
 
 class LogSize(NamedTuple):
     """The size of a log's segments, and the state of the oldest segment.
 
     `oldest_age_ms` is the age of the newest batch in the oldest segment, 0 if it has no commit
-    stamp. `is_removable` states that the archive contains this segment. `removed` states that the
-    piece removed a segment.
+    stamp. `is_removable` states that the archive contains this segment. `has_removed` states that
+    the piece removed a segment.
     """
 
     size_bytes: int
     oldest_age_ms: int = 0
     is_removable: bool = False
-    removed: bool = False
+    has_removed: bool = False
 
 
 def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
@@ -148,11 +148,11 @@ def retain(log: PartitionLog, piece: RetentionPiece) -> LogSize:
     """
     log.check_files()
     archived = piece.archived
-    removed = piece.removes and archived is not None and log.remove_oldest(archived)
+    has_removed = piece.removes_oldest and archived is not None and log.remove_oldest(archived)
     stamp_ms = log.oldest_stamp_ms
     return LogSize(
         log.size_bytes,
         log.clock_ms() - stamp_ms if stamp_ms else 0,
         is_removable=archived is not None and log.removable_end(archived) is not None,
-        removed=removed,
+        has_removed=has_removed,
     )

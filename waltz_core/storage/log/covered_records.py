@@ -18,8 +18,8 @@ Rules (decision 043):
     1. A truncation covers records if the newest batch was adopted. In this case, the confirmed mark
        does not limit the truncation: 0.13 set this mark for records, not for batches
        (`mark_confirmed` of PREPARED). A truncation also covers records if a 0.13 server set the
-       last mark through an earlier version of this storage (`log_recovery.py`, rule 4): another
-       replica may have the same records in adopted batches.
+       last mark through an earlier version of this storage (`log_recovery.py`, rule 4). In this
+       case, another replica may have the same records in adopted batches.
     2. Before a batch is dropped, the log durably states that it has records without batches
        (`UNBATCHED` in the acked marker). The next opening, or the next session's PREPARE, creates
        batches for these records. After that, no record is covered any more.
@@ -113,18 +113,20 @@ class CoveredRecords:
         """
         files = self._files
         first = TransactionId(files.last_id + 1)
-        here = min(int(lengths.size), files.segments.last_id - first + 1)
-        size = int(lengths[:here].sum())
-        found, found_lengths = files.segments.read(first, TransactionId(first + here - 1))
-        if not np.array_equal(found_lengths, lengths[:here]):
+        covered_count = min(int(lengths.size), files.segments.last_id - first + 1)
+        size = int(lengths[:covered_count].sum())
+        covered_records, covered_lengths = files.segments.read(
+            first, TransactionId(first + covered_count - 1)
+        )
+        if not np.array_equal(covered_lengths, lengths[:covered_count]):
             return False
-        if found != records[:size] and not self._differ_in_damage(
-            first, found_lengths, found, records
+        if covered_records != records[:size] and not self._differ_in_damage(
+            first, covered_lengths, covered_records, records
         ):
             return False
         with files.fail_on_disk_error():
-            if here < lengths.size:
-                files.write_batches(lengths[here:], records[size:], ())
+            if covered_count < lengths.size:
+                files.write_batches(lengths[covered_count:], records[size:], ())
                 files.segments.sync()  # before the entries refer to these records
             rebatching.add_batches(files.segments, entries)
         files.covered_end, files.chain = entries[-1].last, entries[-1].chain
@@ -133,19 +135,22 @@ class CoveredRecords:
         return True
 
     def _differ_in_damage(
-        self, first: TransactionId, lengths: I64, found: bytes, records: memoryview
+        self, first: TransactionId, lengths: I64, covered_records: bytes, records: memoryview
     ) -> bool:
         """Return whether the log differs from these records only in known damage (rule 6)."""
         offsets = raw_records.offsets_of(lengths)
-        at = 0
+        compared_size = 0
         for ids in self._files.slot.damaged:
             low = max(0, ids.first - first)
             high = min(int(lengths.size), ids.last - first + 1)
             if low < high:
-                if found[at : offsets[low]] != records[at : offsets[low]]:
+                if (
+                    covered_records[compared_size : offsets[low]]
+                    != records[compared_size : offsets[low]]
+                ):
                     return False
-                at = int(offsets[high])
-        return found[at:] == records[at : len(found)]
+                compared_size = int(offsets[high])
+        return covered_records[compared_size:] == records[compared_size : len(covered_records)]
 
     def truncate_covered(self) -> None:
         """Truncate the covered records (rule 3).

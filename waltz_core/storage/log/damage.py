@@ -47,26 +47,26 @@ def repair_damage(
         BadFormat: the records do not have the size of the damaged bytes.
     """
     last = TransactionId(first + int(lengths.size) - 1)
-    hole = next((ids for ids in slot.damaged if ids.first == first), None)
-    if hole is None or not first <= last <= hole.last:
+    damaged_range = next((ids for ids in slot.damaged if ids.first == first), None)
+    if damaged_range is None or not first <= last <= damaged_range.last:
         raise BadRequest(
             f"partition {slot.partition_id}: expected records that begin at the start of "
             f"a damaged range, found {first}..{last}; the damaged ranges are "
             f"{format_ranges(slot.damaged) or 'none'}"
         )
-    bad = first_invalid_record(records, lengths, first)
-    if bad is not None:
+    wrong_index = first_invalid_record(records, lengths, first)
+    if wrong_index is not None:
         raise ChecksumMismatch(
-            f"partition {slot.partition_id}: the copy of record {first + bad} is damaged or "
-            "has another transaction ID"
+            f"partition {slot.partition_id}: the copy of record {first + wrong_index} is damaged "
+            "or has another transaction ID"
         )
-    segments.fill(first, lengths, memoryview(records).cast("B"), hole)
+    segments.fill(first, lengths, memoryview(records).cast("B"), damaged_range)
     filled = IdRange(first, last)
-    left = remove_damage(slot.damaged, filled)
-    _prove_lost_batches(segments, filled, left)
-    for found in check_repaired(segments, filled, left):  # rule 3
-        left = add_damage(left, found)
-    return left
+    remaining = remove_damage(slot.damaged, filled)
+    _prove_lost_batches(segments, filled, remaining)
+    for new_damage in check_repaired(segments, filled, remaining):  # rule 3
+        remaining = add_damage(remaining, new_damage)
+    return remaining
 
 
 def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]) -> None:
@@ -79,11 +79,13 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
         segments.entries(*filled, filled.last - filled.first + 1)
         return
     for lost in segments.lost_batches(*filled):
-        waits = any(ids.first <= lost.ids.last and lost.ids.first <= ids.last for ids in damaged)
+        is_still_damaged = any(
+            ids.first <= lost.ids.last and lost.ids.first <= ids.last for ids in damaged
+        )
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
         if (
             is_touched
-            and not (waits and lost.is_provable)
+            and not (is_still_damaged and lost.is_provable)
             and not segments.rebuild_lost_batch(lost)
         ):
             raise ChecksumMismatch(

@@ -14,8 +14,9 @@ Rules (numbers in brackets: docs/design/correctness.md 2.4):
        fails, too, the log rejects all calls until it is opened again [7].
     4. A truncation writes its intent first. If it finds no space, a repeated call or the next
        opening finishes it [9, 12].
-    5. If files were deleted or replaced while this process had them open, they are not used any
-       more: appends to the deleted files would be lost, and the new files may lack a promise.
+    5. If files were deleted or replaced while this process had them open, the log uses neither the
+       deleted nor the new files. Appends to the deleted files would be lost, and the new files may
+       lack a promise.
     6. A new start of the log is durable in both slots before older segments are removed. If a slot
        had a start older than the remaining segments, the log could not be opened.
 """
@@ -145,10 +146,10 @@ class LogFiles:
         its middle.
         """
         last = self.segments.last_id
-        here = [entry for entry in entries if entry.last <= last]
-        self.segments.current.append_entries(here, self.synced_max)
-        if here:
-            end = AckedMarker(here[-1].last, here[-1].chain)
+        segment_entries = [entry for entry in entries if entry.last <= last]
+        self.segments.current.append_entries(segment_entries, self.synced_max)
+        if segment_entries:
+            end = AckedMarker(segment_entries[-1].last, segment_entries[-1].chain)
         self.sync_count += self.segments.sync()
         self.segments.sync_index()
         marker = AckedMarker(last, UNBATCHED) if self.slot.is_unbatched else end
@@ -156,7 +157,7 @@ class LogFiles:
             self.write_slot(replace(self.slot, acked=marker))
             self._unmarked_ms = 0
         self.segments.add(self._settings.now_ms(), end.chain)
-        return entries[len(here) :], end
+        return entries[len(segment_entries) :], end
 
     def sync(self) -> TransactionId:
         """Sync all appended records and their batches; return the last ID.

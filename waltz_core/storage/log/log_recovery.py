@@ -36,18 +36,18 @@ Rules:
        in between would leave files without any sign of an error.
     7. Bytes that a killed process has written can be read but may not be durable. They, and the
        file names, are synced before they are trusted. Bytes that no marker or entry covers are
-       first written again: after a failed sync, the page cache may have bytes that the disk does
-       not have, and considers them clean. For an index, only the marker shows which bytes are
-       durable.
+       first written again. The reason: after a failed sync, the page cache may have bytes that the
+       disk does not have, and treats them as clean. For an index, only the marker shows which bytes
+       are durable.
     8. If a directory is missing or empty and the control file has a session for it, the log and its
        promise are lost. The log begins empty and suspect, and rejects sessions as in rule 5. Both
        are durable with its first slot. If a log is deleted on purpose, the control file is cleared
        first (`removal.py`).
-    9. Durable bytes are not synced again, because a storage opens a thousand logs. Durable are:
-       files that this opening has created; records and index up to the marker, which were synced
-       before it; and the slot before anything is changed, because a crash may then return to the
-       older slot. All bytes that this opening has changed, or that no marker or entry covers, are
-       synced.
+    9. A storage opens a thousand logs, so an opening omits unnecessary syncs. It does not sync the
+       files that it has created, nor records and index up to the marker: all of these are durable.
+       It does not sync the newer slot if a crash may return to the older slot without harm
+       (`may_return_to_older_slot`). It syncs all bytes that it has changed, and all bytes that no
+       marker or entry covers.
    10. The slot has the start of the log before segments at or below the start are removed. The
        opening finishes an interrupted removal, oldest first. If a log ends before its start, a
        reset was interrupted: the log begins after the start, empty and suspect.
@@ -105,7 +105,7 @@ ADOPTED_BATCH_BYTES: Final = (
 def open_log(
     disk: Disk,
     directory: Path,
-    blank: SegmentHeader,
+    header_template: SegmentHeader,
     info: PartitionInfo,
     *,
     trust_fsync: bool,
@@ -121,11 +121,11 @@ def open_log(
     remove_temporary(disk, directory)
     firsts = _first_ids(disk, directory)
     if not firsts and not disk.exists(directory / SLOTS_NAME):
-        return _create_log(disk, directory, blank, info, trust_fsync=trust_fsync)
+        return _create_log(disk, directory, header_template, info, trust_fsync=trust_fsync)
     disk.prefetch(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
-    slots = _open_slots(disk, directory, blank, info)
-    opening = _LogOpening(disk, directory, blank, info, slots)
+    slots = _open_slots(disk, directory, header_template, info)
+    opening = _LogOpening(disk, directory, header_template, info, slots)
     try:
         opening.slot = _slot_at_open(slots, info, trust_fsync=trust_fsync)
         if not opening.may_return_to_older_slot():
@@ -142,50 +142,64 @@ def open_log(
         for close in (*(each.close for each in opening.opened), slots.close):
             try:
                 close()
-            except WaltzError as another:  # The first error has the cause.
+            except WaltzError as another:  # The first error is the cause.
                 error.add_note(f"and then: {another}")
         raise
     return segments, slots
 
 
 def _create_log(
-    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
+    disk: Disk,
+    directory: Path,
+    header_template: SegmentHeader,
+    info: PartitionInfo,
+    *,
+    trust_fsync: bool,
 ) -> tuple[Segments, SlotFile]:
     """Create the files of a new log, durably; the `.seg` file is created last."""
-    slot = Slot(blank.partition_id, old_sequence=info.sequence, dirty=True, suspect=not trust_fsync)
+    slot = Slot(
+        header_template.partition_id,
+        old_sequence=info.sequence,
+        dirty=True,
+        suspect=not trust_fsync,
+    )
     if info.session_id != NO_SESSION:  # rule 8
         slot = replace(_without_promise(slot, info.session_id), suspect=True)
-    files = [SlotFile.new_file(slot), *Segment.new_files(blank, GENESIS_CHAIN)]
+    files = [SlotFile.new_file(slot), *Segment.new_files(header_template, GENESIS_CHAIN)]
     create_durably(disk, directory, files)
-    segments = Segments(disk, directory, blank, [Segment(disk, directory, blank)])
-    return segments, SlotFile.open(disk, directory, blank.partition_id)
+    segments = Segments(
+        disk, directory, header_template, [Segment(disk, directory, header_template)]
+    )
+    return segments, SlotFile.open(disk, directory, header_template.partition_id)
 
 
 # ---------------------------------------------------------------------------------------------
 # slots
 
 
-def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo) -> SlotFile:
+def _open_slots(
+    disk: Disk, directory: Path, header_template: SegmentHeader, info: PartitionInfo
+) -> SlotFile:
     if disk.exists(directory / SLOTS_NAME):
-        return SlotFile.open(disk, directory, blank.partition_id)
+        return SlotFile.open(disk, directory, header_template.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
         raise BadFormat(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
     # A sequence below the one in the control file means "adopt", even after a crash in between.
-    slot = Slot(blank.partition_id, old_sequence=info.sequence - 1, dirty=True)
+    slot = Slot(header_template.partition_id, old_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
 
 def _slot_at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
-    if slot.is_overtaken(info):
-        slot = replace(slot, truncate=None)  # 0.13 has written later, and its log counts
+    if slot.has_legacy_writes(info):
+        slot = replace(slot, truncate=None)  # 0.13 has written later, so its log counts
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
-    if slots.fell_back:
+    if slots.has_lost_newer_slot:
         slot = _without_promise(slot, max(slot.last_session, info.session_id))
-    suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
+    suspect = slot.suspect or slots.has_lost_newer_slot or (slot.dirty and not trust_fsync)
     return replace(slot, dirty=True, suspect=suspect)
 
 
@@ -201,9 +215,11 @@ def _slot_from_0_13(slot: Slot, info: PartitionInfo) -> Slot:
     )
 
 
-def _without_promise(slot: Slot, seen: SessionId) -> Slot:
-    """Return the slot with a promise that rejects all sessions up to one above `seen` (rule 5)."""
-    return slot.with_promise(Promise.after_loss(max(slot.promise.seen, seen)))
+def _without_promise(slot: Slot, last_seen_session: SessionId) -> Slot:
+    """Return the slot with a promise that rejects all seen sessions and the next one (rule 5)."""
+    return slot.with_promise(
+        Promise.after_loss(max(slot.promise.last_seen_session, last_seen_session))
+    )
 
 
 def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
@@ -227,7 +243,7 @@ class _LogOpening:
         self,
         disk: Disk,
         directory: Path,
-        blank: SegmentHeader,
+        header_template: SegmentHeader,
         info: PartitionInfo,
         slots: SlotFile,
     ) -> None:
@@ -236,21 +252,21 @@ class _LogOpening:
         self._slots = slots
         self._disk = disk
         self._directory = directory
-        self._blank = blank
+        self._header_template = header_template
         self._info = info
         # Whether a 0.13 process has written after this version, or an owner has left records
         # without batches.
-        self._is_overtaken = slot.is_overtaken(info)
-        self._adopting = self._is_overtaken or slot.is_unbatched
+        self._has_legacy_writes = slot.has_legacy_writes(info)
+        self._is_adopting = self._has_legacy_writes or slot.is_unbatched
         self.opened: list[Segment] = []  # all segments to close if the opening fails
-        self._rebuilt: list[Segment] = []
-        self._implausible: set[TransactionId] = set()  # older segments, by their first ID
+        self._rebuilt_segments: list[Segment] = []
+        self._implausible_segments: set[TransactionId] = set()  # older segments, by their first ID
         # A slot, of this version or of 0.13, confirms the records up to the marker. Only after the
         # segments are open, it is known up to which ID the batch entries confirm the records.
         acked = slot.acked.transaction_id
-        self._marker = info.local_low_water_mark if self._is_overtaken else acked
-        self._durable = self._marker
-        self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
+        self._marker_id = info.local_low_water_mark if self._has_legacy_writes else acked
+        self._last_durable_id = self._marker_id
+        self._older_batches_end = BEFORE_FIRST  # the end of the last batch in an older segment
 
     def may_return_to_older_slot(self) -> bool:
         """Return whether a crash during this opening may make the older slot valid again.
@@ -259,13 +275,13 @@ class _LogOpening:
         every truncation and repair of this opening is allowed with the older slot, too (rules 1, 2,
         6).
         """
-        newer, older = self._slots.slot, self._slots.older
+        newer, older = self._slots.slot, self._slots.older_slot
         return (
             older is not None
             and older.dirty
             and self.slot == newer
             and not newer.suspect
-            and not self._adopting
+            and not self._is_adopting
             and newer.truncate is older.truncate is None
             and newer.start == older.start
             and older.acked.transaction_id <= newer.acked.transaction_id
@@ -294,12 +310,12 @@ class _LogOpening:
             if position + 1 < len(firsts):
                 chain = self._verify_and_close(segment, end, firsts[position + 1])
         if not opened:
-            header = self._blank._replace(first=TransactionId(start.transaction_id + 1))
+            header = self._header_template._replace(first=TransactionId(start.transaction_id + 1))
             opened.append(Segment.create(self._disk, self._directory, header, start.chain))
-        return Segments(self._disk, self._directory, self._blank, opened, start)
+        return Segments(self._disk, self._directory, self._header_template, opened, start)
 
     def _remove(self, first: TransactionId) -> None:
-        Segment(self._disk, self._directory, self._blank._replace(first=first)).remove()
+        Segment(self._disk, self._directory, self._header_template._replace(first=first)).remove()
 
     def _open_segment(
         self, first: TransactionId, chain_before: Chain | None
@@ -308,11 +324,11 @@ class _LogOpening:
 
         Return the segment and its last batch. `chain_before` is None if it is not known.
         """
-        header = self._blank._replace(first=first)
+        header = self._header_template._replace(first=first)
         lineage = self._open_lineage(header)
         rebuilt = lineage is None
         if lineage is None:
-            if not self._adopting:
+            if not self._is_adopting:
                 self._mark_suspect()
             content = LineageHeader(header, chain_before or GENESIS_CHAIN).encode()
             create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
@@ -320,18 +336,18 @@ class _LogOpening:
             self._disk,
             self._directory,
             first,
-            partition_id=self._blank.partition_id,
-            cluster_key=self._blank.cluster_key,
+            partition_id=self._header_template.partition_id,
+            cluster_key=self._header_template.cluster_key,
             lineage=lineage,
         )
         self.opened.append(segment)
         is_continued = chain_before in {None, segment.lineage.chain_before}
-        if not is_continued and not self._adopting:
+        if not is_continued and not self._is_adopting:
             self._mark_suspect()
-            self._rebuilt.extend(self.opened[-2:-1])  # It may have lost its last batches.
+            self._rebuilt_segments.extend(self.opened[-2:-1])  # It may have lost its last batches.
         end = segment.lineage.trim_invalid()
         if rebuilt:
-            self._rebuilt.append(segment)
+            self._rebuilt_segments.append(segment)
         return segment, end
 
     def _open_lineage(self, header: SegmentHeader) -> LineageFile | None:
@@ -359,9 +375,9 @@ class _LogOpening:
             chain = lineage.chain_at(lineage.count)
             end = lineage.entry(lineage.count - 1) if lineage.count else None
         if end is not None:
-            self._passed = end.last
+            self._older_batches_end = end.last
         if segment.next_id != next_first or not segment.is_plausible():
-            self._implausible.add(segment.first)
+            self._implausible_segments.add(segment.first)
         segment.close()
         return chain
 
@@ -376,44 +392,47 @@ class _LogOpening:
     def recover_records(self, segments: Segments) -> None:
         """Read the records after the marker, truncate a torn tail, and note damage (rule 2)."""
         lineage = segments.current.lineage
-        after = lineage.position_of(TransactionId(self._marker + 1))
-        durable = lineage.durable_before(after)
-        if self._is_overtaken:
+        position = lineage.position_of(TransactionId(self._marker_id + 1))
+        durable_id = lineage.durable_before(position)
+        if self._has_legacy_writes:
             # 0.13 may have truncated records that were synced at that time. It has no marker: all
             # its complete records may have been acknowledged, and it was stopped cleanly before a
             # migration.
-            durable = max(min(durable, segments.last_id), self._last_complete(segments))
+            durable_id = max(min(durable_id, segments.last_id), self._last_complete(segments))
         # The marker moves when a full segment is closed, but not when a failure makes the log begin
         # a new file.
-        self._durable = max(self._marker, self._passed, durable)
+        self._last_durable_id = max(self._marker_id, self._older_batches_end, durable_id)
         if self.slot.truncate is not None:
             # An entry above the truncation is valid, but does not count after the truncation (rule
             # 1).
-            self._durable = min(self._durable, self.slot.truncate.last_to_keep)
-        nexts = [*(segment.first for segment in segments.all[1:]), None]
-        for segment, next_first in zip(segments.all, nexts, strict=True):
+            self._last_durable_id = min(self._last_durable_id, self.slot.truncate.last_to_keep)
+        next_firsts = [*(segment.first for segment in segments.all[1:]), None]
+        for segment, next_first in zip(segments.all, next_firsts, strict=True):
             if next_first is None:
-                start = max(segment.first, TransactionId(self._marker))
-                self._recover(segment, start, self._durable, is_last=True)
+                start = max(segment.first, TransactionId(self._marker_id))
+                self._recover(segment, start, self._last_durable_id, is_last=True)
                 continue
-            reach = TransactionId(next_first - 1)
-            plausible = segment.first not in self._implausible
-            if not plausible or reach > self._marker:
-                start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
-                self._recover(segment, start, reach, is_last=False)
-        if segments.last_id < self._durable:
+            last_synced = TransactionId(next_first - 1)
+            is_plausible = segment.first not in self._implausible_segments
+            if not is_plausible or last_synced > self._marker_id:
+                start = (
+                    max(segment.first, min(self._marker_id, last_synced))
+                    if is_plausible
+                    else segment.first
+                )
+                self._recover(segment, start, last_synced, is_last=False)
+        if segments.last_id < self._last_durable_id:
             self._mark_suspect()
         if self.slot.truncate is not None:
-            segments.truncate(
-                *self.slot.truncate
-            )  # Durable before the intent is removed (`write_again`).
+            # `write_again` makes this durable before the intent is removed.
+            segments.truncate(*self.slot.truncate)
         if segments.last_id < segments.start.transaction_id:
-            segments.begin_after(segments.start, self._blank.created_ms)  # rule 10
+            segments.begin_after(segments.start, self._header_template.created_ms)  # rule 10
 
     def _last_complete(self, segments: Segments) -> TransactionId:
         """Return the last ID above the marker whose record is where the index states."""
         current = segments.current
-        lowest = max(current.first, self._marker + 1, current.last - _TORN_RECORDS_MAX)
+        lowest = max(current.first, self._marker_id + 1, current.last - _TORN_RECORDS_MAX)
         for each in range(current.last, lowest - 1, -1):
             with suppress(ChecksumMismatch):
                 if segments.record_crcs(TransactionId(each), TransactionId(each)) is not None:
@@ -421,11 +440,11 @@ class _LogOpening:
         return BEFORE_FIRST
 
     def _recover(
-        self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
+        self, segment: Segment, start: TransactionId, last_synced: TransactionId, *, is_last: bool
     ) -> None:
-        found = segment.recover(start, reach, is_last=is_last)
-        self._note_damage(found.damaged)
-        if found.lost:
+        recovery = segment.recover(start, last_synced, is_last=is_last)
+        self._note_damage(recovery.damaged)
+        if recovery.has_lost_ids:
             self._mark_suspect()
 
     def _note_damage(self, damaged: tuple[IdRange, ...]) -> None:
@@ -439,17 +458,19 @@ class _LogOpening:
 
         Truncate or adopt records without a valid batch (rules 3, 4).
         """
-        for segment in self._rebuilt:
+        for segment in self._rebuilt_segments:
             self._fill_between(segments, segment)
-        anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
-        if not self._adopting and not self._is_marker_valid(segments):
+        last_trusted = (
+            min(self._marker_id, self.slot.low_water_mark) if self._is_adopting else self._marker_id
+        )
+        if not self._is_adopting and not self._is_marker_valid(segments):
             self._mark_suspect()
-        end = min(self._valid_end(segments, TransactionId(anchor)), segments.last_id)
-        if not self._adopting and end < self._durable:
+        end = min(self._valid_end(segments, TransactionId(last_trusted)), segments.last_id)
+        if not self._is_adopting and end < self._last_durable_id:
             self._mark_suspect()
-        if self._adopting:
+        if self._is_adopting:
             end = self._end_before_gap(segments, end)
-        if self._adopting or end < self._durable:
+        if self._is_adopting or end < self._last_durable_id:
             drop_batches(segments, end)
             # If an entry below that end is unreadable, it is truncated, with all entries after it.
             end = min(end, self._lineage_end_id(segments))
@@ -459,19 +480,17 @@ class _LogOpening:
 
     def _is_marker_valid(self, segments: Segments) -> bool:
         try:
-            return segments.chain_at(TransactionId(self._marker)) == self.slot.acked.chain
+            return segments.chain_at(TransactionId(self._marker_id)) == self.slot.acked.chain
         except (BadFormat, ChecksumMismatch):
             return False
 
-    def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
-        """Return the end of the last batch up to which all batches after the anchor are valid."""
-        end = anchor
+    def _valid_end(self, segments: Segments, last_trusted: TransactionId) -> TransactionId:
+        """Return the last batch end up to which all batches after `last_trusted` are valid."""
+        end = last_trusted
         try:
-            after = TransactionId(anchor + 1)
-            chain, touching = segments.entries(after, after, 1)
-            end = (
-                TransactionId(touching[0].first - 1) if touching else self._lineage_end_id(segments)
-            )
+            after = TransactionId(last_trusted + 1)
+            chain, batches = segments.entries(after, after, 1)
+            end = TransactionId(batches[0].first - 1) if batches else self._lineage_end_id(segments)
             for entry in segments.entries_from(TransactionId(end + 1)):
                 if entry.last > segments.last_id or not self._is_batch_valid(
                     segments, entry, end, chain
@@ -485,8 +504,8 @@ class _LogOpening:
     def _end_before_gap(self, segments: Segments, end: TransactionId) -> TransactionId:
         """Return the end of the batches that stay in an adoption (rule 4).
 
-        Dropped are batches at the log's end that an earlier adoption has created with other bounds
-        than this one, and all batches after them.
+        An adoption drops batches at the log's end that an earlier adoption has created with other
+        bounds, and all batches after them.
         """
         first = TransactionId(end + 1)
         with suppress(BadFormat, ChecksumMismatch):  # an unreadable entry stays as it is
@@ -553,8 +572,8 @@ class _LogOpening:
             chain = next_chain(chain_before(segments, position), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
-            made = LineageEntry(first, end, session_id, stamp_ms, chain)
-            segment.append_entries([made], BEFORE_FIRST)
+            entry = LineageEntry(first, end, session_id, stamp_ms, chain)
+            segment.append_entries([entry], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
         rewrite_chain_headers(segments)
@@ -567,7 +586,7 @@ class _LogOpening:
         Batches of 0.13 never had a session; other batches have lost theirs. Stamps never decrease,
         so the stamp of the preceding batch is the nearest known value.
         """
-        if self._adopting and not self.slot.suspect:
+        if self._is_adopting and not self.slot.suspect:
             return NO_SESSION, 0
         before = entry_before(segments, first)
         return RECONSTRUCTED, 0 if before is None else before.stamp_ms
@@ -583,18 +602,18 @@ class _LogOpening:
         try:
             crcs = segments.record_crcs(first, last)
         except ReadFailed:
-            if not self._adopting:
+            if not self._is_adopting:
                 raise
-        if crcs is not None or not self._adopting:
+        if crcs is not None or not self._is_adopting:
             return crcs or bytes(4 * (last - first + 1))
-        every = map(TransactionId, range(first, last + 1))
-        return b"".join(self._crc_of(segments, each) for each in every)
+        ids = map(TransactionId, range(first, last + 1))
+        return b"".join(self._crc_of(segments, each) for each in ids)
 
     def _crc_of(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         try:
             crc = segments.record_crcs(transaction_id, transaction_id)
             if crc is None:
-                # The index may be what is wrong.
+                # The index may be wrong, and the record right.
                 self._note_damage(segments.diagnose(transaction_id))
                 crc = segments.record_crcs(transaction_id, transaction_id)
             return crc or self._stated_crc(segments, transaction_id)
@@ -609,9 +628,9 @@ class _LogOpening:
         # is corrupt, too.
         has_next = transaction_id < segments.segment_end(transaction_id)
         if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
-            found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
+            found_id, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
             data = memoryview(record)[RECORD_PREFIX.size : -4]
-            if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
+            if (found_id, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
                 return record[-4:]  # The data is corrupt, or the CRC of the data.
         self._mark_suspect()
         return bytes(4)
@@ -643,27 +662,27 @@ class _LogOpening:
 
         A log of 0.13 may be long, so it is only synced.
         """
-        current, durable_before, marker = segments.current, self._durable, self._marker
-        if self._is_overtaken:
+        current, durable_before, marker = segments.current, self._last_durable_id, self._marker_id
+        if self._has_legacy_writes:
             durable_before = marker = segments.last_id
         current.write_again(
             max(current.first, TransactionId(durable_before + 1)),
             index_rewrite_first=max(current.first, TransactionId(marker + 1)),
-            syncs_all=self._adopting or segments.last_id > self._marker,
+            syncs_all=self._is_adopting or segments.last_id > self._marker_id,
         )
 
     def final_slot(self, segments: Segments) -> Slot:
         """Return the slot of the opened log, after all recovery (rule 5)."""
         end = segments.lineage_end()
         marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
-        slot = _slot_from_0_13(self.slot, self._info) if self._is_overtaken else self.slot
+        slot = _slot_from_0_13(self.slot, self._info) if self._has_legacy_writes else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
             # No owner can compare this end with its log. So an owner must be able to truncate it
             # and copy from there. The same holds after a crash between the creation of such batches
             # and this write of the slot.
-            true_end = _last_intact_batch_end(segments)
-            mark = min(slot.low_water_mark, true_end)
-            provisional = slot.provisional if true_end >= slot.low_water_mark else None
+            intact_end = _last_intact_batch_end(segments)
+            mark = min(slot.low_water_mark, intact_end)
+            provisional = slot.provisional if intact_end >= slot.low_water_mark else None
             slot = replace(slot, suspect=True, low_water_mark=mark, provisional=provisional)
         if slot.promise.is_after_loss and end is not None:
             slot = _without_promise(slot, end.session_id)

@@ -106,19 +106,24 @@ class PartitionLog:
     ) -> Self:
         """Open or create a log, and recover it; all changes are durable. See `open_log`."""
         now_ms, key = settings.now_ms(), settings.cluster_key
-        blank = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
-        info, trusts = control.info(partition_id), settings.trust_fsync
+        header_template = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
+        info, trust_fsync = control.info(partition_id), settings.trust_fsync
         opened = log_recovery.open_log(
-            disk, directory, blank, info, trust_fsync=trusts, is_name_durable=is_name_durable
+            disk,
+            directory,
+            header_template,
+            info,
+            trust_fsync=trust_fsync,
+            is_name_durable=is_name_durable,
         )
         files = LogFiles(*opened, settings)
 
         def reopen() -> tuple[Segments, SlotFile]:
-            blank = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
+            header_template = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
             # This process has not stopped, so an unclean stop is impossible.
             info = control.info(partition_id)
             return log_recovery.open_log(
-                disk, directory, blank, info, trust_fsync=True, is_name_durable=True
+                disk, directory, header_template, info, trust_fsync=True, is_name_durable=True
             )
 
         return cls(files, CoveredRecords(files, reopen), control)
@@ -224,16 +229,16 @@ class PartitionLog:
     def state(self) -> ReplicaReport:
         """Return the state that PREPARED reports (`covered_records.py`, rules 1 and 5)."""
         slot, synced_max = self.slot, self.synced_max
-        is_short = synced_max < self.low_water_mark
+        is_below_mark = synced_max < self.low_water_mark
         return ReplicaReport(
-            NO_SESSION if is_short else slot.last_session,
+            NO_SESSION if is_below_mark else slot.last_session,
             self.low_water_mark,
             slot.provisional is None and not self._covered_records.ends_with_adopted_batch(),
             synced_max,
             self._files.synced_chain,
             slot.suspect,
             slot.damaged,
-            NO_SESSION if is_short else slot.engaged,
+            NO_SESSION if is_below_mark else slot.engaged,
         )
 
     # ---- sessions
@@ -290,8 +295,8 @@ class PartitionLog:
         if (self.max_id, self.synced_max, self.chain) != (mark, mark, chain):
             raise BadRequest(
                 f"partition {self.partition_id}: expected a log that ends at transaction "
-                f"{mark} with chain hash {chain.hex()}, found {self.max_id}, synced up to "
-                f"{self.synced_max}, with chain hash {self.chain.hex()}"
+                f"{mark} with chain hash {chain.hex()}, found a log that ends at {self.max_id} "
+                f"with chain hash {self.chain.hex()} and is synced up to {self.synced_max}"
             )
         if mark < self.slot.low_water_mark:
             raise DataLoss(
@@ -368,9 +373,9 @@ class PartitionLog:
         first = TransactionId(self.slot.low_water_mark + 1)
         while first <= self.max_id:
             first = self.verify(first, READ_BYTES)
-        above = [ids for ids in self.slot.damaged if ids.last > self.slot.low_water_mark]
-        if above:
-            raise ReplicaSuspect(f"partition {self.partition_id}: records {above} are damaged")
+        damaged = [ids for ids in self.slot.damaged if ids.last > self.slot.low_water_mark]
+        if damaged:
+            raise ReplicaSuspect(f"partition {self.partition_id}: records {damaged} are damaged")
 
     # ---- appending
 
@@ -400,7 +405,7 @@ class PartitionLog:
         if first != self.max_id + 1 or chain_before != self.chain:
             raise BadRequest(
                 f"partition {self.partition_id}: cannot append: expected records from transaction "
-                f"{self.max_id + 1} on, after chain hash {self.chain.hex()}; found one from "
+                f"{self.max_id + 1} on, after chain hash {self.chain.hex()}; found records from "
                 f"{first} on, after {chain_before.hex()}"
             )
         check_batches(first, lengths, records, chain_before, entries, records_crc)
@@ -459,12 +464,12 @@ class PartitionLog:
                 f"partition {self.partition_id}: cannot truncate after transaction "
                 f"{last_to_keep}, which is below the low-water mark {self.slot.low_water_mark}"
             )
-        found = self.chain_at(base) if base <= last_to_keep else None
-        if found != base_chain:
+        found_chain = self.chain_at(base) if base <= last_to_keep else None
+        if found_chain != base_chain:
             raise BadRequest(
                 f"partition {self.partition_id}: expected chain hash {base_chain.hex()} at "
                 f"transaction {base}, found "
-                f"{found.hex() if found is not None else 'no batch end there'}"
+                f"{found_chain.hex() if found_chain is not None else 'no batch end there'}"
             )
         if covers:
             self._covered_records.cover(last_to_keep)
@@ -493,12 +498,12 @@ class PartitionLog:
         """
         files = self._files
         files.check_usable()
-        found = self.chain_at(archived.transaction_id)
-        if found != archived.chain:
+        found_chain = self.chain_at(archived.transaction_id)
+        if found_chain != archived.chain:
             raise BadRequest(
                 f"partition {self.partition_id}: expected chain hash {archived.chain.hex()} "
                 f"at transaction {archived.transaction_id}, up to which the log is archived; "
-                f"found {'none' if found is None else found.hex()}"
+                f"found {'none' if found_chain is None else found_chain.hex()}"
             )
         end = self.removable_end(archived)
         if end is None:
@@ -617,8 +622,8 @@ class PartitionLog:
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.
         self._files.mark_acked()
-        left = damage.repair_damage(self.slot, self._files.segments, first, lengths, records)
-        self._files.write_slot(replace(self.slot, damaged=left))
+        remaining = damage.repair_damage(self.slot, self._files.segments, first, lengths, records)
+        self._files.write_slot(replace(self.slot, damaged=remaining))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Read records from an ID on and note damage; return the next ID.

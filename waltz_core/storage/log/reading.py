@@ -109,7 +109,7 @@ class LogReader:
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
         self._check_bounds(first, last)
-        wrong = BEFORE_FIRST
+        wrong_id = BEFORE_FIRST
         while True:
             self._reject_damaged(first, whole_batches=whole_batches)
             read = self._read_with_repair(
@@ -125,9 +125,9 @@ class LogReader:
             # Either the index is wrong, and is repaired once, or the record is lost. Each round
             # notes damage that the next round skips.
             self._note_damage(
-                self._segments.diagnose(read) if read != wrong else (IdRange(read, read),)
+                self._segments.diagnose(read) if read != wrong_id else (IdRange(read, read),)
             )
-            wrong = read
+            wrong_id = read
 
     def _read_with_repair(
         self, first: TransactionId, last: TransactionId, read: Callable[[], _ReadT]
@@ -161,9 +161,9 @@ class LogReader:
             if unreadable is not None:
                 return unreadable
             records, lengths = self._segments.read(first, end)
-        bad = first_invalid_record(records, lengths, first)
-        if bad is not None:
-            return TransactionId(first + bad)
+        wrong_index = first_invalid_record(records, lengths, first)
+        if wrong_index is not None:
+            return TransactionId(first + wrong_index)
         chain_before, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
         self.checked_bytes += len(records)
         return RangeRead(first, lengths, records, entries, chain_before)
@@ -265,19 +265,19 @@ class LogReader:
         self, first: TransactionId, last: TransactionId, *, whole_batches: bool
     ) -> TransactionId:
         """Return the last ID to read: before any damage, and at a batch's end if requested."""
-        beyond = last + 1
+        end_id = last + 1
         for damaged in self._slots.slot.damaged:
-            if first < damaged.first < beyond:
-                beyond = damaged.first
-        if whole_batches and beyond <= self._segments.last_id:
+            if first < damaged.first < end_id:
+                end_id = damaged.first
+        if whole_batches and end_id <= self._segments.last_id:
             entry, after = (
                 self._segments.entry_of(first),
-                self._segments.entry_of(TransactionId(beyond)),
+                self._segments.entry_of(TransactionId(end_id)),
             )
             assert entry is not None
             assert after is not None
-            beyond = max(entry.last + 1, after.first)
-        return TransactionId(beyond - 1)
+            end_id = max(entry.last + 1, after.first)
+        return TransactionId(end_id - 1)
 
     def read_headers(
         self, first: TransactionId, last: TransactionId, bytes_max: int
@@ -348,10 +348,10 @@ class LogReader:
             first, last, lambda: self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
         )
 
-    def _note_damage(self, found: Sequence[IdRange]) -> None:
+    def _note_damage(self, new_damage: Sequence[IdRange]) -> None:
         slot = self._slots.slot
         damaged = slot.damaged
-        for ids in found:
+        for ids in new_damage:
             damaged = add_damage(damaged, ids)
         if damaged != slot.damaged:
             self._write_slot(replace(slot, damaged=damaged))

@@ -45,9 +45,9 @@ def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
     Their records must already exist (rule 1).
     """
     for segment in segments.all:
-        here = [entry for entry in entries if segment.first <= entry.last < segment.next_id]
-        if here:
-            segment.append_entries(here, BEFORE_FIRST)
+        complete = [entry for entry in entries if segment.first <= entry.last < segment.next_id]
+        if complete:
+            segment.append_entries(complete, BEFORE_FIRST)
             segment.sync()
 
 

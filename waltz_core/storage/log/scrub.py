@@ -32,8 +32,8 @@ REQUESTED_BYTES_PER_S: Final = 32 * MIB
 # The interval before the next attempt, for a partition that has no records or is busy.
 PASS_PAUSE_MS: Final = 1_000
 PROGRESS_NAME: Final = "waltz-x.scrub"
-_PLACES_BYTES_MAX: Final = 1024 * 1024
-_FIRST: Final = TransactionId(0)
+_PROGRESS_BYTES_MAX: Final = 1024 * 1024
+_FIRST_ID: Final = TransactionId(0)
 
 
 class ScrubPiece(NamedTuple):
@@ -105,14 +105,14 @@ class Scrub:
         self._free_at_ms = 0
         self.wake_at_ms: int | None = None  # when the next piece is due
 
-    # ---- which partitions there are
+    # ---- partitions
 
     def on_partition_opened(self, partition_id: PartitionId, now_ms: int) -> None:
         """Schedule a partition that is now served, from the position of its interrupted pass."""
-        turn = _PartitionScrub(self._positions.pop(partition_id, _FIRST))
-        self._scrubs[partition_id] = turn
+        scrub = _PartitionScrub(self._positions.pop(partition_id, _FIRST_ID))
+        self._scrubs[partition_id] = scrub
         if self._bytes_per_s:
-            turn.due_ms = now_ms
+            scrub.due_ms = now_ms
             # `_update_wake_time` is not called, because there may be a thousand partitions.
             if self._reading is None:
                 self.wake_at_ms = earliest(self.wake_at_ms, max(self._free_at_ms, now_ms))
@@ -127,20 +127,20 @@ class Scrub:
     def request(self, partition_ids: Iterable[PartitionId], now_ms: int) -> None:
         """Request a pass over these partitions now, from the beginning of their logs (rule 3)."""
         for partition_id in partition_ids:
-            turn = self._scrubs[partition_id]
-            turn.is_requested, turn.is_running, turn.due_ms = True, False, now_ms
-            turn.next_id = _FIRST
+            scrub = self._scrubs[partition_id]
+            scrub.is_requested, scrub.is_running, scrub.due_ms = True, False, now_ms
+            scrub.next_id = _FIRST_ID
         self._free_at_ms = min(self._free_at_ms, now_ms)
         self._update_wake_time()
 
-    # ---- when
+    # ---- schedule
 
     def _update_wake_time(self) -> None:
         """Compute `wake_at_ms`, which is read far more often than it changes."""
         self.wake_at_ms = None
-        due = [turn.due_ms for turn in self._scrubs.values() if turn.due_ms is not None]
-        if due and self._reading is None:
-            self.wake_at_ms = max(self._free_at_ms, min(due))
+        due_times_ms = [scrub.due_ms for scrub in self._scrubs.values() if scrub.due_ms is not None]
+        if due_times_ms and self._reading is None:
+            self.wake_at_ms = max(self._free_at_ms, min(due_times_ms))
 
     def next_partition(self, now_ms: int) -> PartitionId | None:
         """Return the partition to read next, if it is time for it.
@@ -150,9 +150,9 @@ class Scrub:
         if self.wake_at_ms is None or self.wake_at_ms > now_ms:
             return None
         ready = [
-            (not turn.is_requested, not turn.is_running, turn.due_ms, partition_id)
-            for partition_id, turn in self._scrubs.items()
-            if turn.due_ms is not None and turn.due_ms <= now_ms
+            (not scrub.is_requested, not scrub.is_running, scrub.due_ms, partition_id)
+            for partition_id, scrub in self._scrubs.items()
+            if scrub.due_ms is not None and scrub.due_ms <= now_ms
         ]
         return min(ready)[-1]
 
@@ -160,52 +160,52 @@ class Scrub:
         self, partition_id: PartitionId, last_id: TransactionId, now_ms: int
     ) -> ScrubPiece | None:
         """Return the next piece of a log that ends at `last_id`; None if the pass is finished."""
-        turn = self._scrubs[partition_id]
-        if not turn.is_running:
-            turn.is_running, turn.last_id, turn.error = True, last_id, None
+        scrub = self._scrubs[partition_id]
+        if not scrub.is_running:
+            scrub.is_running, scrub.last_id, scrub.error = True, last_id, None
             # The interval counts from the start, so that the duration of a pass does not shift the
             # next pass.
-            turn.due_ms = now_ms
-        turn.last_id = min(turn.last_id, last_id)  # A log may have been truncated since.
-        if turn.next_id > turn.last_id:
-            self._finish(turn, now_ms)
+            scrub.due_ms = now_ms
+        scrub.last_id = min(scrub.last_id, last_id)  # A log may have been truncated since.
+        if scrub.next_id > scrub.last_id:
+            self._finish(scrub, now_ms)
             return None
         self._reading = partition_id
         self._update_wake_time()
-        return ScrubPiece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
+        return ScrubPiece(scrub.next_id, min(PIECE_BYTES_MAX, self._rate(scrub)))
 
     def on_piece_done(self, partition_id: PartitionId, scrubbed: ScrubResult, now_ms: int) -> bool:
         """Process the result of a piece; return whether the pass is finished."""
         assert self._reading == partition_id
         self._reading = None
-        turn = self._scrubs[partition_id]
-        turn.read_bytes += scrubbed.read_bytes
+        scrub = self._scrubs[partition_id]
+        scrub.read_bytes += scrubbed.read_bytes
         if scrubbed.error is not None:
-            turn.error = scrubbed.error
-        pause_ms = -(-scrubbed.read_bytes * 1_000 // self._rate(turn))
+            scrub.error = scrubbed.error
+        pause_ms = -(-scrubbed.read_bytes * 1_000 // self._rate(scrub))
         self._free_at_ms = now_ms + max(1, pause_ms)
         is_finished = False
-        if turn.is_running:  # Not if a new pass was requested meanwhile.
-            turn.next_id = scrubbed.next_id
-            is_finished = turn.next_id > turn.last_id
+        if scrub.is_running:  # Not if a new pass was requested meanwhile.
+            scrub.next_id = scrubbed.next_id
+            is_finished = scrub.next_id > scrub.last_id
             if is_finished:
-                self._finish(turn, now_ms)
+                self._finish(scrub, now_ms)
         self._update_wake_time()
         return is_finished
 
-    def _rate(self, turn: _PartitionScrub) -> int:
-        return max(self._bytes_per_s, REQUESTED_BYTES_PER_S if turn.is_requested else 1)
+    def _rate(self, scrub: _PartitionScrub) -> int:
+        return max(self._bytes_per_s, REQUESTED_BYTES_PER_S if scrub.is_requested else 1)
 
-    def _finish(self, turn: _PartitionScrub, now_ms: int) -> None:
-        assert turn.due_ms is not None
-        turn.is_running = turn.is_requested = False
-        turn.next_id = _FIRST
-        turn.passes_count += 1
-        turn.finished_ms = now_ms
-        begun_ms = turn.due_ms
-        turn.due_ms = None
+    def _finish(self, scrub: _PartitionScrub, now_ms: int) -> None:
+        assert scrub.due_ms is not None
+        scrub.is_running = scrub.is_requested = False
+        scrub.next_id = _FIRST_ID
+        scrub.passes_count += 1
+        scrub.finished_ms = now_ms
+        pass_start_ms = scrub.due_ms
+        scrub.due_ms = None
         if self._bytes_per_s:
-            turn.due_ms = max(begun_ms + self._interval_ms, now_ms + PASS_PAUSE_MS)
+            scrub.due_ms = max(pass_start_ms + self._interval_ms, now_ms + PASS_PAUSE_MS)
         self._update_wake_time()
 
     # ---- progress
@@ -215,22 +215,22 @@ class Scrub:
         return [
             ScrubState(
                 partition_id,
-                turn.is_running,
-                turn.is_requested,
-                turn.next_id,
-                turn.last_id,
-                turn.read_bytes,
-                turn.passes_count,
-                -1 if turn.finished_ms is None else now_ms - turn.finished_ms,
-                turn.error,
+                scrub.is_running,
+                scrub.is_requested,
+                scrub.next_id,
+                scrub.last_id,
+                scrub.read_bytes,
+                scrub.passes_count,
+                -1 if scrub.finished_ms is None else now_ms - scrub.finished_ms,
+                scrub.error,
             )
-            for partition_id, turn in sorted(self._scrubs.items())
+            for partition_id, scrub in sorted(self._scrubs.items())
         ]
 
     @property
     def positions(self) -> dict[PartitionId, TransactionId]:
         """The next ID of each unfinished pass, by partition (rule 4)."""
-        return {name: turn.next_id for name, turn in self._scrubs.items() if turn.next_id}
+        return {number: scrub.next_id for number, scrub in self._scrubs.items() if scrub.next_id}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, Transaction
         return {}
     file = disk.open(directory / PROGRESS_NAME)
     try:
-        head, _, body = file.pread(_PLACES_BYTES_MAX, 0).partition(b"\n")
+        head, _, body = file.pread(_PROGRESS_BYTES_MAX, 0).partition(b"\n")
     finally:
         file.close()
     if head != f"{crc32(body):08x}".encode():

@@ -67,7 +67,7 @@ LINKS_MAX: Final = 1_024
 class AdminPort:
     """The administration port of one storage; rules refer to this module."""
 
-    def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
+    def __init__(  # noqa: PLR0913 - each is a part of the daemon
         self,
         engine: StorageEngine,
         serving: ServedReplicas,
@@ -115,8 +115,8 @@ class AdminPort:
         """Stop accepting requests; requests without an outcome are logged as "unknown"."""
         self._driver.stop()
         audited, self._audited = self._audited, {}
-        for each in audited.values():
-            each.end("unknown", "the storage was shut down before it answered")
+        for audit_line in audited.values():
+            audit_line.end("unknown", "the storage was shut down before it answered")
 
     # ---- connections
 
@@ -244,8 +244,10 @@ class AdminPort:
     def _scrub(self, task: admin_tasks.FindScrubState) -> ScrubState | None:
         if task.begins:
             self._post(service.ScrubRequested(task.partition_id))
-        found = (state for state in self._scrub_states() if state.partition_id == task.partition_id)
-        return next(found, None)
+        states = (
+            state for state in self._scrub_states() if state.partition_id == task.partition_id
+        )
+        return next(states, None)
 
     # ---- reading (rule 2)
 

@@ -34,14 +34,14 @@ async def recheck(
 ) -> None:
     """Repeat the reads of partitions that have a session; ignore an unavailable store."""
     loop = asyncio.get_running_loop()
-    for place in access.damaged_places:
-        partition_id, first = place
+    for location in access.damaged_locations:
+        partition_id, first = location
         mark = marks.get(PartitionId(partition_id))
         if mark is None or first > mark.last:
             continue
-        read = partial(access.find_damage_at, place, mark.manifest, mark.manifest_crc)
+        read = partial(access.find_damage_at, location, mark.manifest, mark.manifest_crc)
         try:
             damage = await loop.run_in_executor(threads, read)
         except WaltzError:
             continue
-        access.note_recheck_result(place, damage)
+        access.note_recheck_result(location, damage)

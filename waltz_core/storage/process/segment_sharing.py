@@ -54,7 +54,7 @@ class SegmentSharing:
             return replace(answer, ticket=self._ticket_of(connection))
         return answer
 
-    async def offer(
+    async def serve(
         self, address: str, engine: StorageEngine, serving: ServedReplicas, pool: CallThreads
     ) -> None:
         """Serve requests for files until cancelled; return if the system does not support this.

@@ -5,7 +5,7 @@ each partition ensures this.
 
 Rules:
     1. A partition is served while the replica assignment names this storage for it. After that, it
-       is served until the partition's metadata no longer names the storage, because the session
+       is served until the partition's metadata no longer names the storage. The reason: the session
        that drops this storage must first receive its state (docs/design/correctness.md 2.1 C and
        D). While ZooKeeper is unavailable, the set of served partitions does not change. If a
        partition cannot be opened (full disk, failing disk, a missing file that an operator must
@@ -63,10 +63,10 @@ def run_concurrently(
     if not partition_ids:
         return
     with CallThreads(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as openers:
-        opened = [openers.submit(call, each) for each in partition_ids]
-        wait(opened)
-        for each in opened:
-            each.result()
+        futures = [openers.submit(call, partition_id) for partition_id in partition_ids]
+        wait(futures)
+        for future in futures:
+            future.result()
 
 
 class ThreadRunner(Protocol):
@@ -79,7 +79,7 @@ class ThreadRunner(Protocol):
 class ServedReplicas:
     """The partitions that one storage serves; rules refer to this module."""
 
-    def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
+    def __init__(  # noqa: PLR0913 - each is a part of the daemon
         self,
         engine: StorageEngine,
         coordinator: Coordinator | None,
@@ -101,8 +101,8 @@ class ServedReplicas:
         self._in_thread = in_thread
         self._on_opened = on_opened
         self._on_dropped = on_dropped
-        self._changed = asyncio.Event()
-        self._dropping: dict[PartitionId, asyncio.Event] = {}
+        self._recheck_event = asyncio.Event()
+        self._idle_events: dict[PartitionId, asyncio.Event] = {}
         self._locks = defaultdict[PartitionId, asyncio.Lock](asyncio.Lock)  # rule 3
 
     @property
@@ -123,7 +123,11 @@ class ServedReplicas:
     def unserved_reasons(self) -> dict[str, str]:
         """The error of each partition that should be served but is not, by partition."""
         failed = self._engine.open_errors
-        return {str(each): str(failed[each]) for each in self.unserved_partitions if each in failed}
+        return {
+            str(partition_id): str(failed[partition_id])
+            for partition_id in self.unserved_partitions
+            if partition_id in failed
+        }
 
     def _wanted_partitions(self) -> tuple[PartitionId, ...]:
         return tuple(
@@ -147,7 +151,7 @@ class ServedReplicas:
 
     def recheck(self) -> None:
         """Trigger a new comparison of served and wanted partitions."""
-        self._changed.set()
+        self._recheck_event.set()
 
     async def follow(self, on_checked: Callable[[], None]) -> None:
         """Open and drop partitions as the assignment requires.
@@ -155,26 +159,26 @@ class ServedReplicas:
         Call `on_checked` after each round.
         """
         retry_s = REOPEN_S_MIN
-        await self._changed.wait()  # before this, the assignment is unknown
+        await self._recheck_event.wait()  # before this, the assignment is unknown
         async with asyncio.TaskGroup() as drops:
             while True:
                 try:
                     async with asyncio.timeout(self._wait_s(retry_s)):
-                        await self._changed.wait()
+                        await self._recheck_event.wait()
                     retry_s = REOPEN_S_MIN
                 except TimeoutError:
                     retry_s = min(2 * retry_s, REOPEN_S_MAX)
-                self._changed.clear()
+                self._recheck_event.clear()
                 if self._engine.has_lost_files:
                     await self._in_thread(self._engine.check_files)
                 leaving = await self._leaving_partitions()
-                wanted = {
+                wanted_partitions = {
                     each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
                 }
-                for partition_id in self._unlocked_partitions(self.logs.keys() - wanted):
+                for partition_id in self._unlocked_partitions(self.logs.keys() - wanted_partitions):
                     drops.create_task(self._drop_exclusively(partition_id))
                 await self._open_exclusively(
-                    self._unlocked_partitions(wanted - self.logs.keys()), leaving
+                    self._unlocked_partitions(wanted_partitions - self.logs.keys()), leaving
                 )
                 on_checked()
 
@@ -240,15 +244,15 @@ class ServedReplicas:
 
     async def _open_partitions(self, partition_ids: Sequence[PartitionId]) -> None:
         """Open logs in parallel; a log that cannot be opened does not affect other logs."""
-        found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
+        results: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
 
         def open_one(partition_id: PartitionId) -> None:
             try:
                 # The reserve has enough space for the files of a new log.
                 assign = partial(self._engine.assign, partition_id)
-                found[partition_id] = self._engine.space.call_with_reserve(assign)
+                results[partition_id] = self._engine.space.call_with_reserve(assign)
             except errors.WaltzError as error:
-                found[partition_id] = error
+                results[partition_id] = error
 
         def open_all() -> None:
             with suppress(errors.WaltzError):  # `open_one` reports the error again.
@@ -257,7 +261,7 @@ class ServedReplicas:
 
         await self._in_thread(open_all)
         for partition_id in partition_ids:
-            log = found[partition_id]
+            log = results[partition_id]
             if isinstance(log, errors.WaltzError):
                 self._report(
                     Report(
@@ -278,21 +282,21 @@ class ServedReplicas:
 
     async def _drop_partition(self, partition_id: PartitionId) -> None:
         """Stop serving a partition; its files stay open until administration changes them."""
-        idle = self._dropping[partition_id] = asyncio.Event()
+        idle = self._idle_events[partition_id] = asyncio.Event()
         self._post(service.PartitionDropped(partition_id))
         await idle.wait()
-        del self._dropping[partition_id]
+        del self._idle_events[partition_id]
         del self.logs[partition_id]
         self._on_dropped(partition_id)
         _log.info("storage.partition_closed partition=%s", partition_id)
 
     def on_partition_idle(self, partition_id: PartitionId) -> None:
         """Note that a dropped partition has no running work any more."""
-        self._dropping[partition_id].set()
+        self._idle_events[partition_id].set()
 
-    def stop_serving(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
+    def stop_serving(self, partition_id: PartitionId, error: errors.WaltzError) -> None:
         """Drop a partition whose files were deleted or replaced (rule 5)."""
-        self._engine.stop_serving(partition_id, why)
+        self._engine.stop_serving(partition_id, error)
         self.recheck()
 
     # ---- administration (rules 2 and 3)
@@ -311,7 +315,7 @@ class ServedReplicas:
             try:
                 if partition_id in self.logs:
                     if not ends_session:
-                        raise errors.Unavailable(f"partition {partition_id} is online now")
+                        raise errors.Unavailable(f"partition {partition_id} is online")
                     await self._drop_partition(partition_id)
                 return await self._in_thread(call)
             finally:

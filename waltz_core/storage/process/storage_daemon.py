@@ -15,11 +15,10 @@ Rules:
        the error that the storage does not have the partition, and would retry only after a long
        pause.
     5. At shutdown, the process stops reading requests, finishes running work, syncs, and marks the
-       directory as clean. In three cases it leaves the directory as it is: after a failure of the
-       disk, if running work does not end in time, and if the call of a cancelled caller still
-       changes a file. In these cases, files and locks are released when the process exits, so that
-       the next process cannot start while this one still runs. A disk that hangs does not prevent
-       the exit.
+       directory as clean. It leaves the directory as it is after a failure of the disk, if running
+       work does not end in time, or if the call of a cancelled caller still changes a file. In
+       these cases, files and locks are released when the process exits, so that the next process
+       cannot start while this one still runs. A disk that hangs does not prevent the exit.
 """
 
 import asyncio
@@ -92,7 +91,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
-# The close of a thousand logs needs three syncs for each.
+# Closing a log needs three syncs, and there may be a thousand logs.
 CLOSE_LOGS_S_MAX: Final = 300.0
 SCRUB_PROGRESS_INTERVAL_S: Final = 60.0
 # The limit of unsent answers of one connection; above it, the connection is closed.
@@ -145,7 +144,7 @@ def run(config: StorageConfig) -> None:
 
 def _print_ready(address: str) -> None:
     _log.info("storage.ready address=%s", address)
-    print(f"storage ready {address}", flush=True)  # noqa: T201 - our parent process waits for it
+    print(f"storage ready {address}", flush=True)  # noqa: T201 - the parent process waits for it
 
 
 async def serve(
@@ -341,8 +340,8 @@ class StorageDaemon:
         async with TaskGroup() as tasks:
             tasks.create_task(self._keep_positions(machine))
             tasks.create_task(self._sample_space(engine.space))
-            offer = self._segments.offer(self.address, engine, serving, self._pool)
-            tasks.create_task(offer)
+            sharing = self._segments.serve(self.address, engine, serving, self._pool)
+            tasks.create_task(sharing)
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
@@ -529,8 +528,8 @@ class StorageDaemon:
     def _on_assignment_checked(self) -> None:
         """Accept the connections that wait, because all wanted partitions are served (rule 4)."""
         self._is_assigned.set()
-        early, self._early_links = self._early_links, []
-        for link in early:  # in order: of two links of one server, the later counts
+        links, self._early_links = self._early_links, []
+        for link in links:  # in order: of two links of one server, the later counts
             if not link.is_closed:
                 self._accept(link)
 
@@ -581,7 +580,7 @@ class StorageDaemon:
                 self._serving.on_partition_idle(effect.log.partition_id)
             case service_effects.DropPartition():
                 assert self._serving is not None
-                self._serving.stop_serving(effect.log.partition_id, effect.why)
+                self._serving.stop_serving(effect.log.partition_id, effect.error)
             case service_effects.CheckSpace():
                 check = self._pool.submit(effect.space.recheck)
                 check.add_done_callback(partial(self._post_to_loop, self._on_space_checked))
@@ -622,14 +621,14 @@ class StorageDaemon:
         threads: CallThreads,
         call: Callable[[JobT], ResultT],
         job: JobT,
-        take: Callable[[JobT, ResultT], None],
+        callback: Callable[[JobT, ResultT], None],
     ) -> None:
-        """Run a call on a thread, and pass job and result to `take` on the event loop's thread."""
+        """Run a call on a thread; pass its result to `callback` on the event loop's thread."""
 
         def done(future: "Future[ResultT]") -> None:
             error = future.exception()
             if error is None:
-                take(job, future.result())
+                callback(job, future.result())
             else:
                 self._on_failure(error)
 
@@ -673,11 +672,11 @@ class StorageDaemon:
         self._writers.run(work)
 
     def _post_to_loop(
-        self, take: "Callable[[Future[ResultT]], None]", future: "Future[ResultT]"
+        self, callback: "Callable[[Future[ResultT]], None]", future: "Future[ResultT]"
     ) -> None:
-        """Call `take` on the event loop's thread; this method runs on another thread."""
+        """Call `callback` on the event loop's thread; this method runs on another thread."""
         try:
-            self._loop.call_soon_threadsafe(take, future)
+            self._loop.call_soon_threadsafe(callback, future)
         except RuntimeError:
             if not self._loop.is_closed():  # Otherwise the process is exiting.
                 raise
@@ -712,7 +711,7 @@ class StorageDaemon:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
         failure = archive_error_of(outcome)
         if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE_ERRORS):
-            self._archive.on_place_read(read.place, "" if failure is None else str(failure))
+            self._archive.on_location_read(read.location, "" if failure is None else str(failure))
         self._post(service.ArchiveAnswered(read, outcome))
 
     def _on_space_checked(self, future: "Future[None]") -> None:
@@ -788,10 +787,10 @@ class _StorageStopped(Exception):
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
     async with TaskGroup() as tasks:
-        waits = [tasks.create_task(each.wait()) for each in events]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for each in waits:
-            each.cancel()
+        waiting_tasks = [tasks.create_task(event.wait()) for event in events]
+        await asyncio.wait(waiting_tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting_tasks:
+            task.cancel()
 
 
 def _wall_clock_ms() -> int:

@@ -46,7 +46,7 @@ class StorageHealth:
         """Return the health of the storage: reasons why it is not ready, and details."""
         disk_status = await self._disk_status()
         serving, coordinator = self._serving, self._coordinator
-        suspect = sorted(each for each, log in serving.logs.items() if log.suspect)
+        suspect = sorted(number for number, log in serving.logs.items() if log.suspect)
         details = {
             "address": serving.address,
             "partitions": sorted(serving.logs),
@@ -54,7 +54,7 @@ class StorageHealth:
             "not_served_reasons": serving.unserved_reasons,
             "offline": sorted(serving.offline),
             "suspect": suspect,
-            "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
+            "damaged": sorted(number for number, log in serving.logs.items() if log.damaged),
             "is_full": disk_status.is_full,
             "disk_error": disk_status.disk_error,
             "zookeeper": coordinator is None or coordinator.was_connected_recently,
@@ -82,11 +82,11 @@ class StorageHealth:
         """Query the free space of the disk (rule 3)."""
         clock_ms = time.time_ns() // 1_000_000
         if self._status_query is None or self._status_query.done():
-            look = partial(admin_execution.disk_status_of, self._engine, clock_ms)
-            self._status_query = asyncio.get_running_loop().run_in_executor(self._pool, look)
+            query = partial(admin_execution.disk_status_of, self._engine, clock_ms)
+            self._status_query = asyncio.get_running_loop().run_in_executor(self._pool, query)
         done, _ = await asyncio.wait((self._status_query,), timeout=DISK_STATUS_S_MAX)
         if done:
             return self._status_query.result()
         space = self._engine.space
         error = f"the disk has not answered for {DISK_STATUS_S_MAX:.0f} s"
-        return DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms, error)
+        return DiskStatus(None, space.reserved_bytes, space.is_full, clock_ms, error)

@@ -51,7 +51,7 @@ class StorageMetrics:
         set_source("waltz_storage_queued_bytes", lambda: machine.queue_limits.owner_bytes)
         set_source("waltz_storage_free_bytes", lambda: _bytes_of(space.free_bytes))
         set_source("waltz_storage_disk_bytes", lambda: _bytes_of(space.size_bytes))
-        set_source("waltz_storage_full_disks", lambda: space.is_short)
+        set_source("waltz_storage_full_disks", lambda: space.is_full)
         set_source(
             "waltz_storage_running_upload_seconds",
             lambda: _running_upload_s(machine, self._clock_ms()),
@@ -88,7 +88,7 @@ class StorageMetrics:
             self._metrics.observe("waltz_storage_sync_seconds", result.sync_s)
         if result.failure is not None:
             add("waltz_storage_failed_writes_total")
-        if result.scrubbed or result.found or result.repaired or result.failed_reads:
+        if result.scrub_result or result.new_damage or result.repaired_ids or result.failed_reads:
             self._count_damage(result, partition)
 
     def count_upload(self, job: UploadJob, outcome: UploadOutcome) -> None:
@@ -129,12 +129,12 @@ class StorageMetrics:
             )
 
     def _count_damage(self, result: WorkResult, partition: PartitionId) -> None:
-        repaired = () if result.repaired is None else (result.repaired,)
+        repaired = () if result.repaired_ids is None else (result.repaired_ids,)
         for name, amount in (
             ("failed_reads_total", len(result.failed_reads)),
-            ("damage_found_transactions_total", count_ids(result.found)),
+            ("damage_found_transactions_total", count_ids(result.new_damage)),
             ("repaired_transactions_total", count_ids(repaired)),
-            ("scrubbed_bytes_total", result.scrubbed.read_bytes if result.scrubbed else 0),
+            ("scrubbed_bytes_total", result.scrub_result.read_bytes if result.scrub_result else 0),
         ):
             if amount:
                 self._metrics.add(f"waltz_storage_{name}", amount, partition=partition)

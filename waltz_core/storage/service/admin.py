@@ -158,11 +158,11 @@ class AdminService:
         self._task_count = 0
         self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
         # The IDs of the tasks after which a request ends (rule 6).
-        self._ending: set[int] = set()
-        self._waiting: deque[AdminRequest] = deque()
-        self._changing: AdminRequest | None = None
+        self._ending_task_ids: set[int] = set()
+        self._waiting_requests: deque[AdminRequest] = deque()
+        self._running_change: AdminRequest | None = None
         self._effects: list[Effect] = []
-        self._makers: dict[type[AdminMessage], Callable[..., Script]] = {
+        self._script_makers: dict[type[AdminMessage], Callable[..., Script]] = {
             wire.CheckCluster: self._check_cluster,
             wire.SetAvailable: self._set_available,
             wire.SetAssigned: self._set_assigned,
@@ -193,8 +193,8 @@ class AdminService:
                 self._receive_request(event)
             case AdminTaskDone():
                 request, script = self._scripts.pop(event.task_id)
-                ends = event.task_id in self._ending
-                self._ending.discard(event.task_id)
+                ends = event.task_id in self._ending_task_ids
+                self._ending_task_ids.discard(event.task_id)
                 self._continue_request(request, script, event.value, ends=ends)
             case AdminDisconnected():
                 self._end_requests(event.connection)
@@ -206,7 +206,7 @@ class AdminService:
         return effects
 
     def _receive_request(self, request: AdminRequest) -> None:
-        if len(self._scripts) + len(self._waiting) >= WAITING_MAX:
+        if len(self._scripts) + len(self._waiting_requests) >= WAITING_MAX:
             self._reject_request(
                 request,
                 Overloaded(
@@ -215,21 +215,21 @@ class AdminService:
             )
         elif not isinstance(request.message, _CHANGES):
             self._begin_request(request)
-        elif self._changing is None:
-            self._changing = request
+        elif self._running_change is None:
+            self._running_change = request
             self._begin_request(request)
         else:
-            self._waiting.append(request)  # rule 1
+            self._waiting_requests.append(request)  # rule 1
 
     def _end_requests(self, connection: ConnectionId) -> None:
         """Drop a connection's waiting requests, and end running ones after their task (rule 6)."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting, self._waiting_requests = self._waiting_requests, deque()
         for request in waiting:
             if request.connection == connection:
                 self._reject_request(request, _disconnected_error())
             else:
-                self._waiting.append(request)
-        self._ending |= {
+                self._waiting_requests.append(request)
+        self._ending_task_ids |= {
             task_id
             for task_id, (request, _) in self._scripts.items()
             if request.connection == connection
@@ -243,12 +243,13 @@ class AdminService:
     ) -> None:
         """Continue a request until its next task or its answer.
 
-        If `ends` is set, the request must not continue after the task that is done now.
+        If `ends` is set, the request ends after the task that is done now.
         """
         try:
             task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
             if ends:
-                task = script.throw(_disconnected_error())  # it raises, and names what is done
+                # The script raises the error, perhaps with a list of the done partitions.
+                task = script.throw(_disconnected_error())
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
@@ -260,10 +261,12 @@ class AdminService:
             self._scripts[self._task_count] = (request, script)
             self._effects.append(RunAdminTask(self._task_count, task))
             return
-        if request is self._changing:
-            self._changing = self._waiting.popleft() if self._waiting else None
-            if self._changing is not None:
-                self._begin_request(self._changing)
+        if request is self._running_change:
+            self._running_change = (
+                self._waiting_requests.popleft() if self._waiting_requests else None
+            )
+            if self._running_change is not None:
+                self._begin_request(self._running_change)
 
     def _reject_request(self, request: AdminRequest, error: WaltzError) -> None:
         text = str(error)[:REJECTION_CHARACTERS_MAX]
@@ -276,16 +279,16 @@ class AdminService:
 
     def _report_event(self, name: str, request: AdminRequest, **fields: object) -> None:
         message = request.message
-        of_request = (
+        request_fields = (
             ("request", type(message).__name__),
             ("partition", getattr(message, "partition_id", "none")),
         )
-        self._effects.append(Report(name, (*of_request, *fields.items())))
+        self._effects.append(Report(name, (*request_fields, *fields.items())))
 
     # ------------------------------------------------------------------ requests
 
     def _create_script(self, message: AdminMessage) -> Script:
-        make: Callable[..., Script] = self._makers.get(type(message), self._reject_kind)
+        make: Callable[..., Script] = self._script_makers.get(type(message), self._reject_kind)
         return make(message)
 
     def _reject_kind(self, message: AdminMessage) -> Script:
@@ -357,10 +360,10 @@ class AdminService:
         return wire.Done(message.sequence)
 
     def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
-        held = yield from _find_held_partitions()
+        partitions = yield from _find_held_partitions()
         if isinstance(message, wire.HeldRequest):
             pairs = tuple(
-                (int(partition.partition_id), partition.is_available) for partition in held
+                (int(partition.partition_id), partition.is_available) for partition in partitions
             )
             return wire.HeldResponse(message.sequence, pairs)
         return wire.StorageResponse(
@@ -369,16 +372,16 @@ class AdminService:
             cluster_key=self._identity.cluster_key,
             partition_count=self._identity.partition_count,
             address=self._address,
-            held=tuple(int(partition.partition_id) for partition in held),
+            held=tuple(int(partition.partition_id) for partition in partitions),
         )
 
     def _answer_gauges(self, message: wire.MetricsRequest) -> Script:
-        held = yield from _find_held_partitions()
+        partitions = yield from _find_held_partitions()
         disk_status = yield FindDiskStatus()
         assert isinstance(disk_status, DiskStatus)
         archive = yield FindArchiveState()
         assert archive is None or isinstance(archive, ArchiveState)
-        return wire.MetricsResponse(message.sequence, gauges_json(held, disk_status, archive))
+        return wire.MetricsResponse(message.sequence, gauges_json(partitions, disk_status, archive))
 
     def _answer_marks(self, message: wire.SessionInfoRequest) -> Script:
         info = (yield from _inspect(PartitionId(message.partition_id))).info
@@ -386,15 +389,15 @@ class AdminService:
         return wire.SessionInfoResponse(message.sequence, message.partition_id, *marks)
 
     def _answer_replica(self, message: wire.ReplicaRequest) -> Script:
-        facts = yield from _inspect(PartitionId(message.partition_id), must_be_held=False)
-        log = facts.log or NO_LOG
+        status = yield from _inspect(PartitionId(message.partition_id), must_be_held=False)
+        log = status.log or NO_LOG
         return wire.ReplicaResponse(
             message.sequence,
             message.partition_id,
-            is_held=facts.is_held,
-            is_available=facts.is_available,
-            is_served=facts.is_served,
-            reason=facts.reason,
+            is_held=status.is_held,
+            is_available=status.is_available,
+            is_served=status.is_served,
+            reason=status.reason,
             is_suspect=log.is_suspect,
             promised=log.promised,
             last_session=log.last_session,
@@ -449,8 +452,8 @@ class AdminService:
                 f"partition {partition_id}: expected a transaction ID, found {message.first}"
             )
         if message.first > log.low_water_mark:
-            nothing = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
-            return wire.Copy(message.sequence, partition_id, *nothing)
+            empty_copy = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
+            return wire.Copy(message.sequence, partition_id, *empty_copy)
         first, bytes_max = TransactionId(message.first), min(message.bytes_max, RANGE_BYTES_MAX)
         read = yield from _read_range(
             ReadRange(partition_id, first, log.low_water_mark, bytes_max, whole_batches=True)
@@ -468,8 +471,8 @@ class AdminService:
 
     def _receive_copy(self, message: wire.Copy) -> Script:
         partition_id = PartitionId(message.partition_id)
-        facts = yield from _inspect(partition_id)
-        if facts.is_available:
+        status = yield from _inspect(partition_id)
+        if status.is_available:
             raise BadRequest(
                 f"the replica of partition {partition_id} must be offline while it receives a "
                 "copy, but it is online. Hint: take it offline first (`storage availability`)."
@@ -526,30 +529,32 @@ def _remove_partition(
 
 def _is_engaged_error(state: ZooKeeperState) -> str:
     """Describe the replicas of the last session, and the number left without this one."""
-    left, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
+    remaining_count, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
     names = ", ".join(state.engaged)
-    safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
+    quorum_text = (
+        "still a quorum" if remaining_count >= quorum else f"less than the quorum of {quorum}"
+    )
     return (
         f"it is in sync, so its acknowledgements count in store session {state.session_id} "
-        f"(replicas {names}; without it, {left} are left, {safe})"
+        f"(replicas {names}; without it, {remaining_count} are left, {quorum_text})"
     )
 
 
 def _inspect(
     partition_id: PartitionId, *, must_be_held: bool = True
 ) -> Generator[AdminTask, object, ReplicaStatus]:
-    facts = yield InspectReplica(partition_id)
-    assert isinstance(facts, ReplicaStatus)
-    if must_be_held and not facts.is_held:
+    status = yield InspectReplica(partition_id)
+    assert isinstance(status, ReplicaStatus)
+    if must_be_held and not status.is_held:
         raise BadRequest(f"this storage does not have partition {partition_id}")
-    return facts
+    return status
 
 
 def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogStatus]:
-    facts = yield from _inspect(partition_id)
-    if facts.log is None:
-        raise BadRequest(f"the log of partition {partition_id} cannot be read: {facts.reason}")
-    return facts.log
+    status = yield from _inspect(partition_id)
+    if status.log is None:
+        raise BadRequest(f"the log of partition {partition_id} cannot be read: {status.reason}")
+    return status.log
 
 
 def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, ZooKeeperState]:
@@ -559,9 +564,9 @@ def _zookeeper_state(partition_id: PartitionId) -> Generator[AdminTask, object, 
 
 
 def _find_held_partitions() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:
-    held = yield FindHeldPartitions()
-    assert isinstance(held, tuple)
-    return held
+    partitions = yield FindHeldPartitions()
+    assert isinstance(partitions, tuple)
+    return partitions
 
 
 def _read_range(task: ReadRange) -> Generator[AdminTask, object, RangeBytes]:
@@ -576,19 +581,19 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
     ids = raw_records.ids_of(read.records, lengths)
     headers = raw_records.application_headers_of(read.records, lengths)
     view = memoryview(read.records)
-    found, at = [], 0
+    records, offset = [], 0
     for position, length in enumerate(lengths.tolist()):
-        data = view[at + RECORD_OVERHEAD_BYTES - 4 : at + length - 4]
-        req_id = ReqId.from_bytes(view[at + 8 : at + 24])
-        found.append(
+        data = view[offset + RECORD_OVERHEAD_BYTES - 4 : offset + length - 4]
+        req_id = ReqId.from_bytes(view[offset + 8 : offset + 24])
+        records.append(
             Record(TransactionId(int(ids[position])), req_id, int(headers[position]), bytes(data))
         )
-        at += length
-    return tuple(found)
+        offset += length
+    return tuple(records)
 
 
 def gauges_json(
-    held: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveState | None
+    partitions: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveState | None
 ) -> bytes:
     """Return the gauges as JSON, under the names of Waltz 0.13, for its tools.
 
@@ -597,25 +602,27 @@ def gauges_json(
     """
     group = "waltz-storage"
     values: dict[str, object] = {
-        f"{group}.waltz-storage-num-partitions": len(held),
-        f"{group}.waltz-storage-partition-ids": [partition.partition_id for partition in held],
+        f"{group}.waltz-storage-num-partitions": len(partitions),
+        f"{group}.waltz-storage-partition-ids": [
+            partition.partition_id for partition in partitions
+        ],
     }
     facts = zip(DISK_GAUGES, disk_status, strict=True)
     values |= {f"{group}.{name}": value for name, value in facts if value is not None}
     if archive is not None:
         values[f"{group}.archive"] = archive._asdict()
-    for partition in held:
-        own = f"{group}.partition-{partition.partition_id}"
+    for partition in partitions:
+        prefix = f"{group}.partition-{partition.partition_id}"
         values |= {
-            f"{own}.session-id": partition.info.session_id,
-            f"{own}.low-water-mark": partition.info.low_water_mark,
-            f"{own}.local-low-water-mark": partition.info.local_low_water_mark,
-            f"{own}.flags": partition.info.flags,
-            f"{own}.sequence-number": partition.info.sequence,
-            f"{own}.max-transaction-id": partition.synced_max,
+            f"{prefix}.session-id": partition.info.session_id,
+            f"{prefix}.low-water-mark": partition.info.low_water_mark,
+            f"{prefix}.local-low-water-mark": partition.info.local_low_water_mark,
+            f"{prefix}.flags": partition.info.flags,
+            f"{prefix}.sequence-number": partition.info.sequence,
+            f"{prefix}.max-transaction-id": partition.synced_max,
         }
     gauges = {name: {"value": value} for name, value in values.items()}
     kinds = ("counters", "histograms", "meters", "timers")
-    others: dict[str, dict[str, object]] = {kind: {} for kind in kinds}
-    whole = {"metrics": gauges, "ids": list(gauges), "gauges": gauges, **others}
-    return json.dumps(whole, separators=(",", ":")).encode()
+    empty_kinds: dict[str, dict[str, object]] = {kind: {} for kind in kinds}
+    document = {"metrics": gauges, "ids": list(gauges), "gauges": gauges, **empty_kinds}
+    return json.dumps(document, separators=(",", ":")).encode()

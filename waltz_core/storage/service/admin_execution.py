@@ -71,30 +71,30 @@ def _carry_out(
 
 def held_partitions_of(engine: StorageEngine) -> tuple[HeldPartition, ...]:
     """Return all partitions that the storage holds."""
-    found = []
+    partitions = []
     for partition_id in engine.assigned_partitions():
         log = engine.logs.get(partition_id)
         synced_max = BEFORE_FIRST if log is None else log.synced_max
         is_available = engine.is_available(partition_id)
-        found.append(
+        partitions.append(
             HeldPartition(partition_id, engine.info(partition_id), synced_max, is_available)
         )
-    return tuple(found)
+    return tuple(partitions)
 
 
 def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
     """Return the state of the disk; `clock_ms` is the present time."""
     space = engine.space
-    facts = DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms)
+    status = DiskStatus(None, space.reserved_bytes, space.is_full, clock_ms)
     try:
-        free = space.free_bytes()
-        return facts._replace(
-            free_bytes=free,
+        free_bytes = space.free_bytes()
+        return status._replace(
+            free_bytes=free_bytes,
             size_bytes=space.size_bytes(),
-            filling_bytes_per_day=space.filling_bytes_per_day(free, clock_ms),
+            filling_bytes_per_day=space.filling_bytes_per_day(free_bytes, clock_ms),
         )
     except WaltzError as error:
-        return facts._replace(disk_error=str(error))
+        return status._replace(disk_error=str(error))
 
 
 def replica_status_of(

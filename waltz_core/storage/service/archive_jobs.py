@@ -360,9 +360,9 @@ class ArchiveJobs:
         self._notified_ms = now_ms
         return [
             SendStorageMessage(
-                each.connection, ArchiveProgress(*_notification_prefix(each), each.message.attempt)
+                job.connection, ArchiveProgress(*_notification_prefix(job), job.message.attempt)
             )
-            for each in jobs
+            for job in jobs
         ]
 
     def on_wakeup(self, now_ms: int) -> list[Effect]:
@@ -398,10 +398,10 @@ def _incomplete_error(job: _ArchiveJob, message: ReplaceObject) -> str:
 
 
 def _upload_job(job: _ArchiveJob, message: RangeToWrite) -> UploadJob:
-    replaces = None
+    replaced_object = None
     if isinstance(message, ReplaceObject):
         archived = TransactionId(message.archived)
-        replaces = ReplacedObject(message.object, archived, Chain(message.chain))
+        replaced_object = ReplacedObject(message.object, archived, Chain(message.chain))
     return UploadJob(
         job.partition_id,
         SessionId(message.session_id),
@@ -412,7 +412,7 @@ def _upload_job(job: _ArchiveJob, message: RangeToWrite) -> UploadJob:
         message.manifest,
         message.manifest_crc,
         tuple(job.runs),
-        replaces,
+        replaced_object,
     )
 
 
@@ -446,11 +446,11 @@ def _recorded_manifest(
 
 
 def _range_result(
-    job: _ArchiveJob, message: RangeToWrite, made: NewManifest | None, error: str = ""
+    job: _ArchiveJob, message: RangeToWrite, new_manifest: NewManifest | None, error: str = ""
 ) -> list[Effect]:
     """Return the effects that report a result: the notification of the owner, and reports.
 
-    If `made` is None, there is no new manifest.
+    If `new_manifest` is None, there is no new manifest.
     """
     effects: list[Effect] = []
     partition = ("partition", message.partition_id)
@@ -459,23 +459,23 @@ def _range_result(
         effects.append(Report("storage.object_replacement_failed", failure))
     elif error:
         effects.append(Report("storage.archive_failed", failure))
-    if made is None:
-        made = NewManifest(*_present_end(message), 0, "", 0)
+    if new_manifest is None:
+        new_manifest = NewManifest(*_present_end(message), 0, "", 0)
     elif isinstance(message, ReplaceObject):
-        if made.name:
+        if new_manifest.name:
             effects.append(
                 Report("storage.object_replaced", (partition, ("object", message.object)))
             )
     else:
-        effects.append(Report("storage.range_archived", (partition, ("last", made.last))))
+        effects.append(Report("storage.range_archived", (partition, ("last", new_manifest.last))))
     notice = RangeArchived(
         *_notification_prefix(job),
         message.attempt,
-        made.last,
-        made.chain,
-        made.stamp_ms,
-        made.name,
-        made.file_crc,
+        new_manifest.last,
+        new_manifest.chain,
+        new_manifest.stamp_ms,
+        new_manifest.name,
+        new_manifest.file_crc,
         error[:ERROR_CHARACTERS_MAX],
         *job.unarchived,
     )

@@ -82,7 +82,7 @@ class ArchiveQuery:
     error: WaltzError
 
     @property
-    def place(self) -> tuple[int, int]:
+    def location(self) -> tuple[int, int]:
         """The partition, and the first ID that the archive must have."""
         message = self.request.message
         assert isinstance(message, RangeRaw | LineageRequest)
@@ -119,16 +119,16 @@ class ArchiveReads:
         if mark is not None and _needed_id(message) <= mark.last and _is_form_supported(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BeforeLogStart):
-            why = "but the server that owns the partition has not sent the archived mark yet"
+            reason = "but the server that owns the partition has not sent the archived mark yet"
             if not self._has_archive:
-                why = "but this storage has no setting `archive_url`"
-            return ArchiveUnavailable(f"{error}; earlier transactions are in the archive, {why}")
+                reason = "but this storage has no setting `archive_url`"
+            return ArchiveUnavailable(f"{error}; earlier transactions are in the archive, {reason}")
         if mark is None and self._has_archive and isinstance(message, RangeRaw):
-            why = (
+            reason = (
                 "the server that owns the partition has not reported yet whether the archive "
                 "has these records"
             )
-            return ArchiveUnavailable(f"{error}; {why}")
+            return ArchiveUnavailable(f"{error}; {reason}")
         return error
 
     def _query(self, query: ArchiveQuery) -> ArchiveQuery | WaltzError:
@@ -147,7 +147,7 @@ class ArchiveReads:
         failure = archive_error_of(outcome)
         if failure is None or isinstance(failure, BeforeLogStart):
             return []
-        partition, first = query.place
+        partition, first = query.location
         is_damage = isinstance(failure, ARCHIVE_DAMAGE_ERRORS)
         key = partition, str(failure) if is_damage else type(failure).__name__
         reported_ms = self._reported_ms.get(key)
@@ -175,7 +175,7 @@ def _is_copy(message: RangeRaw | LineageRequest) -> bool:
 
 
 def _is_form_supported(message: RangeRaw | LineageRequest) -> bool:
-    """Whether the archive can answer: it has no positions in files of this machine."""
+    """Whether the archive can answer; it has no file positions on this machine to return."""
     return isinstance(message, LineageRequest) or message.form in tuple(RangeForm)
 
 
@@ -192,19 +192,19 @@ def answer_from_archive(reader: RangeReader, read: ArchiveQuery) -> WorkOutcome:
         return _read_error(read.error, error)
 
 
-def _read_error(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
+def _read_error(log_error: WaltzError, archive_error: WaltzError) -> WaltzError:
     """Return the error for the reader; its cause is the error of the archive (rule 5)."""
-    text, kind = str(of_archive), type(of_archive)
-    if isinstance(of_log, ChecksumMismatch):
-        text = f"{of_log}; in the archive: {text}"
-    if isinstance(of_archive, ARCHIVE_DAMAGE_ERRORS):
+    text, kind = str(archive_error), type(archive_error)
+    if isinstance(log_error, ChecksumMismatch):
+        text = f"{log_error}; in the archive: {text}"
+    if isinstance(archive_error, ARCHIVE_DAMAGE_ERRORS):
         text = f"{text}. {_HINT}"
-        kind = type(of_log) if isinstance(of_log, ChecksumMismatch) else kind
-    elif not isinstance(of_log, ChecksumMismatch):
-        return of_archive
-    made = kind(text)
-    made.__cause__ = of_archive
-    return made
+        kind = type(log_error) if isinstance(log_error, ChecksumMismatch) else kind
+    elif not isinstance(log_error, ChecksumMismatch):
+        return archive_error
+    read_error = kind(text)
+    read_error.__cause__ = archive_error
+    return read_error
 
 
 def _answer(

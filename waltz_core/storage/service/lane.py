@@ -69,10 +69,10 @@ class Lane:
         piece, self.piece = self.piece, None
         if piece is not None:
             return (), piece
-        older = self._next_background_piece()
-        self.was_background_piece = older is not None
-        if older is not None:
-            return (), older
+        background_piece = self._next_background_piece()
+        self.was_background_piece = background_piece is not None
+        if background_piece is not None:
+            return (), background_piece
         if self.reads and not (self.writes and self.was_read):
             self.was_read = True
             return (self.reads.popleft(),), None
@@ -85,12 +85,12 @@ class Lane:
         """Return the next piece of the archive or the retention, if it is its turn (rule 3)."""
         if self.was_background_piece and (self.reads or self.writes):
             return None
-        older: ArchivePiece | RetentionPiece | None
+        piece: ArchivePiece | RetentionPiece | None
         if self.archive_piece is not None:
-            older, self.archive_piece = self.archive_piece, None
+            piece, self.archive_piece = self.archive_piece, None
         else:
-            older, self.retention_piece = self.retention_piece, None
-        return older
+            piece, self.retention_piece = self.retention_piece, None
+        return piece
 
 
 def _next_group(writes: deque[LaneRequest]) -> tuple[LaneRequest, ...]:

@@ -19,21 +19,21 @@ class QueueLimits:
         self._bytes_max = bytes_max
         self.owner_bytes = 0
         self.reader_bytes = 0
-        self._paused: dict[ConnectionId, bool] = {}  # whether by reads of readers
+        self._paused_connections: dict[ConnectionId, bool] = {}  # True: by the limit of readers
 
     def add(self, request: LaneRequest) -> bool:
         """Count a request; return whether its connection must not be read any more."""
-        is_read = _is_of_reader(request)
+        is_read = _is_from_reader(request)
         self._count(queue_bytes(request.message), is_read=is_read)
         held_bytes = self.reader_bytes if is_read else self.owner_bytes
-        if held_bytes <= self._bytes_max or request.connection in self._paused:
+        if held_bytes <= self._bytes_max or request.connection in self._paused_connections:
             return False
-        self._paused[request.connection] = is_read
+        self._paused_connections[request.connection] = is_read
         return True
 
     def subtract(self, request: LaneRequest) -> None:
         """Stop counting a request, which was answered or dropped."""
-        self._count(-queue_bytes(request.message), is_read=_is_of_reader(request))
+        self._count(-queue_bytes(request.message), is_read=_is_from_reader(request))
         assert min(self.owner_bytes, self.reader_bytes) >= 0
 
     def _count(self, size_bytes: int, *, is_read: bool) -> None:
@@ -44,22 +44,22 @@ class QueueLimits:
 
     def take_resumed(self) -> list[ConnectionId]:
         """Return the connections that must be read again."""
-        if not self._paused:
+        if not self._paused_connections:
             return []
         room_bytes = self._bytes_max // 2
-        found = [
+        connections = [
             connection
-            for connection, is_read in self._paused.items()
+            for connection, is_read in self._paused_connections.items()
             if (self.reader_bytes if is_read else self.owner_bytes) <= room_bytes
         ]
-        for connection in found:
-            del self._paused[connection]
-        return found
+        for connection in connections:
+            del self._paused_connections[connection]
+        return connections
 
     def forget(self, connection: ConnectionId) -> None:
         """Forget a closed connection; the caller subtracts its requests one by one."""
-        self._paused.pop(connection, None)
+        self._paused_connections.pop(connection, None)
 
 
-def _is_of_reader(request: LaneRequest) -> bool:
+def _is_from_reader(request: LaneRequest) -> bool:
     return isinstance(request.message, RangeRaw) and request.message.reader

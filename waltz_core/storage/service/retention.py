@@ -76,31 +76,33 @@ class Retention:
             return None
         for partition_id, size in self._sizes.items():
             if size is None:
-                return self._begin(partition_id, removes=False)
+                return self._begin(partition_id, removes_oldest=False)
         chosen = self._next_removal()
         if chosen is not None:
-            return self._begin(chosen, removes=True)
+            return self._begin(chosen, removes_oldest=True)
         self._sizes = dict.fromkeys(self._sizes)
         self._due_ms = now_ms + INTERVAL_MS if self._marks else None
         return None
 
     def _begin(
-        self, partition_id: PartitionId, *, removes: bool
+        self, partition_id: PartitionId, *, removes_oldest: bool
     ) -> tuple[PartitionId, RetentionPiece]:
         self._running = partition_id
-        return partition_id, RetentionPiece(self._marks.get(partition_id), removes)
+        return partition_id, RetentionPiece(self._marks.get(partition_id), removes_oldest)
 
     def _next_removal(self) -> PartitionId | None:
         """Return the partition whose oldest segment is removed next (rule 1)."""
-        sizes = {each: size for each, size in self._sizes.items() if size is not None}
-        removable = [each for each, size in sizes.items() if size.is_removable]
+        sizes = {
+            partition_id: size for partition_id, size in self._sizes.items() if size is not None
+        }
+        removable = [partition_id for partition_id, size in sizes.items() if size.is_removable]
         if not removable:
             return None
-        oldest = max(removable, key=lambda each: sizes[each].oldest_age_ms)
+        oldest = max(removable, key=lambda partition_id: sizes[partition_id].oldest_age_ms)
         if 0 < self._limits.age_ms_max < sizes[oldest].oldest_age_ms:
             return oldest
-        if 0 < self._limits.bytes_max < sum(each.size_bytes for each in sizes.values()):
-            return max(removable, key=lambda each: sizes[each].size_bytes)
+        if 0 < self._limits.bytes_max < sum(size.size_bytes for size in sizes.values()):
+            return max(removable, key=lambda partition_id: sizes[partition_id].size_bytes)
         return None
 
     def on_piece_done(self, partition_id: PartitionId, size: LogSize | None) -> None:

@@ -30,9 +30,9 @@ Rules:
    10. An owner has one connection at a time, the latest. Late requests from a connection that it
        has abandoned change nothing, and an owner's earlier connection is never mistaken for another
        owner.
-   11. If the files of a partition were deleted or replaced while it was open, it is not served any
-       more, and not opened again: the new files may lack a promise. Other partitions continue. This
-       does not count as a failure of the disk (rule 6).
+   11. If the files of a partition were deleted or replaced while it was open, the storage stops
+       serving it, and does not open it again. The new files may lack a promise. Other partitions
+       continue. This does not count as a failure of the disk (rule 6).
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
@@ -299,8 +299,8 @@ class StorageService:
             case PartitionDropped():
                 self._on_partition_dropped(event.partition_id)
             case ScrubRequested(partition_id):
-                wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
-                self._scrub.request(sorted(wanted), now_ms)
+                ids = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
+                self._scrub.request(sorted(ids), now_ms)
                 self._queue_scrub_piece(now_ms)
             case SpaceChecked():
                 self._space_check_at_ms = None
@@ -384,7 +384,7 @@ class StorageService:
         lane = self._lane_of(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        # A mark is only compared with the log; as a read, it cannot be overtaken by a later mark.
+        # The mark is only compared with the log, so it is a read. Reads keep the order of marks.
         queue = lane.reads if isinstance(message, SetArchived) else lane.writes
         self._queue_request(lane, queue, request)
 
@@ -405,7 +405,7 @@ class StorageService:
                 f"partition {message.partition_id}: expected a store session in "
                 f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
-        if promise.is_after_loss and session in (promise.seen, promise.session_id):
+        if promise.is_after_loss and session in (promise.last_seen_session, promise.session_id):
             # This may be the owner of the session that the replica has seen, not a rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "
@@ -419,32 +419,32 @@ class StorageService:
                 f"because the replica has promised session {promise.session_id} to another "
                 "server"
             )
-        why: WaltzError = SessionFenced(f"a later store session, {session}, was prepared")
+        error: WaltzError = SessionFenced(f"a later store session, {session}, was prepared")
         if requested == promise:  # rule 10
-            why = ConnectionSuperseded(
+            error = ConnectionSuperseded(
                 f"a later connection of the same server, for store session {session}, has "
                 "replaced this one"
             )
             if lane.owner is not None and request.connection < lane.owner:
-                raise why
+                raise error
         # Set the promise first: rejected owners must receive this session in the error.
         lane.promise = requested
-        self._fence(lane, why, keep=request.connection)
+        self._fence(lane, error, keep=request.connection)
         lane.owner = request.connection
         self._queue_request(lane, lane.writes, request)
 
-    def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
+    def _fence(self, lane: Lane, error: WaltzError, *, keep: ConnectionId | None = None) -> None:
         """End the lane's session: reject its queued requests, and close its connection.
 
         The error must state the reason: the old owner must not mistake it for a later session.
         """
         for request in (*lane.writes, *lane.reads):
             self.queue_limits.subtract(request)
-            self._send_error(request, why)
+            self._send_error(request, error)
         lane.writes.clear()
         lane.reads.clear()
         if lane.owner not in (None, keep):
-            self._effects.append(CloseConnection(lane.owner, str(why)))
+            self._effects.append(CloseConnection(lane.owner, str(error)))
         lane.owner = None
         lane.engaged_session = NO_SESSION
         self._forget_archiving(lane)
@@ -460,8 +460,8 @@ class StorageService:
                 lane.owner = None
                 self._forget_archiving(lane)
             for queue in filter(None, (lane.writes, lane.reads)):
-                gone = [request for request in queue if request.connection == connection]
-                for request in gone:
+                removed = [request for request in queue if request.connection == connection]
+                for request in removed:
                     queue.remove(request)
                     self.queue_limits.subtract(request)
 
@@ -475,10 +475,10 @@ class StorageService:
     def _on_partition_dropped(self, partition_id: PartitionId) -> None:
         lane = self._lanes.pop(partition_id)
         self._scrub.on_partition_dropped(partition_id)
-        gone = UnknownPartition(
+        error = UnknownPartition(
             f"partition {partition_id} was taken offline, or is no longer assigned to this storage"
         )
-        self._fence(lane, gone)
+        self._fence(lane, error)
         self._retention.on_partition_dropped(partition_id)
         if lane.work is None:
             self._effects.append(PartitionIdle(lane.log))
@@ -553,14 +553,14 @@ class StorageService:
 
     def _on_work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
-            found: WorkOutcome | ArchiveQuery = outcome
+            answer: WorkOutcome | ArchiveQuery = outcome
             if isinstance(outcome, WaltzError):
-                found = self._archive_reads.archive_query_for(request, outcome)
+                answer = self._archive_reads.archive_query_for(request, outcome)
             self.queue_limits.subtract(request)
-            if isinstance(found, ArchiveQuery):
-                self._effects.append(ReadArchive(found))
+            if isinstance(answer, ArchiveQuery):
+                self._effects.append(ReadArchive(answer))
             else:
-                self._respond(request, found)
+                self._respond(request, answer)
         lane = self._lanes.get(work.partition_id)
         if lane is None or lane.work is not work:
             self._effects.append(PartitionIdle(work.log))  # the partition was dropped meanwhile
@@ -570,7 +570,7 @@ class StorageService:
         self._on_background_piece_done(lane, work.piece, result, now_ms)
         self._report_findings(lane, result)
         self._note_space(now_ms)
-        scrubbed = result.scrubbed
+        scrubbed = result.scrub_result
         if scrubbed is not None and self._scrub.on_piece_done(work.partition_id, scrubbed, now_ms):
             self._report_event("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
@@ -613,18 +613,18 @@ class StorageService:
             self._report_event("storage.reserve_released", partition=partition_id)
         for error in result.failed_reads:
             self._report_event("storage.read_failed", partition=partition_id, error=error)
-        if result.scrubbed is not None and result.scrubbed.error is not None:
-            error = result.scrubbed.error
+        if result.scrub_result is not None and result.scrub_result.error is not None:
+            error = result.scrub_result.error
             self._report_event("storage.scrub_skipped", partition=partition_id, error=error)
-        if result.repaired is not None:
+        if result.repaired_ids is not None:
             self._report_event(
                 "storage.damage_repaired",
                 partition=partition_id,
-                ids=format_ranges((result.repaired,)),
+                ids=format_ranges((result.repaired_ids,)),
             )
-        if result.found:
+        if result.new_damage:
             self._report_event(
-                "storage.damage_found", partition=partition_id, ids=format_ranges(result.found)
+                "storage.damage_found", partition=partition_id, ids=format_ranges(result.new_damage)
             )
             self._notify_owner(lane)
 
@@ -638,8 +638,8 @@ class StorageService:
     def _note_space(self, now_ms: int) -> None:
         if self._space is None:
             return
-        if self._space.is_short != self._is_full:
-            self._is_full = self._space.is_short
+        if self._space.is_full != self._is_full:
+            self._is_full = self._space.is_full
             if self._is_full:
                 self._report_event("storage.disk_full", reserved_bytes=self._space.reserved_bytes)
             else:
@@ -697,12 +697,12 @@ class StorageService:
                 last=message.mark,
             )
 
-    def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
+    def _stop_serving(self, lane: Lane, error: WaltzError) -> None:
         """Stop serving a partition whose files were deleted or replaced (rule 11)."""
-        self._report_event("storage.files_replaced", partition=lane.log.partition_id, error=why)
+        self._report_event("storage.files_replaced", partition=lane.log.partition_id, error=error)
         lane.has_lost_files = True
-        self._fence(lane, why)
-        self._effects.append(DropPartition(lane.log, why))
+        self._fence(lane, error)
+        self._effects.append(DropPartition(lane.log, error))
 
     def _on_disk_failed(self, lane: Lane, result: WorkResult) -> None:
         """Leave the session after a failure of the disk; exit after a second one (rule 6)."""
@@ -746,7 +746,7 @@ class StorageService:
             self._effects += self._archive.on_piece_read(piece, result.archive_read, now_ms)
         elif isinstance(piece, RetentionPiece):
             self._retention.on_piece_done(partition_id, result.log_size)
-            if result.log_size is not None and result.log_size.removed:
+            if result.log_size is not None and result.log_size.has_removed:
                 start = lane.log.start.transaction_id
                 self._report_event("storage.segment_removed", partition=partition_id, start=start)
 
@@ -775,7 +775,7 @@ class StorageService:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
         # A greater session would look to an owner as if ZooKeeper had lost data.
-        promised = lane.promise.seen if lane is not None else NO_SESSION
+        promised = lane.promise.last_seen_session if lane is not None else NO_SESSION
         self._report_event(
             "storage.request_rejected", request=type(message).__name__, error=type(error).__name__
         )

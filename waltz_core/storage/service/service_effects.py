@@ -67,7 +67,7 @@ class DropPartition:
     """Drop a partition whose files were deleted or replaced, and do not open it again."""
 
     log: PartitionLog
-    why: WaltzError
+    error: WaltzError
 
 
 @value(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class StorageEngine:
         self._control_identity = disk.identity(directory / CONTROL_NAME)
 
     @classmethod
-    def open(  # noqa: PLR0913 - what a directory is opened with, one by one
+    def open(  # noqa: PLR0913 - the parts of an open directory
         cls,
         disk: Disk,
         directory: Path,
@@ -145,10 +145,10 @@ class StorageEngine:
             control = ControlFile.open(
                 disk, directory, settings.cluster_key, partition_count, settings.now_ms()
             )
-            found = disk.list(directory)
+            names = disk.list(directory)
             disk.sync_directory(directory)  # rule 7
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
-            engine._durable_names |= {PartitionId(int(name)) for name in found if name.isdecimal()}
+            engine._durable_names |= {PartitionId(int(name)) for name in names if name.isdecimal()}
             engine.space.fill_reserve()
             engine._finish_removals()
             engine._open_assigned(for_each)
@@ -173,10 +173,10 @@ class StorageEngine:
 
     def assigned_partitions(self) -> Sequence[PartitionId]:
         """Return the partitions that this storage holds, in ascending order."""
-        every = map(PartitionId, range(self.partition_count))
+        partition_ids = map(PartitionId, range(self.partition_count))
         return [
             partition_id
-            for partition_id in every
+            for partition_id in partition_ids
             if self._control.info(partition_id).flags & FLAG_ASSIGNED
         ]
 
@@ -261,10 +261,10 @@ class StorageEngine:
         with suppress(WaltzError):  # The error is in `open_errors`.
             self._open_log(partition_id)
 
-    def stop_serving(self, partition_id: PartitionId, why: WaltzError) -> None:
+    def stop_serving(self, partition_id: PartitionId, error: WaltzError) -> None:
         """Do not open a partition again, because its files were deleted or replaced (rule 8)."""
         self._lost_logs[partition_id] = self.logs.pop(partition_id)
-        self.open_errors[partition_id] = why
+        self.open_errors[partition_id] = error
 
     def has_lost_files_of(self, partition_id: PartitionId) -> bool:
         """Whether the files of a partition were deleted or replaced (rule 8)."""
@@ -357,7 +357,7 @@ class StorageEngine:
         self._close_log(partition_id)
         slots = self._open_slots(partition_id)
         try:
-            if not slots.fell_back:  # Otherwise the next opening finds this, and does the same.
+            if not slots.has_lost_newer_slot:  # Otherwise, the next opening marks the replica.
                 slots.write(replace(slots.slot, suspect=True))
         finally:
             slots.close()
@@ -457,7 +457,7 @@ class StorageEngine:
             return  # It was never held; its slot will be created with the current sequence.
         slots = self._open_slots(partition_id)
         try:
-            if slots.fell_back:
+            if slots.has_lost_newer_slot:
                 raise ReplicaSuspect(
                     f"partition {partition_id}: expected 2 valid control slots, found 1. "
                     "Hint: take the partition online first (`storage availability`); it then "
@@ -470,19 +470,19 @@ class StorageEngine:
 
     def _promise(self, partition_id: PartitionId) -> Promise:
         """Return a replica's promise, as far as its files have it (`log_recovery.py`, rule 5)."""
-        seen = self._control.info(partition_id).session_id
+        last_seen_session = self._control.info(partition_id).session_id
         log = self.logs.get(partition_id) or self._lost_logs.get(partition_id)
         if log is not None:
             return log.slot.promise
-        slot, fell_back = Slot(partition_id), True
+        slot, has_lost_newer_slot = Slot(partition_id), True
         if self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
             with suppress(BadFormat):
                 slots = self._open_slots(partition_id)
-                slot, fell_back = slots.slot, slots.fell_back
+                slot, has_lost_newer_slot = slots.slot, slots.has_lost_newer_slot
                 slots.close()
-        if fell_back:
-            return Promise.after_loss(max(slot.promised, seen))
-        return slot.promise.at_least(seen)
+        if has_lost_newer_slot:
+            return Promise.after_loss(max(slot.promised, last_seen_session))
+        return slot.promise.at_least(last_seen_session)
 
     def _wipe(self, intent: WipeIntent) -> None:
         log = self.logs.pop(intent.partition_id, None) or self._lost_logs.get(intent.partition_id)

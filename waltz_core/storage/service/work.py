@@ -110,8 +110,8 @@ LanePiece: TypeAlias = ScrubPiece | ArchivePiece | RetentionPiece
 class WorkResult:
     """The outcomes of the requests (rule 1), a failure of the disk, and values for metrics.
 
-    `found` are newly damaged IDs. `failed_reads` are the disk's errors for bytes that it could not
-    read.
+    `new_damage` has the IDs whose damage the work has found. `failed_reads` has the disk's errors
+    for bytes that it could not read.
     """
 
     outcomes: list[WorkOutcome] = field(default_factory=list)
@@ -122,10 +122,10 @@ class WorkResult:
     read_count: int = 0
     read_bytes: int = 0
     sync_s: float | None = None  # seconds of the sync of a group of appends
-    found: tuple[IdRange, ...] = ()
-    repaired: IdRange | None = None
+    new_damage: tuple[IdRange, ...] = ()
+    repaired_ids: IdRange | None = None
     failed_reads: list[str] = field(default_factory=list)
-    scrubbed: ScrubResult | None = None
+    scrub_result: ScrubResult | None = None
     archive_read: ArchiveRead | None = None
     log_size: LogSize | None = None  # None after an error, too
     has_released: bool = False  # the reserve was released for this work
@@ -179,8 +179,8 @@ class Work:
         """
         result = self._execute(clock_s)
         space = self._space
-        wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
-        if wants_room and space is not None:
+        needs_space = any(isinstance(each, NoSpace) for each in result.outcomes)
+        if needs_space and space is not None:
             if self.is_append:
                 space.note_shortage(self._append_bytes())
             else:
@@ -194,7 +194,7 @@ class Work:
 
     def _execute(self, clock_s: Callable[[], float]) -> WorkResult:
         result = WorkResult()
-        known = self.log.damaged
+        known_damage = self.log.damaged
         try:
             if self.piece is not None:
                 self._run_piece(self.piece, result)
@@ -215,23 +215,25 @@ class Work:
             if isinstance(self.piece, ScrubPiece):
                 # If the scrub cannot read a record, the next pass or another reader must find the
                 # damage.
-                beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
-                result.scrubbed = ScrubResult(beyond, 0, str(error))
+                next_segment_first = TransactionId(
+                    self.log.reader.segment_end(self.piece.first) + 1
+                )
+                result.scrub_result = ScrubResult(next_segment_first, 0, str(error))
             elif isinstance(self.piece, ArchivePiece):
                 result.archive_read = ArchiveRead(error=str(error))
             missing = len(self.requests) - len(result.outcomes)
             result.outcomes += [error] * missing
         assert len(result.outcomes) == len(self.requests)
         result.files_error = self.log.files_error
-        if self.log.damaged is not known:
-            result.found = _without_known(self.log.damaged, known)
+        if self.log.damaged is not known_damage:
+            result.new_damage = _without_known_damage(self.log.damaged, known_damage)
         result.failed_reads += self.log.reader.take_disk_errors()
         return result
 
     def _run_piece(self, piece: LanePiece, result: WorkResult) -> None:
         match piece:
             case ScrubPiece():
-                result.scrubbed = _scrub(self.log, piece)
+                result.scrub_result = _scrub(self.log, piece)
             case ArchivePiece():
                 result.archive_read = read_for_archive(self.log, piece)
             case RetentionPiece():
@@ -267,7 +269,7 @@ class Work:
             case Repair():
                 state = _apply_change(self.log, message)
                 last = message.first + len(message.lengths) // 4 - 1
-                result.repaired = IdRange(TransactionId(message.first), TransactionId(last))
+                result.repaired_ids = IdRange(TransactionId(message.first), TransactionId(last))
                 return state
             case LockBlocksRequest():
                 return _read_lock_blocks(self.log, message)
@@ -275,17 +277,19 @@ class Work:
                 return _apply_change(self.log, message)
 
 
-def _without_known(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
-    for each in known:
-        ranges = remove_damage(ranges, each)
+def _without_known_damage(
+    ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]
+) -> tuple[IdRange, ...]:
+    for known_range in known:
+        ranges = remove_damage(ranges, known_range)
     return ranges
 
 
 def _scrub(log: PartitionLog, piece: ScrubPiece) -> ScrubResult:
     log.check_files()
-    before = log.reader.checked_bytes
+    checked_bytes_before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
-    return ScrubResult(next_id, log.reader.checked_bytes - before)
+    return ScrubResult(next_id, log.reader.checked_bytes - checked_bytes_before)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -360,7 +364,7 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Everything else, one at a time
+# Other requests, one at a time
 
 
 def _apply_change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
@@ -392,18 +396,18 @@ def _apply_change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
 
 
 def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:
-    found = log.prepare(SessionId(message.session_id), message.nonce)
+    report = log.prepare(SessionId(message.session_id), message.nonce)
     return Prepared(
         *_response_prefix(message),
         storage_id=storage_id,
-        last_session=found.last_session,
-        low_water_mark=found.low_water_mark,
-        mark_confirmed=found.mark_confirmed,
-        synced_max=found.synced_max,
-        chain=found.chain,
-        suspect=found.suspect,
-        damaged=np.array(found.damaged, dtype=">i8").tobytes(),
-        engaged_session=found.engaged_session,
+        last_session=report.last_session,
+        low_water_mark=report.low_water_mark,
+        mark_confirmed=report.mark_confirmed,
+        synced_max=report.synced_max,
+        chain=report.chain,
+        suspect=report.suspect,
+        damaged=np.array(report.damaged, dtype=">i8").tobytes(),
+        engaged_session=report.engaged_session,
     )
 
 
@@ -413,12 +417,12 @@ def _with_start(prepared: Prepared, start: AckedMarker) -> Prepared:
 
 def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessResponse:
     """Raise BadRequest if the log has another chain hash at the mark (AR 10 in decision 047)."""
-    found = log.chain_at(TransactionId(message.last))
-    if found != message.chain:
-        shown = "no batch that ends there" if found is None else found.hex()
+    found_chain = log.chain_at(TransactionId(message.last))
+    if found_chain != message.chain:
+        found_text = "no batch that ends there" if found_chain is None else found_chain.hex()
         raise BadRequest(
             f"partition {message.partition_id}: expected chain hash {message.chain.hex()} at "
-            f"transaction {message.last}, up to which the log is archived; found {shown}"
+            f"transaction {message.last}, up to which the log is archived; found {found_text}"
         )
     return SuccessResponse(*_response_prefix(message))
 

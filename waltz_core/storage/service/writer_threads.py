@@ -63,7 +63,7 @@ class WriterThreads:
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             self._deliver_outcome(work, _run_work(work))
-            del work  # It holds megabytes, which must be freed while this thread waits.
+            del work  # The work holds megabytes, which must be freed while this thread waits.
 
     def _deliver_outcome(self, work: Work, outcome: WriteOutcome) -> None:
         try:
@@ -76,7 +76,7 @@ class WriterThreads:
 def _run_work(work: Work) -> WriteOutcome:
     try:
         return work.run(time.perf_counter)
-    except BaseException as error:  # noqa: BLE001 - rule 1: the waiting caller must get it
+    except BaseException as error:  # noqa: BLE001 - rule 1: the caller must receive it
         return error
 
 
@@ -114,7 +114,7 @@ class CallThreads(Executor):
         self._queue.put(partial(self._call, number, future, partial(fn, *args, **kwargs)))
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as the base class has it
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as in the base class
         """Stop each thread when it becomes free; never wait (rule 3)."""
         del wait, cancel_futures
         for _ in self._threads:
@@ -131,7 +131,7 @@ class CallThreads(Executor):
             return
         try:
             result = call()
-        except BaseException as error:  # noqa: BLE001 - rule 1: the waiting caller must get it
+        except BaseException as error:  # noqa: BLE001 - rule 1: the caller must receive it
             del self._calls[number]
             future.set_exception(error)
             return
