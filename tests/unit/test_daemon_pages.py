@@ -51,7 +51,7 @@ def test_metrics_are_served():
 
 
 @pytest.mark.parametrize("health", [WELL, ILL, RuntimeError("broken")])
-def test_livez_depends_on_the_event_loop_only(health):
+def test_livez_depends_only_on_the_event_loop(health):
     assert page("/livez", health) == (OK, b"ok\n")
 
 
@@ -88,7 +88,7 @@ def test_pages_accept_get_and_head_only():
     assert other[0] == "HTTP/1.1 404 Not Found"
 
 
-def test_a_page_that_fails_ends_neither_the_daemon_nor_the_next_page(caplog):
+def test_a_failing_page_affects_neither_the_daemon_nor_other_pages(caplog):
     failed, next_page = pages(get("/health"), get("/livez"), health=RuntimeError("broken"))
     assert failed[0] == "HTTP/1.1 500 Internal Server Error"
     assert b"broken" not in failed[1]
@@ -97,7 +97,7 @@ def test_a_page_that_fails_ends_neither_the_daemon_nor_the_next_page(caplog):
     assert "RuntimeError: broken" in caplog.text
 
 
-def test_a_page_that_does_not_return_delays_no_other():
+def test_a_hanging_page_does_not_delay_other_pages():
     async def main():
         begun = asyncio.Event()
 

@@ -31,7 +31,7 @@ from waltz_core.wire.messages import RejectionsRequest, WireProtocol
 SHORT = ClientConfig(request_timeout_ms=200, retry_interval_ms_min=1, retry_interval_ms_max=20)
 
 
-def test_the_fixture_is_an_empty_waltz_for_clients_with_the_ids_that_they_are_given(waltz_memory):
+def test_waltz_memory_is_empty_and_issues_client_ids(waltz_memory):
     with waltz_memory.client(client_id=77) as client:
         assert client.high_water_marks() == dict.fromkeys(range(4), -1)
         assert client.append(b"one", partition=3, header=5).result() == 0
@@ -91,7 +91,7 @@ def test_a_failing_callback_ends_only_its_feed(waltz_memory, act, answer, error)
     assert [type(each) for each in callbacks.errors] == [error]
 
 
-def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
+def test_system_exit_in_a_context_ends_only_the_context(waltz_memory):
     @transactional(partition=0)
     def leaves(builder):
         sys.exit(3)
@@ -149,7 +149,7 @@ def test_an_argument_other_than_a_context_is_reported(waltz_memory):
                 asyncio.run(submit(wrong))
 
 
-def test_use_on_another_event_loop_is_reported_and_the_client_continues(waltz_memory):
+def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memory):
     async def append(client):
         async with asyncio.timeout(TEST_TIMEOUT_S):
             return await (await client.append(b"x", partition=0))
@@ -169,7 +169,7 @@ def test_use_on_another_event_loop_is_reported_and_the_client_continues(waltz_me
         own.run(client.close())
 
 
-def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
+def test_callbacks_of_the_other_client_class_are_rejected(waltz_memory):
     class Late(Callbacks):
         async def apply_transaction(self, transaction):
             """It is not awaited."""
@@ -231,7 +231,7 @@ def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
 
 
 @pytest.mark.parametrize("side", ["versions_accepted", "versions_offered"])
-def test_a_version_without_rejections_is_reported_and_the_connection_continues(monkeypatch, side):
+def test_a_server_without_rejections_is_an_error_without_a_disconnect(monkeypatch, side):
     older = [each for each in getattr(WireProtocol.CLIENT, side) if each < RejectionsRequest.since]
     monkeypatch.setattr(WireProtocol.CLIENT, side, tuple(older))
     with MemoryWaltz() as waltz, waltz.client() as client:
@@ -253,7 +253,7 @@ def test_a_context_that_is_always_rejected_expires(waltz_memory):
 
 
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.TooLarge, errors.ClientAheadOfLog])
-def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
+def test_a_failed_append_is_not_in_the_log(waltz_memory, error):
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, error("as planned"))
         failed = [client.append(b"%d" % i, partition=0) for i in range(3)]
@@ -289,7 +289,7 @@ def test_an_injected_failure_fails_the_whole_batch(waltz_memory):
         assert outcome.transaction_ids.tolist() == [0, 1]
 
 
-def test_a_context_outlives_a_failure(waltz_memory):
+def test_a_context_is_retried_after_a_failure(waltz_memory):
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, errors.Overloaded("as planned"))
         context = RecordingContext(0)
@@ -298,7 +298,7 @@ def test_a_context_outlives_a_failure(waltz_memory):
 
 
 @pytest.mark.parametrize("enters_log", [True, False])
-def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log):
+def test_a_client_continues_after_an_unknown_outcome(waltz_memory, enters_log):
     # Long enough for what the client does afterwards, too.
     patient = replace(SHORT, request_timeout_ms=2_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
@@ -329,7 +329,7 @@ def faulty_run(seed: int) -> tuple[int, list[bytes]]:
         return waltz.fault_count, [each.data for each in waltz.transactions(0)]
 
 
-def test_lost_appends_and_answers_are_repaired_by_the_client_and_drawn_from_the_seed():
+def test_lost_appends_and_answers_are_retried_and_depend_on_the_seed():
     one, same, other = faulty_run(1), faulty_run(1), faulty_run(2)
     assert one == same
     assert one[0] != other[0]
@@ -337,7 +337,7 @@ def test_lost_appends_and_answers_are_repaired_by_the_client_and_drawn_from_the_
     assert one[1] == other[1] == [b"%d" % i for i in range(25)]
 
 
-def test_answers_take_as_long_as_reported():
+def test_answers_have_the_configured_delay():
     with MemoryWaltz(1, delay_ms=(30, 60)) as waltz, waltz.client() as client:
         client.mount()
         began = time.monotonic()

@@ -45,7 +45,7 @@ async def test_results_have_the_order_of_the_calls():
 
 
 @run_on_loop
-async def test_the_first_error_ends_the_others_and_later_timeouts_work():
+async def test_the_first_error_cancels_the_others_and_later_timeouts_work():
     for _ in range(2):
         waiting = Waiting()
         with pytest.raises(errors.Unavailable, match="the first error"):

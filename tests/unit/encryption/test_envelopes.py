@@ -42,14 +42,14 @@ def test_a_payload_is_encrypted_and_decrypted(payload: bytes) -> None:
     assert encryption().decrypt(envelope, **PLACE) == DecryptedPayload(payload, None)
 
 
-def test_the_key_of_a_call_comes_before_the_one_of_the_client() -> None:
+def test_the_key_id_of_a_call_overrides_that_of_the_client() -> None:
     envelope = encryption().encrypt(b"x", **PLACE, key_id="b")
     only_a = {"a": KEYS["a"]}
     assert encryption().decrypt(envelope, **PLACE).data == b"x"
     assert reason(encryption(only_a).decrypt(envelope, **PLACE)) == "the key 'b' does not exist"
 
 
-def test_without_a_key_id_a_payload_stays_as_it_is() -> None:
+def test_without_a_key_id_a_payload_is_not_encrypted() -> None:
     assert encryption(key_id="").encrypt(b"x", **PLACE) == b"x"
 
 
@@ -57,7 +57,7 @@ def test_equal_payloads_have_different_envelopes() -> None:
     assert len({encryption().encrypt(b"x", **PLACE) for _ in range(100)}) == 100
 
 
-def test_every_changed_bit_is_found() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     envelope = encryption().encrypt(b"a payload", **PLACE)
     required = encryption(is_required=True)
     for index in range(8 * len(envelope)):
@@ -66,7 +66,7 @@ def test_every_changed_bit_is_found() -> None:
         assert reason(required.decrypt(bytes(changed), **PLACE))
 
 
-def test_every_shorter_envelope_is_damaged() -> None:
+def test_every_truncated_envelope_is_rejected() -> None:
     envelope = encryption().encrypt(b"", **PLACE)
     for size in range(4, len(envelope)):
         assert "the encrypted payload is damaged:" in reason(
@@ -75,12 +75,12 @@ def test_every_shorter_envelope_is_damaged() -> None:
 
 
 @pytest.mark.parametrize("place", [{"partition": 4, "header": 7}, {"partition": 3, "header": 8}])
-def test_an_envelope_does_not_fit_another_place(place: dict[str, int]) -> None:
+def test_an_envelope_of_another_transaction_is_rejected(place: dict[str, int]) -> None:
     envelope = encryption().encrypt(b"x", **PLACE)
     assert "payload was changed or" in reason(encryption().decrypt(envelope, **place))
 
 
-def test_a_key_id_that_leads_elsewhere_is_never_looked_up() -> None:
+def test_an_invalid_key_id_is_never_sent_to_the_provider() -> None:
     def provider(key_id: str) -> bytes:
         raise AssertionError(key_id)
 
@@ -91,7 +91,7 @@ def test_a_key_id_that_leads_elsewhere_is_never_looked_up() -> None:
         assert reader.has_cached_key(envelope)
 
 
-def test_a_replaced_key_is_reported_as_the_reason() -> None:
+def test_the_error_reports_a_replaced_key() -> None:
     envelope = encryption().encrypt(b"x", **PLACE)
     found = encryption({"a": bytes(32)}).decrypt(envelope, **PLACE)
     assert "the key was replaced" in reason(found)
@@ -126,14 +126,14 @@ def test_an_outage_of_the_provider_is_an_error_and_not_a_missing_key() -> None:
         Encryption(KeyCache(provider, "a test")).decrypt(envelope, **PLACE)
 
 
-def test_an_envelope_is_not_larger_than_a_transaction() -> None:
+def test_the_payload_limit_includes_the_envelope() -> None:
     largest = bytes(TRANSACTION_BYTES_MAX - ENVELOPE_OVERHEAD_BYTES - 1)
     assert len(encryption().encrypt(largest, **PLACE)) == TRANSACTION_BYTES_MAX
     with pytest.raises(errors.TooLarge, match="bytes, found 4194305"):
         encryption().encrypt(largest + b"x", **PLACE)
 
 
-def test_is_ready_when_no_provider_is_called() -> None:
+def test_has_cached_key_is_true_if_no_provider_call_is_needed() -> None:
     both = encryption()
     envelope = both.encrypt(b"x", **PLACE)
     assert both.has_cached_key(envelope)
@@ -141,7 +141,7 @@ def test_is_ready_when_no_provider_is_called() -> None:
     assert not encryption().has_cached_key(envelope)
 
 
-def test_a_column_has_a_key_per_row() -> None:
+def test_each_row_of_a_column_has_its_key() -> None:
     rows, headers, key_ids = [b"1", b"", b"3", b"1"], [0, -1, 5, 0], ["a", "b", "a", "a"]
     sealed = encryption().encrypt_column(
         pa.array(rows, pa.binary()), partition=3, headers=headers, key_ids=key_ids

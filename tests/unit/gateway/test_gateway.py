@@ -102,7 +102,7 @@ def test_a_mark_above_the_log_is_rejected(key):
     with_gateway(scenario)
 
 
-def test_a_key_keeps_the_rejection_of_a_mark_above_the_log():
+def test_an_idempotency_key_records_the_rejection_of_a_mark_above_the_log():
     async def scenario(world, _gateway, client):
         ahead = row("x", write_locks=[SEAT], mark=0)
         first = await client.append(ahead, key="k")
@@ -163,7 +163,7 @@ def test_a_repeated_request_gets_the_same_answer():
     with_gateway(scenario)
 
 
-def test_a_key_determines_the_partition():
+def test_an_idempotency_key_determines_the_partition():
     async def scenario(_world, _gateway, client):
         answers = [await client.append({"data": "a"}, key="k") for _ in range(3)]
         assert answers[0].status == 200
@@ -172,7 +172,7 @@ def test_a_key_determines_the_partition():
     with_gateway(scenario)
 
 
-def test_a_key_is_not_used_for_two_requests():
+def test_an_idempotency_key_cannot_be_used_for_two_requests():
     async def scenario(world, _gateway, client):
         assert (await client.append(row("a"), key="k")).status == 200
         for other in (row("b"), row("a", header=1), row("a", partition=2), row("a", mark=-1)):
@@ -183,7 +183,7 @@ def test_a_key_is_not_used_for_two_requests():
     with_gateway(scenario)
 
 
-def test_a_request_that_another_gateway_has_begun_is_completed():
+def test_a_gateway_completes_the_request_of_another_gateway():
     """The transactions enter the log, and the first gateway gets no answer."""
 
     async def scenario(world, _gateway, client):
@@ -202,7 +202,7 @@ def test_a_request_that_another_gateway_has_begun_is_completed():
 
 
 @pytest.mark.parametrize("gateway_count", [1, 2])
-def test_nothing_is_lost_or_duplicated_while_appends_and_answers_are_lost(gateway_count):
+def test_retries_neither_lose_nor_duplicate_transactions(gateway_count):
     async def scenario(world):
         reported = {}
         async with (
@@ -250,7 +250,7 @@ def test_the_registry_keeps_the_outcomes_of_the_largest_request():
 # --- marks and ranges
 
 
-def test_marks():
+def test_the_marks_of_all_or_some_partitions_are_returned():
     async def scenario(_world, _gateway, client):
         await client.append(row("a"))
         answer = await client.get("/v1/marks")
@@ -397,7 +397,7 @@ def test_an_exception_in_a_feed_is_logged(monkeypatch, caplog):
     assert "gateway.request_failed operation=feed" in caplog.text
 
 
-def test_there_are_no_more_feeds_than_the_limit():
+def test_the_number_of_feeds_is_limited():
     async def scenario(_world, gateway, client):
         gateway.routes.feed_count += 1
         answer = await client.get("/v1/partitions/1/feed?from=-1")
@@ -433,7 +433,7 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
 # --- the description
 
 
-def test_the_gateway_serves_its_description():
+def test_the_gateway_serves_its_openapi_document():
     async def scenario(_world, _gateway, client):
         answer = await client.get(openapi.DOCUMENT_PATH)
         assert (answer.status, answer.body) == (200, openapi.openapi_document())

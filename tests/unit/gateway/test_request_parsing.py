@@ -53,12 +53,12 @@ def test_locks_are_hashed_and_the_first_one_determines_the_partition():
     assert row == (b"", -7, partition_of(seat, COUNT), *locks, -1)
 
 
-def test_a_named_partition_overrides_that_of_the_lock():
+def test_a_given_partition_overrides_that_of_the_lock():
     (row,) = parsed({"data": "", "partition": 3, "append_locks": [["a", 1]]})
     assert row.partition == 3
 
 
-def test_transactions_without_a_partition_get_that_of_the_request():
+def test_transactions_inherit_the_partition_of_the_request():
     rows = parsed({"data": ""}, {"data": "", "partition": 0})
     assert [row.partition for row in with_default_partition(rows, 2)] == [2, 0]
 
@@ -89,7 +89,7 @@ def test_transactions_without_a_partition_get_that_of_the_request():
         ({"data": "A" * (6 << 20)}, "expected at most 4194304 bytes, found 4718592", 413),
     ],
 )
-def test_a_wrong_transaction_is_rejected_with_its_place(row, message, status):
+def test_the_error_for_an_invalid_transaction_has_its_json_path(row, message, status):
     error = rejection(lambda: parsed(row))
     assert http_status_of(error) == status
     assert re.search(message, str(error))
@@ -116,22 +116,22 @@ def test_a_wrong_transaction_is_rejected_with_its_place(row, message, status):
         json.dumps({"transactions": [{"data": ""}] * (TRANSACTIONS_MAX + 1)}).encode(),
     ],
 )
-def test_a_wrong_body_is_rejected(body):
+def test_an_invalid_body_is_rejected(body):
     assert http_status_of(rejection(lambda: parse_transactions(body, COUNT))) == 400
 
 
-def test_a_request_has_a_limit_of_locks():
+def test_the_locks_of_a_request_are_limited():
     locks = [["a", 0]] * 40_000
     error = rejection(lambda: parsed(*({"data": "", "append_locks": locks} for _ in range(2))))
     assert (type(error), "more than 65536 locks" in str(error)) == (errors.TooLarge, True)
 
 
 @pytest.mark.parametrize("key", ["", "a b", "ä", "x" * 129, "a/b"])
-def test_a_wrong_key_is_rejected(key):
+def test_an_invalid_idempotency_key_is_rejected(key):
     assert "Idempotency-Key" in error_fields(rejection(lambda: check_idempotency_key(key)))["error"]
 
 
-def test_a_key_is_optional():
+def test_the_idempotency_key_is_optional():
     assert check_idempotency_key(None) is None
     assert check_idempotency_key("8e03978e-40d5-43dd-bc93-6894a57f9324") is not None
 
@@ -162,7 +162,7 @@ QUERY = ("first", "last", "header", "linearizable")
         ([("linearizable", "1")], lambda query: query.flag("linearizable")),
     ],
 )
-def test_a_wrong_query_is_rejected(given, read):
+def test_an_invalid_query_is_rejected(given, read):
     assert http_status_of(rejection(lambda: read(UrlParameters(given, QUERY)))) == 400
 
 
@@ -172,7 +172,7 @@ async def parts(*found):
 
 
 @run_on_virtual_loop
-async def test_the_bodies_of_all_requests_share_the_memory():
+async def test_the_bodies_of_all_requests_share_a_memory_limit():
     memory = BodyReader(body_bytes_max=10, memory_bytes_max=15)
     async with memory.body(parts(b"12345", b"67890")) as first:
         assert first == b"1234567890"
@@ -228,7 +228,7 @@ def test_an_unknown_outcome_has_a_hint():
     assert "same Idempotency-Key" in fields["hint"]
 
 
-def test_a_retry_has_a_time():
+def test_the_error_states_when_to_retry():
     assert error_headers(errors.Overloaded("x", 1_500)) == {"Retry-After": "2"}
     assert error_headers(errors.NoSpace("x")) == {"Retry-After": "1"}
     assert error_headers(errors.AuthenticationFailed("x")) == {"WWW-Authenticate": "Bearer"}

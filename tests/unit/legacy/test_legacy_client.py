@@ -65,7 +65,7 @@ def append(sequence: int) -> messages.AppendRequest:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("state", [READY, NOT_READY, CLIENT_AHEAD])
-def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) -> None:
+def test_the_answer_to_a_mount_depends_on_the_protocol_version(version: int, state: int) -> None:
     original = LegacyClientAdapter(version)
     assert original.check_request(messages.MountRequest(req(1), 5, 0), 0.0) is None
     expected = (
@@ -124,7 +124,7 @@ def test_mount_and_feed_errors_become_not_ready(
         errors.BadRequest("twice"),
     ],
 )
-def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError) -> None:
+def test_errors_that_end_a_connection_in_0_13_end_it(error: errors.WaltzError) -> None:
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
 
 
@@ -147,7 +147,7 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
 # --- appends
 
 
-def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
+def test_only_the_feed_reports_commits() -> None:
     for reason in (RowOutcomeCode.COMMITTED, RowOutcomeCode.OVERLOADED):
         assert translated(mounted(), result(2, reason)) is None
     assert isinstance(
@@ -169,7 +169,9 @@ def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
         RowOutcomeCode.NO_SPACE,
     ],
 )
-def test_a_loss_makes_the_client_mount_again_once(version: int, reason: RowOutcomeCode) -> None:
+def test_a_lost_append_makes_the_client_mount_again_once(
+    version: int, reason: RowOutcomeCode
+) -> None:
     original = mounted(version)
     not_ready: ClientMessage = MountResponse(req(1), NOT_READY)
     if version <= 2:
@@ -178,7 +180,7 @@ def test_a_loss_makes_the_client_mount_again_once(version: int, reason: RowOutco
     assert translated(original, result(3, RowOutcomeCode.NOT_MOUNTED)) is None
 
 
-def test_an_unanswered_mount_is_not_ended_by_earlier_messages() -> None:
+def test_an_earlier_message_does_not_end_an_unanswered_mount() -> None:
     original = mounted()
     original.check_request(messages.MountRequest(req(5), -1, 0), 0.0)
     assert translated(original, result(2, RowOutcomeCode.LOST)) is None
@@ -209,7 +211,7 @@ def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:
 # --- flushes, marks, data
 
 
-def test_a_flush_without_an_answer_is_dropped_or_makes_the_client_mount_again() -> None:
+def test_a_failed_flush_is_dropped_or_ends_the_mount() -> None:
     flush = messages.FlushRequest(req(2))
     assert refused(mounted(), flush, errors.NotOwned("gone")) is None
     for error in (errors.Unavailable("no session"), errors.SessionLost("no quorum")):
@@ -217,7 +219,7 @@ def test_a_flush_without_an_answer_is_dropped_or_makes_the_client_mount_again() 
         assert refused(LegacyClientAdapter(4), flush, error) is None
 
 
-def test_a_mark_is_reported_unchanged_or_not_at_all() -> None:
+def test_a_mark_request_gets_the_mark_or_no_answer() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
     assert translated(LegacyClientAdapter(4), mark) == mark
     original = LegacyClientAdapter(4)
@@ -231,7 +233,7 @@ def test_a_mark_is_reported_unchanged_or_not_at_all() -> None:
         assert again is None
 
 
-def test_a_client_without_a_permission_waits_as_after_other_errors() -> None:
+def test_a_denied_client_gets_the_answers_of_other_errors() -> None:
     denied = errors.PermissionDenied("no read")
     flush, mark = messages.FlushRequest(req(2)), messages.HighWaterMarkRequest(req(3))
     assert refused(mounted(), flush, denied) == MountResponse(req(1), NOT_READY)
@@ -321,7 +323,7 @@ def questions_of(version: int) -> list[ClientMessage]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> None:
+def test_every_answer_is_encodable_in_the_protocol_version_of_the_client(version: int) -> None:
     responses: list[Any] = [
         translated(mounted(version), result(2, reason, 3)) for reason in RowOutcomeCode
     ]
@@ -385,7 +387,7 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
         errors.Overloaded("over a limit"),
     ],
 )
-def test_partitions_that_do_not_exist_are_not_remembered(unknown: errors.WaltzError) -> None:
+def test_mounts_of_unknown_partitions_use_no_memory(unknown: errors.WaltzError) -> None:
     original = LegacyClientAdapter(4)
     for partition in range(3, 103):
         mount = messages.MountRequest(req(1, partition), -1, 0)

@@ -48,7 +48,7 @@ async def data_of(chunks):
 
 
 @run_on_loop
-async def test_a_range_is_whole_and_leaves_nothing_open(cluster):
+async def test_a_range_is_complete_and_leaves_no_open_feed(cluster):
     async with client_of(cluster) as client:
         found = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
         assert [each.data for chunk in found for each in chunk.rows()] == [
@@ -86,7 +86,7 @@ async def test_readers_of_one_partition_do_not_disturb_each_other(cluster):
 
 
 @run_on_loop
-async def test_a_few_feeds_of_inactive_readers_are_kept(cluster):
+async def test_feeds_of_inactive_readers_are_cached_within_a_limit(cluster):
     async with client_of(cluster) as client:
         for first in range(10):
             chunks = client.read_range(0, first, COUNT - 1)
@@ -97,7 +97,7 @@ async def test_a_few_feeds_of_inactive_readers_are_kept(cluster):
 
 
 @run_on_loop
-async def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkeypatch, cluster):
+async def test_a_feed_in_use_at_close_is_not_cached(monkeypatch, cluster):
     read, read_feeds = legacy_server_reads.HeaderFeed.read, []
     async with client_of(cluster) as client:
 
@@ -123,7 +123,7 @@ async def test_the_client_filters_ranges_of_a_0_13_server(cluster):
 
 
 @run_on_loop
-async def test_a_feed_that_breaks_is_restarted(cluster):
+async def test_a_disconnected_feed_is_restarted(cluster):
     async with client_of(cluster) as client:
         found = []
         async for chunk in client.read_range(0, 0, COUNT - 1):

@@ -121,7 +121,7 @@ def mounted(table):
 # --- the mount
 
 
-def test_a_mount_is_reported_when_mark_mount_flush_and_zookeeper_have_answered(table):
+def test_a_mount_waits_for_mark_mount_flush_and_zookeeper(table):
     assert table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False)) == [
         m.HighWaterMarkRequest(MOUNT)
     ]
@@ -137,7 +137,7 @@ def test_a_mount_is_reported_when_mark_mount_flush_and_zookeeper_have_answered(t
     assert translated[0].high_water_mark == 11
 
 
-def test_a_mount_with_a_feed_brings_it_first(table):
+def test_a_mount_with_a_feed_delivers_the_feed_before_the_answer(table):
     assert table.say(m.MountWriter(MOUNT, 3, 7, wants_feed=True)) == [m.HighWaterMarkRequest(MOUNT)]
     table.receive(m.HighWaterMarkResponse(MOUNT, 9))
     assert table.sent == [m.MountRequest(MOUNT, 7, 40)]
@@ -257,7 +257,7 @@ def test_a_batch_that_cannot_be_decoded_is_rejected_as_by_a_current_server(mount
     assert mounted.say(append(5, 9)) == [append(5, 9)]
 
 
-def test_an_append_in_the_log_proves_earlier_absent_ones_lost(mounted):
+def test_a_committed_append_proves_earlier_missing_appends_lost(mounted):
     for sequence in (1, 2, 3):
         mounted.say(append(sequence))
     one, two = mounted.receive(fed(10, mine(2)))
@@ -266,7 +266,7 @@ def test_an_append_in_the_log_proves_earlier_absent_ones_lost(mounted):
     assert [outcomes(each)[0] for each in mounted.receive(fed(11, mine(3)))] == [[11]]
 
 
-def test_a_lock_failure_is_reported_when_the_feed_has_caught_up(mounted):
+def test_a_lock_failure_waits_until_the_feed_has_caught_up(mounted):
     mounted.say(append(1))
     assert mounted.receive(m.LockFailure(mine(1), 12)) == []
     assert mounted.receive(fed(10, other_req_id(1)), fed(11, other_req_id(2))) == []
@@ -275,7 +275,7 @@ def test_a_lock_failure_is_reported_when_the_feed_has_caught_up(mounted):
     assert result.high_water_mark == 12
 
 
-def test_late_and_repeated_messages_change_nothing(mounted):
+def test_late_and_repeated_messages_have_no_effect(mounted):
     mounted.say(append(1))
     assert len(mounted.receive(fed(10, mine(1)))) == 1
     assert mounted.receive(fed(10, mine(1)), fed(10, mine(1)), m.LockFailure(mine(1), 3)) == []
@@ -312,7 +312,7 @@ def test_an_append_may_appear_in_the_log_after_a_flush(mounted):
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_without_a_proof_nothing_is_reported_and_the_next_flush_requests_one(mounted, is_moved):
+def test_without_a_proof_no_loss_is_reported_until_the_next_flush(mounted, is_moved):
     mounted.say(append(1))
     mounted.now_ms = FLUSH_AFTER_MS
     mounted.wake()
@@ -335,14 +335,14 @@ def test_rows_in_flight_stay_within_the_limit_of_a_0_13_server(mounted):
     assert mounted.sent == [append(late)]
 
 
-def test_a_mark_above_the_log_waits_for_the_servers_own(mounted):
+def test_an_append_with_a_mark_above_the_log_waits_for_the_server_mark(mounted):
     assert mounted.say(append(1, 11)) == [m.HighWaterMarkRequest(mine(1))]
     assert mounted.say(append(2, 9)) == []  # in order
     mounted.receive(m.HighWaterMarkResponse(mine(1), 11))
     assert mounted.sent == [append(1, 11), append(2, 9)]
 
 
-def test_the_servers_own_mark_is_requested_again(mounted):
+def test_the_server_mark_is_requested_again(mounted):
     mounted.say(append(1, 9))
     mounted.say(append(2, 11))
     assert mounted.partition.wake_at_ms == RETRY_MS
@@ -367,7 +367,7 @@ def test_the_servers_own_mark_is_requested_again(mounted):
         (NO_SESSION_MARK, True, RowOutcomeCode.NOT_MOUNTED),
     ],
 )
-def test_a_mark_above_the_servers_own_is_rejected(mounted, mark, is_owner, reason):
+def test_a_mark_above_the_server_mark_is_rejected(mounted, mark, is_owner, reason):
     mounted.say(append(1, 11))
     mounted.say(append(2, 9))
     assert mounted.receive(m.HighWaterMarkResponse(mine(1), mark)) == []
@@ -380,7 +380,7 @@ def test_a_mark_above_the_servers_own_is_rejected(mounted, mark, is_owner, reaso
 # --- the feed
 
 
-def test_the_feed_of_a_writer_continues(mounted):
+def test_a_suspended_feed_of_a_writer_is_requested_again(mounted):
     mounted.receive(m.FeedSuspended(MOUNT))
     assert mounted.sent == [m.FeedRequest(MOUNT, 9)]
 
@@ -399,7 +399,7 @@ def test_the_feed_is_granted_as_far_as_the_stream_requests(table):
     assert table.receive(m.FeedSuspended(MOUNT)) == []
 
 
-def test_a_filter_leaves_headers_out_and_no_transaction(table):
+def test_a_filter_omits_headers_but_covers_all_transactions(table):
     table.mount(9, wants_feed=True, after=8, values=(2,))
     (batch,) = table.receive(*(fed(10 + i, other_req_id(i), i) for i in range(4)))
     assert (batch.first, batch.count) == (10, 4)
@@ -409,7 +409,7 @@ def test_a_filter_leaves_headers_out_and_no_transaction(table):
     assert (batch.first, batch.count, batch.picked, batch.headers) == (14, 1, b"", b"")
 
 
-def test_a_gap_is_not_accepted_as_a_part_of_the_feed(table):
+def test_a_transaction_after_a_gap_in_the_feed_is_ignored(table):
     table.mount(9, wants_feed=True, after=8)
     assert table.receive(fed(11, other_req_id(1))) == []
     assert [(each.first, each.count) for each in table.receive(fed(10, other_req_id(1)))] == [
@@ -424,7 +424,7 @@ def ask_headers(first, last):
     return m.RangeRequest(mine(-5), first, last, 1 << 20, RangeForm.HEADERS, ())
 
 
-def test_headers_are_read_back_by_another_mount(mounted):
+def test_earlier_headers_are_read_with_a_separate_mount(mounted):
     assert mounted.say(ask_headers(4, 6)) == [m.MountRequest(mine(-5), 3, 40)]
     seen = [fed(i, other_req_id(i), i) for i in range(4, 10)]
     assert mounted.receive(*seen[:4], fed(10, other_req_id(10))) == []
@@ -438,7 +438,7 @@ def test_headers_are_read_back_by_another_mount(mounted):
 
 
 @pytest.mark.parametrize("state", [1, 2, 0])
-def test_missing_headers_end_in_an_error(mounted, state):
+def test_missing_headers_are_an_error(mounted, state):
     mounted.say(ask_headers(4, 6))
     translated = mounted.receive(fed(4, other_req_id(4)), m.MountResponse(mine(-5), state))
     assert [(type(each), each.req_id) for each in translated] == [(m.ErrorResponse, mine(-5))]

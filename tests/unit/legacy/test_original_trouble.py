@@ -88,7 +88,7 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
 
 
 @run_on_loop
-async def test_a_server_that_has_lost_the_partition_decides_no_outcome(cluster):
+async def test_a_former_owner_decides_no_outcome(cluster):
     """Its mark is too old, and what it considers lost was found by its successor."""
     async with client_of(cluster) as client:
         await client.mount([0])
@@ -110,7 +110,7 @@ async def test_a_server_that_has_lost_the_partition_decides_no_outcome(cluster):
 
 
 @run_on_loop
-async def test_a_server_that_does_not_own_it_yet_is_queried_again(cluster):
+async def test_an_append_waits_until_the_server_owns_the_partition(cluster):
     await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
     async with client_of(cluster) as client:
         future = await client.append(b"late", partition=0)
@@ -134,7 +134,7 @@ async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_part
 
 
 @run_on_loop
-async def test_a_mount_that_is_never_answered_is_tried_on_another_connection(cluster):
+async def test_an_unanswered_mount_is_retried_on_another_connection(cluster):
     server = cluster.servers[0]
     server.is_answering = False
     async with client_of(cluster) as client:
@@ -146,7 +146,7 @@ async def test_a_mount_that_is_never_answered_is_tried_on_another_connection(clu
 
 
 @run_on_loop
-async def test_a_mark_above_the_log_is_rejected_before_anything_is_sent(cluster):
+async def test_a_mark_above_the_log_is_rejected_before_the_append_is_sent(cluster):
     async with client_of(cluster) as client:
         await client.mount([0])
         future = await client.append(b"", partition=0, client_high_water_mark=5)
@@ -238,7 +238,7 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
 
 
 @run_on_loop
-async def test_a_silently_replaced_connection_mounts_on_another_one(cluster):
+async def test_after_a_silent_replacement_the_client_mounts_on_a_new_connection(cluster):
     def replace(partition):
         (client_id,) = partition.mounts
         peer, generation = partition.mounts[client_id]

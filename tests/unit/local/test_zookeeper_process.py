@@ -17,7 +17,7 @@ from waltz_core.local.zookeeper_process import (
 )
 
 
-def test_the_users_java_options_come_after_ours(monkeypatch):
+def test_java_options_of_the_user_follow_those_of_waltz(monkeypatch):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-Xmx1g '-Dzookeeper.some.path=/a b'")
     line = zookeeper_command(Path("zoo.cfg"))
     theirs = ["-Xmx1g", "-Dzookeeper.some.path=/a b"]
@@ -34,12 +34,12 @@ def test_the_users_java_options_come_after_ours(monkeypatch):
         ("/var/a\nb\r", "/var/a\\u000ab\\u000d"),
     ],
 )
-def test_a_directory_is_written_as_java_reads_it(path, text):
+def test_a_directory_is_escaped_for_java(path, text):
     """A file of properties is Latin-1: as UTF-8 it would name another directory."""
     assert zookeeper_config(Path(path), 2181).splitlines()[0] == f"dataDir={text}"
 
 
-def test_a_directory_that_java_cannot_name_is_rejected():
+def test_a_directory_with_characters_that_java_cannot_decode_is_rejected():
     path = Path(os.fsdecode(b"/var/\xfcmlaut"))
     with pytest.raises(
         BadConfig, match=r"^'/var/.udcfcmlaut': the name of the directory is not valid UTF-8"
@@ -50,7 +50,7 @@ def test_a_directory_that_java_cannot_name_is_rejected():
 @pytest.mark.parametrize(
     ("given", "passed_on"), [("C", "C.UTF-8"), ("C.UTF-8", "C.UTF-8"), (None, None)]
 )
-def test_java_names_files_as_python_does(given, passed_on):
+def test_java_uses_the_file_name_encoding_of_python(given, passed_on):
     """Without a locale Python itself has chosen one, and passed it on to its children."""
     program = (
         "from waltz_core.local.zookeeper_process import java_environment as of;"

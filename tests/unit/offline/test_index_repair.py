@@ -42,7 +42,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("hurt", DAMAGES.values(), ids=DAMAGES)
-def test_a_wrong_index_becomes_the_one_that_the_storage_wrote(disk, hurt):
+def test_a_rebuilt_index_equals_the_index_of_the_storage(disk, hurt):
     good = disk.visible_content(INDEX)
     hurt(disk)
     before = disk.files()
@@ -110,7 +110,7 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     assert disk.visible_content(INDEX) == good
 
 
-def test_impossible_entries_become_the_beginning_of_the_damage(disk):
+def test_impossible_entries_are_replaced_by_the_start_of_the_damage(disk):
     good = disk.visible_content(INDEX)
     disk.overwrite(SEGMENT, 200, bytes(150))
     kept = repair_index(disk, SEGMENT, dry_run=True).kept

@@ -48,7 +48,7 @@ def test_all_records_come_in_order_with_their_bytes():
     assert [record_fields(one).transaction_id for one in taken] == list(range(7, 57))
 
 
-def test_a_part_of_a_run_is_a_run():
+def test_a_run_can_be_sliced_by_id():
     (run,) = walk_records(Bytes(b"".join(some(10))), 0)
     part = run.starting_at(3).up_to(5)
     assert (part.first, part.length) == (3, 3)
@@ -57,7 +57,7 @@ def test_a_part_of_a_run_is_a_run():
     assert run.up_to(-1).length == 0
 
 
-def test_blocks_bound_what_is_in_memory_but_a_larger_record_is_read_whole(monkeypatch):
+def test_reads_are_limited_to_a_block_or_one_larger_record(monkeypatch):
     monkeypatch.setattr(records, "BLOCK_BYTES", 300)
     file = Bytes(b"".join(some(40)))
     parts = list(walk_records(file, 0))
@@ -92,7 +92,7 @@ def test_a_gap_ends_at_the_next_valid_record(monkeypatch, seed, block):
     assert [one[:4] for one in gaps] == [(low, high + 1, start, end)]
 
 
-def test_a_torn_end_is_a_gap_without_a_next():
+def test_a_torn_end_is_a_gap_without_a_next_record():
     samples = some(5)
     whole = b"".join(samples)
     found, gaps = ids(walk_records(Bytes(whole[:-1]), 0))
@@ -101,7 +101,7 @@ def test_a_torn_end_is_a_gap_without_a_next():
     assert gaps[0].end == 128 + len(whole) - 1
 
 
-def test_a_wrong_crc_alone_is_left_to_the_caller():
+def test_a_wrong_crc_alone_does_not_end_a_run():
     samples = some(5)
     hurt = bytearray(b"".join(samples))
     hurt[len(samples[0]) + 36] ^= 1

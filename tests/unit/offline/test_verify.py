@@ -237,7 +237,7 @@ KINDS = RECORDS | OTHER_FILES
 
 
 @pytest.mark.parametrize(("hurt", "sentences"), KINDS.values(), ids=KINDS)
-def test_each_kind_of_damage_is_reported_where_it_is_and_nothing_else(storage, hurt, sentences):
+def test_each_kind_of_damage_is_reported_once_at_its_position(storage, hurt, sentences):
     hurt(storage)
     wrong, _ = verification_texts(storage)
     for found_text, sentence in zip(wrong, sentences, strict=False):
@@ -245,7 +245,7 @@ def test_each_kind_of_damage_is_reported_where_it_is_and_nothing_else(storage, h
     assert len(wrong) == len(sentences), wrong
 
 
-def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
+def test_the_chain_detects_records_of_another_history(tmp_path, storage):
     other, _ = sample_storage(tmp_path / "other")
     path = seg(other, 0)
     world = sample_log()
@@ -271,7 +271,7 @@ def write_slot(storage, **changes):
     return current
 
 
-def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
+def test_a_slot_that_contradicts_the_log_is_reported(storage):
     acked = write_slot(storage, acked=AckedMarker(35, bytes(16))).acked
     chain = acked.chain.hex()
     assert verification_texts(storage)[0] == [
@@ -319,7 +319,7 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     ]
 
 
-def test_records_may_have_no_batches_if_the_slot_states_it(storage):
+def test_unbatched_records_are_valid_if_the_slot_states_them(storage):
     """The marker confirms records all the same."""
     write_slot(
         storage,
@@ -348,7 +348,7 @@ def test_swapped_slots_are_invalid(storage):
     assert wrong[2] == f"{SLOTS}: no control slot is valid; the storage cannot open the partition"
 
 
-def test_bytes_that_are_never_written_are_reported(storage):
+def test_nonzero_padding_bytes_are_reported(storage):
     flip_byte(storage / SLOTS, 5000, 7)
     assert verification_texts(storage)[0] == [
         f"{SLOTS} at 5000: expected zeros after the slot, found 0x07"
@@ -358,7 +358,7 @@ def test_bytes_that_are_never_written_are_reported(storage):
     assert verification_texts(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
 
 
-def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
+def test_known_damage_is_reported_as_known(tmp_path):
     world = sample_log()
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
@@ -440,7 +440,7 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of the data")
 
 
-def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
+def test_a_batch_before_the_newest_segment_is_damaged_and_not_torn(tmp_path):
     """No marker has moved where a failed sync ended the older file; what it holds was synced."""
     world = sample_log(segment_bytes_max=100_000)
     for _ in range(3):
@@ -460,7 +460,7 @@ def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path, is_closed):
+def test_extra_bytes_are_an_error_only_in_a_closed_log(tmp_path, is_closed):
     """A file that a failed write has ended may have its tail back: that cut was never synced."""
     world = sample_log()
     world.append([3])
@@ -504,7 +504,7 @@ def batches(path):
         return [one.batch for one in batches_of(file, header_of(file).segment_crc)]
 
 
-def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
+def test_lock_files_are_expected_and_unknown_files_are_noted(storage):
     for name in ("waltz-x.lck", "waltz-x.lck.old"):
         (storage / "2" / name).write_bytes(b"torn")
     assert verification_texts(storage) == ([], [])
@@ -529,7 +529,7 @@ def started(tmp_path):
     return directory, before
 
 
-def test_a_log_that_begins_above_0_is_verified_from_its_start_on(started):
+def test_a_log_that_begins_above_0_is_verified_from_its_start(started):
     directory, _ = started
     log = verify_directory(directory).logs[PARTITION]
     assert (log.segment_count, log.last, log.unchecked_batch_count) == (2, 35, 1)
@@ -553,13 +553,13 @@ def test_a_segment_whose_removal_was_interrupted_is_noted(started):
     assert verification_texts(directory) == ([], [note])
 
 
-def test_a_log_without_its_first_segment_is_wrong(started):
+def test_a_log_without_its_first_segment_is_reported(started):
     directory, before = started
     shutil.copy(before / SLOTS, directory / SLOTS)  # it states that the log begins with 0
     assert f"{TWO}.seg: no segment has records 0..10" in verification_texts(directory)[0]
 
 
-def test_another_chain_at_the_start_is_wrong(started):
+def test_another_chain_at_the_start_is_reported(started):
     directory, _ = started
     slots = [
         replace(Slot.decode(data[:512]), start=AckedMarker(20, b"c" * 16))

@@ -35,7 +35,7 @@ def test_a_healthy_cluster_passes_all_checks(case):
     assert failed(case) == []
 
 
-def test_a_failure_counts_for_one_check_and_its_partitions_only():
+def test_a_failure_affects_only_its_check_and_partitions():
     found = [
         FailedCheck("quorum", "x", (1,)),
         FailedCheck("storage", "y", (1, 2)),
@@ -46,7 +46,7 @@ def test_a_failure_counts_for_one_check_and_its_partitions_only():
     ]
 
 
-def test_partitions_that_were_not_chosen_are_left_out(case):
+def test_partitions_that_were_not_selected_are_not_checked(case):
     case.storage(A, failure="refused", replicas={})
     assert failed(case, (1,)) == [("storage", (1,))]
     case.cluster(storage_groups={A: 0, B: 0, C: 2})
@@ -117,7 +117,7 @@ def test_replicas_that_lag_or_are_too_few_are_reported(case):
     assert text(case) == "partition 0 has no replicas. Hint: `waltz-core cluster auto-assign`"
 
 
-def test_consequences_fail_together_with_their_cause(case):
+def test_checks_fail_for_a_cause_and_its_consequences(case):
     """The doctor would report the storage only; a check is passed or is not."""
     case.storage(C, failure="refused", replicas={})
     case.server(1, unreachable_storages=(C,))

@@ -151,7 +151,7 @@ def test_a_healthy_cluster_has_no_findings(case):
 # --- ZooKeeper, and the processes of a cluster on this machine
 
 
-def test_without_zookeeper_only_that_is_reported(case):
+def test_without_zookeeper_only_its_outage_is_reported(case):
     case.facts = Facts(CONNECT, zookeeper_failure="no answer")
     found = case.the_only("zookeeper-unavailable")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
@@ -299,7 +299,7 @@ def test_a_storage_that_does_not_answer_is_reported(case):
     assert "has never started" in case.the_only("storage-never-started").sentence
 
 
-def test_a_storage_that_is_only_starting_is_waited_for(case):
+def test_the_doctor_waits_for_a_storage_that_is_starting(case):
     """After a crash it reads for minutes, and has no port: if it is ended, it begins again."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
@@ -319,7 +319,7 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     assert "then wait" in diagnose(case.facts)[0].sentence
 
 
-def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
+def test_a_hanging_storage_is_killed_without_a_change_of_its_port(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_failure="no answer within 3 s", found_admin_port=5281, is_hanging=True)
     found = case.the_only("storage-unresponsive")
@@ -458,7 +458,7 @@ def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
         lambda case: case.replica(SPARE, last_session_id=8),
     ],
 )
-def test_no_command_deletes_records_that_others_may_lack(case, doubt):
+def test_no_command_deletes_records_that_other_replicas_may_lack(case, doubt):
     case.replica(SPARE, last_id=90, last_session_id=6)
     doubt(case)
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
@@ -483,7 +483,7 @@ def test_a_replica_that_lags_is_reported(case):
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 
-def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(case):
+def test_a_suspect_quorum_requires_a_decision_of_the_operator(case):
     case.replica(A, is_suspect=True)
     assert case.found() == [("replica-suspect", f"0 {A}")]
     case.replica(B, is_suspect=True)
@@ -493,7 +493,7 @@ def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(c
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_a_missing_voter_that_may_return_needs_no_accept_replicas(case):
+def test_accept_replicas_is_not_suggested_while_a_voter_may_return(case):
     case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
@@ -520,7 +520,7 @@ def test_a_lost_quorum_is_reported_for_every_cause(case):
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
-def test_no_healthy_storage_is_stopped_for_a_quorum(case):
+def test_no_command_stops_a_healthy_storage_to_restore_a_quorum(case):
     members = [
         MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
     ]
@@ -564,7 +564,7 @@ def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
     assert f"server {TWO} answers requests for it, but {ONE} owns it." in found.sentence
 
 
-def test_a_session_with_other_replicas_and_a_missing_mark_are_reported(case):
+def test_outdated_session_replicas_and_an_unknown_mark_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
     case.partition(high_water_mark=None, high_water_mark_error="no answer")
     assert case.found() == [("session-replicas-outdated", "0"), ("high-water-mark-unknown", "0")]

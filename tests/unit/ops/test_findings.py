@@ -8,7 +8,7 @@ from tests.unit.ops.printed_commands import check_understood
 from waltz_core.ops.findings import FINDING_KINDS, new_finding, placeholder_names
 
 
-def test_each_finding_has_a_sentence_of_its_own():
+def test_each_finding_has_a_unique_sentence():
     assert len(FINDING_KINDS) >= 20
     sentences = [each.sentence for each in FINDING_KINDS.values()]
     assert len(set(sentences)) == len(sentences)

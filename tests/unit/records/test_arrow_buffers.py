@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_no_daemon_no_archive_and_no_task_that_reads_imports_pandas():
+def test_daemons_archives_and_read_tasks_do_not_import_pandas():
     code = """if True:
         import io
         import sys

@@ -115,7 +115,7 @@ def test_columns_from_arrow_may_be_absent_null_sliced_or_wider() -> None:
     assert found.marks is None
 
 
-def test_an_encoded_batch_is_like_any_bytes() -> None:
+def test_an_encoded_batch_is_a_read_only_buffer() -> None:
     payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": [b"a", b"bb"]}))
     assert payload == bytes(payload)
     assert payload.readonly
@@ -141,7 +141,7 @@ def test_precomputed_checksums_are_sent_unchanged() -> None:
         decode(batches.encode_append_arrow(changed))
 
 
-def test_strings_are_payloads_too() -> None:
+def test_strings_are_encoded_as_payloads() -> None:
     payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": pa.array(["é"])}))
     assert decode(payload).data.to_pylist() == ["é".encode()]
 
@@ -213,7 +213,7 @@ def test_a_row_over_the_limit_is_rejected_before_it_is_sent() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[0, 4], [0, 1, 4], [0, 1, 2, 3, 4]])
-def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
+def test_encoding_a_batch_in_parts_gives_equal_records(cuts: list[int]) -> None:
     locks = [[1, 2], [], [3], [4, 5, 6]]
     data = [b"a", b"", b"ccc", b"dd"]
     whole = decode(
@@ -245,7 +245,7 @@ def test_a_batch_over_its_limits_is_rejected() -> None:
 GOOD = ([1, 2], [b"x" * 500, b"y"], [crc32(b"x" * 500), crc32(b"y")], [[1], []], [[], []], [[], []])
 
 
-def test_the_unchanged_stream_is_decoded() -> None:
+def test_a_valid_stream_is_decoded() -> None:
     assert decode(stream(batches.APPEND_SCHEMA, *GOOD)).count == 2
 
 
@@ -277,7 +277,7 @@ def test_invalid_contents_are_rejected(place: int, column: list[object], problem
         ((0, 1, 1), (0, 2, 1)),
     ],
 )
-def test_offsets_that_lead_elsewhere_are_rejected(
+def test_offsets_out_of_bounds_are_rejected(
     offsets: tuple[int, ...], wrong: tuple[int, ...]
 ) -> None:
     """They are no sums of lengths in a stream, but whatever its maker wrote: never memory's."""
@@ -294,7 +294,7 @@ def joined(crcs: checksum.U32, lengths: checksum.I64) -> int:
     return reduce(lambda run, row: checksum.combine(run, *row), both, 0)
 
 
-def test_wrong_crcs_that_add_up_are_rejected() -> None:
+def test_wrong_crcs_that_cancel_out_are_rejected() -> None:
     """CRC-32 is linear, so two wrong CRCs can cancel out over the whole batch."""
     data = [b"first", b"second", b"third"]
     crcs = np.array([crc32(row) for row in data], dtype=np.uint32)
@@ -511,7 +511,7 @@ def calls_of(work: Callable[[], object]) -> int:
     return len(calls)
 
 
-def test_calls_do_not_grow_with_the_rows() -> None:
+def test_the_number_of_calls_does_not_depend_on_the_number_of_rows() -> None:
     counts = []
     for row_count in (100, 3_000):
         payload = simple([b"%d" % n * (1 + n % 7) for n in range(row_count)])

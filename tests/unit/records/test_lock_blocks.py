@@ -63,7 +63,7 @@ def test_a_block_with_distances_has_the_specified_bytes():
     assert blocks.block_ending_at(found.end_before, 1).distances == b""
 
 
-def test_blocks_are_followed_down_to_the_first():
+def test_blocks_are_read_backwards_to_the_first():
     data = block(0, 0, 7) + block(1, 3, 1, 2, 3) + block(4, 4)
     assert trusted(data, end(4)) == [
         (4, 4, b""),
@@ -78,7 +78,7 @@ def test_lost_and_repeated_blocks_are_skipped():
     assert trusted(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
 
 
-def test_another_history_of_the_same_ids_is_not_trusted():
+def test_blocks_of_another_history_are_not_trusted():
     data = block(0, 0, 7) + block(1, 1, 8, history=1)
     assert trusted(data, end(1)) == []
 
@@ -107,14 +107,14 @@ def test_too_many_locks_are_not_reported():
 
 
 @pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 200])
-def test_invalid_bytes_end_the_walk(count):
+def test_invalid_bytes_end_the_search(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
     assert trusted(data, end(1)) == expected
 
 
 @pytest.mark.parametrize(("mark", "first", "last"), [(b"WLB3", 1, 1), (b"WLB1", 2, 1)])
-def test_a_correct_crc_without_a_block_ends_the_walk(mark, first, last):
+def test_a_valid_crc_without_a_valid_block_ends_the_search(mark, first, last):
     fields = (first, last, end(0).chain, end(last).chain, 0)
     body = mark + struct.pack(">qq16s16si", *fields)
     made = body + crc32(body).to_bytes(4, "big")
@@ -131,7 +131,7 @@ def test_random_bytes_are_not_trusted(data, last):
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=6),
     damage=st.data(),
 )
-def test_damaged_answers_leave_the_rest_correct_and_complete(sizes, damage):
+def test_a_damaged_block_ends_the_search_after_correct_blocks(sizes, damage):
     parts, first = [], 0
     for size in sizes:
         parts.append(

@@ -80,9 +80,7 @@ def test_headers_are_the_first_28_bytes(rows: list[bytes]) -> None:
 
 
 @given(datas, st.data())
-def test_an_intact_run_has_no_bad_record_and_a_flipped_bit_is_found_in_its_own(
-    rows: list[bytes], data: st.DataObject
-) -> None:
+def test_a_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.DataObject) -> None:
     records, lengths = run_of(rows)
     assert raw_records.first_bad_record(memoryview(records), lengths) is None
     with by_arrays():
@@ -97,7 +95,7 @@ def test_an_intact_run_has_no_bad_record_and_a_flipped_bit_is_found_in_its_own(
 
 
 @given(datas, st.data())
-def test_crcs_are_proven_exactly_where_no_record_is_wrong(
+def test_crcs_are_verified_exactly_if_all_records_are_intact(
     rows: list[bytes], data: st.DataObject
 ) -> None:
     """The single check of an append must agree with the two functions that name the fault."""
@@ -125,7 +123,7 @@ def test_crcs_are_proven_exactly_where_no_record_is_wrong(
         assert known == expected
 
 
-def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> None:
+def test_a_wrong_stated_length_is_detected_despite_a_valid_crc() -> None:
     """A reader of the file goes by what it states, and would be lost from there on."""
     records, lengths = run_of([b"first", b"other", b"third"])
     start, end = int(lengths[0]), int(lengths[:2].sum())
@@ -142,7 +140,7 @@ def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> N
             assert raw_records.verified_crcs(lie, lengths, TransactionId(0)) is None
 
 
-def test_crcs_are_not_proven_by_another_run() -> None:
+def test_crcs_are_not_verified_by_the_crc_of_another_run() -> None:
     records, lengths = run_of([b"aa", b"bb"] * raw_records.ONE_BY_ONE_MAX)
     none = raw_records.verified_crcs(
         records, lengths, TransactionId(0), records_crc=crc32(b"other")
@@ -150,7 +148,7 @@ def test_crcs_are_not_proven_by_another_run() -> None:
     assert none is None
 
 
-def test_the_first_of_several_bad_records_is_named() -> None:
+def test_the_first_of_several_bad_records_is_returned() -> None:
     records, lengths = run_of([b"a" * 9, b"b", b"c", b"d"])
     damaged = bytearray(records)
     damaged[-1] ^= 1
@@ -215,7 +213,7 @@ def test_impossible_lengths_are_rejected(values: list[int], total: int, problem:
 
 
 @given(st.binary(max_size=64), st.integers(0, 1 << 40))
-def test_any_bytes_are_lengths_or_bad_format(packed: bytes, total: int) -> None:
+def test_arbitrary_bytes_decode_to_lengths_or_raise_bad_format(packed: bytes, total: int) -> None:
     try:
         lengths = raw_records.lengths_from_wire(packed, total)
     except BadFormat:
@@ -224,7 +222,7 @@ def test_any_bytes_are_lengths_or_bad_format(packed: bytes, total: int) -> None:
 
 
 @given(datas, st.data())
-def test_cut_returns_a_part_of_a_run(rows: list[bytes], data: st.DataObject) -> None:
+def test_cut_returns_a_slice_of_a_run(rows: list[bytes], data: st.DataObject) -> None:
     records, lengths = run_of(rows)
     skip = data.draw(st.integers(0, len(rows)))
     count = data.draw(st.integers(0, len(rows) - skip))
@@ -245,9 +243,7 @@ def test_count_within_is_at_least_one_record(bytes_max: int, count: int) -> None
     st.sets(st.integers(0, 30)),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda each: each[0]),
 )
-def test_an_id_has_the_commit_stamp_of_its_run(
-    chosen: set[int], runs: list[tuple[int, int]]
-) -> None:
+def test_commit_stamps_are_looked_up_by_id(chosen: set[int], runs: list[tuple[int, int]]) -> None:
     stamps = [(first, last, 100 + first) for first, last in sorted(runs)]
     expected = []
     for each in sorted(chosen):
@@ -262,7 +258,7 @@ def test_unordered_stamps_raise_no_error() -> None:
     assert raw_records.stamps_of(ids, [(6, 7, 1), (2, 3, 2), (0, 8, 3)]).size == ids.size
 
 
-def test_prefixes_keep_the_sequence_of_their_row() -> None:
+def test_prefixes_have_the_sequence_number_of_their_row() -> None:
     made = raw_records.encode_prefixes(
         np.array([8, 9]),
         REQ_ID,

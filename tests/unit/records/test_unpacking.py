@@ -107,7 +107,7 @@ def test_lossless_values_are_converted(
     assert read(value, KINDS[kind], data_format) == found
 
 
-def test_a_number_of_json_is_an_exact_decimal() -> None:
+def test_a_json_number_is_converted_to_an_exact_decimal() -> None:
     kind = pa.decimal128(38, 18)
     unpacker = Unpacker([pa.field("a", kind), pa.field("b", pa.float64())], "json")
     data = pa.array([b'{"a": 0.123456789012345678, "b": 0.1}'], pa.binary())
@@ -233,7 +233,7 @@ def test_an_empty_map_is_a_struct_of_nulls() -> None:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_an_integer_becomes_a_float_only_where_it_is_exact(data_format: str) -> None:
+def test_an_integer_becomes_a_float_only_without_rounding(data_format: str) -> None:
     assert read(1 << 24, pa.float32(), data_format) == float(1 << 24)
     assert read((1 << 24) + 1, pa.float64(), data_format) == float((1 << 24) + 1)
     for value, kind in (((1 << 24) + 1, pa.float32()), ((1 << 53) + 1, pa.float64())):

@@ -120,7 +120,7 @@ def test_nothing_is_recorded_if_nothing_expires(bench):
 
 
 @pytest.mark.parametrize("outcome", ["away", "lost"])
-def test_an_expiry_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
+def test_an_expiry_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     replica, expiry = request(bench)
     finish(bench, replica, expiry)
     bench.run(questions=False)
@@ -204,7 +204,7 @@ def test_an_expiry_and_an_attempt_exclude_each_other(bench):
     assert attempts(bench)[-1][1].manifest == "e1"
 
 
-def test_nothing_expires_before_something_is_archived():
+def test_nothing_expires_before_the_first_upload():
     bench = new_bench()
     bench.step(ExpireArchive(2, 0))
     bench.run_for(EXPIRY_RETRY_MS)
@@ -231,7 +231,7 @@ def test_with_a_retention_objects_expire_at_intervals():
     assert len(expiries(bench)) == 2
 
 
-def test_an_owner_that_archives_nothing_carries_out_a_request(bench):
+def test_an_owner_without_an_archive_interval_still_expires_on_request(bench):
     other = next_owner_of(bench)
     replica, expiry = request(other)
     finish(other, replica, expiry, error="cannot read m1", manifest="")

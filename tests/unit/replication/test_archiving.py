@@ -64,7 +64,7 @@ def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
     ]
 
 
-def test_the_next_range_follows_the_recorded_one_at_once_and_uses_its_manifest(bench):
+def test_the_next_attempt_starts_at_once_with_the_recorded_manifest(bench):
     first = archive(bench, last=3)
     _, request = attempts(bench)[-1]
     (collection,) = bench.all_sent(wire.CollectGarbage)
@@ -104,7 +104,7 @@ def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(benc
     assert bench.marker.archived.manifest == "m2"
 
 
-def test_a_late_rejection_of_an_abandoned_attempt_ends_no_other(bench):
+def test_a_late_rejection_of_an_abandoned_attempt_is_ignored(bench):
     bench.silent = {A, B, C}
     bench.wait(INTERVAL_MS)
     ((replica, _),) = attempts(bench)
@@ -143,7 +143,7 @@ def test_a_range_that_is_too_small_is_requested_again_after_the_interval(bench):
     assert not bench.reports("archive.failed")
 
 
-def test_a_failure_is_reported_and_another_replica_tries_later_and_later(bench):
+def test_attempts_after_a_failure_use_another_replica_and_back_off(bench):
     replicas, pause = [], INTERVAL_MS
     for count in range(3):
         bench.run_for(pause)
@@ -177,7 +177,7 @@ def test_a_rejected_request_is_a_failure_of_the_attempt_only(bench):
     assert bench.store.open_session_id == 0
 
 
-def test_a_replica_that_rejects_the_mark_is_reported_and_ends_no_attempt(bench):
+def test_a_replica_that_rejects_the_mark_does_not_end_the_attempt(bench):
     storage = bench.storages[C]
     handle = storage.handle
 
@@ -227,7 +227,7 @@ def test_results_of_other_attempts_and_replicas_are_ignored(bench):
 
 
 @pytest.mark.parametrize("outcome", ["away", "lost"])
-def test_a_mark_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
+def test_a_mark_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     replica, request = begin(bench)
     finish(bench, replica, request)
     bench.run(questions=False)
@@ -296,7 +296,7 @@ def test_a_log_that_ends_below_the_archived_mark_is_rejected(bench):
     )
 
 
-def test_one_replica_alone_has_no_other_to_compare_with():
+def test_a_single_replica_archives_without_a_comparison():
     bench = new_bench(A)
     assert archive(bench).last == 5
     assert learned(bench) == [(A, 5)]
@@ -315,7 +315,7 @@ def test_a_replica_that_lags_is_compared_and_notified_when_it_has_caught_up(benc
     assert bench.marker.archived.last == request.last
 
 
-def test_storages_of_an_older_version_get_no_archive_requests():
+def test_storages_of_an_older_version_receive_no_archive_requests():
     bench = Bench(limits=ARCHIVING)
     for each in bench.storages.values():
         each.supports_archiving = False
@@ -373,9 +373,7 @@ def test_garbage_is_collected_when_a_mark_is_recorded_and_then_every_hour(bench)
 
 
 @pytest.mark.parametrize("is_uploading", [False, True])
-def test_nothing_is_collected_during_an_attempt_or_archived_during_a_collection(
-    bench, is_uploading
-):
+def test_collections_and_attempts_exclude_each_other(bench, is_uploading):
     archive(bench)
     bench.wait(COLLECTION_INTERVAL_MS - 2 * INTERVAL_MS)
     bench.collects = False
@@ -531,7 +529,7 @@ def test_an_emptied_replica_begins_after_the_archived_mark(bench):
     assert not bench.storages[C].disk.suspect
 
 
-def test_a_source_that_removes_segments_meanwhile_is_used_from_the_archived_mark_on(bench):
+def test_a_source_that_removes_segments_is_read_from_the_archived_mark(bench):
     mark = archive(bench, last=3)
     bench.lose(C)
     bench.storages[C].disk.entries.pop()
@@ -599,7 +597,7 @@ def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_wi
     assert len(bench.store.session.engaged) == 3
 
 
-def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_begin_after_it():
+def test_a_new_owner_reads_the_last_commit_stamp_from_the_archive():
     bench = new_bench()
     archive(bench)
     remove_archived(bench, 5, (A, B, C))
@@ -642,7 +640,7 @@ def test_a_new_partition_with_an_archived_mark_begins_after_it():
     assert (request.first, request.chain_before, request.manifest) == (42, ORIGIN.chain, "m0")
 
 
-def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not_open():
+def test_a_failed_first_session_does_not_change_where_a_new_log_begins():
     bench = restored_bench()
     bench.decide()
     assert {bench.storages[name].disk.start[0] for name in (A, B, C)} == {ORIGIN.last}
@@ -700,7 +698,7 @@ def returning_owner():
     return bench
 
 
-def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_after_them():
+def test_a_returning_owner_finds_its_batches_in_the_archive():
     bench = returning_owner()
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == 7
@@ -721,7 +719,7 @@ def test_archived_damage_is_repaired_from_the_archive_if_no_log_has_the_records(
     assert not bench.storages[C].disk.damaged
 
 
-def test_damage_above_the_archived_mark_that_all_logs_have_is_not_looked_for_in_the_archive(bench):
+def test_the_archive_is_not_queried_for_damage_above_the_archived_mark(bench):
     archive(bench, last=3)
     for name in (A, B, C):
         reports_damage(bench, name, 4)
@@ -731,7 +729,7 @@ def test_damage_above_the_archived_mark_that_all_logs_have_is_not_looked_for_in_
 
 
 @pytest.mark.parametrize("removed", [-1, 3])
-def test_an_empty_replica_that_comes_late_begins_at_the_sessions_mark(removed):
+def test_an_empty_late_replica_begins_at_the_mark_of_the_session(removed):
     """More is archived by then, but what the session has appended is copied."""
     bench = Bench(limits=ARCHIVING)
     bench.open()
@@ -753,7 +751,7 @@ def test_an_empty_replica_that_comes_late_begins_at_the_sessions_mark(removed):
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_each_failure_leads_to_another_of_two_replicas():
+def test_failures_alternate_between_two_replicas():
     bench = Bench(A, B, limits=ARCHIVING)
     bench.open()
     bench.append(2)
@@ -788,7 +786,7 @@ def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeep
     )
 
 
-def test_a_replica_with_another_chain_at_the_end_stops_no_archive(bench):
+def test_a_replica_with_another_chain_does_not_stop_archiving(bench):
     """For example one that has reconstructed a batch there."""
     storage = bench.storages[A]
     handle = storage.handle
@@ -811,7 +809,7 @@ def test_a_replica_with_another_chain_at_the_end_stops_no_archive(bench):
 
 
 @pytest.mark.parametrize("readable", [(), (C,)])
-def test_without_the_object_store_archived_batches_in_doubt_have_an_unknown_outcome(readable):
+def test_archived_batches_in_doubt_are_unknown_without_the_object_store(readable):
     bench = returning_owner()
     for name, storage in bench.storages.items():
         if name in readable:
@@ -838,7 +836,7 @@ def lag(bench):
     return count, byte_count, None if since_ms is None else bench.now_ms - since_ms
 
 
-def test_the_backlog_is_what_a_replica_reports_and_what_is_appended_since(bench):
+def test_the_backlog_is_the_reported_backlog_plus_later_appends(bench):
     record_bytes = len(bench.storages[A].disk.entries[0].records[0])
     assert lag(bench)[:2] == (6, 6 * record_bytes), "by the average of the session"
     replica, request = begin(bench)
@@ -857,7 +855,7 @@ def test_the_backlog_is_what_a_replica_reports_and_what_is_appended_since(bench)
     assert lag(bench) == (0, 0, None)
 
 
-def test_a_session_that_ends_at_the_next_checkpoint_has_begun_an_attempt():
+def test_is_archiving_is_true_during_an_attempt():
     bench = ArchivingBench(limits=replace(ARCHIVING, archive_interval_ms=60_000))
     bench.open()
     bench.append(2, batches=3)

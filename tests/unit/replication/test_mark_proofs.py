@@ -38,7 +38,7 @@ def test_a_quorum_proves_the_mark_that_was_committed_when_the_proof_was_requeste
     assert outbox == [MarkProved(7, 40)]
 
 
-def test_a_replica_that_hangs_is_queried_no_more_before_it_answers():
+def test_a_hanging_replica_receives_no_requests_until_it_answers():
     proofs, _ = proving()
     hanging = Replica(SessionLimits().lag_count_max)
     proofs.begin(7, 40, [hanging], 1_000)

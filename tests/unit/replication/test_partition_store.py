@@ -34,7 +34,7 @@ def test_the_first_session_of_a_new_partition_opens_with_an_empty_log(bench):
     assert bench.store.next_transaction_id == 0
 
 
-def test_nothing_is_reported_before_the_second_compare_and_set_is_known():
+def test_session_opened_is_reported_after_the_second_compare_and_set():
     bench = Bench()
     bench.decide()
     assert not bench.all_reported(SessionOpened)
@@ -72,7 +72,7 @@ def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_report
     assert bench.metadata.session_id == 0
 
 
-def test_states_that_zookeeper_did_not_take_are_requested_again_after_a_pause():
+def test_a_failed_write_of_states_is_retried_after_a_pause():
     bench = Bench()
     bench.decide()
     bench.ask_zookeeper("away")
@@ -111,7 +111,7 @@ def test_states_are_not_written_over_the_claim_of_another_process():
     assert bench.store.open_session_id == 8
 
 
-def test_a_later_generation_is_not_touched():
+def test_a_later_generation_in_zookeeper_is_not_overwritten():
     bench = Bench()
     bench.metadata = PartitionMetadata(5, 7, {})
     bench.own(generation=4)
@@ -147,7 +147,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     assert bench.storages[A].last == 0
 
 
-def test_a_partition_of_waltz_0_13_is_adopted_only_when_all_are_empty():
+def test_a_partition_of_waltz_0_13_is_adopted_only_with_all_replicas():
     bench = Bench(state=None)
     bench.down = {C}
     bench.own()
@@ -202,7 +202,7 @@ def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
     assert bench.store.readable_replicas == list(names[:quorum])
 
 
-def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_without_it(bench):
+def test_the_session_after_the_loss_of_a_replica_continues_without_it(bench):
     bench.append()
     bench.submit()
     bench.deliver(A)
@@ -221,7 +221,7 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     assert bench.all_reported(SessionSettled)[-1].committed_last == 1
 
 
-def test_a_session_of_another_owner_in_between_clears_unbroken(bench):
+def test_an_intermediate_session_of_another_owner_clears_unbroken(bench):
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     assert isinstance(bench.questions[0], session_events.WriteMetadata), "it reads after a conflict"
@@ -274,7 +274,7 @@ def until_settlement_reads(bench):
     return supplier
 
 
-def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
+def test_unknown_outcomes_are_settled_by_store_session_not_by_id():
     bench = with_foreign_ids_in_doubt()
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
@@ -309,7 +309,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
     assert bench.store.session.ended is None, "the replica is not at fault"
 
 
-def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
+def test_a_new_owner_learns_the_last_commit_stamp_of_the_log(bench):
     """Its clock may be behind that of the last owner, but stamps never decrease."""
     bench.submit(2)
     bench.now_ms = 7_000
@@ -320,7 +320,7 @@ def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
     assert other.all_reported(SessionSettled) == [SessionSettled(1, 2, 7_000)]
 
 
-def test_a_replica_that_never_settles_the_past_is_abandoned(bench):
+def test_a_replica_that_does_not_answer_settlement_reads_is_dropped(bench):
     bench.append()
     other = bench.other_server()
     other.own(generation=2)
@@ -345,7 +345,7 @@ def test_appends_on_a_quorum_are_settled_as_committed(bench):
     assert not bench.all_reported(TransactionsCommitted)
 
 
-def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
+def test_an_owner_that_is_fenced_repeatedly_releases_the_partition():
     bench = Bench(limits=SessionLimits(lost_races_max=2))
     bench.open()
     for _ in range(40):
@@ -378,7 +378,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
     assert bench.metadata.session_id < 99
 
 
-def test_one_storage_ahead_of_zookeeper_stops_no_session(bench):
+def test_one_storage_ahead_of_zookeeper_does_not_stop_the_session(bench):
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())
     bench.wait(100)
@@ -386,7 +386,7 @@ def test_one_storage_ahead_of_zookeeper_stops_no_session(bench):
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_no_quorum_for_long_releases_the_partition():
+def test_a_long_time_without_a_quorum_releases_the_partition():
     bench = Bench()
     bench.down = {A, B}
     begun_ms = bench.now_ms
@@ -450,7 +450,7 @@ def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_marks_are_proved_by_a_quorum_and_not_by_less():
+def test_marks_are_proved_only_by_a_quorum():
     bench = Bench()
     bench.step(session_events.ProveMark(5))
     bench.own()
@@ -480,7 +480,7 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     assert bench.all_reported(MarkProofFailed)[4:] == [MarkProofFailed(10)]
 
 
-def test_a_submit_to_a_session_that_is_over_is_dropped(bench):
+def test_a_batch_submitted_after_the_end_of_the_session_is_dropped(bench):
     session = bench.store.open_session_id
     bench.lose(A)
     sent = len(bench.sent)
@@ -535,7 +535,7 @@ def test_a_partition_that_is_released_closes_its_session_and_connections(bench):
     assert not bench.all_reported(OwnershipReleased)
 
 
-def test_the_same_assignment_again_changes_nothing(bench):
+def test_a_repeated_assignment_has_no_effect(bench):
     bench.own()
     bench.step(session_events.ReassignReplicas((A, B, C)))
     assert bench.store.open_session_id == 0
@@ -599,7 +599,7 @@ def test_too_many_new_replicas_at_once_are_rejected():
     assert bench.store.open_session_id == 1
 
 
-def test_a_mark_that_was_exposed_never_decreases(bench):
+def test_a_log_below_an_exposed_mark_is_not_opened(bench):
     """All disks lose what was acknowledged: nothing opens over it, and the log reports it."""
     bench.append()
     for storage in bench.storages.values():
@@ -610,7 +610,7 @@ def test_a_mark_that_was_exposed_never_decreases(bench):
     assert "0 was committed" in bench.reports("partition.open_failed")[0]["reason"]
 
 
-def test_failures_are_followed_by_growing_pauses(bench):
+def test_pauses_grow_after_each_failure(bench):
     claimed_ms = []
     for _ in range(12):
         bench.wait(1)
@@ -626,7 +626,7 @@ def test_failures_are_followed_by_growing_pauses(bench):
     assert gaps[-1] >= 1000
 
 
-def test_storages_restarted_one_after_the_other_are_not_failures(bench):
+def test_a_rolling_restart_of_storages_does_not_count_as_failures(bench):
     for replica in (A, B, C) * 4:
         bench.wait(bench.limits.useful_session_ms)
         bench.run()

@@ -104,7 +104,7 @@ def test_a_replica_is_trusted_by_its_answer_and_its_recorded_state(answer, credi
     assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
 
 
-def test_no_id_is_required_where_none_is_registered():
+def test_without_a_registered_storage_id_any_id_is_accepted():
     state = ReplicaState(5, UNRESOLVED)
     assert is_credible(prepared(9, storage_id=bytes(15) + b"x"), state, bytes(16))
 
@@ -135,7 +135,7 @@ def test_the_origin_of_a_session_follows_from_metadata_and_marker(metadata, mark
     assert history_origin_of(metadata, mark) is origin
 
 
-def test_an_adoption_is_remembered_until_it_is_done():
+def test_an_interrupted_adoption_requires_all_recorded_replicas():
     states = states_to_claim(HistoryOrigin.ADOPTED, {}, [A, B, C])
     # Storages that an earlier claim has recorded must answer, whichever are assigned by now.
     assert states_to_claim(HistoryOrigin.ADOPTED, states, [A, B]) == states
@@ -173,7 +173,7 @@ def test_the_quorum_of_the_last_assignment_counts_all_its_replicas():
     assert recovery.old_quorum == 3
 
 
-def test_a_replica_engaged_later_than_zookeepers_session_reports_a_rollback():
+def test_a_replica_of_a_later_session_than_zookeeper_reports_a_rollback():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was in sync in store session 6" in recovery.exclusion_reason(later)

@@ -62,7 +62,7 @@ def test_the_source_of_a_copy_is_undamaged_and_has_the_mark_or_the_goal():
     assert not bench.storages[A].disk.damaged
 
 
-def test_no_replica_is_truncated_to_fit_a_log_that_is_not_the_goal(bench):
+def test_a_replica_is_not_truncated_to_match_a_log_other_than_the_goal(bench):
     """The first replica has another history, the last one has lost its end."""
     bench.submit()
     bench.deliver(A)
@@ -93,7 +93,7 @@ def test_no_replica_is_truncated_to_fit_a_log_that_is_not_the_goal(bench):
     assert not bench.all_sent(wire.Truncate, C)
 
 
-def test_a_source_that_does_not_answer_is_left_for_another():
+def test_an_unresponsive_source_is_replaced_by_another():
     bench = Bench()
     behind(bench, C)
     source = run_until(bench, wire.RangeRaw)
@@ -203,7 +203,7 @@ def test_a_goal_is_chosen_again_when_no_replica_has_it():
     assert bench.logs()[survivors[0]] == bench.logs()[survivors[1]]
 
 
-def test_the_goal_is_the_log_of_a_process_that_can_be_trusted(bench):
+def test_the_goal_is_the_log_of_a_trusted_replica(bench):
     """The first replica's log ends at the mark, too, but in a batch that was never committed."""
     bench.submit()
     bench.deliver(A)
@@ -221,7 +221,7 @@ def test_the_goal_is_the_log_of_a_process_that_can_be_trusted(bench):
     assert bench.logs() == {A: [1], B: [1], C: [1]}
 
 
-def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
+def test_a_replica_that_diverges_below_its_mark_is_rejected():
     bench = Bench()
     behind(bench, C)
     bench.run_for(100)
@@ -270,7 +270,7 @@ def with_marks(*, above=3):
     return bench
 
 
-def test_irreparable_damage_below_the_old_mark_delays_no_mark():
+def test_irreparable_damage_below_the_old_mark_does_not_delay_the_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {1}
     real = rejects_repairs(bench, B)
@@ -350,7 +350,7 @@ def running(*, batches=4):
     return bench
 
 
-def test_damage_in_a_running_session_is_repaired_in_it():
+def test_damage_is_repaired_within_the_running_session():
     bench = running()
     session = bench.store.open_session_id
     reports_damage(bench, B, 0, 5)
@@ -397,7 +397,7 @@ def test_a_peer_with_the_same_damage_gets_no_request():
     assert not bench.storages[B].disk.damaged
 
 
-def test_damage_that_all_replicas_have_hides_no_other():
+def test_damage_of_all_replicas_does_not_hide_other_damage():
     bench = running()
     for name in (A, B, C):
         reports_damage(bench, name, 1)
@@ -407,7 +407,7 @@ def test_damage_that_all_replicas_have_hides_no_other():
     assert bench.store.open_session_id is not None
 
 
-def test_a_replica_that_reports_half_a_range_is_abandoned():
+def test_a_replica_that_reports_an_incomplete_range_is_dropped():
     bench = running()
     session = bench.store.open_session_id
     bench.step(

@@ -71,7 +71,7 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     assert sorted(learned[-3:]) == [(A, "r1"), (B, "r1"), (C, "r1")]
 
 
-def test_another_replica_is_requested_if_one_does_not_have_the_records(bench):
+def test_a_replica_without_the_records_is_followed_by_another(bench):
     replica, message = request(bench)
     refused(bench, replica, message)
     bench.run()
@@ -183,7 +183,7 @@ def test_one_replacement_is_under_way_and_another_one_follows(bench):
 
 
 @pytest.mark.parametrize("outcome", ["away", "lost"])
-def test_a_replacement_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
+def test_a_replacement_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     written(bench, *request(bench))
     bench.run(questions=False)
     bench.ask_zookeeper(outcome)
@@ -204,7 +204,7 @@ def test_a_replacement_ends_with_its_session(bench):
     assert bench.store.replacement_outcome(OBJECT) is None
 
 
-def test_an_owner_that_archives_nothing_replaces_an_object(bench):
+def test_an_owner_without_an_archive_interval_still_replaces_an_object(bench):
     other = next_owner_of(bench)
     written(other, *request(other))
     other.run()

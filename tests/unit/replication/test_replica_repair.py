@@ -141,7 +141,7 @@ def test_a_longer_log_is_truncated_to_the_mark_and_not_below():
     assert kinds(steps[3:]) == ["SetMark"]
 
 
-def test_the_newest_batch_is_known_before_anything_is_truncated():
+def test_truncation_waits_until_the_newest_batch_is_known():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
     goal = RepairGoal(5, source.chain)
@@ -252,7 +252,7 @@ def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
     assert one.payloads() == source.payloads()
 
 
-def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
+def test_a_new_goal_discards_the_comparison_with_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
     step = repair.next_step(RepairGoal(5, source.chain), has_source=available)
@@ -269,7 +269,7 @@ def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
 # damage
 
 
-def test_damage_is_repaired_before_the_mark():
+def test_damage_is_repaired_before_the_mark_is_set():
     one, source = storage(*OLD), storage(*OLD)
     one.disk.damaged = {1, 2, 4}
     steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
@@ -297,7 +297,7 @@ def test_irreparable_damage_does_not_hold_up_other_repairs():
     assert one.disk.damaged == {1}
 
 
-def test_records_for_a_repair_that_has_become_needless_are_not_appended():
+def test_records_for_an_obsolete_repair_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
     repair, goal = repair_of(one), RepairGoal(5, source.chain)
@@ -309,7 +309,7 @@ def test_records_for_a_repair_that_has_become_needless_are_not_appended():
     )
 
 
-def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
+def test_a_repair_reduces_the_damage_known_when_it_ends():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.on_damage_found([(1, 4)])
@@ -327,7 +327,7 @@ def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
-def test_rejected_records_leave_the_damage_that_was_reported_since():
+def test_rejected_records_keep_damage_reported_in_the_meantime():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.on_damage_found([(1, 2), (4, 4)])
@@ -347,7 +347,7 @@ def test_truncated_damage_is_forgotten():
     assert "OverwriteDamage" not in kinds(steps)
 
 
-def test_only_the_rest_of_truncated_damage_is_requested():
+def test_only_damage_below_the_truncation_is_requested():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {5}
     repair = repair_of(one)
@@ -399,7 +399,7 @@ def test_every_flipped_byte_is_detected():
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
 
 
-def test_corruption_that_the_source_has_not_noticed_is_detected():
+def test_corruption_that_the_source_has_not_detected_is_detected():
     """The source computes the checksum of the range when it reads; those of records are old."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)
@@ -518,7 +518,7 @@ def test_an_empty_log_begins_after_the_archived_mark_and_copies_the_rest():
     assert not one.disk.suspect
 
 
-def test_an_empty_log_is_reset_also_where_a_source_has_everything():
+def test_an_empty_log_is_reset_even_if_a_source_has_the_whole_log():
     source, goal = removed(2, *LONG, archived=5)
     one = storage()
     steps = walk(repair_of(one), one, source, goal._replace(lowest_source_start=-1))

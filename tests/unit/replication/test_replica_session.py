@@ -34,7 +34,7 @@ def marked(one, mark=-1, chain=GENESIS_CHAIN):
     one.on_mark_written(mark, chain)
 
 
-def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
+def test_redials_back_off_and_the_backoff_resets_after_success(one):
     waits = []
     for _ in range(8):
         connected(one)
@@ -67,7 +67,7 @@ def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields,
 
 
 @pytest.mark.parametrize("limits", [{"lag_count_max": 2}, {"lag_bytes_max": 90}])
-def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, limits):
+def test_a_replica_lags_if_unanswered_bytes_or_batches_exceed_a_limit(outbox, limits):
     one = ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=SessionLimits(**limits))
     marked(one)
     window = SessionWindow(-1, GENESIS_CHAIN)
@@ -79,7 +79,7 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
     assert not one.is_lagging
 
 
-def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
+def test_one_answer_may_acknowledge_a_group_of_appends(one):
     marked(one)
     window = SessionWindow(-1, GENESIS_CHAIN)
     one.append_from_window(window.add(make_batch(0, [1], 7), 5, 1), 1)

@@ -34,7 +34,7 @@ def stage(bench, replica):
 # C to F: fence, decide, repair
 
 
-def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
+def test_prepare_is_sent_first_with_session_nonce_and_storage_id():
     bench = Bench()
     del bench.storage_ids[C]
     bench.own()
@@ -49,7 +49,7 @@ def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
     assert prepares[C].storage_id == bytes(16)
 
 
-def test_an_undecidable_session_waits_and_changes_nothing(bench):
+def test_an_undecidable_session_waits_without_changing_replicas(bench):
     bench.append()
     bench.storages[B].disk.suspect = True
     restart(bench, down=[C])
@@ -116,7 +116,7 @@ def test_another_storage_at_the_address_is_not_used(bench):
     assert bench.reports("replica.rejected")[0]["replica"] == A
 
 
-def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
+def test_a_batch_of_a_session_unknown_to_zookeeper_is_not_trusted(bench):
     """Its data was rolled back; the log of an older session would win, and cut committed IDs."""
     old = bench.metadata, bench.marker
     bench.submit(3)
@@ -307,7 +307,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_the_loss_of_a_late_replica_keeps_the_session_but_its_return_needs_a_new_one():
+def test_a_lost_late_replica_rejoins_in_the_next_session():
     bench = Bench()
     bench.down = {C}
     bench.open()
@@ -340,7 +340,7 @@ def test_the_loss_of_a_replica_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_uses_bounded_memory_and_delays_nothing(bench):
+def test_a_slow_replica_uses_bounded_memory_and_delays_no_commit(bench):
     bench.silent = {C}
     for _ in range(200):
         bench.append(2)
@@ -367,7 +367,7 @@ def test_a_replica_that_is_a_little_slow_is_fed_from_memory(bench):
     assert not bench.all_sent(wire.RangeRaw)
 
 
-def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_while(bench):
+def test_a_rejected_append_ends_the_session_and_excludes_the_replica(bench):
     bench.storages[C].fails_next_sync = True
     bench.append()
     assert bench.all_reported(SessionClosed)
@@ -380,7 +380,7 @@ def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_whil
     assert bench.store.open_session_id == 1
 
 
-def test_an_excluded_replica_is_used_if_there_is_no_other(bench):
+def test_an_excluded_replica_is_used_if_the_quorum_needs_it(bench):
     bench.down = {B}
     bench.storages[C].fails_next_sync = True
     bench.submit()
@@ -441,7 +441,7 @@ def test_answers_of_an_older_session_are_dropped(bench, late):
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_a_storage_that_is_bound_to_a_later_session_ends_this_one(bench):
+def test_a_promise_to_a_later_session_ends_this_session(bench):
     bench.submit()
     message = bench.requests[A].popleft()
     nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")
@@ -465,7 +465,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     assert bench.store.open_session_id == 1
 
 
-def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
+def test_a_disk_failure_during_prepare_is_not_reported_as_a_fence():
     """The storage has promised this session, but its disk has failed to store the promise."""
     bench = Bench()
     bench.own()
@@ -483,7 +483,7 @@ def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
     assert bench.store.open_session_id is not None
 
 
-def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one(bench):
+def test_a_promise_above_the_known_later_promise_ends_the_session(bench):
     """It is known to be ahead of ZooKeeper; its later promise is another owner's session."""
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())

@@ -13,7 +13,7 @@ def filled(*sizes, start=-1):
     return window
 
 
-def test_a_batch_whose_locks_are_known_has_a_block_of_them():
+def test_a_batch_with_known_locks_has_a_lock_block():
     window = filled(2)
     assert window.batch_at(0).lock_block == b""
     before = window.chain
@@ -34,7 +34,7 @@ def test_batches_for_late_replicas_are_kept_up_to_the_limit():
     assert window.first == 3 == window.last + 1
 
 
-def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
+def test_batches_in_the_window_count_by_bytes_locks_and_number():
     """A batch of one small record needs a hundred times its bytes in memory."""
     window = filled(1, 1)
     window_batch = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)

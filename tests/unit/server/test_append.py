@@ -269,7 +269,7 @@ def test_commit_stamps_never_decrease() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [500, 500]
 
 
-def test_commit_stamps_continue_from_the_last_owners() -> None:
+def test_commit_stamps_continue_after_those_of_the_previous_owner() -> None:
     world = World(is_open=False)
     opened = SessionOpened(SessionId(1), GENERATION, TransactionId(4), GENESIS_CHAIN, False)
     world.pipeline.on_session_settled(
@@ -282,7 +282,7 @@ def test_commit_stamps_continue_from_the_last_owners() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [900, 1_000]
 
 
-def test_the_committed_batch_and_its_lineage_precede_its_answers() -> None:
+def test_a_committed_batch_is_published_before_its_answers() -> None:
     world = World()
     world.single()
     world.turn(wall_ms=9)
@@ -310,7 +310,7 @@ def test_the_duration_of_appends_is_recorded() -> None:
 # --- locks
 
 
-def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
+def test_a_rejection_waits_for_the_conflicting_transaction_in_flight() -> None:
     world = World()
     winner = world.single(write=[5])
     world.turn()
@@ -319,7 +319,7 @@ def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)], waiting: [(-1, LOCK, 0)]}
 
 
-def test_of_two_conflicting_appends_in_one_turn_the_second_is_rejected() -> None:
+def test_the_second_of_two_conflicting_appends_in_one_turn_is_rejected() -> None:
     world = World()
     winner = world.single(write=[5])
     loser = world.single(BOB, write=[5])
@@ -373,7 +373,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     assert world.submitted == []
 
 
-def test_a_row_that_is_too_large_is_not_appended_and_enters_no_lock(
+def test_a_row_over_the_limit_is_not_appended_and_writes_no_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("waltz_core.server.locking.validation.TRANSACTION_BYTES_MAX", 4)
@@ -438,7 +438,7 @@ def test_rejections_are_counted_by_their_reason() -> None:
     assert (refused[RowOutcomeCode.LOCK], refused[RowOutcomeCode.NOT_MOUNTED]) == (1, 3)
 
 
-def test_a_client_that_has_mounted_meanwhile_keeps_its_mount_without_a_proof() -> None:
+def test_a_failed_proof_does_not_end_a_newer_mount() -> None:
     world = World()
     world.single(mark=9)
     (found,) = [each for each in world.turn() if isinstance(each, ConfirmAheadOfLog)]
@@ -485,7 +485,7 @@ def test_a_full_queue_rejects_only_connections_over_their_share() -> None:
     assert world.pipeline.queued_bytes == 1100
 
 
-def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
+def test_appends_do_not_overtake_an_append_that_waits_for_queue_space() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     before = world.single(cost=600)
     without_room = world.single(cost=600)
@@ -505,7 +505,7 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_appends_do_not_overtake_one_over_a_limit() -> None:
+def test_appends_do_not_overtake_an_append_over_a_limit() -> None:
     world = World()
     before = world.single()
     world.single(over_limit=errors.Overloaded("alice is over a limit", 700))
@@ -565,7 +565,7 @@ def test_a_large_request_is_sent_alone() -> None:
     assert [batch.last - batch.first + 1 for batch in world.turns()] == [1, 1, 1]
 
 
-def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
+def test_large_requests_run_one_at_a_time_while_small_ones_wait() -> None:
     world = World()
     for _ in range(4):
         world.single(data=LARGE, cost=LARGE_BYTES)
@@ -693,7 +693,7 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     assert len(world.submitted) == 1
 
 
-def test_all_pieces_after_a_lost_one_are_lost() -> None:
+def test_all_pieces_after_a_lost_piece_are_lost() -> None:
     world = World()
     flood = flooded(world)
     lost = world.submitted[0].last + 1
@@ -704,7 +704,7 @@ def test_all_pieces_after_a_lost_one_are_lost() -> None:
     assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + refused}
 
 
-def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:
+def test_rows_that_were_not_submitted_are_appended_in_the_next_session() -> None:
     world = World()
     flood = flooded(world)
     world.commit()
@@ -728,7 +728,7 @@ def test_a_flush_waits_for_all_pieces() -> None:
     assert BarrierReached(1) in world.commit()
 
 
-def test_a_connection_that_closes_between_two_pieces_leaves_its_flush_once() -> None:
+def test_a_flush_of_a_connection_closed_between_pieces_is_removed_once() -> None:
     world = World()
     flooded(world, flush=True)
     assert world.pipeline.close(A) == []
@@ -741,7 +741,7 @@ def test_a_connection_that_closes_between_two_pieces_leaves_its_flush_once() -> 
     assert again.pipeline.close(A) == [BarrierReached(1)]
 
 
-def test_an_end_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
+def test_abandoning_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
     world = World()
     flood = flooded(world)
     queued = world.single()
@@ -861,7 +861,7 @@ def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
-def test_locks_of_lost_transactions_are_free_again_if_no_other_transaction_wrote_them() -> None:
+def test_locks_of_lost_transactions_are_released_unless_written_by_another() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -900,7 +900,7 @@ def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> N
     assert results(world.commit()) == {level: [(8, COMMITTED, -1)]}
 
 
-def test_a_request_may_be_settled_in_the_middle() -> None:
+def test_settlement_may_commit_a_part_of_a_request() -> None:
     world = World()
     rows = world.batch([b"a", b"b", b"c", b"d"], write=[[1], [1], [2], [2]])
     world.turn()
@@ -910,7 +910,7 @@ def test_a_request_may_be_settled_in_the_middle() -> None:
     }
 
 
-def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
+def test_abandoning_distinguishes_queued_from_submitted_appends() -> None:
     world = World()
     in_flight = world.single()
     world.turn()
@@ -928,7 +928,7 @@ def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
 
 
 @pytest.mark.parametrize("locks", [0, 1])
-def test_the_calls_for_two_thousand_rows_are_at_most_twice_those_for_a_hundred(locks: int) -> None:
+def test_the_number_of_calls_hardly_grows_with_the_number_of_rows(locks: int) -> None:
     def calls(row_count: int) -> int:
         world = World(PartitionLimits(lock_slot_count=1_048_573))
         write = [[row] * locks for row in range(row_count)]
@@ -945,7 +945,7 @@ def test_the_calls_for_two_thousand_rows_are_at_most_twice_those_for_a_hundred(l
     assert calls(2_000) <= 2 * calls(100)
 
 
-def test_a_commit_with_another_chain_than_the_logs_is_a_bug() -> None:
+def test_a_commit_with_another_chain_raises_an_assertion_error() -> None:
     world = World()
     world.single()
     world.turn()

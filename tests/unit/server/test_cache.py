@@ -71,7 +71,7 @@ def test_a_range_over_several_batches_is_read() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 99), (4, 4), (13, 20)])
-def test_an_absent_range_is_a_miss(first: int, last: int) -> None:
+def test_a_range_that_is_not_cached_is_a_miss(first: int, last: int) -> None:
     cache = cache_of((5, 7), (8, 12))
     assert read(cache, first, last) == []
     assert (cache.hits, cache.misses) == (0, 1)
@@ -88,7 +88,9 @@ def test_an_absent_range_is_a_miss(first: int, last: int) -> None:
         (4 * RECORD_BYTES, [6, 7, 8, 9]),
     ],
 )
-def test_bytes_max_holds_except_for_the_first_record(bytes_max: int, expected: list[int]) -> None:
+def test_the_first_record_of_an_answer_may_exceed_bytes_max(
+    bytes_max: int, expected: list[int]
+) -> None:
     assert numbers(read(cache_of((5, 7), (8, 12)), 6, 12, bytes_max)) == expected
 
 
@@ -143,7 +145,7 @@ def test_a_batch_over_the_limit_is_not_cached_and_leaves_no_gap() -> None:
     assert numbers(read(cache, 10, 11)) == [10, 11]
 
 
-def test_clear_releases_the_whole_budget() -> None:
+def test_clear_releases_all_cached_bytes() -> None:
     budget = CacheBudget(1 << 20)
     one, two = TransactionCache(budget), TransactionCache(budget)
     put(one, 0, 1)
@@ -158,7 +160,7 @@ def test_clear_releases_the_whole_budget() -> None:
 @pytest.mark.parametrize(
     ("mark", "held"), [(20, (0, 9)), (9, (0, 9)), (8, (0, 5)), (5, (0, 5)), (4, (0, 1)), (0, None)]
 )
-def test_truncate_forgets_batches_that_reach_above_the_mark(
+def test_truncate_drops_batches_that_end_above_the_mark(
     mark: int, held: tuple[int, int] | None
 ) -> None:
     cache = cache_of((0, 1), (2, 5), (6, 9))
@@ -169,7 +171,7 @@ def test_truncate_forgets_batches_that_reach_above_the_mark(
         assert numbers(read(cache, 0, 99)) == list(range(mark + 3))
 
 
-def test_a_truncation_works_after_evictions() -> None:
+def test_truncate_works_after_evictions() -> None:
     cache = cache_of(*((n, n + 1) for n in range(0, 20, 2)), limit_bytes=3 * COST_OF_TWO)
     assert (cache.first, cache.last) == (14, 19)
     cache.truncate_after(TransactionId(17))
@@ -193,7 +195,7 @@ def fed(cache: FeedCache, first: int, last: int) -> bytes:
     return cache.read(TransactionId(first), TransactionId(last))
 
 
-def test_the_ring_wraps_around() -> None:
+def test_the_header_ring_wraps_around() -> None:
     cache = FeedCache(20 * 10 + 3)
     assert (cache.capacity, cache.size_bytes) == (10, 200)
     feed(cache, 0, 6)
@@ -208,7 +210,7 @@ def test_the_ring_wraps_around() -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 7])
-def test_the_ring_has_the_newest_headers_like_a_list(capacity: int) -> None:
+def test_the_header_ring_equals_a_list_of_the_newest_headers(capacity: int) -> None:
     cache = FeedCache(20 * capacity)
     first = 0
     for count in (1, 3, 0, 2, 9, 1, 1, 7, 5):

@@ -41,7 +41,7 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
 
 
 @run_on_virtual_loop
-async def test_an_error_is_that_of_each_request_that_has_met_it():
+async def test_all_requests_that_share_a_failed_write_get_its_error():
     counter = Counter()
     queue = ClientIdQueue(counter.allocate)
     counter.may_write.set()

@@ -128,7 +128,7 @@ async def test_a_client_that_does_not_read_is_paused():
 
 
 @run_on_loop
-async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next():
+async def test_a_denied_request_reaches_no_partition_and_frees_its_slot():
     backend, link = Backend(), Link()
     link.denied[AppendRequest] = PermissionDenied("no")
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
@@ -149,7 +149,7 @@ async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next
 
 
 @run_on_loop
-async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
+async def test_a_principal_over_its_client_id_limit_gets_no_further_id():
     class Access:
         def charge_client_id(self):
             raise Overloaded("no ID", 10)
@@ -207,7 +207,7 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
 
 
 @run_on_loop
-async def test_a_limit_pauses_feeds_and_no_requests():
+async def test_a_limit_pauses_feeds_but_not_requests():
     class ReadLink(Link):
         def send(self, message) -> None:
             self.sent.append(message)
@@ -234,7 +234,7 @@ async def test_a_limit_pauses_feeds_and_no_requests():
 
 
 @run_on_loop
-async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
+async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_it():
     """A commit sends a frame at once, although a wake-up for the next frame is due already."""
 
     class LimitedLink(Link):
@@ -282,7 +282,7 @@ async def pass_turns() -> None:
 
 
 @run_on_loop
-async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
+async def test_feeds_of_a_moved_partition_do_not_count_towards_limits():
     backend, link = Backend(), Link()
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
@@ -292,7 +292,7 @@ async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
 
 
 @run_on_loop
-async def test_checks_of_the_storages_do_not_multiply():
+async def test_concurrent_connectivity_checks_are_shared():
     """Each one connects to every storage, and descriptors are few."""
     backend, links = Backend(), [Link(), Link()]
     async with asyncio.TaskGroup() as tasks:
@@ -356,7 +356,7 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
 
 
 @run_on_virtual_loop
-async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_has_its_answers():
+async def test_a_connection_over_the_memory_limit_resumes_after_its_answers_drain():
     class Reading(Link):
         def send(self, message) -> None:  # the system takes it later
             self.sent.append(message)
@@ -380,7 +380,7 @@ async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_
 
 
 @run_on_loop
-async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees_it():
+async def test_a_read_starts_when_another_connection_frees_memory():
     backend, links = Backend(), [Link(), Link()]
     clients = ClientConnections(
         backend, LIMITS._replace(memory_bytes_max=4_096), None, Metrics("server")

@@ -105,7 +105,7 @@ async def turns() -> None:
 
 
 @run_on_loop
-async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released() -> None:
+async def test_partitions_are_handed_over_one_at_a_time_while_unowned() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
     async with asyncio.TaskGroup() as tasks:
@@ -190,7 +190,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
 
 
 @run_on_loop
-async def test_a_cancelled_hand_over_delays_no_other() -> None:
+async def test_a_cancelled_hand_over_does_not_delay_others() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1)
     first = asyncio.get_running_loop().create_task(server._hand_over_partition(0, 1))

@@ -134,7 +134,7 @@ def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
     assert BarrierReached(1) in world.commit()
 
 
-def test_while_authors_wait_gathered_appends_are_sent_after_a_pause():
+def test_gathered_appends_are_sent_after_a_pause_while_authors_wait():
     world, _ = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
@@ -166,7 +166,7 @@ def test_an_independent_append_submits_the_gathered_ones():
     assert [(batch.first, batch.last) for batch in world.submitted] == [(0, 0), (1, 2)]
 
 
-def test_predecessors_are_those_of_its_locks_above_its_mark():
+def test_predecessors_have_written_its_locks_above_its_mark():
     world = Authors()
     world.follow(write=[COLD])  # from here on it is remembered
     world.follow(write=[HOT])
@@ -189,7 +189,7 @@ def predecessor_ids_for(world: Authors, **asked) -> list[int] | None:
     return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 
-def test_rows_of_batches_are_no_predecessors():
+def test_rows_of_append_batches_are_not_predecessors():
     world, winner = in_flight()
     world.batch([b"a", b"b"], write=[[COLD], [9]])
     world.turn()
@@ -221,7 +221,7 @@ def test_predecessors_for_too_many_locks_are_not_returned():
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
 
 
-def test_many_locks_are_not_remembered_for_long(monkeypatch):
+def test_the_number_of_remembered_locks_is_limited(monkeypatch):
     monkeypatch.setattr(
         dependent_appends, "REMEMBERED_BYTES_MAX", 100 * dependent_appends.REMEMBERED_LOCK_BYTES
     )
@@ -237,7 +237,7 @@ def test_many_locks_are_not_remembered_for_long(monkeypatch):
     assert results(world.turn())[late] == [(-1, LOCK, 0)]
 
 
-def test_forgotten_predecessors_are_not_returned(monkeypatch):
+def test_predecessors_of_forgotten_locks_are_not_returned(monkeypatch):
     monkeypatch.setattr(dependent_appends, "REMEMBERED_COUNT_MAX", 2)
     world, _ = in_flight()
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_if_a_notified_writer_does_not_return_the_next_is_notified():
     assert world.pipeline.due_ms(world.now_ms) is None
 
 
-def test_predecessors_of_another_session_are_not_followed():
+def test_dependent_appends_to_another_session_are_rejected():
     world, winner = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
@@ -291,7 +291,7 @@ def test_predecessors_of_another_session_are_not_followed():
     assert results(world.turn()) == {stale: [(-1, LOCK, 0)]}
 
 
-def test_a_session_with_an_old_number_is_not_followed():
+def test_dependent_appends_after_a_zookeeper_rollback_are_rejected():
     world, _ = in_flight()
     world.pipeline.on_session_closed()
     world.session -= 1  # as when ZooKeeper's data were put back
@@ -305,7 +305,7 @@ def test_a_session_with_an_old_number_is_not_followed():
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
 
 
-def test_rejected_appends_cannot_be_followed():
+def test_a_rejected_append_cannot_be_a_predecessor():
     world, _ = in_flight()
     beyond = world.after(1)
     assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
@@ -424,7 +424,7 @@ def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     assert (found.req_id, found.data) == (again, b"again")
 
 
-def test_the_reported_record_is_that_of_the_admitted_row_not_of_the_rejected_one():
+def test_predecessors_have_the_record_of_the_admitted_row():
     world, _ = in_flight()
     world.single(write=(HOT,), data=b"refused for what is in flight")
     cold = world.single(BOB, write=(COLD,), data=b"cold")

@@ -123,7 +123,7 @@ async def test_a_dead_server_is_removed_by_its_current_descriptor():
 
 
 @run_on_loop
-async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
+async def test_a_removal_that_did_not_reach_zookeeper_is_retried():
     async with world() as servers:
         servers.failures = 2
         listener, _ = await servers.reached()
@@ -167,7 +167,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
 
 
 @run_on_loop
-async def test_a_silent_server_that_accepts_connections_is_not_removed():
+async def test_a_hanging_server_that_accepts_connections_is_not_removed():
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as servers:
         listener, _ = await servers.reached()
@@ -183,7 +183,7 @@ async def test_a_silent_server_that_accepts_connections_is_not_removed():
 
 
 @run_on_loop
-async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
+async def test_a_dying_server_that_accepts_one_more_connection_is_removed():
     failure_detector.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as servers:
@@ -201,7 +201,7 @@ async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
 
 
 @run_on_loop
-async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly():
+async def test_dials_to_a_server_that_closes_each_connection_back_off():
     pauses: list[float] = []
 
     async def noted(_watch, seconds: float) -> None:
@@ -226,7 +226,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
 
 
 @run_on_loop
-async def test_a_server_that_left_is_not_watched():
+async def test_a_server_that_has_left_is_not_monitored():
     async with world() as servers:
         listener, _ = await servers.reached()
         servers.detector.watch_servers(view_of())

@@ -106,13 +106,13 @@ def test_a_large_lag_is_sent_in_frames_and_turns() -> None:
     assert turns(each) == []
 
 
-def test_a_mount_at_the_mark_is_reached_without_a_frame() -> None:
+def test_a_mount_at_the_mark_needs_no_feed_frame() -> None:
     each = feed(24)
     mount(each, 1, 24, 24)
     assert [type(outcome) for outcome in turns(each)] == [MountCaughtUp]
 
 
-def test_a_mount_is_not_fed_beyond_its_request() -> None:
+def test_the_feed_of_a_mount_ends_at_the_requested_id() -> None:
     each = feed(4)
     mount(each, 1, -1, 4)
     each.on_mark_advanced(SessionId(1), TransactionId(9))
@@ -121,7 +121,7 @@ def test_a_mount_is_not_fed_beyond_its_request() -> None:
     assert frames(turns(each), 1) == [(5, 5)]
 
 
-def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> None:
+def test_a_grant_covers_its_minimum_and_is_answered_at_its_end() -> None:
     each = feed(1, grant=4)
     mount(each, 1, 1, 1)
     turns(each)
@@ -289,7 +289,7 @@ def test_a_batch_that_passes_the_filter_is_sent_unchanged() -> None:
     assert picked(turns(each)) == [(2, 3, [2, 3, 4], b"")]
 
 
-def test_filters_of_two_clients_do_not_mix() -> None:
+def test_filters_of_two_clients_are_independent() -> None:
     each = feed(9)
     filtered(each, 1, -1, 9, 3)
     filtered(each, 2, -1, 9, 4)

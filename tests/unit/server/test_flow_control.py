@@ -82,7 +82,7 @@ def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> 
     assert len(each.admit(A)) == 1
 
 
-def test_over_the_memory_limit_a_connection_has_one_read_under_way() -> None:
+def test_over_the_memory_limit_a_connection_has_one_read_in_progress() -> None:
     each = flow(in_flight_bytes=80_000, memory_bytes=25_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
     each.receive(A, [ask] * 5)

@@ -40,7 +40,7 @@ from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCach
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
-def test_the_feed_that_is_furthest_behind_is_reported() -> None:
+def test_the_lag_metric_is_that_of_the_slowest_feed() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
 
     def lag() -> float:
@@ -56,7 +56,7 @@ def test_the_feed_that_is_furthest_behind_is_reported() -> None:
 
 
 @run_on_loop
-async def test_the_lag_of_the_archive_is_shown_where_one_is_used() -> None:
+async def test_the_archive_lag_is_exported_if_an_archive_is_used() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
     names = ("archived_transaction", "unarchived_transactions", "unarchived_bytes")
 
@@ -77,7 +77,7 @@ async def test_the_lag_of_the_archive_is_shown_where_one_is_used() -> None:
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) == 0
 
 
-def test_the_number_of_the_open_session_is_shown_and_minus_1_without_one() -> None:
+def test_the_session_metric_is_minus_1_without_an_open_session() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
 
     def session() -> float:
@@ -105,7 +105,7 @@ class Counted(Metrics):
         super().add(name, amount, **labels)
 
 
-def test_unchanged_figures_are_not_reported_again() -> None:
+def test_unchanged_metrics_are_not_updated_again() -> None:
     world, metrics, shown = World(), Counted("server"), _PublishedCounters()
     world.open()
     world.mount(ALICE, A, feed=True)
@@ -150,7 +150,7 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
     ]
 
 
-def test_each_assigned_replica_is_shown_as_in_sync_or_not() -> None:
+def test_each_assigned_replica_is_exported_as_in_sync_or_not() -> None:
     metrics = Metrics("server")
     one, two, three = (ReplicaId(f"10.0.0.{each}:15280") for each in (1, 2, 3))
     shown = InSyncReplicaMetric(PartitionId(3), metrics)

@@ -55,7 +55,7 @@ def test_a_light_connection_precedes_heavy_ones() -> None:
     ]  # fmt: skip
 
 
-def test_a_lane_without_requests_saves_no_turns() -> None:
+def test_an_empty_lane_does_not_accumulate_turns() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))
@@ -76,7 +76,7 @@ def test_a_returning_connection_is_still_charged_for_its_earlier_requests() -> N
     assert taken(lanes) == ["x1", "again"]
 
 
-def test_bytes_are_counted_by_lane_and_in_all() -> None:
+def test_bytes_are_counted_by_lane_and_in_total() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a1", 100))
     lanes.push(item(2, "b1", 7))
@@ -140,7 +140,7 @@ def test_small_requests_pass_large_ones_that_wait() -> None:
     assert taken(lanes) == ["large", "behind", "b2"]
 
 
-def test_any_order_of_events_loses_nothing_and_keeps_each_lane_s_order() -> None:
+def test_any_order_of_events_keeps_all_requests_in_lane_order() -> None:
     rng = random.Random(7)
     lanes: Lanes[Item] = Lanes()
     waiting: dict[int, list[str]] = {connection: [] for connection in range(4)}

@@ -37,7 +37,7 @@ def shared(now_ms: int = 0) -> LargeBatchThrottle:
     ],
     ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
 )
-def test_large_requests_are_not_delayed_without_small_ones_of_others(
+def test_large_requests_are_delayed_only_for_small_requests_of_others(
     flood_ms: list[int], finished_ms: int | None, small: tuple[ConnectionId, int] | None
 ) -> None:
     throttle = LargeBatchThrottle()
@@ -72,7 +72,7 @@ def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
-def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -> None:
+def test_the_pause_after_a_piece_is_proportional_and_limited(took_ms: int) -> None:
     throttle = shared()
     throttle.on_small_request_started(MODEST, 100)
     throttle.on_large_batch_started(FLOOD, 100)
@@ -179,7 +179,7 @@ def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
     assert throttle.factor > factor
 
 
-def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
+def test_an_outdated_calm_time_is_not_used() -> None:
     throttle = after_a_long_flood(BASELINE_KEPT_MS + 20_000)
     factor = throttle.factor
     throttle.on_small_request_finished(200_000, 200_009)

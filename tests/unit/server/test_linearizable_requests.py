@@ -34,7 +34,7 @@ def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
     assert proofs.on_proof_failed(1, 20) == (["a"], [])
 
 
-def test_freshness_counts_from_when_the_proof_was_requested() -> None:
+def test_freshness_starts_when_the_proof_is_requested() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     assert not proofs.is_fresh(0)
     proofs.wait_for_proof("a", 10)

@@ -58,7 +58,7 @@ def test_a_commit_under_other_locks_notifies_no_writer() -> None:
     assert refused[1] in next_commit(world, 1)
 
 
-def test_two_hot_locks_do_not_wait_for_each_other() -> None:
+def test_queues_of_two_hot_locks_are_independent() -> None:
     world = World()
     for lock in (HOT, COLD):
         world.single(write=[lock])
@@ -155,7 +155,7 @@ def test_read_only_locks_do_not_wait_for_each_other() -> None:
     assert [answered[req_id] for req_id in readers] == [[(-1, LOCK, 0)]] * 3
 
 
-def test_read_locks_and_their_order_make_a_queue_too() -> None:
+def test_appends_with_the_same_locks_in_any_order_share_a_queue() -> None:
     world = World()
     world.single(write=[HOT, COLD])
     world.turn()
@@ -181,7 +181,7 @@ def test_a_disconnected_writer_delays_no_other() -> None:
     assert world.pipeline.due_ms(world.now_ms) is None
 
 
-def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
+def test_the_queue_with_the_earliest_deadline_is_notified_first() -> None:
     world, slow, _ = contended(losers=2, took_ms=20)
     began_ms = world.now_ms
     world.single(mark=0, write=[COLD])

@@ -77,7 +77,7 @@ class World:
         return [self.table.estimate(1_000 + each) for each in ids]
 
 
-def test_one_replica_with_all_blocks_is_enough() -> None:
+def test_one_replica_with_all_blocks_fills_the_lock_table() -> None:
     world = World()
     world.query_locks()
     (fetch,) = world.fetches
@@ -97,7 +97,7 @@ def test_one_replica_with_all_blocks_is_enough() -> None:
     assert world.lock_loader.due_ms(world.now_ms) is None
 
 
-def test_a_learned_lock_is_between_its_last_writer_and_the_end_of_its_batch() -> None:
+def test_a_loaded_lock_is_between_its_last_writer_and_the_batch_end() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(0, 3) + block(6, 5, first=4) + block(7, 5) + block(8) + block(9, 1_002))
@@ -106,7 +106,7 @@ def test_a_learned_lock_is_between_its_last_writer_and_the_end_of_its_batch() ->
     assert world.written(6, 2) == [6, 9]
 
 
-def test_with_writers_per_row_a_lock_is_as_old_as_its_writer() -> None:
+def test_with_writer_distances_a_lock_has_the_id_of_its_writer() -> None:
     world = World()
     world.query_locks()
     packed = struct.pack(">4i", 21, 22, 23, 21)
@@ -132,7 +132,7 @@ def test_the_refill_reads_down_to_the_limit() -> None:
     [b"", b"junk" * 40, blocks(0, 8), blocks(0, 8) + block(9, history=1), blocks(0, 9)[:-1]],
     ids=["nothing", "junk", "too short", "another log", "torn"],
 )
-def test_locks_without_proof_by_the_log_are_not_learned(data: bytes) -> None:
+def test_locks_that_the_log_does_not_prove_are_not_loaded(data: bytes) -> None:
     world = World()
     world.query_locks()
     for replica in REPLICAS:
@@ -161,7 +161,7 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
     assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
 
 
-def test_locks_entered_meanwhile_stay() -> None:
+def test_locks_written_during_the_refill_are_kept() -> None:
     world = World()
     world.query_locks(holds=False)
     assert not world.lock_loader.is_holding_appends(world.now_ms)
@@ -176,7 +176,7 @@ def test_locks_entered_meanwhile_stay() -> None:
     assert world.written(4, 5, 6) == [4, MARK + 1, 6]
 
 
-def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
+def test_mounts_wait_a_limited_time_while_the_refill_continues() -> None:
     world = World()
     world.query_locks()
     assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + HOLD_APPENDS_MS_MAX

@@ -78,7 +78,7 @@ def test_a_row_reports_its_highest_conflict() -> None:
     assert found.conflicts.tolist() == [3]
 
 
-def test_rows_that_are_not_eligible_leave_no_trace() -> None:
+def test_ineligible_rows_do_not_change_the_lock_table() -> None:
     table = table_at(0)
     found = validate(
         table, {"w": [1]}, {"w": [1]}, {"w": [9]}, mark=[0, 0, 99], eligible=[False, True, False]
@@ -116,7 +116,7 @@ def test_a_row_with_a_repeated_lock_does_not_conflict_with_itself() -> None:
     assert found.ids.tolist() == [1]
 
 
-def test_clamping_the_lock_table_forgets_transactions_that_were_never_committed() -> None:
+def test_clamping_the_lock_table_removes_uncommitted_transactions() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     table.clamp(TransactionId(1))
@@ -143,7 +143,7 @@ def test_a_reset_rejects_appends_with_older_marks() -> None:
     assert validate(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
 
 
-def test_locks_in_flight_before_a_reset_undo_nothing_after_it() -> None:
+def test_locks_in_flight_before_a_reset_are_not_undone_after_it() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
     # Another owner has written up to 1 and may have written each of them; then this one is back.
@@ -153,7 +153,7 @@ def test_locks_in_flight_before_a_reset_undo_nothing_after_it() -> None:
     assert validate(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
 
 
-def test_too_many_entries_to_undo_leave_none_above_the_mark() -> None:
+def test_without_undo_entries_no_lock_stays_above_the_mark() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, next_id=1)
     validate(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
@@ -176,7 +176,7 @@ def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
 
 
 @pytest.mark.parametrize("lock", [0, 1, -1, 7, 2**31 - 1, -(2**31)])
-def test_an_estimate_is_the_least_of_the_three_slots(lock: int) -> None:
+def test_an_estimate_is_the_minimum_of_three_slots(lock: int) -> None:
     table = LockTable(1009, TransactionId(0))
     table._slots[:] = np.arange(1009)
     assert table.estimate(lock) == slot_indices([lock], 1009).min()
@@ -190,7 +190,7 @@ def test_the_false_rejection_probability_depends_on_the_newer_slots() -> None:
     assert table.false_rejection_probability(TransactionId(5)) == pytest.approx(1 / 8)
 
 
-def test_the_predicted_false_rejection_rate_is_the_measured_one() -> None:
+def test_the_measured_false_rejection_rate_equals_the_prediction() -> None:
     table = LockTable(100_003, TransactionId(0))
     numbers = np.random.default_rng(1)
     locks = numbers.integers(-(2**31), 2**31, 30_000).astype(np.int32)
@@ -222,7 +222,7 @@ def test_slot_count_within_is_a_prime_that_fits_the_budget(
 
 
 @pytest.mark.parametrize("hot", [False, True])
-def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
+def test_the_number_of_calls_does_not_depend_on_the_number_of_rows(hot: bool) -> None:
     counts = []
     for count in (100, 10_000):
         locks = np.zeros(count, np.int32) if hot else np.arange(count, dtype=np.int32)
@@ -238,7 +238,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
     assert counts[1] <= 2 * counts[0]
 
 
-def test_a_refill_lowers_slots_but_no_lock_below_its_writer() -> None:
+def test_a_refill_never_lowers_a_lock_below_its_writer() -> None:
     table = table_at(9)
     validate(table, {"w": [3]}, mark=9, high=9)
     ids = np.array([9, 7, 7], dtype=np.int64)

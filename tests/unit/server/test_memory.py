@@ -44,7 +44,7 @@ def test_a_batch_is_committed_in_the_step_that_submits_it():
     assert [each.req_id.sequence for each in store.log.transactions()] == [5, 6, 5]
 
 
-def test_a_later_owner_finds_what_an_earlier_one_has_committed():
+def test_a_later_owner_finds_the_commits_of_an_earlier_owner():
     store = opened()
     store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a")), 0)
     session, _ = store.step(replication.TakeOwnership(Generation(2), (MEMORY_REPLICA,)), 0)

@@ -47,7 +47,7 @@ def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None
     assert not mounts.is_ready(BOB, OLD)
 
 
-def test_the_highest_sequence_wins_and_an_equal_one_only_on_its_own_connection() -> None:
+def test_only_a_higher_sequence_or_the_same_connection_may_mount() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 5)
     assert fault(mounts, ALICE, OLD, 5) is None
@@ -72,7 +72,7 @@ def test_a_newer_connection_fences_the_older_one_at_once() -> None:
     assert mounts.has_mount(ALICE, NEW)
 
 
-def test_the_fence_outlives_its_connection_and_ends_with_the_generation() -> None:
+def test_a_fence_lasts_until_the_end_of_the_generation() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 5)
     mounts.on_connection_closed(OLD)
@@ -105,7 +105,7 @@ def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
     assert mounts.highest_sequence(ClientId(2)) == 7
 
 
-def test_one_connection_may_mount_for_several_clients() -> None:
+def test_one_connection_may_mount_several_clients() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 1)
     mounts.begin_mount(BOB, OLD, 1)
@@ -114,7 +114,7 @@ def test_one_connection_may_mount_for_several_clients() -> None:
     assert (mounts.highest_sequence(ALICE), mounts.highest_sequence(BOB)) == (2, 1)
 
 
-def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:
+def test_the_mounted_clients_of_a_connection_are_limited() -> None:
     mounts = Mounts(10)
     for client in range(CLIENTS_MAX):
         assert fault(mounts, ClientId(client), OLD, 1) is None
@@ -126,14 +126,14 @@ def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:
     assert fault(mounts, ClientId(CLIENTS_MAX), OLD, 1) is None
 
 
-def test_a_filter_may_not_have_any_number_of_headers() -> None:
+def test_the_number_of_headers_in_a_filter_is_limited() -> None:
     """They are kept, and looked for in every frame, for as long as the mount lasts."""
     mounts, many = Mounts(10), tuple(range(FILTER_HEADERS_MAX + 1))
     assert fault(mounts, ALICE, OLD, 1, many[1:]) is None
     assert isinstance(fault(mounts, ALICE, OLD, 1, many), BadRequest)
 
 
-def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:
+def test_a_lost_row_ends_the_mount() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 1)
     mounts.finish_mount(ALICE, OLD)

@@ -268,7 +268,7 @@ def ready(**limits: int) -> World:
 # --- appends and sessions
 
 
-def test_nothing_is_answered_between_session_opened_and_settled() -> None:
+def test_no_request_is_answered_between_session_opened_and_settled() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.say(
@@ -297,7 +297,7 @@ def test_a_lost_session_is_settled_before_its_appends_are_reported() -> None:
     assert world.reason(behind) is RowOutcomeCode.NOT_MOUNTED
 
 
-def test_an_append_lost_to_a_full_disk_gets_an_answer() -> None:
+def test_an_append_lost_because_of_a_full_disk_is_answered() -> None:
     world = ready()
     lost = world.append()
     world.run()
@@ -383,7 +383,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     assert world.reason(held) is RowOutcomeCode.COMMITTED
 
 
-def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None:
+def test_a_checkpoint_waits_a_limited_time_for_an_archive_attempt() -> None:
     """Otherwise no attempt would end while the load lasts."""
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open(9)
@@ -402,7 +402,7 @@ def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None
         assert len(world.store.of(replication.Checkpoint)) == checkpoints + expected, count
 
 
-def test_a_checkpoint_that_becomes_due_waits_for_what_is_still_in_flight() -> None:
+def test_a_due_checkpoint_waits_for_appends_in_flight() -> None:
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open()
     world.mount()
@@ -539,7 +539,7 @@ def test_an_older_connection_cannot_mount_again() -> None:
     assert world.answer(old) == messages.MountResponse(old, 0)
 
 
-def test_a_later_mount_of_the_client_ends_the_one_that_waits() -> None:
+def test_a_later_mount_of_the_client_ends_its_waiting_mount() -> None:
     world = ready()
     world.append()
     world.run()
@@ -556,7 +556,7 @@ def test_generations_that_differ_are_rejected() -> None:
     assert world.error(world.mount(BOB, B, generation=2)) == errors.NotOwned.code
 
 
-def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
+def test_a_new_generation_clears_fences_and_mounts() -> None:
     world = ready()
     world.mount(ALICE, A, sequence=9)
     world.fill(2)
@@ -618,7 +618,7 @@ def test_a_mount_ahead_of_a_lost_session_is_mounted_by_the_next_one() -> None:
     assert isinstance(world.answer(mount), messages.Mounted)
 
 
-def test_a_mount_that_the_log_has_overtaken_is_mounted_after_the_proof() -> None:
+def test_a_mount_ahead_of_the_log_succeeds_after_the_log_reaches_its_mark() -> None:
     world = ready()
     mount = world.mount(BOB, B, mark=0)
     world.fill(1)
@@ -712,7 +712,7 @@ def test_a_feed_mount_that_outlives_its_generation_is_rejected() -> None:
     assert isinstance(world.answer(again), messages.Mounted)
 
 
-def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
+def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
     world = ready()
     mount = world.mount(BOB, B, feed=True)
     stranger = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
@@ -731,7 +731,7 @@ def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
     assert (found.req_id, found.error_code) == (twice, errors.BadRequest.code)
 
 
-def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
+def test_a_congested_client_receives_no_feed_until_it_has_drained() -> None:
     world = ready()
     mount = world.mount(BOB, B, feed=True)
     other = world.mount(ALICE, C, sequence=2, feed=True)
@@ -815,7 +815,7 @@ def range_bytes(fetch: Fetch, data: messages.RangeData, records: Buffer) -> mess
     return messages.RangeBytes(*place, data.lengths, records, 0, bytes(16), data.lineage)
 
 
-def test_a_recent_range_touches_no_storage() -> None:
+def test_a_cached_range_is_answered_without_a_storage() -> None:
     world = ready()
     world.fill(3)
     world.fill(2)
@@ -846,7 +846,7 @@ def own_headers(world: World, client: ClientId, connection: ConnectionId, last: 
     return world.send(connection, messages.RangeRequest(world.req_id(client), *fields))
 
 
-def test_own_headers_are_those_of_a_client_that_is_mounted_on_the_connection() -> None:
+def test_own_headers_require_a_mount_on_the_connection() -> None:
     world = ready()
     world.mount(BOB, B)
     for client, connection in ((ALICE, A), (BOB, B), (ALICE, A)):
@@ -886,7 +886,7 @@ def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
     assert ranged(world, request).records == records[28:]
 
 
-def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
+def test_a_range_ends_at_its_byte_limit_or_at_the_mark() -> None:
     world = ready()
     world.fill(4)
     one = ranged(world, ask_range(world, 2, 3, bytes_max=1))
@@ -898,7 +898,7 @@ def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
     assert (beyond.count, beyond.next, bytes(beyond.records)) == (0, 4, b"")
 
 
-def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
+def test_a_read_of_the_end_of_the_log_waits_for_a_proof() -> None:
     world = ready()
     world.fill(1)
     mount = world.mount(BOB, B, feed=True)
@@ -922,7 +922,7 @@ def test_an_invalid_range_is_rejected() -> None:
     assert world.error(world.send(A, bad_form)) == errors.BadRequest.code
 
 
-def test_equal_ranges_share_a_fetch_and_failures_try_the_next_replica() -> None:
+def test_equal_ranges_share_a_fetch_that_is_retried_at_the_next_replica() -> None:
     source = ready()
     source.fill(3)
     whole = ranged(source, ask_range(source, 0, 2))
@@ -939,7 +939,7 @@ def test_equal_ranges_share_a_fetch_and_failures_try_the_next_replica() -> None:
     assert bytes(ranged(world, second).records) == bytes(whole.records)
 
 
-def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -> None:
+def test_a_fetch_that_fails_at_all_replicas_is_reported_and_removed() -> None:
     world = World()
     world.open(2)
     req_id = ask_range(world, 0, 2)
@@ -973,7 +973,7 @@ def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
     assert len(world.fetches) == 2, "the log begins there for all replicas"
 
 
-def test_a_replica_whose_log_begins_elsewhere_is_not_the_last_one_tried() -> None:
+def test_a_read_tries_other_replicas_if_a_log_begins_later() -> None:
     world = World()
     world.open(2)
     ask_range(world, 1, 2)
@@ -1026,7 +1026,7 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     assert "before the start of the log" in released.reason
 
 
-def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
+def test_an_expiry_request_is_passed_to_the_store_and_answered() -> None:
     world = ready()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     request = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
@@ -1038,7 +1038,7 @@ def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
     assert len(world.store.of(replication.ExpireArchive)) == 1
 
 
-def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() -> None:
+def test_a_replacement_request_is_passed_to_the_store_and_answered() -> None:
     world = ready()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     wanted = replication.ReplaceArchivedObject("o", TransactionId(3), TransactionId(9), 5)
@@ -1061,7 +1061,7 @@ def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() ->
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3), (0, 10)])
 @pytest.mark.parametrize("is_archived", [True, False])
-def test_a_replacement_of_what_is_not_archived_is_rejected(
+def test_a_replacement_above_the_archived_mark_is_rejected(
     first: int, last: int, is_archived: bool
 ) -> None:
     world = ready()
@@ -1090,7 +1090,7 @@ def test_nothing_expires_of_a_partition_without_an_archive() -> None:
     assert world.error(request) == errors.BadRequest.code
 
 
-def test_a_damaged_record_is_not_passed_on() -> None:
+def test_a_damaged_record_is_not_sent_to_a_client() -> None:
     source = ready()
     source.fill(3)
     whole = ranged(source, ask_range(source, 0, 2))
@@ -1206,7 +1206,7 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
 # --- marks
 
 
-def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> None:
+def test_an_old_mark_is_proved_before_it_is_reported() -> None:
     world = ready()
     fresh = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, -1)
@@ -1218,7 +1218,7 @@ def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> No
     assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
 
 
-def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
+def test_a_proved_mark_includes_commits_during_the_proof() -> None:
     """A proof confirms the session; the mark from its beginning may be outdated at its end."""
     world = ready()
     request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
@@ -1231,7 +1231,7 @@ def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
     assert message.high_water_mark == 0
 
 
-def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> None:
+def test_an_opening_proves_the_mark_from_the_time_of_its_write() -> None:
     """A server that is paused while its states are written may be replaced meanwhile."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
@@ -1245,7 +1245,7 @@ def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> N
     assert world.answer(request) == messages.HighWaterMarkResponse(request, -1)
 
 
-def test_a_commit_is_a_proof_as_of_its_submission() -> None:
+def test_a_commit_proves_the_mark_from_the_time_of_its_submission() -> None:
     world = ready()
     world.append()
     world.run()
@@ -1260,7 +1260,7 @@ def test_a_commit_is_a_proof_as_of_its_submission() -> None:
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, 1)
 
 
-def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> None:
+def test_a_linearizable_replica_request_waits_for_a_proof() -> None:
     world = ready()
     plain = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=False))
     assert world.answer(plain) == messages.ReplicasResponse(plain, 1, -1, REPLICAS, KEY, 4)
@@ -1270,7 +1270,7 @@ def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> N
     assert world.error(proved) == errors.SessionLost.code
 
 
-def test_replicas_are_reported_with_what_is_archived() -> None:
+def test_replicas_are_reported_with_the_archived_mark() -> None:
     world = World(archive_interval_ms=7)
     world.open()
     world.mount()
@@ -1318,7 +1318,7 @@ def test_an_unexpected_message_is_reported() -> None:
     assert world.error(req_id) == errors.BadRequest.code
 
 
-def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
+def test_a_new_owner_requests_and_loads_the_lock_blocks() -> None:
     world = World(lock_load_count_max=100)
     world.open(5, follows_own_session=False)
     (fetch,) = world.fetches
@@ -1341,7 +1341,7 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     assert world.reason(appended) is RowOutcomeCode.COMMITTED
 
 
-def test_an_owner_that_continues_alone_sends_no_requests() -> None:
+def test_the_next_session_of_the_same_owner_requests_no_lock_blocks() -> None:
     world = World(lock_load_count_max=100)
     world.open(-1, follows_own_session=False)
     world.mount()

@@ -41,7 +41,7 @@ def opened(data: list[bytes]) -> PendingBatch:
     return pending
 
 
-def test_rows_that_are_not_validated_are_not_lost() -> None:
+def test_rows_that_are_not_validated_yet_are_not_lost() -> None:
     rows = opened([b"a", b"b", b"c"])
     rows.ids[:2] = 6, 7
     rows.on_rows_validated(2)
@@ -60,7 +60,7 @@ def test_rows_that_are_not_validated_are_not_lost() -> None:
     ]
 
 
-def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
+def test_a_piece_ends_before_the_row_that_exceeds_its_limit() -> None:
     size = 100 - RECORD_OVERHEAD_BYTES
     rows = opened([bytes(size)] * 10)
     assert [rows.piece_end(piece) for piece in (1, 100, 199, 200, 999, None)] == [

@@ -40,7 +40,7 @@ def test_a_changed_preference_ends_the_pause():
     assert (found.wanted, found.suspended) == ((0,), [])
 
 
-def test_a_quorum_has_to_answer():
+def test_a_partition_is_reachable_if_a_quorum_of_storages_answers():
     assigned = ReplicaAssignments({"a": (0, 1), "b": (0, 1), "c": (0,), "d": (1,)})
     reached = {"a": True, "b": False, "c": True, "d": False}
     assert reachable_partitions((0, 1, 2), assigned.replicas_of, reached) == [0]

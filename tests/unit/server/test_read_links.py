@@ -85,7 +85,7 @@ async def test_clients_with_equal_request_ids_get_their_own_answers():
 
 
 @run_on_loop
-async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(monkeypatch):
+async def test_a_link_that_breaks_after_the_hello_fails_at_once(monkeypatch):
     dial = net.dial
 
     async def dial_and_be_slow(*args, **options):

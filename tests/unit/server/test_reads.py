@@ -117,7 +117,7 @@ def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None
     assert fourth.message.first == 30
 
 
-def test_reads_for_closed_connections_only_are_not_fetched() -> None:
+def test_reads_only_for_closed_connections_are_not_fetched() -> None:
     each = reads(fetches_max=1)
     first = fetch_of(ask(each, 0, 9))
     for number in range(10, 60, 10):
@@ -149,14 +149,14 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("nearby", [REPLICAS, REPLICAS[:2]])
-def test_replicas_nearby_take_turns(nearby: list[ReplicaId]) -> None:
+def test_nearby_replicas_are_queried_in_turn(nearby: list[ReplicaId]) -> None:
     each = reads()
     each.nearby = set() if nearby == REPLICAS else set(nearby)
     asked = [fetch_of(ask(each, 10 * place, 10 * place + 9)).replica for place in range(6)]
     assert sorted(asked) == sorted(6 // len(nearby) * nearby)
 
 
-def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_have() -> None:
+def test_nearby_replicas_of_the_session_are_queried_first() -> None:
     each = reads()
     each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
     fetches = [fetch_of(ask(each, 10 * place, 10 * place + 9)) for place in range(4)]
@@ -171,7 +171,7 @@ def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_ha
     assert fetch_of(ask(each, 500, 509)).replica in each.replicas
 
 
-def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
+def test_a_failed_fetch_is_sent_to_each_replica_before_it_waits() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     tried = [fetch.replica]
@@ -261,7 +261,7 @@ def test_reads_of_an_ended_session_continue_in_the_next() -> None:
     assert [one.message.session_id for one in again if isinstance(one, Fetch)] == [5, 5]
 
 
-def test_an_answer_of_an_old_session_still_counts() -> None:
+def test_an_answer_from_an_earlier_session_is_accepted() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     each.on_session_closed()
@@ -271,7 +271,7 @@ def test_an_answer_of_an_old_session_still_counts() -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_read_in_progress_still_counts_after_a_timeout(is_good: bool) -> None:
+def test_a_read_in_progress_counts_towards_the_limit_after_a_timeout(is_good: bool) -> None:
     each = reads(fetches_max=1)
     fetch = fetch_of(ask(each, 0, 9, sequence=1))
     each.abandon()

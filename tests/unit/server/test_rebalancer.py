@@ -64,7 +64,7 @@ def owners(view):
     return {partition: owner.server_id for partition, owner in view.owners.items()}
 
 
-def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
+def test_the_leader_moves_other_partitions_away_from_a_hot_one():
     async def scenario():
         inbox, looks, works = await balanced(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
@@ -79,7 +79,7 @@ def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
     run_in_virtual_time(scenario())
 
 
-def test_nothing_moves_to_a_server_that_reports_nothing():
+def test_no_partition_moves_to_a_server_without_load_reports():
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
@@ -111,7 +111,7 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
     run_in_virtual_time(scenario())
 
 
-def test_nothing_moves_to_a_server_that_is_idle_because_it_cannot_serve():
+def test_no_partition_moves_to_a_server_that_cannot_serve():
     async def scenario():
         sick = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
@@ -129,7 +129,7 @@ def test_nothing_moves_to_a_server_that_is_idle_because_it_cannot_serve():
     run_in_virtual_time(scenario())
 
 
-def test_bytes_rows_and_answers_count():
+def test_the_load_includes_bytes_rows_and_answers():
     figures = AppendCounters()
     assert cost_of(figures, answers=0, answer_bytes=0) == 0
     assert cost_of(figures, answers=0, answer_bytes=2048) == 2
@@ -162,7 +162,7 @@ def shows(*servers, is_settled=True):
 
 
 @pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
-def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, between):
+def test_a_change_of_servers_or_leader_restarts_the_observation(monkeypatch, between):
     called, now_ms = [], 0
     monkeypatch.setattr("waltz_core.server.process.rebalancer.loop_clock_ms", lambda: now_ms)
     monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))

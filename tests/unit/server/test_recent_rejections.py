@@ -46,7 +46,7 @@ def test_a_rejection_because_of_a_committed_transaction_is_recorded_when_it_is_f
     assert row.stamp_ms == 1_234
 
 
-def test_a_row_that_is_lost_with_the_transaction_in_its_way_is_not_recorded() -> None:
+def test_a_row_lost_with_its_conflicting_transaction_is_not_recorded() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -60,7 +60,7 @@ def test_a_row_that_is_lost_with_the_transaction_in_its_way_is_not_recorded() ->
     assert listed(world) == []
 
 
-def test_a_row_is_recorded_if_the_transaction_turns_out_to_be_committed() -> None:
+def test_a_row_is_recorded_if_its_conflicting_transaction_is_settled() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -94,7 +94,7 @@ def test_a_mark_above_the_log_is_recorded_only_after_the_proof() -> None:
     assert listed(world) == [(ahead, AHEAD, -1)]
 
 
-def test_rows_that_are_too_large_are_recorded_and_rows_to_be_sent_again_are_not(
+def test_rejections_that_the_client_retries_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("waltz_core.server.append.admission.TRANSACTION_BYTES_MAX", 4)
@@ -106,7 +106,7 @@ def test_rows_that_are_too_large_are_recorded_and_rows_to_be_sent_again_are_not(
     assert listed(world) == [(large, TOO_LARGE, -1)]
 
 
-def test_a_writer_with_predecessors_in_flight_is_listed_when_these_are_committed() -> None:
+def test_a_rejection_by_predecessors_in_flight_is_listed_after_their_commit() -> None:
     world = Authors()
     world.follow(data=b"first")
     world.turn()
@@ -118,7 +118,7 @@ def test_a_writer_with_predecessors_in_flight_is_listed_when_these_are_committed
     assert listed(world) == [(loser, LOCK, 0)]
 
 
-def test_writers_whose_predecessors_are_lost_are_dropped() -> None:
+def test_rejections_by_lost_predecessors_are_dropped() -> None:
     world = Authors()
     world.follow(data=b"first")
     world.turn()

@@ -159,7 +159,7 @@ async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
 
 
 @run_on_loop
-async def test_a_report_permits_and_records_requests_that_access_would_deny():
+async def test_report_mode_permits_and_counts_requests_that_it_would_deny():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)
@@ -194,7 +194,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
 
 
 @run_on_loop
-async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_no_client_id():
+async def test_a_concurrent_change_of_the_write_owner_denies_the_client_id():
     """Otherwise two principals have a proof of the same ID."""
     _, write_registry = await with_requests()
     mine, other = write_registry.for_principal("mine"), write_registry.for_principal("other")
@@ -210,7 +210,7 @@ async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_n
 
 
 @run_on_loop
-async def test_a_name_without_a_number_is_in_no_series():
+async def test_a_write_name_without_a_number_belongs_to_no_series():
     requests, write_registry = await with_requests()
     for name in ("a-5", "a-b", "a"):
         arguments = b'{"keep_ms": 1000, "in_series": true}'
@@ -219,7 +219,7 @@ async def test_a_name_without_a_number_is_in_no_series():
 
 
 @run_on_loop
-async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
+async def test_a_task_with_many_runs_remembers_that_others_exist():
     """An attempt writes all of them to ZooKeeper."""
     requests, write_registry = await with_requests()
     await write_registry.begin("w", MARKS, 1_000)
@@ -422,7 +422,7 @@ async def test_an_invalid_request_is_rejected(wrong, error):
 
 
 @run_on_loop
-async def test_another_server_answers_for_one_that_does_not():
+async def test_another_server_answers_if_one_does_not():
     async with asyncio.TaskGroup() as tasks:
         _, _, coordinator = await with_cluster()
         servers = [RegistryServer(coordinator, tasks) for _ in range(3)]
@@ -446,7 +446,7 @@ async def test_another_server_answers_for_one_that_does_not():
 
 
 @run_on_loop
-async def test_zookeeper_is_used_only_if_no_server_knows_the_requests(monkeypatch):
+async def test_zookeeper_is_used_only_if_no_server_supports_the_requests(monkeypatch):
     async with asyncio.TaskGroup() as tasks:
         _, _, coordinator = await with_cluster()
         opened = []

@@ -21,7 +21,7 @@ def pending(row: int, first: int, sequence: int) -> PendingSingle:
     return made
 
 
-def test_encoding_rows_one_by_one_gives_the_bytes_of_a_batch() -> None:
+def test_rows_encoded_one_by_one_have_the_bytes_of_a_batch() -> None:
     none: list[list[int]] = [[] for _ in DATA]
     payload = encode_append(
         [row - 2 for row in range(len(DATA))],

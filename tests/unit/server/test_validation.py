@@ -90,7 +90,7 @@ def validated(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
 
 
 @pytest.mark.parametrize("stops", [[5], [1, 2, 3, 4, 5], [2, 5], [3, 4, 5]])
-def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]) -> None:
+def test_pieces_have_the_same_outcomes_and_records_as_the_whole_batch(stops: list[int]) -> None:
     pending, parts = validated(stops)
     assert pending.ids.tolist() == [0, 1, -1, -1, 2]
     assert pending.reasons.tolist() == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
@@ -103,7 +103,7 @@ def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]
     assert numbers == [10, 11, 14]
 
 
-def test_a_piece_without_records_waits_only_for_its_conflicts() -> None:
+def test_a_piece_of_rejected_rows_waits_only_for_its_conflicts() -> None:
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
     pending.open(decode_batch(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)

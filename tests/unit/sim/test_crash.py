@@ -52,7 +52,7 @@ def left(disk, keep):
     return disk_state_of(disk).contents_after_crash(keep).files
 
 
-def test_synced_data_stays_in_every_crash():
+def test_synced_data_survives_every_crash():
     disk = made()
     disk.open(PATH).pwrite([b"b"], 0)
     assert left(disk, KeepNone()) == {PATH: b"a" * 4 * SECTOR_BYTES}
@@ -126,7 +126,7 @@ def test_after_a_failed_sync_only_a_rewrite_makes_data_durable():
     assert left(disk, KeepNone())[PATH][:1] == b"b"
 
 
-def test_a_kill_keeps_all_data_and_makes_none_durable():
+def test_killing_the_process_keeps_data_without_making_it_durable():
     disk = made()
     disk.open(PATH).pwrite([b"b"], 0)
     disk.open(ROOT / "g", create=True)
@@ -152,7 +152,7 @@ def test_a_sync_can_be_omitted_or_delayed():
 
 
 @given(st.integers(0, 10_000))
-def test_after_a_crash_any_one_of_several_values_is_left(seed):
+def test_after_a_crash_one_of_several_written_values_remains(seed):
     disk = made(b"")
     file = disk.open(PATH)
     for value in (b"1", b"2", b"3"):

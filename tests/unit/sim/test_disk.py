@@ -22,7 +22,7 @@ def disk():
     return disk
 
 
-def test_synced_data_stays_and_the_rest_is_lost(disk):
+def test_synced_data_survives_and_the_rest_is_lost(disk):
     file = disk.open(PATH)
     file.pwrite([b"b" * 10, memoryview(b"c")], SECTOR_BYTES)
     file.sync()
@@ -35,7 +35,7 @@ def test_synced_data_stays_and_the_rest_is_lost(disk):
     assert left[:SECTOR_BYTES] == b"a" * SECTOR_BYTES
 
 
-def test_a_killed_process_loses_nothing(disk):
+def test_killing_the_process_loses_no_data(disk):
     disk.open(PATH).pwrite([b"z" * 2000], 1000)
     disk.lose_power(Survival.EVERYTHING, Random(1))
     assert disk.visible_content(PATH) == b"a" * 1000 + b"z" * 2000
@@ -66,7 +66,7 @@ def test_any_subset_of_whole_sectors_can_remain():
     assert len(patterns) == 16
 
 
-def test_growth_without_its_sectors_reads_as_zeros():
+def test_unwritten_sectors_of_a_grown_file_read_as_zeros():
     seen = set()
     for seed in range(100):
         disk = SimDisk()
@@ -145,7 +145,7 @@ def test_calls_fail_while_the_power_is_off(disk):
         file.size()
 
 
-def test_one_opener_has_the_lock(disk):
+def test_only_one_opener_gets_the_lock(disk):
     one, other = disk.open(PATH), disk.open(PATH)
     assert one.lock_whole_file()
     assert not other.lock_whole_file()

@@ -49,7 +49,7 @@ def test_marks_are_a_mapping_of_integers_of_any_type() -> None:
         ({0: True}, "found 0: True"),
     ],
 )
-def test_anything_else_is_reported_with_what_was_expected(marks: object, found: str) -> None:
+def test_invalid_marks_are_reported_with_the_expected_type(marks: object, found: str) -> None:
     with pytest.raises(BadConfig, match="a mapping from partition to high-water mark") as caught:
         _marks_as_option(marks)
     caught.match(found)
@@ -93,7 +93,7 @@ def test_columns_that_spark_cannot_distinguish_are_reported_before_anything_is_w
     _check_distinct_columns(frame("id", "status", "partition", "data", **INSENSITIVE), {})
 
 
-def test_a_given_option_replaces_a_default_in_any_case() -> None:
+def test_a_given_option_overrides_a_default_case_insensitively() -> None:
     df = MagicMock(columns=["data"])
     df.sparkSession.conf = INSENSITIVE
     options = df.write.format.return_value.mode.return_value.options
@@ -113,7 +113,7 @@ def test_a_given_option_replaces_a_default_in_any_case() -> None:
         ("{here}/of [1]", r"file://{here}/of \[1\]"),
     ],
 )
-def test_spark_is_given_the_directory_that_the_results_are_in(
+def test_spark_reads_the_results_from_the_result_directory(
     tmp_path: Path, path: str, expected: str
 ) -> None:
     given = path.format(here=tmp_path)
@@ -121,7 +121,7 @@ def test_spark_is_given_the_directory_that_the_results_are_in(
     assert _path_for_spark(given, place) == expected.format(here=tmp_path)
 
 
-def test_a_session_without_java_is_an_error_that_names_what_was_found(tmp_path: Path) -> None:
+def test_the_error_for_a_session_without_java_names_its_type(tmp_path: Path) -> None:
     program = "import waltz_spark; waltz_spark.session(master='local[1]')"
     of_no_java = {**os.environ, "JAVA_HOME": str(tmp_path)}
     done = subprocess.run(

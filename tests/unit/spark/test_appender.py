@@ -176,7 +176,7 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
 
 
 @pytest.mark.usefixtures("without_pauses")
-def test_rows_over_a_limit_for_too_long_fail_with_the_words_of_the_server(
+def test_rows_over_a_limit_fail_after_a_timeout_with_the_server_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Limited(RandomLog):

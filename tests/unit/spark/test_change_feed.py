@@ -63,7 +63,7 @@ def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
     assert feed(log) == replayed(log.transactions)
 
 
-def test_a_read_from_the_middle_has_the_same_rows_as_one_from_the_beginning() -> None:
+def test_a_read_from_any_start_has_the_rows_of_a_full_read() -> None:
     log = Log([packed(id=n % 7, op="IUD"[n % 3], amount=n) for n in range(60)], batch_rows=8)
     whole = feed(log)
     for begin in (0, 20, 58):
@@ -103,7 +103,7 @@ def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
             feed(Log([Transaction(0, avro[0]), Transaction(0, b"{}")]), **given)
 
 
-def test_columns_of_the_log_are_those_of_the_transaction_that_causes_the_row() -> None:
+def test_log_columns_have_the_values_of_the_changing_transaction() -> None:
     schema = StructType().add("amount", "long")
     for name, kind in (
         ("header", "integer"),
@@ -148,7 +148,7 @@ def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
     assert found[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
 
 
-def test_a_large_row_before_a_change_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_previous_row_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_feed, "PREVIOUS_BYTES_MAX", 20)
     log = Log([packed(id=n % 5, op="U", amount=n) for n in range(20)])
     batches = list(reader(log, 4, 19).rows())
@@ -172,7 +172,7 @@ def test_a_large_row_before_a_change_ends_a_step(monkeypatch: pytest.MonkeyPatch
         (packed(id="x", op="D", amount="many"), "column 'id': expected int64, found 'x'"),
     ],
 )
-def test_a_transaction_that_does_not_fit_fails_the_read_or_is_no_change(
+def test_an_invalid_transaction_fails_the_read_or_is_skipped(
     transaction: Transaction, text: str
 ) -> None:
     log = Log([packed(id=1, amount=1), packed(id=2), transaction, packed(id=1, op="D")])
@@ -183,7 +183,7 @@ def test_a_transaction_that_does_not_fit_fails_the_read_or_is_no_change(
     assert feed(log, **DROP) == replayed(log.transactions)
 
 
-def test_columns_that_must_be_there_are_not_needed_for_a_delete() -> None:
+def test_a_delete_does_not_need_the_required_columns() -> None:
     schema = StructType().add("id", "long").add("amount", "long", nullable=False)
     schema.add("op", "string").add("_change_type", "string")
     log = Log([packed(id=1, amount=1, op="I"), packed(id=1, op="D")])
@@ -196,7 +196,7 @@ def test_columns_that_must_be_there_are_not_needed_for_a_delete() -> None:
     assert feed(log, schema=schema, **DROP) == []
 
 
-def test_json_payloads_and_names_in_another_case() -> None:
+def test_column_names_of_json_payloads_are_case_insensitive() -> None:
     log = Log([Transaction(0, json.dumps({"Id": 1, "AMOUNT": n}).encode()) for n in range(2)])
     found = feed(log, dataFormat="json", key="ID")
     assert [row[2:] for row in found] == [
@@ -240,7 +240,7 @@ def test_payloads_are_decrypted_and_stored_as_the_log_has_them(tmp_path: Path) -
     ]
 
 
-def test_payloads_whose_key_is_deleted_are_no_changes(tmp_path: Path) -> None:
+def test_payloads_with_a_destroyed_key_are_skipped(tmp_path: Path) -> None:
     first = encrypted(tmp_path, packed(id=1, amount=1), packed(id=2, amount=2), key_id="gone")
     log = Log(first + encrypted(tmp_path, packed(id=1, amount=3), packed(id=2, op="D")))
     options = {"encryptionKeys": str(tmp_path)}
@@ -281,7 +281,7 @@ def test_payloads_whose_key_is_deleted_are_no_changes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_option_that_a_change_feed_cannot_have_is_an_error(
+def test_options_that_a_change_feed_does_not_support_are_errors(
     options: dict[str, str], text: str
 ) -> None:
     with pytest.raises(BadConfig, match=text):
@@ -298,7 +298,9 @@ def test_an_option_that_a_change_feed_cannot_have_is_an_error(
         (StructType().add("id", "double"), {"deleteWhere": ""}, "key column 'id': expected a bool"),
     ],
 )
-def test_rules_must_fit_the_schema(schema: StructType, options: dict[str, str], text: str) -> None:
+def test_rules_must_match_the_schema(
+    schema: StructType, options: dict[str, str], text: str
+) -> None:
     source = WaltzDataSource(OPTIONS | options)
     with pytest.raises(BadConfig, match=text):
         source.reader(schema)
@@ -317,7 +319,7 @@ def test_the_kind_of_a_change_is_a_column_of_the_log() -> None:
     WaltzDataSource(OPTIONS | options).reader(required)
 
 
-def test_rules_name_columns_as_the_schema_does() -> None:
+def test_rules_use_the_column_names_of_the_schema() -> None:
     rules = options_of(key="ID", deleteWhere="OP = 'D'").change_feed_rules
     assert rules is not None
     assert rules.delete_where is not None

@@ -178,7 +178,7 @@ def test_an_invalid_utf8_string_has_a_hash_and_cannot_be_packed() -> None:
                 shaper(options).convert(pa.record_batch({kind: column}))
 
 
-def test_a_given_partition_wins_and_a_null_falls_back() -> None:
+def test_a_given_partition_is_used_and_a_null_is_replaced() -> None:
     batch = pa.record_batch(
         {"data": pa.array([b"x"] * 3), "partition": pa.array([3, None, 3], pa.int32())}
     )
@@ -255,7 +255,7 @@ def test_log_columns_are_not_packed() -> None:
     assert found.append.column("header").to_pylist() == [5]
 
 
-def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
+def test_rows_from_the_spool_have_the_schema_of_other_rows() -> None:
     """Rows that were spooled and rows that were not travel in one batch."""
     fields = [pa.field("id", pa.int64(), nullable=False), pa.field("data", pa.binary())]
     batch = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([b"x"])], schema=pa.schema(fields))
@@ -274,7 +274,7 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     assert again.append.schema == shaped.append.schema
 
 
-def test_rows_without_a_lock_are_distributed_from_the_task_number_on() -> None:
+def test_rows_without_a_lock_are_distributed_starting_at_the_task_number() -> None:
     """Tasks of one row each spread over all partitions."""
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b"]})
     for task in range(6):
@@ -286,7 +286,7 @@ def test_rows_without_a_lock_are_distributed_from_the_task_number_on() -> None:
 SOME = replace(PLAIN, partitions=(1, 3))
 
 
-def test_with_partitions_rows_without_a_lock_are_distributed_over_these() -> None:
+def test_rows_without_a_lock_are_distributed_over_the_given_partitions() -> None:
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b", b"c"]})
     rows = shaper(SOME, first_turn=3)
     shaped = rows.convert(batch)

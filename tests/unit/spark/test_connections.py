@@ -39,7 +39,7 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     close_clients()
 
 
-def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
+def test_an_unresponsive_zookeeper_does_not_block_other_clusters() -> None:
     with ThreadPoolExecutor() as pool:
         try:
             waiting = pool.submit(client_of, "dead:2181/x")
@@ -62,7 +62,7 @@ def test_callers_of_one_cluster_wait_and_share_the_client() -> None:
     assert Client.made == ["dead:2181/x"]
 
 
-def test_objects_are_frozen_once_for_each_kind_of_work(
+def test_garbage_collection_is_frozen_once_for_each_kind_of_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []

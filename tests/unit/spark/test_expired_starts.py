@@ -63,7 +63,7 @@ def test_a_given_mark_below_the_first_available_id_is_data_loss(mark: int, is_lo
 @pytest.mark.parametrize(
     ("seconds", "start", "is_lost"), [(40, 4, True), (50, 4, True), (51, 5, False), (99, 9, False)]
 )
-def test_a_time_before_which_nothing_is_available_is_data_loss(
+def test_a_start_time_before_the_first_available_transaction_is_data_loss(
     seconds: int, start: int, is_lost: bool
 ) -> None:
     options = {"startingTimestamp": f"1970-01-01T00:{seconds // 60:02}:{seconds % 60:02}Z"}
@@ -76,7 +76,7 @@ def test_a_time_before_which_nothing_is_available_is_data_loss(
 @pytest.mark.parametrize(
     ("ids", "is_lost"), [("0-1", True), ("3-7", True), ("7,4", True), ("5-7", False), ("12", False)]
 )
-def test_ids_below_the_first_available_one_are_data_loss(
+def test_ids_below_the_first_available_id_are_data_loss(
     ids: str, is_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"startingHighWaterMarks": "earliest", "transactionIds": ids}

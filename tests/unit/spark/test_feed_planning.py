@@ -27,7 +27,7 @@ def planned(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tup
     ]
 
 
-def test_a_task_has_the_whole_log_of_a_partition_with_something_new(cluster: Cluster) -> None:
+def test_a_task_has_the_whole_log_of_a_partition_with_new_transactions(cluster: Cluster) -> None:
     cluster.set_cluster(1, 5_000_000, 10, 7)
     assert planned(cluster, {0: 3_999_999, 1: -1, 2: 7}) == [
         (0, 0, 3_999_999, 5_000_000),
@@ -35,7 +35,7 @@ def test_a_task_has_the_whole_log_of_a_partition_with_something_new(cluster: Clu
     ]
 
 
-def test_expired_transactions_are_data_loss_also_before_the_start(cluster: Cluster) -> None:
+def test_expired_transactions_before_the_start_are_data_loss_too(cluster: Cluster) -> None:
     cluster.set_cluster(1, 50, 10)
     cluster.firsts = {0: 20}
     with pytest.raises(DataLoss, match=r"all transactions of partition 0, .* is 20: .*Hint: set"):

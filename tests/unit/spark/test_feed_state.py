@@ -70,7 +70,7 @@ def test_a_state_at_an_earlier_mark_catches_up(file: Path) -> None:
     assert place(file) == (34, 29)
 
 
-def test_a_repeated_micro_batch_returns_to_its_start_also_with_another_end(file: Path) -> None:
+def test_a_repeated_micro_batch_with_another_end_returns_to_its_start(file: Path) -> None:
     micro_batch(file, -1, 9)
     for end in (19, 25, 12):
         assert micro_batch(file, 9, end) == [(10, end)]
@@ -82,14 +82,14 @@ def test_a_state_at_a_later_mark_returns_to_an_earlier_one_and_catches_up(file: 
     assert micro_batch(file, 14, 16) == [(10, 14), (15, 16)]
 
 
-def test_a_state_that_cannot_return_is_built_again(file: Path) -> None:
+def test_a_state_without_its_previous_mark_is_rebuilt(file: Path) -> None:
     micro_batch(file, 29, 34)
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
     assert place(file) == (19, 9)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database" * 1000, bytes(8192)])
-def test_a_file_that_is_no_state_is_replaced(file: Path, content: bytes) -> None:
+def test_an_invalid_state_file_is_replaced(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
     assert place(file) == (19, 9)
@@ -152,7 +152,7 @@ def test_a_row_with_another_payload_is_found_when_it_is_read(file: Path) -> None
     assert micro_batch(file, 24, 30) == [(0, 24), (25, 30)]
 
 
-def test_rows_that_were_yielded_before_damage_is_found_are_not_yielded_again(file: Path) -> None:
+def test_rows_yielded_before_damage_is_found_are_not_repeated(file: Path) -> None:
     micro_batch(file, -1, 19)
     log = Log(LOG, batch_rows=1)
     rows = reader(log, 19, 30, file).rows()
@@ -166,7 +166,7 @@ def test_rows_that_were_yielded_before_damage_is_found_are_not_yielded_again(fil
     assert log.reads == [(20, 30), (0, done), (done + 1, 30)]
 
 
-def test_a_state_that_cannot_be_committed_costs_no_rows(
+def test_a_failed_commit_of_the_state_does_not_change_the_rows(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_state: FeedState, _mark: int, *, previous_mark: int) -> None:
@@ -178,7 +178,7 @@ def test_a_state_that_cannot_be_committed_costs_no_rows(
     assert not file.exists()
 
 
-def test_a_file_in_use_is_left_alone(file: Path) -> None:
+def test_a_state_file_in_use_is_not_changed(file: Path) -> None:
     micro_batch(file, 9, 19)
     other = open_cached_state(file)
     assert other is not None
@@ -187,7 +187,7 @@ def test_a_file_in_use_is_left_alone(file: Path) -> None:
     assert place(file) == (19, 9)
 
 
-def test_a_task_that_ends_before_its_last_row_leaves_the_mark_before(file: Path) -> None:
+def test_an_incomplete_task_keeps_the_previous_mark(file: Path) -> None:
     micro_batch(file, -1, 19)
     for begin in (19, -1):  # it continues, and it returns
         rows = reader(Log(LOG, batch_rows=1), begin, 30, file).rows()
@@ -197,7 +197,7 @@ def test_a_task_that_ends_before_its_last_row_leaves_the_mark_before(file: Path)
     micro_batch(file, 19, 30)
 
 
-def test_a_killed_task_leaves_the_mark_before(file: Path) -> None:
+def test_a_killed_task_keeps_the_previous_mark(file: Path) -> None:
     """SQLite has written pages of the transaction to the file already."""
     micro_batch(file, -1, 19)
     script = f"""
@@ -223,7 +223,7 @@ def test_a_killed_task_leaves_the_mark_before(file: Path) -> None:
     assert micro_batch(file, 19, 30) == [(20, 30)]
 
 
-def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
+def test_a_task_with_a_deleted_file_does_not_change_the_new_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy in the middle of a transaction is what a kill leaves."""
@@ -251,7 +251,7 @@ def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
     database.close()
 
 
-def test_a_state_on_the_way_is_committed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_catch_up_is_committed_in_steps(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_read, "TRANSACTIONS_PER_COMMIT", 5)
     log = Log(LOG, batch_rows=1)
     fail_at = 18
@@ -270,7 +270,7 @@ def test_a_state_on_the_way_is_committed(file: Path, monkeypatch: pytest.MonkeyP
     assert micro_batch(file, 29, 34) == [(15, 19), (20, 24), (25, 29), (30, 34)]
 
 
-def test_a_log_that_begins_later_is_read_from_there(file: Path) -> None:
+def test_a_log_is_read_from_its_first_available_id(file: Path) -> None:
     log = Log(LOG)
     found = rows_of(reader(log, 14, 20, file, first=15).rows())
     assert found == between(replayed(LOG, first=15), 14, 20)
@@ -281,7 +281,7 @@ def test_a_log_that_begins_later_is_read_from_there(file: Path) -> None:
     assert log.reads[2:] == [(30, 34), (35, 36)]
 
 
-def test_rows_of_expired_transactions_are_unknown_also_to_a_state_that_has_them(
+def test_rows_of_expired_transactions_are_unknown_despite_a_stored_state(
     file: Path,
 ) -> None:
     micro_batch(file, 9, 19)
@@ -293,7 +293,7 @@ def test_rows_of_expired_transactions_are_unknown_also_to_a_state_that_has_them(
     assert log.reads[0] == (20, 22)
 
 
-def test_no_space_is_an_error_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_full_disk_names_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA max_page_count = 8")
     log = Log([packed(id=n, text="x" * 1000) for n in range(100)])
     with pytest.raises(Unavailable, match=r"feed state .* is full\. Hint: free space there"):
@@ -339,7 +339,7 @@ def test_memory_does_not_grow_with_the_keys() -> None:
 # ---- the file and its directory
 
 
-def test_the_file_depends_on_what_the_state_depends_on(
+def test_the_file_name_depends_on_the_inputs_of_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -375,7 +375,9 @@ def test_the_file_depends_on_what_the_state_depends_on(
     assert len({plain, *others}) == 1 + len(others)
 
 
-def test_the_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_the_state_directory_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
     found = state_file_path("x")
     assert found is not None
@@ -389,7 +391,7 @@ def test_the_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert state_file_path("x") is None
 
 
-def test_a_state_is_private_without_a_directory_for_temporary_files(
+def test_without_a_temporary_directory_the_state_is_not_shared(
     monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     def fail() -> str:
@@ -417,7 +419,7 @@ def test_states_that_were_not_used_for_8_days_are_deleted(file: Path) -> None:
     assert sorted(each.name for each in file.parent.iterdir()) == list(names)
 
 
-def test_a_private_state_keeps_nothing_to_return_to() -> None:
+def test_a_private_state_stores_no_previous_rows() -> None:
     state = create_private_state()
     state.save_replaced_rows([(b"k", None)])
     state.write([(b"k", StoredRow(1, 2, b"d"))], [b"other"])

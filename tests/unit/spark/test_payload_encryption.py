@@ -69,7 +69,7 @@ def destroy(directory: Path, key_id: str) -> None:
         ({"requireEncryption": "true"}, "option 'requireEncryption' is for reading"),
     ],
 )
-def test_a_write_has_one_source_of_key_ids(options: dict[str, str], text: str) -> None:
+def test_a_write_requires_exactly_one_source_of_key_ids(options: dict[str, str], text: str) -> None:
     with pytest.raises(BadConfig, match=text):
         parse_write(CONNECT | options)
 
@@ -95,7 +95,7 @@ def test_a_read_with_wrong_options_is_rejected(options: dict[str, str], text: st
         parse_read(CONNECT | options)
 
 
-def test_with_keys_the_log_has_another_column() -> None:
+def test_with_encryption_keys_the_schema_has_a_data_error_column() -> None:
     assert WaltzDataSource(CONNECT).schema().endswith("data binary")
     schema = WaltzDataSource(CONNECT | {"encryptionKeys": "/k"}).schema()
     assert schema.endswith("data binary, data_error string")
@@ -162,7 +162,7 @@ def read_options(directory: Path, **options: str) -> ReadOptions:
     return parse_read({**CONNECT, "encryptionKeys": str(directory), **options})
 
 
-def test_a_read_without_a_format_has_null_and_the_reason(directory: Path) -> None:
+def test_an_undecrypted_payload_without_a_format_is_null_with_a_reason(directory: Path) -> None:
     payloads = [sealed(directory, b"1"), sealed(directory, b"2", "b"), b"plain"]
     destroy(directory, "b")
     schema = ddl_schema("data_error string, transaction_id bigint, data binary")
@@ -181,7 +181,7 @@ def test_a_read_without_a_format_has_null_and_the_reason(directory: Path) -> Non
     assert found == [None, "the key 'b' does not exist", "the payload is not encrypted"]
 
 
-def test_a_read_of_headers_decrypts_nothing(directory: Path) -> None:
+def test_a_read_of_headers_does_not_decrypt_payloads(directory: Path) -> None:
     converter = BatchConverter(read_options(directory / "none"), ddl_schema("header int"))
     assert "data" not in converter.columns
     assert converter.columns == ["header"]
@@ -217,7 +217,7 @@ def test_an_undecrypted_payload_is_null_in_every_mode(
         assert by_id[11]["data_error"] is None
 
 
-def test_failfast_fails_for_a_payload_that_was_decrypted_and_names_it(directory: Path) -> None:
+def test_failfast_names_a_decrypted_payload_that_cannot_be_unpacked(directory: Path) -> None:
     schema = ddl_schema("id bigint, data_error string")
     good, bad = sealed(directory, {"id": 1}), sealed(directory, b"no json")
     lost = sealed(directory, {"id": 2}, "b")
@@ -277,7 +277,7 @@ def decrypted(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:
     return found.data.to_pylist()
 
 
-def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory: Path) -> None:
+def test_each_attempt_encrypts_its_rows_with_a_new_salt(directory: Path) -> None:
     rows = [b"row %d" % number for number in range(30)]
     options = write_options(directory, encryptionKeyId="a", batchSize="7")
     log = Log(3, loss=0.1)  # some rows are sent again
@@ -288,7 +288,7 @@ def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory:
     assert len({each[6:22] for each in log.payloads}) >= 5  # a salt for each append
 
 
-def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> None:
+def test_the_byte_limit_of_an_append_includes_the_envelopes(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a", batchSize="10000")
     log = Log(0, loss=0.0)
     list(Appender(log, options).send([shaper(options).convert(frame([bytes(400)] * 10_000))]))
@@ -296,7 +296,7 @@ def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> No
     assert max(log.append_bytes) <= BATCH_BYTES_MAX < 10_000 * len(log.payloads[0])
 
 
-def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
+def test_the_key_column_selects_the_key_of_each_row(directory: Path) -> None:
     rows = [b"1", b"2", b"3"]
     options = write_options(directory, encryptionKeyIdColumn="customer")
     log = Log(0, loss=0.0)
@@ -333,7 +333,7 @@ def test_the_key_column_is_checked_on_the_driver(ddl: str, text: str) -> None:
     check_schema(ddl_schema("data binary, customer string"), options)
 
 
-def test_the_limit_of_a_payload_includes_its_envelope(directory: Path) -> None:
+def test_the_payload_limit_includes_the_envelope(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a")
     largest = bytes(TRANSACTION_BYTES_MAX - 105)
     log = Log(0, loss=0.0)

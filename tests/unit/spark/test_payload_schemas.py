@@ -103,7 +103,7 @@ def read(options: dict[str, str], columns: str, data: pa.Array, **more: str) -> 
         ({"dataFormat": "avro", "schemaRegistry": "r:80"}, "expected a URL like http://"),
     ],
 )
-def test_a_format_with_schemas_needs_a_registry_and_no_other_has_one(options, text):
+def test_only_formats_with_schemas_accept_and_require_a_registry(options, text):
     for parse in (parse_read, parse_write):
         with pytest.raises(BadConfig, match=text):
             parse(CONNECT | options)
@@ -128,7 +128,7 @@ def test_a_password_in_the_url_is_rejected_without_showing_it():
         ({"dataFormat": "msgpack"} | SUBJECT, "'schemaRegistry' needs dataFormat"),
     ],
 )
-def test_a_write_names_its_schema(options, text):
+def test_invalid_schema_options_of_a_write_are_rejected(options, text):
     with pytest.raises(BadConfig, match=text):
         parse_write(CONNECT | {"schemaRegistry": "http://r"} | options)
 
@@ -151,7 +151,7 @@ def test_the_default_version_depends_on_the_format():
     ("data_format", "key"),
     [("avro", types.IntegerType()), ("protobuf", types.ArrayType(types.LongType()))],
 )
-def test_keys_that_a_format_lacks_are_rejected_on_the_driver(data_format, key):
+def test_unsupported_map_keys_are_rejected_on_the_driver(data_format, key):
     kind = types.MapType(key, types.IntegerType())
     schema = StructType([types.StructField("m", kind)])
     options = CONNECT | {"dataFormat": data_format, "schemaRegistry": "http://r"} | SUBJECT
@@ -186,7 +186,7 @@ def test_a_write_registers_the_schema_of_its_columns_on_the_driver(registry):
     assert keys.keys_of_record(0, 0, first) == keys.keys_of_record(0, 5, first)
 
 
-def test_identity_columns_identify_rows_of_any_other_value(registry):
+def test_identity_columns_alone_determine_the_row_hash(registry):
     given_ = given_for(registry, identityColumns="id,price", **SUBJECT)
     options, append = written(given_, ROWS)
     registry.fault = "reset"
@@ -295,7 +295,7 @@ def test_any_nested_column_round_trips_through_avro(data):
     assert is_whole.all()
 
 
-def test_a_column_that_is_not_nullable_is_no_union(registry):
+def test_a_column_that_is_not_nullable_is_not_a_union(registry):
     schema = StructType([types.StructField("id", types.LongType(), nullable=False)])
     options = resolve_write_schema(
         parse_write(given_for(registry, **SUBJECT)), list(arrow_schema(schema))
@@ -307,7 +307,7 @@ def test_a_column_that_is_not_nullable_is_no_union(registry):
 # --- reading
 
 
-def test_old_and_new_rows_are_read_into_the_columns_of_the_reader(registry):
+def test_rows_of_old_and_new_schemas_are_read_with_the_reader_schema(registry):
     older = pa.RecordBatch.from_pydict({"id": pa.array([1], pa.int32()), "gone": pa.array(["x"])})
     registry.put("a", "0")
     _, first = written(given_for(registry, schemaSubject="s1"), older)
@@ -349,7 +349,7 @@ def test_an_outage_fails_the_read_in_every_mode(registry, mode):
         read(given_for(registry), "id long", append.column("data"), mode=mode)
 
 
-def test_a_file_has_the_credentials_of_driver_and_tasks(registry, tmp_path):
+def test_driver_and_tasks_read_credentials_from_a_file(registry, tmp_path):
     registry.user = "waltz:a secret"
     file = tmp_path / "auth"
     file.write_text(registry.user)
@@ -360,7 +360,7 @@ def test_a_file_has_the_credentials_of_driver_and_tasks(registry, tmp_path):
     assert b"secret" not in CPickleSerializer().dumps(options)
 
 
-def test_the_prefix_of_a_schema_is_inside_the_encrypted_payload(registry, tmp_path: Path):
+def test_the_schema_prefix_is_inside_the_encrypted_payload(registry, tmp_path: Path):
     (tmp_path / "a").write_text("0f" * 32)
     keys = {"encryptionKeys": str(tmp_path)}
     options, append = written(given_for(registry, **keys, encryptionKeyId="a", **SUBJECT), ROWS)

@@ -147,7 +147,7 @@ def test_each_log_of_a_query_has_its_lag_and_other_sources_have_none(
     assert lag("transactions", name, 0, source=2) == 1
 
 
-def test_a_failed_query_keeps_its_position_until_it_starts_again(
+def test_the_lag_of_a_failed_query_continues_until_it_restarts(
     client: WaltzClient, listener: Any
 ) -> None:
     failed, again = Query(listener, "balances"), Query(listener, "balances")
@@ -205,7 +205,7 @@ def test_an_unknown_age_is_nan(
     assert lag("transactions", "balances", 0) == 1
 
 
-def test_without_the_log_the_rows_are_exported_and_the_lag_is_not(
+def test_without_the_log_only_the_row_metrics_are_exported(
     client: WaltzClient, listener: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = Query(listener, "balances")

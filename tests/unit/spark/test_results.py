@@ -23,7 +23,7 @@ from waltz_spark.writer.results import (
 
 
 @pytest.mark.parametrize("write", ["1", "n-1", "run-0123", "a.b", "x[y]"])
-def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
+def test_a_result_file_name_identifies_its_write(write: str) -> None:
     assert is_result_file_of(result_file_name(3, 70_000, write), write)
     assert is_result_file_of(result_file_name(123_456, 0, write), write)
 
@@ -69,7 +69,7 @@ def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
     return file
 
 
-def test_only_results_that_the_job_keeps_are_visible(tmp_path: Path) -> None:
+def test_only_published_result_files_are_visible(tmp_path: Path) -> None:
     kept, lost, other = attempt(tmp_path, 3), attempt(tmp_path, 4), attempt(tmp_path, 3, "v")
     lost.close()
     other.close()

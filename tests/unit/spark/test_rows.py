@@ -82,7 +82,7 @@ def test_a_value_of_another_type_names_its_row_and_column() -> None:
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 @given(payload=st.binary(max_size=40))
-def test_any_bytes_give_columns_or_a_typed_error(data_format: str, payload: bytes) -> None:
+def test_any_bytes_are_unpacked_or_raise_a_typed_error(data_format: str, payload: bytes) -> None:
     unpacker = Unpacker([pa.field("a", pa.int32()), pa.field("b", pa.date32())], data_format)
     with contextlib.suppress(BadFormat):
         found = unpacker.columns(pa.array([payload], pa.binary()), where)
@@ -107,7 +107,7 @@ def test_non_finite_numbers_are_rejected_in_json(value: float) -> None:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_only_values_that_do_not_fit_become_null(data_format: str) -> None:
+def test_only_values_that_cannot_be_converted_become_null(data_format: str) -> None:
     fields = [pa.field("a", pa.int32()), pa.field("b", pa.map_(pa.string(), pa.int64()))]
     texts, maps = pa.array(["x"]), pa.array([[("k", 1)]], fields[1].type)
     rows = [[pa.array([1]), maps], [texts, maps], [pa.array([2]), texts], [texts, texts]]
@@ -235,12 +235,12 @@ def test_values_under_a_null_are_not_cast(
         (pa.binary(), b'{"a": "a"}'),
     ],
 )
-def test_a_nested_value_of_another_type_is_named(kind: pa.DataType, payload: bytes) -> None:
+def test_the_error_names_a_nested_value_of_another_type(kind: pa.DataType, payload: bytes) -> None:
     with pytest.raises(BadFormat, match="transaction 1, column 'a': expected "):
         Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
 
 
-def test_a_payload_with_half_a_character_is_named() -> None:
+def test_the_error_names_a_payload_with_a_lone_surrogate() -> None:
     payloads = pa.array([b"{}", b'{"a": "\\ud800"}'])
     with pytest.raises(
         BadFormat, match="transaction 1: expected a payload in json: found an unpaired surrogate"
@@ -248,7 +248,7 @@ def test_a_payload_with_half_a_character_is_named() -> None:
         Unpacker([pa.field("a", pa.string())], "json").columns(payloads, where)
 
 
-def test_a_payload_with_unhashable_keys_is_named() -> None:
+def test_the_error_names_a_payload_with_unhashable_keys() -> None:
     payload = b"\x81\x91\x01\x01"  # {[1]: 1}
     with pytest.raises(BadFormat, match="transaction 0: expected a payload in msgpack"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), where)

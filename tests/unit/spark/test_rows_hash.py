@@ -67,7 +67,7 @@ def test_the_row_sum_does_not_depend_on_order_batches_or_tasks(data: st.DataObje
 
 
 @given(*[st.lists(rows_of_any_kind, min_size=1, max_size=6)] * 2)
-def test_other_rows_have_another_hash(one: list[Row], other: list[Row]) -> None:
+def test_different_rows_have_different_hashes(one: list[Row], other: list[Row]) -> None:
     sums = [sum_of([batch_of(rows)]) for rows in (one, other)]
     assert (sums[0].digest == sums[1].digest) == (Counter(one) == Counter(other))
 
@@ -78,19 +78,19 @@ def test_the_row_sum_is_the_same_in_every_version() -> None:
     assert found.as_fields() == {"rows": 3, "rows_hash": "679d80a9b48c1a9d"}
 
 
-def test_text_of_any_arrow_type_is_its_bytes() -> None:
+def test_text_of_any_arrow_type_is_hashed_by_its_bytes() -> None:
     kinds = (pa.binary(), pa.string(), pa.large_binary(), pa.large_string())
     assert len({of_one({"data": pa.array(["day", "night"]).cast(kind)}) for kind in kinds}) == 1
 
 
-def test_packed_rows_are_their_payload() -> None:
+def test_packed_rows_are_hashed_by_their_payload() -> None:
     columns = {"id": pa.array([1, 2]), "owner": pa.array(["Anna", "Boris"])}
     large = columns | {"owner": columns["owner"].cast(pa.large_string())}
     assert of_one(columns, PACKED) == of_one(large, PACKED)
     assert of_one(columns, PACKED) != of_one(columns | {"owner": pa.array(["Anna", "B."])}, PACKED)
 
 
-def test_locks_and_marks_do_not_count_but_the_partition_they_choose_does() -> None:
+def test_the_hash_includes_the_partition_but_not_locks_and_marks() -> None:
     def locked(first: int, partition: int | None) -> RowsHash:
         return of_one(
             {
@@ -125,7 +125,7 @@ def test_identity_columns_replace_the_row_in_the_sum() -> None:
     assert len({row(1, "Monday", 0), row(2, "Monday", 0), row(1, "Tuesday", 0)}) == 3
 
 
-def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
+def test_equal_rows_and_missing_hashes_are_accepted() -> None:
     rows = RowsHash(2, 77)
     rows.check_equal("daily", {"committed": 2, **rows.as_fields()}, hint="")
     rows.check_equal("daily", {"committed": 9}, hint="")
@@ -151,7 +151,7 @@ def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
         ),
     ],
 )
-def test_other_rows_are_an_error_that_names_both_counts(rows: RowsHash, sentence: str) -> None:
+def test_the_error_for_different_rows_names_both_counts(rows: RowsHash, sentence: str) -> None:
     with pytest.raises(BadRequest) as caught:
         rows.check_equal("daily", RowsHash(1, 77).as_fields(), hint="Do this.")
     assert str(caught.value) == sentence

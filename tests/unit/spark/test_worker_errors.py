@@ -50,7 +50,7 @@ def test_an_unexpected_error_keeps_its_stack_trace(
     assert os.environ[HIDE] == ""
 
 
-def test_the_users_own_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_traces_outside_of_a_worker_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARK_PYTHON_RUNTIME", raising=False)
     monkeypatch.setenv(HIDE, "")
     with pytest.raises(errors.BadRequest):

@@ -138,7 +138,7 @@ def test_the_cluster_is_checked():
         assert as_0_13 == wire.AdminFailure(-1, f"ClusterKeyMismatch: {text}", ())
 
 
-def test_partitions_are_assigned_and_switched_one_by_one():
+def test_partitions_are_assigned_and_set_available_one_by_one():
     terminal = Terminal()
     assert terminal.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
     assert terminal.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
@@ -151,7 +151,7 @@ def test_partitions_are_assigned_and_switched_one_by_one():
     ]
 
 
-def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
+def test_a_request_for_several_partitions_stops_at_the_first_error():
     terminal = Terminal(
         SetAvailableTask=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
@@ -173,7 +173,7 @@ def test_marks_and_held_partitions_are_reported():
 
 
 @pytest.mark.parametrize("disk_error", [None, "statvfs: input/output error"])
-def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
+def test_the_gauges_have_the_names_and_format_of_waltz_0_13(disk_error):
     free_bytes = None if disk_error else 5_000
     disk_status = DiskStatus(free_bytes, 64, True, 1_700_000_000_000, disk_error)
     terminal = Terminal(
@@ -257,9 +257,7 @@ IN_SESSION = (
         (ENGAGED, True, None),
     ],
 )
-def test_an_assigned_replica_is_never_removed_and_one_of_the_session_only_with_force(
-    state, forced, text
-):
+def test_removing_a_replica_of_the_session_requires_force(state, forced, text):
     terminal = Terminal(FindZooKeeperState=state)
     answer = terminal.ask(wire.RemovePartition(1, 2, True, forced))
     if text is None:
@@ -286,7 +284,7 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     assert terminal.changes == [admin_tasks.ReSeedTask(2)]
 
 
-def test_a_replica_is_suspect_unless_it_is_the_only_one():
+def test_the_only_replica_in_sync_is_not_marked_as_suspect_without_force():
     terminal = Terminal(FindZooKeeperState=ENGAGED)
     assert terminal.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert terminal.changes == [admin_tasks.MarkSuspectTask(2)]
@@ -487,7 +485,7 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
     asyncio.run(run())
 
 
-def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_done():
+def test_a_request_in_its_last_task_completes_after_its_connection_closes():
     terminal = Terminal()
     terminal.post(wire.MarkSuspect(1, 2, True))
     terminal.post(wire.SessionInfoRequest(2, 2))
@@ -514,7 +512,7 @@ def test_waiting_requests_are_limited():
     assert len(terminal.answered) == WAITING_MAX + 3
 
 
-def test_a_message_other_than_a_request_is_rejected_and_ends_nothing():
+def test_an_unexpected_message_is_rejected_without_closing_the_connection():
     terminal = Terminal()
     for message in (wire.Done(1), wire.AdminRejected(1, 5, "x"), wire.Copied(1, 2, 3)):
         assert "does not accept" in refused(terminal.ask(message), errors.BadRequest)

@@ -65,7 +65,7 @@ def test_held_replicas_and_their_states_are_reported(engine):
     assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
 
 
-def test_the_disk_is_reported_with_the_time(engine):
+def test_the_disk_report_has_a_time(engine):
     room = disk_status_of(engine, 1_234)
     assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
     assert room.free_bytes > 0
@@ -76,7 +76,7 @@ def test_the_disk_is_reported_with_the_time(engine):
     assert disk_status_of(engine, 1_234).is_full
 
 
-def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
+def test_unknown_free_space_does_not_hide_the_other_values(engine, monkeypatch):
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
@@ -151,7 +151,7 @@ def test_copied_records_are_appended_and_set_no_mark(engine):
         ({"lineage": ()}, BadRequest),
     ],
 )
-def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
+def test_a_copy_of_another_log_changes_nothing(engine, changed, error):
     execute_change(engine, admin_tasks.Assign(1))
     with pytest.raises(error):
         execute_change(engine, admin_tasks.PutCopy(copy_of(OwnerSession(5, 1), **changed)))
@@ -215,6 +215,6 @@ def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     assert log.slot.provisional is not None
 
 
-def test_a_change_contains_its_partition():
+def test_each_admin_task_has_its_partition():
     assert admin_execution.partition_of(admin_tasks.Assign(2)) == 2
     assert admin_execution.partition_of(admin_tasks.PutCopy(copy_of(OwnerSession(5, 1)))) == 1

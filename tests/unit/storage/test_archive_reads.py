@@ -109,7 +109,7 @@ def archived(make, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 15), (3, 3), (5, 12), (14, 99)])
-def test_a_reader_gets_removed_records_as_they_were(archived, first, last):
+def test_a_reader_receives_removed_records_unchanged(archived, first, last):
     message = range_of(archived.owner, first, last, whole_batches=False, reader=True)
     found = archived.answer(message, 7)
     assert isinstance(found, RangeBytes)
@@ -169,7 +169,7 @@ def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
 
 
-def test_the_owner_learns_that_a_lineage_has_expired(archived):
+def test_the_owner_receives_an_error_for_an_expired_lineage(archived):
     expire(archived, 6)
     found = archived.error(archived.owner.make(LineageRequest, 3, 9))
     assert (type(found), found.first_available) == (BeforeLogStart, 6)
@@ -204,7 +204,7 @@ def test_a_failed_read_of_the_archive_is_reported_once_for_a_while(archived):
     assert len(read(4)) == 2
 
 
-def test_a_store_that_fails_is_reported_once_whatever_is_read(archived):
+def test_an_object_store_failure_is_reported_once_for_all_reads(archived):
     bench, kinds = archived.bench, (ArchiveUnavailable, ArchiveUnavailable, BeforeLogStart)
     for number, kind in enumerate(kinds):
         bench.send(7, range_of(archived.owner, number, 9, whole_batches=False, reader=True))
@@ -216,7 +216,7 @@ def test_a_store_that_fails_is_reported_once_whatever_is_read(archived):
         assert len(found) == (1 if number == 0 else 0)
 
 
-def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived):
+def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
     later = archived.bench.owned(7, connection=2)
     message = range_of(later, 0, 9, whole_batches=False, reader=True)
     found = archived.error(message, 7)
@@ -250,7 +250,7 @@ def test_an_archive_of_another_log_is_not_read(archived):
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
 
 
-def test_an_answer_arrives_though_the_session_has_ended(archived):
+def test_a_read_is_answered_after_the_end_of_the_session(archived):
     message = range_of(archived.owner, 0, 1, whole_batches=False, reader=True)
     archived.bench.send(7, message)
     archived.bench.finish()
@@ -294,7 +294,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     archived.cache.close()
 
 
-def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(archived):
+def test_reads_from_the_archive_are_limited_and_block_no_connection(archived):
     bench, owner = archived.bench, archived.owner
     messages = [
         range_of(owner, 0, 9, bytes_max=1 << 16, reader=True) for _ in range(QUERIES_MAX + 1)

@@ -52,7 +52,7 @@ def case(tmp_path):
     return Case(tmp_path)
 
 
-def test_damage_ends_with_the_repair_of_its_file(case):
+def test_damage_is_cleared_after_the_archived_file_is_repaired(case):
     assert len(case.access.damaged_places) == case.recheck() == 2
     case.missing.rename(case.paths[1])
     assert case.recheck() == 1
@@ -62,7 +62,7 @@ def test_damage_ends_with_the_repair_of_its_file(case):
     assert case.access.read_damage == ""
 
 
-def test_damage_stays_without_an_answer(case, monkeypatch):
+def test_damage_is_kept_while_the_object_store_is_unavailable(case, monkeypatch):
     def unavailable(*_):
         raise ArchiveUnavailable("no route")
 

@@ -176,7 +176,7 @@ def test_a_range_ends_where_the_synced_log_does(make, last):
     assert request(bench, owner, range_to(owner, last)).end.last == 5
 
 
-def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
+def test_a_range_below_the_minimum_size_and_age_is_not_archived(make):
     age_ms = 1 << 60
     bench = make(archive=ArchiveLimits(object_bytes=6 * 140, age_ms=age_ms))
     owner = filled(bench)
@@ -209,7 +209,7 @@ def test_a_batch_that_reaches_beyond_the_range_is_not_archived(make, monkeypatch
     assert [each.error for each in notices(bench)] == ([""] if end is None else [])
 
 
-def test_a_clock_behind_the_commit_stamps_stops_no_range_that_has_begun(make, monkeypatch):
+def test_a_clock_behind_the_commit_stamps_does_not_stop_a_started_range(make, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 150)
     bench = make(archive=ArchiveLimits(object_bytes=400, age_ms=0))
     owner = filled(bench, size=1)
@@ -251,7 +251,7 @@ def test_a_range_with_another_chain_damage_or_reconstructed_batches_is_an_error(
     assert len(reports(bench, "storage.archive_failed")) == 4
 
 
-def test_a_failed_upload_is_reported_and_the_next_attempt_is_free(make):
+def test_a_failed_upload_is_reported_and_does_not_block_the_next(make):
     bench = make()
     owner = filled(bench)
     job = request(bench, owner, range_to(owner, 5))
@@ -261,7 +261,7 @@ def test_a_failed_upload_is_reported_and_the_next_attempt_is_free(make):
     assert request(bench, owner, range_to(owner, 5, attempt=2)).attempt == 2
 
 
-def test_requests_of_others_and_without_an_archive_are_rejected(make):
+def test_archive_requests_of_other_owners_or_without_an_archive_are_rejected(make):
     bench = make()
     owner = filled(bench)
     assert isinstance(rejection(bench, range_to(owner, 5), connection=2), SessionFenced)
@@ -457,7 +457,7 @@ def three_jobs(make):
     return bench, bench.only(service_effects.UploadRange)[0].job
 
 
-def test_the_owners_of_all_jobs_are_notified_of_progress_now_and_then(make):
+def test_the_owners_of_all_jobs_are_notified_of_progress_at_intervals(make):
     bench, job = three_jobs(make)
     for _ in range(PROGRESS_INTERVAL_MS // 1_000):
         bench.step(service.ArchiveProgressed())
@@ -573,7 +573,7 @@ def test_a_mark_with_another_chain_is_rejected(make):
     assert starts(bench) == []
 
 
-def test_the_next_round_checks_again_and_a_later_session_has_another_mark(make):
+def test_retention_is_checked_again_with_the_mark_of_a_later_session(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
@@ -598,7 +598,7 @@ def test_the_next_round_checks_again_and_a_later_session_has_another_mark(make):
     assert len(starts(bench)) > len(before)
 
 
-def test_the_largest_log_loses_its_oldest_segment_first(make):
+def test_retention_starts_with_the_oldest_segment_of_the_largest_log(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     log = bench.engine.assign(1)
     bench.step(service.PartitionOpened(log))
@@ -654,7 +654,7 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     assert not [each for each in answers if isinstance(each, ObjectsExpired)]
 
 
-def test_marks_that_keep_arriving_do_not_delay_the_removal():
+def test_repeated_marks_do_not_delay_the_removal():
     partitions, marks, removals = 10, 9, 0
     retention = Retention(RetentionLimits(age_ms_max=1))
     for partition in range(partitions):

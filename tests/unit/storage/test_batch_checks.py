@@ -37,7 +37,7 @@ def test_a_chain_is_followed_to_the_first_batch_that_does_not_continue():
     assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
 
 
-def test_a_run_that_differs_from_its_header_is_rejected():
+def test_a_batch_that_differs_from_its_header_is_rejected():
     records, lengths, entries = make_batches(4, [3, 2], KEY)
     bad = bytearray(records)
     bad[2 * RECORD_BYTES + 44] ^= 1
@@ -66,7 +66,7 @@ def test_a_run_that_differs_from_its_header_is_rejected():
             check_batches(first, sizes, run, chain, batches)
 
 
-def test_repaired_records_need_not_match_the_batch_after_them():
+def test_repaired_records_need_not_match_the_following_batch():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3], [4], [2])
     segments.all[1].lineage.truncate(0)
@@ -76,7 +76,7 @@ def test_repaired_records_need_not_match_the_batch_after_them():
         check_repaired(segments, IdRange(3, 7), ())
 
 
-def test_a_reconstructed_chain_proves_no_records_nor_does_the_next_one():
+def test_a_reconstructed_chain_does_not_prove_records():
     segments, _, entries = make_segments(new_disk(), [3, 4, 2])
     segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY)])
     with pytest.raises(ChecksumMismatch, match=r"records 0\.\.4 do not match .* batch 0\.\.2"):
@@ -99,7 +99,7 @@ def test_damage_found_during_a_repair_waits_for_its_own_repair(is_unreadable):
     assert all(30 < one.first == one.last < 43 for one in found)
 
 
-def test_the_batch_before_an_id_ends_there():
+def test_the_batch_before_an_id_ends_directly_before_it():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3, 2], [4])
     assert entry_before(segments, 0) is None

@@ -52,7 +52,7 @@ def test_control_data_survives_a_power_loss():
 
 
 @pytest.mark.parametrize("survival", Survival)
-def test_a_crash_in_the_middle_of_a_write_leaves_the_old_or_the_new(survival):
+def test_a_crash_during_a_write_leaves_the_old_or_the_new_state(survival):
     for seed in range(30):
         disk = new_disk()
         control = open_control(disk)
@@ -68,7 +68,7 @@ def test_a_crash_in_the_middle_of_a_write_leaves_the_old_or_the_new(survival):
         assert found in (old, new)
 
 
-def test_a_failed_write_changes_nothing_that_counts():
+def test_a_failed_write_does_not_change_the_current_state():
     disk = new_disk()
     control = open_control(disk)
     old = control.set_flags(2, 1)
@@ -131,7 +131,7 @@ def test_one_sync_covers_all_earlier_writes(tmp_path):
     control.close()
 
 
-def test_the_other_structure_counts_when_one_is_damaged():
+def test_a_damaged_copy_falls_back_to_the_other_copy():
     disk = new_disk()
     control = open_control(disk)
     older = control.set_flags(1, 1)
@@ -148,7 +148,7 @@ def test_the_other_structure_counts_when_one_is_damaged():
         open_control(disk)
 
 
-def test_a_structure_in_the_place_of_another_is_rejected():
+def test_a_structure_at_the_position_of_another_is_rejected():
     disk = new_disk()
     open_control(disk)
     content = disk.visible_content(PATH)
@@ -217,7 +217,7 @@ def new_slots(disk, **fields):
     return SlotFile.create(disk, ROOT, Slot(2, **fields))
 
 
-def test_slots_take_turns_and_the_newest_counts():
+def test_slots_are_written_alternately_and_the_newest_is_used():
     disk = new_disk()
     slots = new_slots(disk)
     for promised in range(5):
@@ -244,7 +244,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
 
 
 @pytest.mark.parametrize("spoiled", ["newest", "older"])
-def test_a_slot_in_the_place_of_the_other_is_invalid(spoiled):
+def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
     """A misdirected write of our own bytes: valid, but not there."""
     disk = new_disk()
     slots = new_slots(disk)

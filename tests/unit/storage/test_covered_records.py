@@ -177,7 +177,7 @@ def test_batches_of_large_records_fit_into_a_frame(empty):
 
 
 @pytest.mark.parametrize("count", [2, 7, 20])
-def test_batches_of_records_that_0_13_has_replaced_are_made_again(empty, count):
+def test_batches_of_records_replaced_by_0_13_are_rebuilt(empty, count):
     """0.13 ignores batches: one of ours above the mark may belong to replaced records."""
     append_ours(empty, 1, BEFORE_FIRST)
     append_ours(empty, 2, 4, batches_count=2)
@@ -192,7 +192,7 @@ def test_batches_of_records_that_0_13_has_replaced_are_made_again(empty, count):
     assert empty.log.state().low_water_mark == last
 
 
-def test_a_mark_of_0_13_does_not_bind_an_owner(world):
+def test_a_mark_of_0_13_is_not_reported_as_confirmed(world):
     state = world.log.state()
     assert (state.low_water_mark, state.mark_confirmed) == (5, False)
     assert world.log.confirmed_low_water_mark == 5
@@ -209,7 +209,7 @@ def test_a_log_below_its_mark_reports_no_session(empty):
 # ---- covering
 
 
-def test_the_same_records_get_other_batches(world):
+def test_covered_records_can_get_other_batches(world):
     assert cover(world) == (BEFORE_FIRST, GENESIS_CHAIN)
     assert (world.log.max_id, world.log.synced_max) == (BEFORE_FIRST, BEFORE_FIRST)
     first, second, third, fourth = other_batches(records(0, 12), (3, 4, 3, 2), 2)
@@ -231,7 +231,7 @@ def test_the_same_records_get_other_batches(world):
     assert not world.log.suspect
 
 
-def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(world):
+def test_a_damaged_record_is_covered_and_stays_damaged(world):
     """It is below the confirmed mark: if it counted as another one, nothing could be appended."""
     (path,) = (world.directory / "0").glob("*.seg")
     content = path.read_bytes()
@@ -274,7 +274,7 @@ def test_a_truncation_without_space_is_repeated_when_the_mark_is_set_again(world
     assert not world.log.suspect
 
 
-def test_records_after_the_last_one_are_appended(world):
+def test_records_after_the_last_covered_record_are_appended(world):
     cover(world)
     first, second = other_batches(records(0, 14), (8, 6), 2)
     append(world, first)
@@ -348,7 +348,7 @@ def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
     assert world.content() == whole(last)
 
 
-def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(world):
+def test_a_failed_rebatching_closes_the_log_until_it_is_reopened(world):
     cover(world)
     world.disk.next_errors["pread"] = DiskFailed("no")
     with pytest.raises(DiskFailed, match="cannot write batches"):
@@ -400,7 +400,7 @@ def test_records_of_an_owner_are_truncated_as_usual(world):
 # ---- files of earlier versions, which accepted records from 0.13 servers
 
 
-def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
+def test_unbatched_records_of_an_earlier_version_get_batches(empty):
     (fields,) = other_batches(records(0, 10), (10,), 2)
     empty.log.prepare(2, NONCE)
     append(empty, fields)

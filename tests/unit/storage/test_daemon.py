@@ -23,7 +23,7 @@ class Link:
         self._admitted.append(self.name)
 
 
-def test_early_connections_are_admitted_in_order_and_closed_ones_never():
+def test_early_connections_are_admitted_in_order_unless_closed():
     """A later connection of one server has the higher number, and supersedes the earlier one."""
     admitted = []
     daemon = StorageDaemon.__new__(StorageDaemon)
@@ -77,7 +77,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("what", ["room", "close"])
-def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(tmp_path, what):
+def test_a_hanging_disk_does_not_block_the_shutdown(tmp_path, what):
     """The next process needs its locks; a thread that hangs on a disk may never return."""
     command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), what]
     ended = subprocess.run(

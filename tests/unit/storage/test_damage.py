@@ -40,7 +40,7 @@ def log():
     return Log()
 
 
-def test_a_hole_is_filled_bit_by_bit_from_its_beginning(log):
+def test_damage_is_repaired_in_parts_from_its_beginning(log):
     left = log.fill(4, 5)
     assert left == (IdRange(1, 1), IdRange(6, 6))
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
@@ -53,14 +53,14 @@ def test_damage_found_during_a_repair_is_recorded(log):
 
 
 @pytest.mark.parametrize(("first", "last"), [(5, 6), (0, 1), (1, 2), (4, 7), (8, 8)])
-def test_only_known_damage_is_written_over(log, first, last):
+def test_only_known_damage_is_overwritten(log, first, last):
     before = log.disk.files()
     with pytest.raises(BadRequest, match=f"partition 2: .* damaged range.*, found {first}"):
         log.fill(first, last)
     assert log.disk.files() == before
 
 
-def test_records_that_are_wrong_by_themselves_are_not_written(log):
+def test_corrupt_records_are_not_written(log):
     before = log.disk.files()
     run, lengths = make_run(4, [20])
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_records_that_are_wrong_by_themselves_are_not_written(log):
     assert log.disk.files() == before
 
 
-def test_records_of_another_history_leave_the_damage_known(log):
+def test_records_of_another_history_do_not_repair_damage(log):
     run, lengths, _ = make_batches(1, [1], seed=8)
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
         damage.repair_damage(HOLE, log.segments, 1, lengths, run)
@@ -81,7 +81,7 @@ def test_records_of_another_history_leave_the_damage_known(log):
     assert log.segments.read(0, 2)[0] == log.records[: 3 * RECORD_BYTES]
 
 
-def test_records_of_another_length_do_not_fit(log):
+def test_records_of_another_length_are_rejected(log):
     run, lengths = make_run(1, [21])
     with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
         damage.repair_damage(HOLE, log.segments, 1, lengths, run)
@@ -92,7 +92,7 @@ def spoil_batch(log, position):
     log.disk.flip_bits(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * position + 8)
 
 
-def test_a_batch_that_rotted_with_its_records_is_rebuilt_from_them(log):
+def test_a_damaged_batch_is_rebuilt_from_repaired_records(log):
     spoil_batch(log, 1)
     left = log.fill(4, 5)
     assert left == (IdRange(1, 1), IdRange(6, 6)), "what is left of it is waited for"
@@ -102,7 +102,7 @@ def test_a_batch_that_rotted_with_its_records_is_rebuilt_from_them(log):
     assert log.segments.entries(0, 9, 9)[1] == tuple(log.entries)
 
 
-def test_the_batch_behind_a_lost_one_is_waited_for(log):
+def test_a_repair_waits_for_the_batch_after_a_lost_batch(log):
     spoil_batch(log, 0)
     left = log.fill(4, 5)
     left = log.fill(1, 1, slot=Slot(2, damaged=left))
@@ -122,7 +122,7 @@ def foreign(first, last):
 
 
 @pytest.mark.parametrize("spoiled", [0, 1])
-def test_records_of_another_history_prove_no_batch(log, spoiled):
+def test_records_of_another_history_do_not_prove_a_batch(log, spoiled):
     spoil_batch(log, spoiled)
     slot = Slot(2, damaged=(IdRange(4, 6),))
     log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
@@ -134,14 +134,14 @@ def test_records_of_another_history_prove_no_batch(log, spoiled):
     assert log.segments.read(0, 9)[0] == log.records
 
 
-def test_a_whole_batch_is_compared_with_its_records_next_to_a_lost_one(log):
+def test_a_complete_batch_next_to_a_lost_one_is_verified(log):
     spoil_batch(log, 1)
     slot = Slot(2, damaged=(IdRange(1, 6),))
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
         damage.repair_damage(slot, log.segments, *foreign(1, 4))
 
 
-def test_a_repair_does_not_wait_for_a_rotten_adjacent_batch(log):
+def test_a_repair_does_not_wait_for_a_damaged_adjacent_batch(log):
     spoil_batch(log, 1)
     assert log.fill(1, 1) == (IdRange(4, 6),)
     spoil_batch(log, 2)
@@ -173,7 +173,7 @@ class Lost(Log):
 
 
 @pytest.mark.parametrize("pieces", [(39,), (26, 39), (22, 31, 33, 39), tuple(range(21, 40))])
-def test_lost_blocks_are_written_over_in_pieces(pieces):
+def test_lost_blocks_are_overwritten_in_parts(pieces):
     """However much of a block a piece has: the rest of it reads as zeros, until its turn comes."""
     log = Lost()
     first, last = SEGMENT_HEADER_BYTES + RECORD_BYTES * 21, SEGMENT_HEADER_BYTES + RECORD_BYTES * 40
@@ -191,7 +191,7 @@ def test_lost_blocks_are_written_over_in_pieces(pieces):
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
 
 
-def test_the_block_in_which_an_older_segment_ends_is_written_over():
+def test_the_last_block_of_an_older_segment_is_overwritten():
     log = Lost()
     end = len(log.disk.visible_content(log.path))
     log.disk.make_unreadable(log.path, end - 1, end - 1)
@@ -239,7 +239,7 @@ def test_a_segments_header_is_kept_when_its_block_is_released():
     assert damaged == (), "record 6 ends in the next block"
 
 
-def test_records_that_do_not_fit_release_no_sector():
+def test_records_that_do_not_match_release_no_sector():
     log = Lost()
     position = SEGMENT_HEADER_BYTES + RECORD_BYTES * 20
     log.disk.make_unreadable(log.path, position, position)

@@ -47,7 +47,7 @@ def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(place):
 
 
 @pytest.mark.parametrize("bytes_max", [None, 3])
-def test_parts_are_written_in_as_many_calls_as_the_system_wants(tmp_path, monkeypatch, bytes_max):
+def test_partial_writes_of_the_system_are_continued(tmp_path, monkeypatch, bytes_max):
     whole = os.pwritev
     if bytes_max:
         monkeypatch.setattr(
@@ -148,7 +148,7 @@ def test_directories_are_made_with_their_parents(place):
     assert disk.list(directory / "a") == ["b"]
 
 
-def test_files_are_created_whole_in_place_of_older_ones(place):
+def test_a_new_file_atomically_replaces_an_older_one(place):
     disk, directory = place
     create_durably(disk, directory, [("f", b"old, and longer")])
     create_durably(disk, directory, [("e", b"1"), ("f", b"new")])
@@ -227,7 +227,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_an_error_of_the_system_states_what_failed_and_where(tmp_path, monkeypatch, call, number):
+def test_an_error_of_the_system_names_the_call_and_the_file(tmp_path, monkeypatch, call, number):
     file = RealDisk().open(tmp_path / "f", create=True)
 
     def fail(*_args):
@@ -254,7 +254,7 @@ def no_syncs(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_syncs")
-def test_no_more_files_are_open_than_the_limit_and_all_can_be_used(tmp_path):
+def test_the_number_of_open_descriptors_is_limited(tmp_path):
     disk = RealDisk(8)
     files = [disk.open(tmp_path / str(place), create=True) for place in range(20)]
     rng = Random(1)
@@ -286,7 +286,7 @@ def test_the_file_that_was_not_used_for_longest_is_closed_first(tmp_path):
     assert open_names(tmp_path) == {"1", "2", "4"}
 
 
-def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
+def test_a_file_with_unsynced_writes_stays_open(tmp_path):
     disk = RealDisk(2)
     files = [disk.open(tmp_path / str(place), create=True) for place in range(6)]
     changes = (
@@ -304,7 +304,7 @@ def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
     assert open_names(tmp_path) == {"1", "2"}
 
 
-def test_a_file_that_may_be_lost_is_closed_with_writes_that_are_not_synced(tmp_path):
+def test_a_best_effort_file_can_be_closed_with_unsynced_writes(tmp_path):
     disk = RealDisk(2)
     files = [
         disk.open(tmp_path / str(place), create=True, is_best_effort=True) for place in range(6)
@@ -451,7 +451,7 @@ def test_free_space_excludes_reserved_blocks(tmp_path):
         RealDisk().free_bytes(tmp_path / "none")
 
 
-def test_errors_of_names_are_typed(tmp_path):
+def test_errors_for_invalid_names_are_typed(tmp_path):
     disk = RealDisk()
     with pytest.raises(DiskFailed, match="cannot list"):
         disk.list(tmp_path / "none")
@@ -466,7 +466,7 @@ def test_errors_of_names_are_typed(tmp_path):
         disk.make_directory(tmp_path / "file" / "below")
 
 
-def test_space_is_reserved(place):
+def test_reserved_space_is_allocated(place):
     disk, directory = place
     file = disk.open(directory / "f", create=True)
     file.allocate(5000)
@@ -549,7 +549,7 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
 
 
 @pytest.mark.parametrize("has_cut", [False, True])
-def test_the_system_does_release_old_pages(tmp_path, has_cut):
+def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
     """In pieces that no folio fits, on the disk that the tests run on; a cut is a new end."""
     kept, size = MIB, 1_088_001
     file = RealDisk(page_cache_bytes_max=kept).open(tmp_path / "f", create=True)

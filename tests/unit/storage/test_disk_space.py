@@ -42,7 +42,7 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
     assert disk.step_count == steps, "nothing was written"
 
 
-def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
+def test_appends_wait_until_a_released_reserve_is_restored():
     disk, space = made(capacity=4_500)
     space.check_append(500)
     disk.write_durably(ROOT / "other", bytes(400))
@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_at_the_start_is_reported():
     assert disk.visible_content(RESERVE) == b""
 
 
-def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
+def test_a_disk_without_space_for_a_file_name_is_full_at_the_start():
     disk = SimDisk()
     disk.make_directory(ROOT)
     disk.open = Mock(side_effect=NoSpace("cannot open"))
@@ -93,7 +93,7 @@ def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
     assert (space.is_short, space.reserved_bytes) == (True, 0)
 
 
-def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
+def test_a_failure_to_fill_or_release_the_reserve_is_not_fatal():
     disk, space = made()
     for fault in (DiskFault.IO_ERROR, DiskFault.DISK_FULL):
         disk.plan_fault(disk.step_count + 1, fault)
@@ -155,7 +155,7 @@ def test_the_reserve_is_not_released_while_another_thread_fills_it():
     assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
 
 
-def test_a_call_without_room_is_repeated_with_the_reserve():
+def test_a_call_without_space_is_repeated_with_the_reserve():
     _, space = made()
     calls = []
 
@@ -179,7 +179,7 @@ def test_the_space_of_an_append_includes_its_index_and_batches():
     assert append_bytes(1_000, 10, 2) == 1_000 + 80 + 128
 
 
-def test_a_disk_with_much_room_is_queried_now_and_then():
+def test_free_space_of_a_large_disk_is_queried_rarely():
     disk = SimDisk()
     disk.make_directory(ROOT)
     disk.free_bytes = request_mock = Mock(wraps=disk.free_bytes)
@@ -199,7 +199,7 @@ def test_a_disk_with_much_room_is_queried_now_and_then():
     assert request_mock.call_count == 5, "half of the 6,000 that were left may be written unasked"
 
 
-def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():
+def test_the_fill_rate_covers_the_last_day():
     disk, space = made(capacity=10_000, reserve=0)
 
     def rate_at(hour, used):

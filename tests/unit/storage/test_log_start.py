@@ -105,7 +105,7 @@ def test_all_segments_but_the_newest_can_be_removed_and_appends_continue(world):
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_reads_below_the_start_name_the_first_id(world, first):
+def test_the_error_for_a_read_below_the_start_names_the_first_id(world, first):
     marked(world)
     log = world.log
     log.remove_oldest(end_of(log, log.max_id))
@@ -185,7 +185,7 @@ def steps_of(world, change):
         return
 
 
-def test_a_removal_that_power_loss_interrupts_is_finished_by_the_opening(world):
+def test_opening_a_log_completes_an_interrupted_removal(world):
     archived = marked(world)
     everything = world.everything()
     starts = set()
@@ -219,7 +219,7 @@ def test_a_reset_drops_all_records_and_is_suspect_until_a_mark_is_set(world):
     assert world.log.read_range(4001, 4005, 1 << 20, whole_batches=True).entries[0].last == 4002
 
 
-def test_a_reset_is_finished_by_the_opening_wherever_it_stopped(tmp_path):
+def test_opening_a_log_completes_a_reset_interrupted_at_any_step(tmp_path):
     ends = set()
     for steps in range(100):
         world = World(tmp_path / str(steps), segment_bytes_max=500)
@@ -291,7 +291,7 @@ def test_a_first_segment_that_begins_above_the_start_is_reported(world):
     world.open()
 
 
-def test_a_lost_lineage_of_the_oldest_segment_makes_the_log_suspect(world):
+def test_a_log_without_the_lineage_of_its_first_segment_is_suspect(world):
     remove_all(world)
     world.append([4])
     world.log.abandon()
@@ -304,7 +304,7 @@ def test_a_lost_lineage_of_the_oldest_segment_makes_the_log_suspect(world):
     assert (log.max_id, log.start) == (51, start)
 
 
-def test_a_removal_that_fails_is_finished_by_the_next_opening(world):
+def test_opening_a_log_completes_a_failed_removal(world):
     archived = marked(world)
     world.disk.unlink, unlink = _failing, world.disk.unlink
     with pytest.raises(DiskFailed, match="cannot remove the log before"):

@@ -28,7 +28,7 @@ def pieces(size, *, start=0, step=MIB):
     return [(at, step) for at in range(start, start + size, step)]
 
 
-def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
+def test_old_pages_are_released_in_steps_and_the_newest_are_kept():
     tail = RecentPages(PAGE_CACHE_BYTES_MAX)
     assert tail.take_droppable() is None
     newest = PAGE_CACHE_BYTES_MAX + STEP_BYTES - MIB
@@ -61,7 +61,7 @@ def test_only_sequentially_written_pages_are_released():
 
 
 @given(st.lists(st.integers(1, 3 * FOLIO_BYTES_MAX), min_size=1), st.integers(0, 200))
-def test_sequential_pieces_begin_each_block_exactly_once(sizes, header):
+def test_sequential_pieces_cover_each_block_once(sizes, header):
     done, at = 0, 0
     for size in [header + sizes[0], *sizes[1:]]:
         start, begun = blocks_beginning_in(at, size)

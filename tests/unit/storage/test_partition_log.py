@@ -207,7 +207,7 @@ def test_a_mark_is_rejected_where_the_log_does_not_end(world):
     assert world.control.info(0)[:3] == (1, 3, 3)
 
 
-def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
+def test_only_a_provisional_mark_may_be_lowered(world):
     world.append([3, 3])
     world.log.set_low_water_mark(1, 5, world.log.chain)
     world.log.prepare(2, NONCE)
@@ -275,7 +275,7 @@ def flip(world, transaction_id, at=38):
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def test_corruption_is_found_by_the_read_noted_read_around_and_repaired(world):
+def test_a_read_detects_corruption_that_is_skipped_and_repaired(world):
     written = world.append([3, 4] * 20)
     flip(world, 50)
     assert len(world.log.read_range(40, 60, 1 << 20, whole_batches=False).lengths) == 10
@@ -367,9 +367,7 @@ def exchange(world, transaction_id):
 @pytest.mark.parametrize(
     ("change", "damaged", "suspect"), [(flip, ((5, 5),), False), (exchange, (), True)]
 )
-def test_corruption_above_the_marker_is_damage_if_a_later_entry_states_the_record_as_synced(
-    world, change, damaged, suspect
-):
+def test_corruption_of_a_synced_record_above_the_marker_is_damage(world, change, damaged, suspect):
     """Another record in its place has a right checksum: the batch shows it."""
     for _ in range(3):
         world.append([4])
@@ -431,7 +429,7 @@ def test_corruption_below_the_marker_is_damage_and_never_truncated(world):
 @pytest.mark.parametrize(
     ("names", "suspect"), [("*.idx", False), ("*.chn", True), (f"{32:019d}.chn", True)]
 )
-def test_files_other_than_segments_are_rebuilt(world, names, suspect):
+def test_missing_index_files_are_rebuilt(world, names, suspect):
     written = world.append([7, 8] * 10)
     chain = world.log.chain
     found = list((world.directory / "0").glob(names))
@@ -471,7 +469,7 @@ def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
     assert world.everything() == written
 
 
-def test_a_torn_slot_falls_back_and_rejects_what_may_have_been_promised(world):
+def test_after_a_torn_slot_sessions_that_may_be_promised_are_rejected(world):
     world.append([2])
     world.log.prepare(7, NONCE)
     position = world.log._files.slots._position
@@ -512,7 +510,7 @@ def run_an_original(world, session, mark):
     return more
 
 
-def test_only_the_mark_that_the_session_has_set_is_engaged(world):
+def test_engage_requires_the_mark_of_the_same_session(world):
     world.append([2, 3])
     with pytest.raises(
         BadRequest, match="expected low-water mark -1 of session -1, found 4 of session 1"
@@ -537,7 +535,7 @@ def test_only_the_mark_that_the_session_has_set_is_engaged(world):
     assert world.log.state().mark_confirmed
 
 
-def test_records_of_a_0_13_program_that_ran_in_between_are_adopted(world):
+def test_records_written_by_0_13_between_two_runs_are_adopted(world):
     written = world.append([2, 3])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
@@ -569,9 +567,7 @@ def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
 
 
 @pytest.mark.parametrize("is_opened", [False, True])
-def test_records_of_0_13_are_adopted_although_our_last_mark_never_reached_its_file(
-    world, monkeypatch, is_opened
-):
+def test_records_of_0_13_are_adopted_after_an_incomplete_mark(world, monkeypatch, is_opened):
     """The slot names a structure that we were about to write; then a 0.13 storage writes one."""
     written = world.append([5])
     monkeypatch.setattr(world.control, "set_marks", lambda *_: (_ for _ in ()).throw(PowerLost))
@@ -590,7 +586,7 @@ def test_records_of_0_13_are_adopted_although_our_last_mark_never_reached_its_fi
     assert world.everything() == written + more
 
 
-def test_a_clock_that_is_set_back_does_not_keep_the_marker_from_moving(world):
+def test_a_clock_that_is_set_back_does_not_stop_the_acked_marker(world):
     world.append([2])
     world.clock.now -= 600
     world.append([2])
@@ -641,7 +637,7 @@ def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, wha
     assert not world.log.suspect
 
 
-def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(world):
+def test_a_damaged_batch_does_not_prevent_a_new_segment(world):
     """After an error here the log would have a part of the next batch, without its entry.
 
     The log's end would be reported with the chain of an earlier one.
@@ -666,7 +662,7 @@ def test_a_failed_truncation_makes_the_replica_suspect(world):
     assert world.log.suspect
 
 
-def test_a_log_whose_slots_fail_answers_nothing_until_it_is_opened_again(world):
+def test_a_log_with_failed_slots_rejects_requests_until_reopened(world):
     written = world.append([5])
     world.disk.fail[("sync", ".ctl")] = DiskFailed
     with pytest.raises(DiskFailed):
@@ -706,13 +702,13 @@ def spoil_offset(world, transaction_id):
         file.write(bytes(8))
 
 
-def test_an_empty_truncation_makes_the_log_durable(world):
+def test_a_truncation_without_effect_syncs_the_log(world):
     world.append([2], sync=False)
     assert world.log.truncate(1, 1, 1, world.log.chain) == (1, world.log.chain)
     assert world.log.synced_max == 1
 
 
-def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_else(world):
+def test_a_truncation_stopped_by_a_wrong_index_is_completed_first(world):
     written = world.append([1] * 10, size=20)
     record_bytes = len(written) // 10
     spoil_offset(world, 6)
@@ -732,7 +728,7 @@ FULL = [("write", ".ctl"), ("truncate", ".seg"), ("truncate", ".idx"), ("write",
 
 
 @pytest.mark.parametrize("what", FULL, ids=str)
-def test_a_truncation_without_space_is_repeated_before_anything_else(world, what):
+def test_a_truncation_without_space_is_completed_first(world, what):
     world.append([4, 4], size=20)
     written = world.everything()
     world.log.prepare(2, NONCE)
@@ -774,7 +770,7 @@ def test_only_the_same_request_finishes_a_truncation_that_ran_out_of_space(world
     assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
-def test_a_truncation_that_ran_out_of_space_twice_waits_for_the_next_opening(world):
+def test_a_truncation_that_fails_twice_for_space_waits_for_a_reopening(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))
@@ -790,7 +786,7 @@ def test_a_truncation_that_ran_out_of_space_twice_waits_for_the_next_opening(wor
     assert (world.log.max_id, world.log.slot.truncate) == (5, None)
 
 
-def test_the_rest_of_a_failed_sync_is_ignored_even_if_it_cannot_be_truncated(world):
+def test_records_of_a_failed_sync_are_ignored_if_the_truncation_fails(world):
     world.append([1] * 5)
     records, lengths = make_records(5, [20] * 3)
     entries = make_entries(records, lengths, 5, world.log.chain, 1, [3])

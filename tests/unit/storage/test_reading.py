@@ -62,7 +62,7 @@ def log():
     return Log()
 
 
-def test_a_read_returns_what_fits_and_at_least_one_record(log):
+def test_a_read_returns_at_least_one_record_within_its_limit(log):
     assert log.read(0, 11) == 11
     assert log.read(4, 6) == 6
     assert log.read(2, 11, 3 * RECORD_BYTES) == 4
@@ -71,7 +71,7 @@ def test_a_read_returns_what_fits_and_at_least_one_record(log):
     assert log.written == []
 
 
-def test_whole_batches_begin_and_end_with_one(log):
+def test_a_read_of_whole_batches_begins_and_ends_with_a_batch(log):
     assert log.read(0, 11, 1, whole_batches=True) == 2
     assert log.read(0, 11, 5 * RECORD_BYTES, whole_batches=True) == 4
     assert log.read(0, 11, 7 * RECORD_BYTES, whole_batches=True) == 4
@@ -87,7 +87,7 @@ def test_missing_ids_are_rejected(log, first, last):
 
 
 @pytest.mark.parametrize("at", [0, 7, 28, 40, 44, 59])
-def test_a_damaged_record_is_noted_once_and_read_around(log, at):
+def test_a_damaged_record_is_recorded_once_and_skipped(log, at):
     log.rot(6, at)
     assert log.read(0, 11) == 5
     assert log.slots.slot.damaged == (IdRange(6, 6),)
@@ -185,7 +185,7 @@ def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large
     assert large.read(0, 99, whole_batches=True) == 9
 
 
-def test_a_long_run_of_lost_records_is_noted_in_parts(large, monkeypatch):
+def test_a_long_run_of_lost_records_is_recorded_in_parts(large, monkeypatch):
     monkeypatch.setattr(reading, "_UNREADABLE_RUN_MAX", 4)
     large.lose(".seg", 1_024, 2_047)
     at, seen = 0, []
@@ -260,7 +260,7 @@ def placed(log, first, last, bytes_max=1 << 20):
     return end
 
 
-def test_places_are_reported_over_segments_as_far_as_they_fit(log):
+def test_record_locations_cover_segments_up_to_the_byte_limit(log):
     assert placed(log, 0, 11) == 11
     assert placed(log, 4, 6) == 6
     assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
@@ -269,7 +269,7 @@ def test_places_are_reported_over_segments_as_far_as_they_fit(log):
         log.reader.locations(3, 12, 1)
 
 
-def test_places_are_not_read_but_stop_before_damage_that_is_known(log):
+def test_record_locations_stop_before_known_damage(log):
     log.rot(6)
     assert log.reader.locations(0, 11, 1 << 20).lengths.size == 12
     assert log.slots.slot.damaged == ()
@@ -280,13 +280,13 @@ def test_places_are_not_read_but_stop_before_damage_that_is_known(log):
     assert placed(log, 7, 11) == 11
 
 
-def test_a_wrong_index_is_repaired_before_places_are_reported(log):
+def test_a_wrong_index_is_repaired_before_record_locations_are_returned(log):
     log.rot_index(6, 0, 1)
     assert placed(log, 0, 11) == 11
     assert log.slots.slot.damaged == ()
 
 
-def test_places_never_have_more_records_than_their_batches_describe(log, monkeypatch):
+def test_record_locations_are_limited_to_the_returned_batch_entries(log, monkeypatch):
     monkeypatch.setattr(reading, "LINEAGE_ENTRIES_MAX", 2)
     assert placed(log, 0, 11) == 1
 
@@ -303,7 +303,7 @@ def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large):
     assert large.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
 
 
-def test_verifying_drops_no_block_before_it_has_reached_it(large):
+def test_verifying_drops_blocks_only_up_to_its_position(large):
     path = ROOT / segment_name(0, ".seg")
     large.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10

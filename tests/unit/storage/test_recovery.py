@@ -83,7 +83,7 @@ def content(segments):
 # ---- opening
 
 
-def test_acknowledged_and_intact_later_records_stay():
+def test_acknowledged_and_intact_later_records_are_kept():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2], [4], acked=1)
     segments, slots = opened(disk)
@@ -93,7 +93,7 @@ def test_acknowledged_and_intact_later_records_stay():
     assert (slots.slot.suspect, slots.slot.damaged, slots.slot.dirty) == (False, (), True)
 
 
-def test_a_damaged_record_confirms_no_batch():
+def test_a_damaged_record_does_not_confirm_a_batch():
     disk = new_disk()
     below = (IdRange(1, 1),)
     segments, _, entries = written(disk, [3, 2, 4], acked=1, damaged=below)
@@ -135,7 +135,7 @@ def test_another_history_below_the_marker_is_suspect():
     assert segments.chain == entries[-1].chain
 
 
-def test_a_mark_above_batches_that_were_lost_protects_nothing_any_more():
+def test_a_mark_above_lost_batches_is_lowered():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2, 4], low_water_mark=8)
     disk.flip_bits(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
@@ -168,7 +168,7 @@ def _block(content, position):
     return content[SLOT_BLOCK_BYTES * position :][:SLOT_BYTES]
 
 
-def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
+def test_a_fallback_to_the_older_slot_rejects_all_earlier_sessions():
     disk = new_disk()
     with_lost_newer_slot(disk, 9)
     slot = opened(disk, info=INFO._replace(session_id=4))[1].slot
@@ -191,7 +191,7 @@ def with_lost_newer_slot(disk, lost_promise, **older):
     disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
 
 
-def test_a_session_that_only_the_log_contains_was_promised_too():
+def test_a_session_found_only_in_the_log_counts_as_promised():
     """The lost slot may have been the only one with its promise; its batches are in the log."""
     disk = new_disk()
     with_lost_newer_slot(disk, NO_SESSION, promised=0, last_session=0)
@@ -207,7 +207,7 @@ def broken(message):
     return fail
 
 
-def test_an_error_while_files_are_closed_does_not_take_the_place_of_the_first(monkeypatch):
+def test_an_error_during_close_does_not_replace_the_first_error(monkeypatch):
     disk = new_disk()
     written(disk, [3], [2])
     before = disk.open_count
@@ -296,7 +296,7 @@ def test_files_without_their_segment_are_removed():
 
 
 @pytest.mark.parametrize("last", [3, 4, 6])
-def test_a_batch_of_an_abandoned_file_is_ignored_when_it_returns(last):
+def test_a_batch_of_an_abandoned_file_is_ignored_after_a_crash(last):
     """Its cut was not synced, and the next segment begins where it does."""
     disk = new_disk()
     _, records, entries = written(disk, [3], [2])
@@ -313,7 +313,7 @@ def test_a_batch_of_an_abandoned_file_is_ignored_when_it_returns(last):
 # ---- adopting
 
 
-def test_a_directory_of_a_0_13_program_gets_batches_and_is_not_suspect():
+def test_a_directory_of_0_13_gets_batches_and_is_not_suspect():
     disk = new_disk()
     _, records, _ = make_segments(disk, [3], [4])
     for first in (0, 3):
@@ -354,7 +354,7 @@ def adopted(spoil=lambda _disk: None):
     ],
     ids=["record", "index"],
 )
-def test_corruption_before_a_log_was_adopted_changes_no_chain(spoil, damaged):
+def test_corruption_before_the_adoption_does_not_change_the_chain(spoil, damaged):
     """Otherwise no replica could be made equal to this one, nor it to them."""
     entries, slot = adopted(spoil)
     assert (entries, slot.damaged, slot.suspect) == (adopted()[0], damaged, False)
@@ -375,7 +375,7 @@ def test_a_record_without_a_checksum_makes_an_adopted_log_suspect(is_zero):
     assert slot.low_water_mark == BEFORE_FIRST
 
 
-def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
+def test_an_adopted_log_opens_despite_an_unreadable_sector():
     disk = new_disk()
     make_segments(disk, [200], [6])
     for first in (0, 200):
@@ -390,7 +390,7 @@ def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
     assert segments.last_id == 205
 
 
-def test_a_rotten_record_above_a_0_13_mark_is_not_a_torn_tail():
+def test_a_damaged_record_above_a_0_13_mark_is_not_a_torn_tail():
     """Later records may have been acknowledged: the replica must not report that it has none."""
     disk = new_disk()
     _, records, _ = make_segments(disk, [12])
@@ -420,7 +420,7 @@ def test_an_oversized_0_13_transaction_is_not_a_torn_tail():
     assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
-def test_an_earlier_promise_does_not_hold_in_a_session_of_0_13():
+def test_a_session_of_0_13_overrides_an_earlier_promise():
     """Its nonce is that of another owner, of an older session."""
     disk = new_disk()
     written(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
@@ -428,7 +428,7 @@ def test_an_earlier_promise_does_not_hold_in_a_session_of_0_13():
     assert slot.promise == Promise(5)
 
 
-def test_an_intent_that_is_older_than_the_records_of_a_0_13_program_is_dropped():
+def test_a_truncation_intent_older_than_records_of_0_13_is_dropped():
     """0.13 ignores it, and acknowledges records that follow those that were to be cut."""
     disk = new_disk()
     intent = TruncateIntent(2, None)
@@ -459,7 +459,7 @@ def cut_openings(prepare, survival, info=INFO):
     pytest.fail("it was never opened without a crash")
 
 
-def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_a_0_13_program():
+def test_an_adoption_interrupted_at_any_step_keeps_the_records_of_0_13():
     """Only its session shows that it has written; the slot must not have that session too soon."""
     more, lengths = make_run(5, [20] * 4)
 
@@ -483,7 +483,7 @@ def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_a_0_13_pr
 KNOWN = INFO._replace(session_id=7, low_water_mark=3, local_low_water_mark=3, sequence=9)
 
 
-def test_a_missing_log_is_suspect_and_keeps_its_promise_however_its_opening_ends():
+def test_an_interrupted_opening_of_a_missing_log_keeps_promise_and_suspect():
     for segments, slots in cut_openings(lambda _disk: None, Survival.ANY_SECTORS, KNOWN):
         slot = slots.slot
         assert (slot.suspect, slot.promise) == (True, Promise.after_loss(7))
@@ -491,7 +491,7 @@ def test_a_missing_log_is_suspect_and_keeps_its_promise_however_its_opening_ends
         assert slot.last_session == NO_SESSION
 
 
-def test_all_files_are_announced_before_the_first_is_read():
+def test_all_files_are_prefetched_before_the_first_is_read():
     class ReadAheadDisk(SimDisk):
         announced = None
 
@@ -555,7 +555,7 @@ def test_unconfirmed_and_repaired_records_are_synced():
     ],
     ids=str,
 )
-def test_a_slot_is_durable_before_anything_is_done_that_the_older_one_forbids(newer):
+def test_a_slot_is_synced_before_changes_that_the_older_slot_forbids(newer):
     disk = new_disk()
     written(disk, [3, 2])
     slots = SlotFile.open(disk, ROOT, 2)
@@ -588,7 +588,7 @@ def test_adopted_records_are_read_again_after_a_restart():
         slots.close()
 
 
-def test_an_opening_that_is_interrupted_anywhere_has_the_same_result():
+def test_an_opening_interrupted_at_any_step_has_the_same_result():
     def with_rot(disk):
         made.append(written(disk, [3, 2], [4, 3], acked=3)[1:])
         rot_record(disk, 5, 10)
@@ -610,7 +610,7 @@ def test_an_interrupted_opening_keeps_the_fallback_flag():
 
 
 @pytest.mark.parametrize("acked", [0, 2])
-def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(acked):
+def test_a_replica_without_batches_is_suspect_after_an_interrupted_opening(acked):
     """Rule 6: nothing in its files is wrong any more once the `.chn` was rebuilt."""
 
     def without_batches(disk):
@@ -621,7 +621,7 @@ def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(ack
         assert slots.slot.suspect
 
 
-def test_batches_made_after_a_fall_back_are_marked():
+def test_batches_rebuilt_after_a_fallback_are_marked_as_reconstructed():
     """Rule 5: for an older slot, the writes of our last session look like those of Waltz 0.13."""
     disk = new_disk()
     written(disk, [3, 2], [4], old_sequence=3)
@@ -636,7 +636,7 @@ def test_batches_made_after_a_fall_back_are_marked():
     assert RECONSTRUCTED in sessions
 
 
-def test_an_opening_that_fails_anywhere_leaves_no_file_open():
+def test_an_opening_that_fails_at_any_step_leaves_no_file_open():
     for step in range(1, 60):
         disk = new_disk()
         segments, _, _ = written(disk, [2, 1], [2], acked=2)
@@ -702,7 +702,7 @@ def test_without_an_index_an_older_segment_is_scanned():
     assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
-def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
+def test_a_log_with_lost_records_and_lost_index_is_not_opened():
     """A record after the hole could not be distinguished from one within the data of another."""
     disk = new_disk()
     written(disk, [200, 200], [4], acked=1)
@@ -717,7 +717,7 @@ def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
     assert disk.visible_content(path) == before
 
 
-def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
+def test_a_log_with_unreadable_sectors_at_its_end_is_not_opened():
     """What is not confirmed is cut where it is not whole; a drive that stutters reports nothing."""
     disk = new_disk()
     written(disk, [3], [20, 20], acked=2)
@@ -754,7 +754,7 @@ def test_batches_after_the_last_record_are_truncated():
     assert content(segments) == records[: 3 * RECORD_BYTES]
 
 
-def test_a_rotten_batch_before_a_continued_file_is_not_torn():
+def test_a_damaged_batch_before_the_newest_segment_is_not_torn():
     """After a failed write a roll moves no marker; the file shows what was synced."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2, 1], acked=1)

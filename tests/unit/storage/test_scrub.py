@@ -39,7 +39,7 @@ def read(scrub, now_ms, *, last=99, next_id=None, size=50_000, error=None):
     return partition, piece, is_finished
 
 
-def test_the_rate_is_kept_by_pauses():
+def test_pauses_keep_the_scrub_at_its_rate():
     scrub = made(3)
     assert scrub.wake_at_ms == 0
     assert read(scrub, 0, next_id=40) == (3, ScrubPiece(0, 100_000), False)
@@ -57,7 +57,7 @@ def test_partitions_are_read_in_turn_up_to_their_initial_marks():
     assert scrub.wake_at_ms == DAY_MS
 
 
-def test_the_next_pass_begins_a_while_after_the_last_has_begun():
+def test_the_interval_between_passes_is_measured_from_their_starts():
     scrub = made(2, interval_ms=5_000)
     read(scrub, 0, next_id=50)
     read(scrub, 3_000)
@@ -112,7 +112,7 @@ def test_a_request_in_the_middle_of_a_piece_restarts_it():
     assert read(scrub, 6)[1].first == 0
 
 
-def test_a_dropped_partition_does_not_hold_up_others():
+def test_a_dropped_partition_does_not_block_the_scrub():
     scrub = made(1, 2)
     scrub.begin(1, 99, 0)
     assert scrub.wake_at_ms is None
@@ -122,7 +122,7 @@ def test_a_dropped_partition_does_not_hold_up_others():
     assert scrub.wake_at_ms is None
 
 
-def test_the_position_survives_a_restart():
+def test_the_scrub_position_survives_a_restart():
     scrub = made(1, 2)
     read(scrub, 0, next_id=50)
     assert scrub.positions == {1: 50}
@@ -177,7 +177,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
 
 
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
-def test_scrub_positions_survive_a_write_and_a_read(positions):
+def test_scrub_positions_round_trip(positions):
     disk = new_disk()
     write_positions(disk, ROOT, positions)
     assert read_positions(disk, ROOT) == positions

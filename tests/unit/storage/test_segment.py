@@ -85,7 +85,7 @@ def test_each_file_is_synced_when_it_has_something_to_sync():
     assert (segment.is_dirty, segment.sync()) == (False, 0)
 
 
-def test_a_segment_of_something_else_is_rejected():
+def test_a_segment_of_another_log_is_rejected():
     disk = new_disk()
     new_segment(disk).close()
     for partition_id, key in ((1, KEY), (2, bytes(16))):
@@ -159,7 +159,7 @@ def test_an_unconfirmed_torn_tail_is_truncated(cut):
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
+def test_confirmed_damage_is_kept_and_repaired_durably(bad):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip_bits(SEG, offset_of(bad) + 40)
@@ -172,7 +172,7 @@ def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
     assert open_segment(disk).read(0, 5)[0] == records
 
 
-def test_good_records_in_the_wrong_place_do_not_end_a_hole():
+def test_intact_records_with_a_wrong_id_do_not_end_damage():
     """A misdirected write: what lies over the beginning are later records, which stay where they
     belong, too (seed 520000203)."""
     disk = new_disk()
@@ -197,7 +197,7 @@ def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
     assert segment.last == 5
 
 
-def test_a_distance_of_ids_that_no_file_can_have_takes_no_memory():
+def test_an_impossible_gap_of_ids_allocates_no_memory():
     """As when all segments between two are missing, or the name of a file is wrong."""
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
@@ -298,7 +298,7 @@ def test_index_entries_lost_in_a_failed_sync_are_rebuilt_from_records(synced):
     assert open_segment(disk).read(0, 2)[0] == records
 
 
-def test_no_file_of_a_removed_segment_is_removed_before_it():
+def test_the_record_file_of_a_removed_segment_is_removed_first():
     disk = new_disk()
     segment = new_segment(disk)
     begin = len(disk.trace)

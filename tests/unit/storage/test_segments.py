@@ -57,7 +57,7 @@ def straddling(disk):
     return segments, records, entries + batches
 
 
-def test_a_read_crosses_segments_up_to_its_limit_and_one_record_always_fits():
+def test_a_read_crosses_segments_and_returns_at_least_one_record():
     segments, records, _ = make_segments(new_disk(), [3], [1, 1], [4])
     for first in range(9):
         for bytes_max in range(0, 10 * RECORD_BYTES, 13):
@@ -69,7 +69,7 @@ def test_a_read_crosses_segments_up_to_its_limit_and_one_record_always_fits():
     assert segments.last_fitting_id(1, 2, 1 << 30) == 2
 
 
-def test_chains_are_known_at_the_ends_of_batches_and_nowhere_else():
+def test_chains_are_known_only_at_the_ends_of_batches():
     segments, _, entries = straddling(new_disk())
     ends = {one.last: one.chain for one in entries} | {BEFORE_FIRST: GENESIS_CHAIN}
     for transaction_id in range(-2, 12):
@@ -123,7 +123,7 @@ def test_an_unknown_segment_is_removed_by_a_truncation():
     assert [name for name in disk.list(ROOT) if name.endswith(".seg")] == [segment_name(0, ".seg")]
 
 
-def test_a_batch_that_is_truncated_gets_its_new_entry_once():
+def test_a_repeated_truncation_rewrites_the_batch_entry_once():
     segments, _, entries = straddling(new_disk())
     cut = entries[1]._replace(last=5, chain=bytes(range(16)))
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_batch_that_is_truncated_gets_its_new_entry_once():
     assert (segments.last_id, segments.chain) == (5, cut.chain)
 
 
-def test_a_hole_across_two_segments_is_filled():
+def test_damage_across_two_segments_is_repaired():
     disk = new_disk()
     segments, records, _ = make_segments(disk, [3], [1, 1], [4])
     for first, position in ((0, 2), (3, 0)):
@@ -151,7 +151,7 @@ def test_a_hole_across_two_segments_is_filled():
         reopened(disk, 0, 3, 5).fill(1, lengths, memoryview(run), IdRange(1, 1))
 
 
-def test_appends_continue_in_a_new_file_and_the_old_one_is_left_alone():
+def test_appends_to_a_new_segment_do_not_change_the_old_one():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     segments.continue_in_new_file(9, entries[-1].chain, BEFORE_FIRST)
@@ -178,7 +178,7 @@ def test_the_first_wrong_record_is_found_for_every_kind_of_damage():
     assert first_invalid_record(run + gap, np.append(lengths, more), 4) == 4
 
 
-def test_an_entry_of_another_place_is_not_trusted():
+def test_an_entry_copied_from_another_position_is_not_trusted():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [2, 1, 3, 1])
     path, position = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES

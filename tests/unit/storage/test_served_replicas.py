@@ -36,7 +36,7 @@ from waltz_sim.world.simulated_disk import SimDisk
         ((), (), (1,), REOPEN_S_MAX),
     ],
 )
-def test_deviations_are_checked_again_soon_and_unserved_replicas_rarely(
+def test_deviations_are_rechecked_soon_and_unserved_replicas_rarely(
     served, wanted, stored_here, interval_s
 ):
     found = recheck_interval_s(REOPEN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
@@ -251,7 +251,7 @@ def test_an_error_of_one_opening_is_raised_when_all_are_done():
 
 
 @run_on_loop
-async def test_a_drop_that_hangs_delays_its_own_partition_only():
+async def test_a_hanging_drop_delays_only_its_partition():
     engine = Directory(0, 1, 2)
     async with following(engine) as follower:
         await follower.assigned(0, 1)

@@ -220,7 +220,7 @@ def open_request(key=KEY, count=4):
 
 
 @pytest.mark.parametrize("storage_id", [STORAGE_ID, NO_ID], ids=["registered", "not yet"])
-def test_a_new_replica_reports_that_it_has_nothing(bench, storage_id):
+def test_a_new_replica_reports_an_empty_log(bench, storage_id):
     answer = bench.ask(1, prepare(OwnerSession(5), storage_id=storage_id))
     assert answer == Prepared(
         5, 1, 0, STORAGE_ID, -1, BEFORE_FIRST, True, BEFORE_FIRST, GENESIS_CHAIN, False, b""
@@ -248,7 +248,7 @@ def test_a_session_far_above_the_promised_one_is_rejected(bench):
 
 
 @pytest.mark.parametrize("rival", [{"session_id": 4}, {"nonce": b"another nonce..."}], ids=str)
-def test_an_earlier_session_and_another_owner_are_rejected_with_the_promised_one(bench, rival):
+def test_the_error_for_an_outdated_session_has_the_promised_session(bench, rival):
     bench.owned(5)
     answer = bench.ask(2, prepare(OwnerSession(**{"session_id": 5} | rival)))
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
@@ -282,7 +282,7 @@ def test_the_same_owner_may_reconnect(bench):
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
+def test_late_messages_of_a_superseded_connection_are_ignored(bench):
     """The disk hangs, the owner dials again, and then what it had sent at first is read."""
     owner = OwnerSession(5)
     bench.send(2, prepare(owner))
@@ -294,7 +294,7 @@ def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
+def test_a_reconnecting_owner_is_not_rejected_as_another_owner(bench):
     """An owner halts its partition permanently if its session is promised to another owner."""
     owner = OwnerSession(5)
     bench.send(1, prepare(owner))
@@ -350,7 +350,7 @@ def test_requests_without_a_prepared_session_are_rejected(bench):
     assert bench.log.synced_max == BEFORE_FIRST
 
 
-def test_a_message_of_another_session_is_rejected_with_the_promised_one(bench):
+def test_the_error_for_a_message_of_another_session_has_the_promised_one(bench):
     owner = bench.owned(5)
     for request, session_id in itertools.product(requests_of(owner), (-1, 4, 6, 1 << 62)):
         for connection in (1, 2):
@@ -472,7 +472,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     assert bench.service.queue_limits.owner_bytes == 0
 
 
-def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
+def test_requests_of_a_disconnected_owner_are_removed_from_the_queue(bench):
     owner = bench.owned(5)
     bench.send(1, *(owner.append() for _ in range(4)))
     bench.step(service.Disconnected(1))
@@ -581,7 +581,7 @@ def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
     assert bench.log.synced_max == (0 if is_gone else 7)
 
 
-def test_many_reads_of_readers_pause_no_owner(make):
+def test_many_reads_of_clients_do_not_pause_the_owner(make):
     """Otherwise a tenant could stop the appends and heartbeats of all sessions."""
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
@@ -602,7 +602,7 @@ def test_many_reads_of_readers_pause_no_owner(make):
 # ---- the disk
 
 
-def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
+def test_a_prepare_on_a_failing_disk_is_not_rejected_as_fenced(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
     bench.send(2, prepare(OwnerSession(6)))
@@ -611,7 +611,7 @@ def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
     assert bench.answers(2)[-1].error_code == DiskFailed.code
 
 
-def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
+def test_a_second_failed_sync_ends_the_process(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
     kept = OwnerSession(6).continue_after(owner)
@@ -650,7 +650,7 @@ def test_a_full_disk_rejects_appends_and_still_reads(bench):
     assert bench.ask(1, owner.append()).synced_max == 2
 
 
-def test_the_marker_moves_when_a_log_becomes_idle(bench):
+def test_the_acked_marker_moves_when_a_log_becomes_idle(bench):
     owner = bench.owned(5)
     assert bench.service.wake_at_ms is None
     bench.ask(1, owner.append(2))
@@ -777,7 +777,7 @@ def test_unrepaired_damage_is_reported_again_after_each_pass(bench):
     assert reported_damage(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
 
 
-def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
+def test_a_failed_read_is_reported_without_ending_the_session(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     for _ in range(3):
@@ -802,7 +802,7 @@ def tick(bench):
     return bench.works[before:]
 
 
-def test_a_log_is_read_again_piece_by_piece(make):
+def test_a_log_is_scrubbed_in_pieces(make):
     bench = make(scrub=Scrub(bytes_per_s=100, interval_ms=60_000))
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
@@ -835,7 +835,7 @@ def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
     assert reports(bench, "storage.scrub_finished") == [{"partition": 0}]
 
 
-def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
+def test_the_acked_marker_moves_despite_a_scrub(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
     bench.step(service.ScrubRequested())
@@ -848,7 +848,7 @@ def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
     assert bench.log.slot.acked.transaction_id == 1
 
 
-def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(bench):
+def test_a_failed_slot_write_during_a_scrub_is_reported_and_skipped(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
@@ -901,7 +901,7 @@ def test_free_space_is_checked_until_there_is_enough(make):
     assert len(bench.only(service_effects.CheckSpace)) == 3
 
 
-def test_a_slot_that_does_not_fit_on_the_disk_fails_and_leaves_the_reserve(make):
+def test_a_slot_write_without_space_fails_and_keeps_the_reserve(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5, engaged=False)
     bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
@@ -910,7 +910,7 @@ def test_a_slot_that_does_not_fit_on_the_disk_fails_and_leaves_the_reserve(make)
     assert bench.engine.space.reserved_bytes == 4_096
 
 
-def test_a_failed_scrub_of_a_full_disk_ends_nothing(make):
+def test_a_failed_scrub_on_a_full_disk_ends_no_session(make):
     bench = make(reserve_bytes=4_096)
     bench.ask(1, bench.owned(5).append(6))
     bench.disk.free = 0
@@ -944,7 +944,7 @@ def replaced(directory):
 
 @pytest.mark.parametrize("change", [shutil.rmtree, replaced])
 @pytest.mark.parametrize("found_by", ["prepare", "scrub", "append", "marker"])
-def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, change, found_by):
+def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by):
     bench = make(scrub=Scrub())
     bench.step(service.PartitionOpened(bench.engine.assign(1)))
     owner = bench.owned()
@@ -980,7 +980,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     assert not bench.only(service_effects.EndProcess)
 
 
-def test_a_filled_replica_is_reported(bench):
+def test_a_repaired_replica_is_reported(bench):
     owner = bench.owned()
     bench.ask(1, owner.append(3))
     later = OwnerSession(2)

@@ -159,7 +159,7 @@ NAMES = ["waltz-x.ctl", f"{0:019d}.idx", f"{0:019d}.chn", f"{0:019d}.seg"]
 
 
 @pytest.mark.parametrize("made", range(len(NAMES)))
-def test_a_crash_between_the_files_of_a_first_segment_does_no_harm(tmp_path, made):
+def test_a_log_opens_after_a_crash_while_its_first_segment_is_created(tmp_path, made):
     engine = open_engine(tmp_path)
     engine.assign(0)
     engine.abandon()
@@ -212,7 +212,7 @@ def spoil_slots(tmp_path, blocks):
     path.write_bytes(content)
 
 
-def test_a_partition_that_cannot_be_opened_can_be_emptied_and_promises_nothing_twice(tmp_path):
+def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.log(1)
@@ -226,7 +226,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied_and_promises_nothing_t
     engine.close()
 
 
-def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigned(tmp_path):
+def test_a_partition_that_cannot_be_opened_can_be_deleted_not_unassigned(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.unassign(1, deletes_files=False)
@@ -237,7 +237,7 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigne
     engine.close()
 
 
-def test_a_replica_that_lost_a_slot_gets_no_flags_before_it_is_settled(tmp_path):
+def test_setting_flags_keeps_a_replica_with_a_lost_slot_suspect(tmp_path):
     engine = rotten(tmp_path, blocks=(0,))
     assert engine.log(1).suspect
     engine.set_available(1, is_available=False)
@@ -255,7 +255,7 @@ def test_a_directory_outside_the_cluster_is_unchanged(tmp_path):
     engine.close()
 
 
-def test_a_repaired_partition_can_be_switched(tmp_path):
+def test_the_availability_of_a_repaired_partition_can_be_changed(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
     assert 1 in engine.open_errors
     spoil_slots(tmp_path, (0, 1))  # an operator has brought it back

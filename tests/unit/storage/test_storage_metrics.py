@@ -101,7 +101,7 @@ def test_gauges_return_the_current_values():
     assert metrics.value("waltz_storage_full_disks") == 0
 
 
-def test_unknown_free_space_leaves_the_other_gauges():
+def test_unknown_free_space_does_not_affect_other_gauges():
     metrics, storage_metrics = made()
 
     def fail():

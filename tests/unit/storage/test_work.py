@@ -93,7 +93,7 @@ def test_a_group_that_was_rejected_whole_is_not_synced(log):
     assert result.appended_count == 0
 
 
-def test_an_append_is_read_through_once(log, monkeypatch):
+def test_an_append_is_checked_in_one_pass(log, monkeypatch):
     sizes = []
 
     def counted(data, value=0):
@@ -108,7 +108,7 @@ def test_an_append_is_read_through_once(log, monkeypatch):
     assert [size for size in sizes if size > 100] == [len(append.records)]
 
 
-def test_an_append_that_was_changed_on_its_way_is_rejected(log):
+def test_an_append_with_corrupt_bytes_is_rejected(log):
     append = OwnerSession(5).append(3)
     changed = append.records[:50] + b"?" + append.records[51:]
     wrong = dataclasses.replace(append, records=changed)
@@ -144,7 +144,7 @@ def test_reads_are_always_bounded(log, monkeypatch):
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
 
 
-def test_record_places_are_returned_and_counted_as_read(log):
+def test_record_locations_are_returned_and_counted_as_read(log):
     owner = OwnerSession(5)
     run(log, owner.append(3))
     (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, True)).outcomes
@@ -165,7 +165,7 @@ def test_record_places_are_returned_and_counted_as_read(log):
 @pytest.mark.parametrize(
     "form", [None, RangeForm.WHOLE, RangeForm.HEADERS], ids=["append", "whole", "headers"]
 )
-def test_no_request_takes_more_calls_for_more_records(log, form):
+def test_the_number_of_calls_does_not_depend_on_the_number_of_records(log, form):
     owner = OwnerSession(5)
     append = owner.append
     run(log, append(3_000), append(100))  # the fixed costs of the first call
@@ -205,7 +205,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 # ---- reading again, room
 
 
-def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
+def test_a_scrub_piece_returns_the_bytes_read_and_the_next_id(log):
     run(log, OwnerSession(5).append(6))
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
     assert result.scrubbed == ScrubResult(2, 88)
@@ -214,7 +214,7 @@ def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
     assert result.scrubbed == ScrubResult(6, 88)
 
 
-def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
+def test_a_failed_read_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
     run(log, OwnerSession(5).append(6))
 
     def fails(_first, _bytes_max):
@@ -227,7 +227,7 @@ def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
     assert result.failure is None
 
 
-def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log, monkeypatch):
+def test_a_failed_read_is_not_reported_as_a_failed_write(log, monkeypatch):
     run(log, OwnerSession(5).append(6))
 
     def fails(*_ids):

@@ -63,7 +63,7 @@ def rows(path: Path) -> list[tuple]:
     )
 
 
-def test_rows_and_marks_are_one_commit(path: Path, table: FollowedDeltaTable):
+def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDeltaTable):
     one = changes((1, "a", 0.5, 0, 0, False), (2, "a", None, 0, 1, False), (3, "a", 0, 1, 0, True))
     assert table.apply(one, up_to(1, 0))
     assert rows(path) == [(1, "a", 0.5, 0, 0), (2, "a", None, 0, 1)]
@@ -85,7 +85,7 @@ def test_the_marks_are_user_metadata_like_those_of_spark(path: Path, table: Foll
     assert (transaction[0]["appId"], transaction[0]["version"]) == (f"waltz/{KEY}/f", 0)
 
 
-def test_changes_without_an_effect_write_no_version(path: Path, table: FollowedDeltaTable):
+def test_changes_without_an_effect_write_no_table_version(path: Path, table: FollowedDeltaTable):
     assert not table.apply(changes((1, "a", 0, 0, 0, True)), up_to(0, -1))
     assert not table.apply(changes(), up_to(0, -1))
     assert DeltaTable(path).version() == 0
@@ -95,7 +95,7 @@ def test_changes_without_an_effect_write_no_version(path: Path, table: FollowedD
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_a_commit_is_on_top_of_the_version_that_was_read(
+def test_a_commit_fails_if_the_table_has_a_newer_version(
     path: Path, table: FollowedDeltaTable, is_empty: bool
 ):
     other = opened(path)
@@ -109,14 +109,14 @@ def test_a_commit_is_on_top_of_the_version_that_was_read(
     assert table.apply(changes((1, "a", 0.6, 0, 1, False)), up_to(1, -1))
 
 
-def test_a_commit_of_another_program_also_comes_first(path: Path, table: FollowedDeltaTable):
+def test_a_commit_of_another_program_supersedes_the_follower(path: Path, table: FollowedDeltaTable):
     write_deltalake(path, DeltaTable(path).to_pyarrow_table(), mode="append")
     with pytest.raises(Superseded):
         table.apply(None, up_to(0, -1))
     assert table.marks(START).others == [OtherCommit(1, "WRITE")]
 
 
-def test_a_commit_of_another_follower_has_its_name(path: Path, table: FollowedDeltaTable):
+def test_the_error_names_the_follower_of_the_other_commit(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="other")
     second = opened(path)
     assert second.marks(other).has_rows, "so it needs a start"
@@ -217,7 +217,7 @@ def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     assert state.others == [expected]
 
 
-def test_maintenance_with_the_metadata_of_the_follower_is_no_commit_of_it(
+def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
     path: Path, table: FollowedDeltaTable
 ):
     """Spark's auto compaction has the metadata of the session."""
@@ -251,7 +251,7 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
     assert state.others[1].operation == "SET TBLPROPERTIES"
 
 
-def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
+def test_a_concurrent_commit_does_not_mix_table_versions(
     path: Path, table: FollowedDeltaTable, monkeypatch: pytest.MonkeyPatch
 ):
     other = opened(path)
@@ -270,7 +270,7 @@ def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
     assert late.apply(None, up_to(1, -1))
 
 
-def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: FollowedDeltaTable):
+def test_marks_of_another_follower_are_ignored(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
     state = opened(path).marks(other)
     assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), True)
@@ -281,7 +281,7 @@ def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: 
     assert (state.has_rows, state.rules) == (True, rules)
 
 
-def test_lost_marks_leave_the_version(path: Path, table: FollowedDeltaTable):
+def test_the_version_is_known_without_marks(path: Path, table: FollowedDeltaTable):
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     delta = DeltaTable(path)
     delta.alter.set_table_properties({"delta.appendOnly": "false"})
@@ -339,7 +339,7 @@ def test_columns_may_be_added_and_not_removed(path: Path, table: FollowedDeltaTa
         pa.struct([("a", pa.list_(pa.time32("s")))]),
     ],
 )
-def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
+def test_a_type_that_delta_does_not_support_is_rejected(kind: pa.DataType):
     with pytest.raises(BadConfig, match="column 'c': Delta has no type"):
         check_schema(pa.schema([("c", kind)]))
 
@@ -365,7 +365,7 @@ def test_a_name_that_delta_lacks_is_rejected(names: list[str], message: str):
 
 
 @pytest.mark.parametrize("name", ["A", "a b", ""])
-def test_a_name_of_a_nested_field_that_delta_lacks_is_rejected(name: str):
+def test_a_nested_name_that_delta_does_not_support_is_rejected(name: str):
     fields = pa.struct([("a", pa.int64()), (name, pa.int64())])
     for kind in (fields, pa.list_(fields), pa.struct([("x", fields)])):
         with pytest.raises(BadConfig, match=r"column 's\.(x\.)?"):
@@ -373,7 +373,7 @@ def test_a_name_of_a_nested_field_that_delta_lacks_is_rejected(name: str):
 
 
 @pytest.mark.parametrize("nest", [pa.list_, lambda kind: pa.struct([("x", kind)])])
-def test_levels_that_the_library_cannot_read_again_are_rejected(path: Path, nest):
+def test_nesting_over_32_levels_is_rejected(path: Path, nest):
     kind, value = pa.int64(), 1
     for _ in range(31):
         kind = nest(kind)
@@ -406,9 +406,7 @@ def test_an_empty_text_in_a_partition_column_is_rejected(path: Path):
 
 
 @pytest.mark.parametrize("kind", [pa.decimal128(9, 2), pa.binary(), pa.float64()])
-def test_a_partition_column_that_the_library_cannot_read_again_is_rejected(
-    path: Path, kind: pa.DataType
-):
+def test_an_unreadable_partition_column_is_rejected(path: Path, kind: pa.DataType):
     schema = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("p", kind)])
     table = partitioned(path, schema, "p")
     for _ in range(2):
@@ -476,7 +474,7 @@ def test_errors_of_the_library_name_the_table(tmp_path: Path):
         (None, "", Unavailable, "error sending request"),
     ],
 )
-def test_errors_of_an_object_store(
+def test_errors_of_an_object_store_are_classified(
     monkeypatch: pytest.MonkeyPatch,
     status: int | None,
     code: str,
@@ -509,7 +507,7 @@ def test_errors_of_an_object_store(
         ("something new", BadRequest, ""),
     ],
 )
-def test_other_errors_of_the_library(text: str, error: type[Exception], hint: str):
+def test_other_errors_of_the_library_are_classified(text: str, error: type[Exception], hint: str):
     found = library_error("t", OSError(text))
     assert type(found) is error
     assert hint in str(found).partition(" Hint: ")[2]

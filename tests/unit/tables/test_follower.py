@@ -67,7 +67,7 @@ def test_a_new_table_is_created_with_its_start_and_gets_one_version_for_each_bat
     assert [starts for starts, _ in log.read] == [{0: -1, 1: -1}, {0: 1, 1: -1}]
 
 
-def test_a_follower_that_runs_again_continues_and_commits_nothing_without_transactions():
+def test_a_rerun_without_transactions_commits_nothing():
     log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
     follower(log, table).run(until_now(log))
     versions = list(table)
@@ -94,14 +94,14 @@ def test_a_batch_without_changes_writes_no_version_and_is_not_read_again():
     assert marks_of(table) == [{0: -1}, {0: 4}]
 
 
-def test_marks_that_have_moved_are_committed_alone_at_the_end():
+def test_advanced_marks_are_committed_at_the_end_of_a_run():
     log, table = LogInMemory([("a", None)] * 3), StoredVersions()
     follower(log, table).run(until_now(log))
     assert marks_of(table) == [{0: -1}, {0: 2}]
     assert table[-1].rows == {}
 
 
-def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
+def test_advanced_marks_are_committed_after_ten_minutes():
     log, table = LogInMemory([("a", None)] * 3), StoredVersions()
     now_s = 0.0
     waits: list[int] = []
@@ -120,7 +120,7 @@ def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
     assert marks_of(table) == [{0: -1}, {0: 2}]
 
 
-def test_marks_are_committed_alone_also_if_the_log_is_never_idle():
+def test_advanced_marks_are_committed_even_if_the_log_is_never_idle():
     log, table = LogInMemory([("a", None)]), StoredVersions()
     now_s = 0.0
     replayed = log.replayed
@@ -191,7 +191,7 @@ def test_without_an_end_the_follower_waits_for_transactions():
     assert marks_of(table) == [{0: -1}, {0: 0}, {0: 1}, {0: 2}]
 
 
-def test_without_an_end_an_unavailable_log_is_tried_again(caplog):
+def test_without_an_end_an_unavailable_log_is_read_again(caplog):
     log, table = LogInMemory([("a", 1)]), StoredVersions()
     state, failures = log.state, [Unavailable("no server"), Unavailable("no server")]
 
@@ -253,7 +253,7 @@ KEYS = st.tuples(st.sampled_from("ab"), st.none() | st.integers(0, 9))
     st.lists(st.none() | st.tuples(st.integers(1, 4), st.integers(0, 11)), max_size=6),
 )
 @example([("a", 1), ("a", 2), ("a", 3)], [(3, 2)])
-def test_two_followers_at_once_leave_a_replay_of_the_log(partition, turns):
+def test_concurrent_followers_produce_a_replay_of_the_log(partition, turns):
     """Before a commit of one, the other may run: with batches of some size, up to some mark."""
     log, table = LogInMemory(partition), StoredVersions()
     order = iter(turns)
@@ -333,7 +333,7 @@ def test_a_table_is_finished_at_the_end_also_without_transactions():
     assert marks_of(table) == [{0: -1}]
 
 
-def test_other_commits_are_reported_once(caplog):
+def test_commits_of_other_programs_are_logged_once(caplog):
     log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
     follower(log, table).run({0: 1})
     for operation in ("OPTIMIZE", "DELETE", "SET TBLPROPERTIES"):
@@ -343,7 +343,7 @@ def test_other_commits_are_reported_once(caplog):
     assert caplog.messages == ["follow.foreign_commit table=t version=3 operation=DELETE"]
 
 
-def test_a_start_is_for_a_table_without_marks():
+def test_a_start_is_only_accepted_for_a_table_without_marks():
     log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
     start = TableMarks("f", KEY, {0: 0})
     follower(log, table, start).run({0: 0})
@@ -387,7 +387,7 @@ def test_a_start_is_not_ignored_if_another_follower_creates_the_table_first(step
     assert marks_of(table)[-1] == {0: 1}
 
 
-def test_a_start_names_each_partition():
+def test_a_start_requires_a_mark_for_each_partition():
     log = LogInMemory([("a", 1)], [("b", 1)])
     with pytest.raises(BadConfig, match=r"each partition of \[0, 1\], found those for \[0\]"):
         follower(log, StoredVersions(), TableMarks("f", KEY, {0: 0})).run({0: 0})
@@ -425,7 +425,7 @@ def test_a_table_of_another_cluster_is_not_continued():
         follower(log, table, other).run({0: 0})
 
 
-def test_a_table_of_other_rules_is_not_continued_also_while_it_is_followed():
+def test_a_table_with_other_rules_is_not_continued():
     log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
     name = NAME._replace(rules=StoredRules(("id",)))
     other = NAME._replace(rules=StoredRules(("other",)))
@@ -454,7 +454,7 @@ def test_a_follower_with_another_name_has_the_rules_of_the_table():
     follower(log, table, again._replace(rules=StoredRules(("id",)))).run({0: 1})
 
 
-def test_lost_marks_must_be_passed():
+def test_lost_marks_must_be_given_as_the_start():
     log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
     follower(log, table).run({0: 1})
     table[:] = [table[-1]._replace(metadata=None, operation="OPTIMIZE")]
@@ -513,7 +513,7 @@ def test_a_batch_has_at_least_one_transaction():
         follower(LogInMemory([]), StoredVersions(), count_max=0)
 
 
-def test_several_tables_are_read_once_and_each_has_its_own_marks():
+def test_one_read_serves_several_tables_with_separate_marks():
     log = LogInMemory([("a", 1), ("b", 2), ("a", None), ("c", 4)], [("d", 1)])
     old, new = StoredVersions(), StoredVersions()
     follower(log, old, count_max=3).run({0: 1, 1: 0})

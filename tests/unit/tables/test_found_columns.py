@@ -102,7 +102,7 @@ def test_another_type_is_an_error_that_names_the_transaction(
 
 
 @pytest.mark.parametrize("name", ["partition", "Header", "_PARTITION", "_deleted"])
-def test_a_name_of_the_log_or_the_table_is_an_error(name: str):
+def test_a_reserved_name_of_the_log_or_the_table_is_an_error(name: str):
     with pytest.raises(BadFormat, match=rf"transaction 0, column '{name}': .* Hint: declare the"):
         columns_of({name: 1})
 
@@ -222,7 +222,7 @@ def test_a_batch_that_is_rejected_after_its_new_fields_leaves_the_rows_and_marks
     assert DeltaTable(path).version() == 5
 
 
-def test_columns_are_committed_also_if_the_batch_has_no_other_effect(tmp_path: Path):
+def test_new_columns_are_committed_without_row_changes(tmp_path: Path):
     payloads = [{"id": 1, "op": "U"}, {"id": 2, "new": 7}, {"id": 2, "op": "D"}]
     assert followed(tmp_path / "t", payloads, [0, 2]) == [
         {"_partition": 0, "_transaction_id": 0, "id": 1, "new": None, "op": "U"}

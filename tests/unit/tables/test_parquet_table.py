@@ -386,19 +386,19 @@ def test_keys_and_deletes_are_rejected(tmp_path: Path):
     assert complete(str(tmp_path)) == {0: []}
 
 
-def test_a_column_has_no_reserved_name(tmp_path: Path):
+def test_a_column_with_a_reserved_name_is_rejected(tmp_path: Path):
     for name in ("Batch", "_partition", "ID"):
         with pytest.raises(BadConfig, match=f"column '{name}': expected a name that differs"):
             opened(str(tmp_path), pa.schema([*SCHEMA, (name, pa.int64())]))
 
 
 @pytest.mark.parametrize("kind", [pa.struct([]), pa.list_(pa.month_day_nano_interval())])
-def test_a_type_that_parquet_lacks_is_rejected(tmp_path: Path, kind: pa.DataType):
+def test_a_type_that_parquet_does_not_support_is_rejected(tmp_path: Path, kind: pa.DataType):
     with pytest.raises(BadConfig, match=r"column 'c': Parquet has no type .* Hint: declare "):
         opened(str(tmp_path), pa.schema([*SCHEMA, ("c", kind)]))
 
 
-def test_an_error_that_another_attempt_does_not_avoid_is_not_unavailable(tmp_path: Path):
+def test_a_permanent_error_is_not_reported_as_unavailable(tmp_path: Path):
     """Otherwise a follower without an end repeats the batch forever."""
     table = opened("/sys/waltz_table")  # no user may write there
     table.create(START)

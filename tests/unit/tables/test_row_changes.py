@@ -137,7 +137,7 @@ def test_a_literal_of_another_type_is_rejected(kind, text):
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.list_(pa.int64()), pa.time32("s")])
-def test_a_key_is_of_a_type_with_equal_values(kind):
+def test_a_key_column_requires_a_type_with_equality(kind):
     schema = log().schema.append(pa.field("c", kind))
     with pytest.raises(
         BadConfig, match=f"key column 'c': expected .* found {kind}".replace("[", r"\[")
@@ -170,7 +170,7 @@ def test_a_null_in_a_key_names_its_transaction(op):
         compute_changes(rows, rules)
 
 
-def test_the_last_change_of_a_key_is_of_its_last_transaction():
+def test_the_last_transaction_determines_the_change_of_a_key():
     rows = log((0, 1, "U", 1.0), (0, 2, "U", 2.0), (0, 1, "D", None), (0, 3, "U", 3.0))
     changes = compute_changes(rows, ChangeRules(["id"], delete_where=parse_condition("op = 'D'")))
     backwards = changes.take([3, 2, 1, 0])
@@ -202,14 +202,14 @@ def test_a_key_in_two_partitions_names_both_transactions():
         last_changes(compute_changes(rows, ChangeRules(["id"])), ["id"])
 
 
-def test_rows_that_the_table_has_are_dropped():
+def test_changes_without_an_effect_on_the_table_are_dropped():
     rows = pa.concat_tables([log(*[(0, 1, "", 0.0)] * 3, partition=each) for each in range(3)])
     left = transactions_after(rows, {0: 1, 1: 2, 9: 5})
     found = zip(left["partition"].to_pylist(), left["transaction_id"].to_pylist(), strict=True)
     assert list(found) == [(0, 2), (2, 0), (2, 1), (2, 2)]
 
 
-def test_batches_are_reduced_part_by_part_and_without_what_a_table_has(monkeypatch):
+def test_batches_are_reduced_in_parts_and_only_above_the_table_marks(monkeypatch):
     rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
     rows = log(*((1, number % 5, "UUD"[number % 3], 0.5) for number in range(40)))
     whole = last_changes(compute_changes(rows, rules), ["id"])

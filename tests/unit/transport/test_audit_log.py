@@ -80,7 +80,7 @@ def append_to(partition):
 
 
 @run_on_loop
-async def test_a_request_begins_when_its_line_is_in_the_file(tmp_path):
+async def test_a_request_starts_after_its_line_is_written(tmp_path):
     async with open_log(tmp_path / "audit") as log:
         request = log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1, 2, 3, 7), False))
         assert await begun(request) is None
@@ -239,7 +239,7 @@ async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, 
 
 
 @run_on_loop
-async def test_a_part_of_a_line_does_not_hide_the_next_one(tmp_path):
+async def test_an_incomplete_line_does_not_affect_the_next_one(tmp_path):
     path = tmp_path / "audit"
     path.write_bytes(b'{"time":"20')  # of an earlier process
     async with open_log(path) as log:
@@ -278,7 +278,7 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
 
 
 @run_on_loop
-async def test_a_file_that_cannot_be_opened_again_leaves_the_first_one(tmp_path, caplog):
+async def test_a_failed_reopening_keeps_the_current_file(tmp_path, caplog):
     path = tmp_path / "logs" / "audit"
     with pytest.raises(BadConfig, match=r"setting audit_log: .* cannot be opened \(No such file"):
         AuditFile(str(path))

@@ -78,7 +78,7 @@ def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, nam
     assert len(os.listdir("/proc/self/fd")) == count
 
 
-def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inherit_it(path, name):
+def test_a_passed_file_stays_readable_and_is_not_inherited(path, name):
     taken = run(
         name,
         path,
@@ -187,7 +187,7 @@ def test_an_idle_connection_does_not_delay_others_for_long(path, name, monkeypat
     run(name, path, take_with_idle_callers)
 
 
-def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
+def test_a_file_opened_after_the_timeout_is_closed(path, name):
     late_s = [0.0]
 
     async def open_slowly(_question):
@@ -210,7 +210,7 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
     asyncio.run(main())  # its loop uses its own clock
 
 
-def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):
+def test_a_name_in_use_is_not_taken_over(tmp_path, path, name):
 
     async def main():
         async with offering(name, path), offering(name, tmp_path / "none") as second:

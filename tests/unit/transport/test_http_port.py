@@ -60,7 +60,7 @@ def asked(request):
     return served(lambda port, _: send_request(port, request))
 
 
-def test_an_address_in_use_is_named():
+def test_the_error_names_an_address_in_use():
     async def scenario(port, app):
         expected = f"http_port: the daemon cannot listen at 127.0.0.1:{port}:"
         with pytest.raises(BadConfig, match=expected):
@@ -123,7 +123,7 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
     assert served(scenario) < len(LARGE)
 
 
-def test_there_are_no_more_connections_than_the_limit():
+def test_the_number_of_connections_is_limited():
     async def scenario(port, _app):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
         refused = await send_request(port, get("/"))
@@ -151,7 +151,7 @@ def test_requests_of_clients_that_have_disconnected_count():
     assert served(scenario) == ("", b"")
 
 
-def test_the_end_waits_neither_for_idle_connections_nor_for_pages(caplog):
+def test_the_shutdown_waits_neither_for_idle_connections_nor_for_pages(caplog):
     async def main():
         app = App()
         async with serve_http(app, host="127.0.0.1", port=0) as port:
@@ -169,7 +169,7 @@ def test_the_end_waits_neither_for_idle_connections_nor_for_pages(caplog):
     assert caplog.messages == []
 
 
-def test_signals_and_loggers_of_the_process_are_left_alone():
+def test_signal_handlers_and_loggers_are_not_changed():
     def state():
         loggers = [logging.getLogger(each) for each in ("", "uvicorn", "uvicorn.access")]
         return (

@@ -222,7 +222,7 @@ def test_a_connection_to_a_dead_host_is_closed(clocked, monkeypatch):
     assert transport.abort.called
 
 
-def test_there_are_no_more_connections_than_the_limit():
+def test_the_number_of_connections_is_limited():
     async def scenario(port, _app):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT_MAX)]
         refused, refused_writer = await asyncio.open_connection("127.0.0.1", port)
@@ -254,7 +254,7 @@ def test_a_tls_handshake_has_a_time_limit(monkeypatch, tmp_path):
     assert served(scenario, ssl=context)
 
 
-def test_an_address_in_use_is_named():
+def test_the_error_names_an_address_in_use():
     async def scenario(port, app):
         with pytest.raises(BadConfig, match=f"setting port: .* cannot listen at 127.0.0.1:{port}:"):
             async with serve_http(app, host="127.0.0.1", port=port, keep_alive_connections_max=1):

@@ -137,7 +137,7 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
 
 
 @run_on_loop
-async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monkeypatch):
+async def test_a_0_13_client_over_the_limit_is_disconnected_unprocessed(files, monkeypatch):
     monkeypatch.setattr(
         WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_accepted[:1]
     )
@@ -196,7 +196,7 @@ async def test_limits_are_those_of_the_newest_revision(files, token_file):
 
 
 @run_on_loop
-async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision(files, token_file):
+async def test_a_feed_pauses_when_a_revision_introduces_limits(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         port.apply(dataclasses.replace(limited(), limits={}))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
@@ -224,7 +224,7 @@ async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision
 
 @pytest.mark.parametrize("access", ["report", "on"])
 @run_on_loop
-async def test_a_report_and_servers_have_no_limits(files, token_file, access):
+async def test_report_mode_and_servers_have_no_limits(files, token_file, access):
     async with open_port(files, WireProtocol.CLIENT, access=access) as port:
         permissions = limited(connections=1)
         if access == "on":

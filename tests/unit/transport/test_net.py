@@ -90,7 +90,7 @@ async def test_prebuilt_frames_keep_their_order_among_messages(pair):
 
 
 @run_on_loop
-async def test_receive_waits_and_then_returns_all_available_messages(pair):
+async def test_receive_returns_all_available_messages(pair):
     async with pair() as (link, peer, _):
         for n in range(3):
             peer.links[0].send(Appended(1, n, 3, n))
@@ -217,7 +217,7 @@ async def test_a_dial_to_a_silent_peer_is_unreachable():
             await net.dial(WireProtocol.STORAGE, address, timeout_s=0.1)
 
 
-def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
+def test_a_dial_cancelled_during_the_hello_closes_its_connection(monkeypatch):
     """Closed at the moment of the peer's hello, before the dialing side is notified."""
     hello_received = net.Link._on_hello_received
     dials, links = [], []
@@ -380,7 +380,7 @@ async def test_more_links_than_allowed_are_rejected():
 
 
 @run_on_loop
-async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair):
+async def test_a_closing_listener_sends_pending_messages_and_closes_its_links(pair):
     async with pair() as (link, peer, listener):
         for n in range(5):
             peer.links[0].send(raw(400_000, n))
@@ -418,7 +418,7 @@ async def test_a_port_in_use_is_a_bad_config(contexts):
 
 
 @run_on_loop
-async def test_a_message_that_cannot_be_sent_is_an_error_of_the_caller(pair):
+async def test_an_unencodable_message_raises_in_the_caller(pair):
     async with pair() as (link, _, _):
         with pytest.raises(AssertionError):
             link.send(FlushRequest((1, 2, 3, 4)))

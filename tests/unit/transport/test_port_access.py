@@ -161,7 +161,7 @@ def authority(tmp_path):
 
 
 @run_on_loop
-async def test_the_principal_is_that_of_the_certificate(files, authority, tmp_path):
+async def test_the_certificate_determines_the_principal(files, authority, tmp_path):
     made, settings = authority
     async with open_port(files, **settings) as port:
         shown = issued(made, tmp_path, "ann", common_name="ann")
@@ -222,7 +222,7 @@ async def test_without_explicit_authorities_no_certificate_is_requested(files, t
 
 
 @run_on_loop
-async def test_a_required_certificate_stays_required(files, token_file):
+async def test_access_control_does_not_relax_a_required_certificate(files, token_file):
     async with open_port(files, tls_require_certificate=True) as port:
         await rejected_at(port.address, trusting(files, f"&token_file={token_file}"))
         assert port.principals == []
@@ -242,7 +242,7 @@ def test_an_invalid_pattern_is_an_error_of_the_settings(files, kind):
 
 @PROTOCOLS
 @run_on_loop
-async def test_the_principal_is_that_of_the_token(files, token_file, protocol):
+async def test_the_token_determines_the_principal(files, token_file, protocol):
     async with open_port(files, protocol) as port:
         connect = trusting(files, f"&token_file={token_file}")
         link = await dialed(port.address, connect, protocol)
@@ -300,7 +300,7 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
 
 
 @run_on_loop
-async def test_nothing_after_a_rejected_token_is_processed(files):
+async def test_messages_after_a_rejected_token_are_ignored(files):
     async with open_port(files) as port:
         link = await net.dial(
             WireProtocol.STORAGE,
@@ -316,7 +316,7 @@ async def test_nothing_after_a_rejected_token_is_processed(files):
 
 
 @run_on_loop
-async def test_a_token_after_another_message_changes_nothing(files):
+async def test_a_token_after_another_message_has_no_effect(files):
     async with open_port(files) as port:
         link = await net.dial(
             WireProtocol.STORAGE,
@@ -342,7 +342,7 @@ async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_f
         await dialed(port.address, connect)
 
 
-def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
+def test_a_missing_znode_or_an_older_revision_has_no_effect(logged):
     access = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: NOW_MS)
     access.apply(None)
     access.apply(PERMISSIONS)
@@ -558,7 +558,7 @@ async def test_the_rejections_of_a_partition_require_read_or_administer_there():
 
 
 @run_on_loop
-async def test_each_partition_of_a_list_counts_and_none_needs_any():
+async def test_the_verb_is_required_for_each_listed_partition():
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 2),)),)
     access = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
     for message in (SetAvailable(1, (1, 2), True), AddPreferredRequest(REQ_ID, (2,))):
@@ -589,7 +589,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 
 
 @run_on_loop
-async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
+async def test_the_permission_for_a_mount_depends_on_its_fields():
     access = AccessOfConnection()
     mount = proven(access, FIRST_ISSUED_ID)
     assert access.denial(mount) is None
@@ -597,7 +597,7 @@ async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
 
 
 @run_on_loop
-async def test_an_unknown_value_of_a_field_is_an_invalid_request():
+async def test_an_unknown_enum_value_is_an_invalid_request():
     request = RangeRequest(REQ_ID, 0, 0, 1, 2, ())
     error = AccessOfConnection().denial(request)
     assert type(error) is BadRequest
@@ -636,7 +636,7 @@ async def test_a_mount_needs_the_proof_of_its_client_id():
 
 
 @run_on_loop
-async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
+async def test_zookeeper_issued_ids_need_no_proof_while_0_13_is_accepted():
     accepting = dataclasses.replace(
         GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
     )
@@ -669,7 +669,7 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
 
 
 @run_on_loop
-async def test_a_report_permits_mounts_without_a_proof(logged):
+async def test_report_mode_permits_mounts_without_a_proof(logged):
     access = AccessOfConnection(is_enforced=False)
     assert access.denial(mount_of(FIRST_ISSUED_ID)) is None
     assert access.access.bound_principal(mount_of(5)) == ""
@@ -680,7 +680,7 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
 
 
 @run_on_loop
-async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(monkeypatch, logged):
+async def test_client_ids_of_a_principal_are_limited_except_in_report_mode(monkeypatch, logged):
     monkeypatch.setattr(IssuedIdLimit, "take", _reject)
     with pytest.raises(Overloaded):
         AccessOfConnection().access.charge_client_id()
@@ -720,7 +720,7 @@ async def test_an_answer_or_a_late_token_ends_the_connection():
 
 
 @run_on_loop
-async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
+async def test_before_permissions_are_known_denials_are_retryable(logged):
     access = AccessOfConnection(permissions=None, token=None)
     error = access.denial(TransactionDataRequest(REQ_ID, 0))
     assert type(error) is PermissionsNotLoaded
@@ -753,7 +753,7 @@ async def test_the_first_revision_ends_connections_without_any_permission():
 
 
 @run_on_loop
-async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
+async def test_report_mode_permits_everything_and_logs_once_a_minute(logged):
     access = AccessOfConnection(is_enforced=False)
     for number in (9, 10, 9):
         message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
@@ -793,7 +793,7 @@ def revision(**changes):
     ],
 )
 @run_on_loop
-async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
+async def test_a_revision_ends_connections_that_lose_a_permission(permissions, reason):
     access = AccessOfConnection()
     anonymous = AccessOfConnection(token=None)
     access.port.apply(permissions)
@@ -806,7 +806,7 @@ async def test_a_revision_ends_a_connection_whose_principal_loses_something(perm
 
 
 @run_on_loop
-async def test_a_report_ends_connections_only_because_of_tokens():
+async def test_report_mode_ends_connections_only_for_invalid_tokens():
     access = AccessOfConnection(is_enforced=False)
     access.port.apply(revision(grants=()))
     assert access.ended == []

@@ -55,7 +55,7 @@ def test_one_host_has_half_of_the_handshakes_in_progress():
     assert limits._in_progress == {}
 
 
-def test_after_a_burst_one_host_has_a_rate_of_handshakes():
+def test_after_a_burst_the_handshakes_of_a_host_are_rate_limited():
     now_s = 0.0
     limits = HandshakeLimits(count_max=1_000, burst=20, per_s=2, clock_s=lambda: now_s)
 
@@ -87,7 +87,7 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
 
 
 @run_on_loop
-async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
+async def test_handshakes_alternate_between_hosts_with_pauses():
     scheduled: list[tuple[float, Callable[[], None]]] = []
     turns = HandshakeQueue(lambda pause_s, call: scheduled.append((pause_s, call)))
     added = {}
@@ -169,7 +169,7 @@ class OneLink:
         self.aborted.append(reason)
 
 
-def test_unauthorized_links_have_a_quarter_of_the_links_and_one_host_half_of_that():
+def test_unauthorized_links_are_limited_in_total_and_by_host():
     limits, rejection = (
         LinkLimits(40),
         "the limit of connections of principals without permissions is reached",
@@ -336,7 +336,7 @@ async def test_an_unauthorized_link_may_send_small_frames_only(files, access, se
 
 
 @run_on_loop
-async def test_a_token_that_is_not_valid_gives_no_permission(files):
+async def test_an_invalid_token_gives_no_permission(files):
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
         link = await dialed_to(port, files)
@@ -350,7 +350,7 @@ async def test_a_token_that_is_not_valid_gives_no_permission(files):
 
 
 @run_on_loop
-async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
+async def test_variants_of_a_protocol_error_are_logged_once(caplog):
     tls._LAST_LOGGED.clear()
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
@@ -369,7 +369,7 @@ async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
     await listener.close()
 
 
-def test_the_addresses_of_a_network_share_their_lines_in_the_log(monkeypatch):
+def test_addresses_of_one_network_share_a_log_limit(monkeypatch):
     monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     same = [f"2001:db8::{number:x}" for number in range(9)]
     others = ["2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "[2001:db8::1]:99", "[2001:db8::2]:99"]

@@ -133,7 +133,7 @@ async def test_a_large_rejected_request_counts_as_several():
 
 
 @run_on_virtual_loop
-async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mount():
+async def test_after_an_append_over_a_limit_later_appends_are_not_charged():
     connection = Connection(bytes_per_s=1_000)
     connection.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
     await pass_time(3)
@@ -163,7 +163,7 @@ async def test_the_connections_of_a_principal_share_its_limit_evenly():
 
 
 @run_on_virtual_loop
-async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate():
+async def test_ranges_are_charged_when_sent_at_a_part_of_the_rate():
     connection = Connection(bytes_per_s=1_000_000)
     ranged = RangeRequest(ReqId(-1, 0, 3, -9), 0, 9, 4_000_000, 0, ())
     connection.throttle.receive([ranged])
@@ -200,7 +200,7 @@ def feed_frame(first, count, headers=b""):
 
 
 @run_on_virtual_loop
-async def test_a_feed_gets_the_rate_of_its_limit_and_counts_what_a_filter_leaves_out():
+async def test_a_feed_is_charged_for_filtered_headers_too():
     connection = Connection(bytes_per_s=100_000)
     took_s = await feed(connection, 30)  # 20 KB each: 600 KB, of which the burst is in advance
     assert 4.6 <= took_s <= 5.3
@@ -258,7 +258,7 @@ async def test_a_flood_of_requests_does_not_stop_a_feed():
 
 
 @run_on_virtual_loop
-async def test_a_range_with_a_filter_counts_what_it_leaves_out():
+async def test_a_range_is_charged_for_filtered_transactions_too():
     connection = Connection(bytes_per_s=1_000_000)
     lineage = (object(),)
     answers = (
@@ -359,7 +359,7 @@ async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
 
 
 @run_on_virtual_loop
-async def test_mounts_that_fail_leave_nothing():
+async def test_failed_mounts_leave_no_state():
     connection = Connection(connections=9)
     for partition in range(100):
         assert mount(connection, partition, sequence=5) is None
@@ -375,7 +375,7 @@ async def test_mounts_that_fail_leave_nothing():
 
 
 @run_on_virtual_loop
-async def test_a_closed_connection_passes_nothing_on():
+async def test_a_closed_connection_forwards_no_requests():
     connection = Connection(appends_per_s=10)
     connection.throttle.receive(appends(1, 15))
     passed = len(connection.passed)
@@ -385,7 +385,7 @@ async def test_a_closed_connection_passes_nothing_on():
 
 
 @run_on_virtual_loop
-async def test_without_limits_waiting_requests_are_passed_on():
+async def test_removing_the_limits_releases_waiting_requests():
     connection = Connection(appends_per_s=1)
     connection.throttle.receive(appends(1, 3))
     connection.quota = None  # a revision has removed them
@@ -397,7 +397,7 @@ async def test_without_limits_waiting_requests_are_passed_on():
 
 
 @run_on_virtual_loop
-async def test_a_feed_continues_soon_after_a_higher_limit():
+async def test_a_higher_limit_resumes_a_feed_soon():
     connection = Connection(bytes_per_s=1_000)
     connection.quota.charge_sent_bytes(
         1_000_000, connection.now_ns

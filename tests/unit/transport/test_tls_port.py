@@ -113,7 +113,7 @@ async def test_peers_of_this_version_use_tls_1_3_and_clients_may_use_1_2(files, 
 
 
 @run_on_loop
-async def test_an_abort_is_detected_at_once(files):
+async def test_an_aborted_connection_is_detected_at_once(files):
     async with open_port(listening(files)) as (peer, _, address):
         link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         await poll_until(lambda: peer.links)
@@ -328,7 +328,7 @@ async def test_a_port_of_tls_1_1_is_rejected(files):
 
 
 @run_on_loop
-async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, logged):
+async def test_replaced_files_are_used_if_they_are_valid(tmp_path, logged):
     used, new = create_certificates(tmp_path), create_certificates(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
     ports, dials = tls.listen_context(config), tls.dial_context(config, "")
@@ -361,7 +361,7 @@ def of_daemon(files, **settings):
 
 @pytest.mark.parametrize("transition", ["accept", "dial"])
 @run_on_loop
-async def test_a_port_in_transition_accepts_both(files, logged, transition):
+async def test_a_port_in_transition_accepts_tls_and_plain_tcp(files, logged, transition):
     context = listening(
         files,
         tls_transition=transition,
@@ -513,7 +513,7 @@ async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch,
 
 
 @run_on_loop
-async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monkeypatch):
+async def test_each_loop_iteration_answers_one_handshake(files, monkeypatch):
     loop, answered = asyncio.get_running_loop(), [0]
     do_handshake = tls._Handshake.do_handshake
 

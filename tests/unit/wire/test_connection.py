@@ -50,7 +50,7 @@ def failure(connection, data):
     return str(events[-1].error)
 
 
-def test_the_highest_common_version_is_spoken():
+def test_the_highest_common_version_is_used():
     mine = Connection(WireProtocol.CLIENT, is_listener=True, versions=(0, 3, 4, 5))
     (event,) = mine.receive(codec.encode_hello(Hello((0, 1, 2, 3, 4), "Waltz Client")))
     assert event == HelloReceived(Hello((0, 1, 2, 3, 4), "Waltz Client"), 4)
@@ -69,7 +69,7 @@ def test_no_common_version_ends_the_connection():
 @pytest.mark.parametrize(
     ("is_listener", "peer"), [(True, "Waltz Storage Client"), (False, "Waltz Storage Server")]
 )
-def test_a_server_or_storage_of_0_13_is_rejected_with_what_to_do(is_listener, peer):
+def test_the_error_for_a_0_13_peer_has_a_hint(is_listener, peer):
     text = failure(storage(is_listener=is_listener), codec.encode_hello(Hello((0,), peer)))
     assert text.startswith(
         "the two sides support no common version of protocol 'S': this side supports [1, 2, 3, 4], "
@@ -94,7 +94,7 @@ def test_messages_that_come_with_the_hello_follow_it():
     assert events[1:] == [message, message]
 
 
-def test_keep_alive_has_no_effect():
+def test_keep_alive_frames_have_no_effect():
     dialler, listener = pair()
     message = SuccessResponse(1, 2, 3)
     stream = dialler.keep_alive() + sent(dialler, message) + dialler.keep_alive()
@@ -114,7 +114,7 @@ def test_a_frame_of_another_protocol_ends_the_connection(start):
 
 
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
-def test_a_peer_that_uses_tls_is_reported_as_such(start):
+def test_the_error_reports_a_peer_that_uses_tls(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
     # Later it would be anything, and is reported as it is.
     _, listener = pair()
@@ -142,7 +142,7 @@ def test_after_a_failure_nothing_is_received_or_sent():
 
 
 @pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1, 16 * 1024 * 1024])
-def test_a_length_out_of_bounds_ends_the_connection_before_memory_is_taken(length):
+def test_a_length_out_of_bounds_ends_the_connection_without_allocation(length):
     _, listener = pair()
     header = codec.FRAME_HEADER.pack(ord("S"), 4, length)
     assert "as its length" in failure(listener, header)
@@ -154,7 +154,7 @@ def test_a_hello_has_a_smaller_limit():
     assert "as its length" in failure(listener, header)
 
 
-def test_a_connection_without_a_part_of_a_payload_has_no_buffer():
+def test_a_connection_without_a_partial_payload_has_no_buffer():
     """Of ten thousand connections nearly all are idle, or wait for the rest of a header."""
     dialler, listener = pair()
     hello = bytes(dialler.first_bytes())
@@ -176,7 +176,7 @@ def test_a_connection_without_a_part_of_a_payload_has_no_buffer():
     assert (listener._read_buffer, listener.incomplete_bytes) == (None, 3)
 
 
-def test_the_limit_of_a_peer_holds_for_received_frames_only():
+def test_the_frame_limit_of_a_peer_applies_to_received_frames_only():
     dialler, listener = pair()
     limit = 16 * 1024 * 1024
     listener.peer_frame_bytes_max = lambda: limit

@@ -51,7 +51,7 @@ def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
         ([FileLocation(-1, 0, 10)], 10, "of records: expected a run of bytes in a segment"),
     ],
 )
-def test_impossible_places_are_rejected(made, records_bytes, sentence):
+def test_impossible_positions_are_rejected(made, records_bytes, sentence):
     with pytest.raises(BadFormat, match=sentence):
         decode_locations(encode_locations(made), records_bytes)
 
@@ -70,7 +70,7 @@ def test_a_request_for_a_segment_round_trips(partition_id, first, ticket):
     assert decode_segment(question) == (partition_id, first, ticket)
 
 
-def test_each_storage_has_its_own_socket_name_of_valid_length():
+def test_each_storage_has_a_unique_socket_name_of_valid_length():
     host = "a-host-with-a-very-long-name." * 8
     names = {
         socket_name_of(key, f"{host}:{port}", with_tickets=with_tickets)

@@ -46,7 +46,7 @@ def sample_arguments(kind, *, has_options=True):
 
 
 @EACH_KIND
-def test_the_keywords_are_those_of_the_function(kind):
+def test_parameters_match_the_keyword_arguments_of_the_function(kind):
     run, *keywords = inspect.signature(kind.function).parameters.values()
     assert run.name == "run"
     assert {each.name for each in keywords} == {each.keyword for each in kind.parameters}
@@ -166,7 +166,7 @@ COMMANDS = sorted(set(commands_of_findings()))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_change_of_a_finding_does_what_its_command_does(command):
+def test_the_change_of_a_finding_has_the_arguments_of_its_command(command):
     change = change_in_command(command)
     if change is None:
         return
@@ -213,14 +213,14 @@ def test_the_findings_have_changes_of_several_kinds():
         ("remove-server 'a:1", None),
     ],
 )
-def test_only_a_complete_command_is_a_change(words, change):
+def test_only_a_complete_command_becomes_a_change(words, change):
     command = f"waltz-core cluster {words} --connect '{CONNECT}?auth=FILE'"
     expected = None if change is None else {"name": words.split()[0], "arguments": change}
     assert change_in_command(command) == expected
 
 
 @pytest.mark.parametrize("command", ["", "waltz-core", "waltz-core cluster", "kill -9 7", "'"])
-def test_another_command_is_no_change(command):
+def test_other_commands_do_not_become_changes(command):
     assert change_in_command(command) is None
 
 

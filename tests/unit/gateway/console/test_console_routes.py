@@ -380,7 +380,7 @@ def test_findings_are_shared_by_the_requests_of_one_caller(monkeypatch):
 
 
 @pytest.mark.parametrize("path", [CHANGES, "/v1/console/partitions/0/transactions", "/v1/marks"])
-def test_browsers_keep_no_answer_and_give_it_to_no_other_origin(path):
+def test_browsers_neither_cache_answers_nor_share_them_with_other_origins(path):
     async def scenario(_world, gateway):
         _, headers, _ = await exchange(gateway, "GET", path)
         assert headers["cache-control"] == "no-store"

@@ -117,7 +117,7 @@ def test_other_text_is_shown_as_it_is(text):
         b"\xac\xed\x00\x05t\x00\x01a",  # a serialized Java object
     ],
 )
-def test_bytes_that_are_no_text_are_dumped(data):
+def test_binary_payloads_are_dumped(data):
     name, text = shown(data)
     assert name == "binary"
     assert bytes.fromhex(text[10:57]) == data
@@ -170,7 +170,7 @@ def test_a_payload_with_a_schema_has_the_schema_id_and_a_dump():
 @pytest.mark.parametrize(
     "data", [b"\x00", b"\x00\x00\x00\x01", struct.pack(">q", 7), b"\x00\xff\xff\xff\xff1"]
 )
-def test_bytes_that_begin_with_zero_may_have_no_schema(data):
+def test_a_leading_zero_byte_alone_is_not_a_schema_prefix(data):
     assert shown(data)[0] == "binary"
 
 
@@ -223,7 +223,7 @@ def test_a_map_is_shown_as_json():
     )
 
 
-def test_values_that_json_lacks_are_marked():
+def test_values_without_a_json_type_are_marked():
     times = [msgpack.Timestamp(1764496800), msgpack.Timestamp(1764496800, 120_000_000)]
     times += [msgpack.Timestamp(-1, 1), msgpack.Timestamp(2**60)]
     floats = [float("nan"), float("inf"), float("-inf")]
@@ -243,7 +243,7 @@ def test_values_that_json_lacks_are_marked():
     assert found["f"] == [{"$float": each} for each in ("NaN", "Infinity", "-Infinity")]
 
 
-def test_maps_with_other_keys_lose_nothing():
+def test_maps_with_keys_other_than_strings_are_shown_completely():
     assert unpacked(MSGPACK.serialize({7: "a", "7": "b"})) == {"$map": [[7, "a"], ["7", "b"]]}
     assert unpacked(b"\x82\xa1a\x01\xa1a\x02") == {"$map": [["a", 1], ["a", 2]]}
     assert unpacked(MSGPACK.serialize({b"k": 1, None: 2, True: 3})) == {
@@ -311,7 +311,7 @@ def test_shown_messagepack_is_readable_by_the_client(data):
 # --- payloads over the limit
 
 
-def test_cut_json_is_text():
+def test_truncated_json_is_shown_as_text():
     data = json.dumps(["ä" * 100] * 1000, ensure_ascii=False).encode()
     found = decoded(data, 1001)
     assert (found.format, found.is_shortened) == ("text", True)
@@ -320,7 +320,7 @@ def test_cut_json_is_text():
 
 
 @pytest.mark.parametrize("bytes_max", range(1, 9))
-def test_text_is_cut_between_characters(bytes_max):
+def test_text_is_truncated_between_characters(bytes_max):
     found = decoded("ab🙂🙂🙂".encode(), bytes_max)
     assert (found.format, found.is_shortened) == ("text", True)
     assert found.text == "ab🙂🙂🙂".encode()[:bytes_max].decode(errors="ignore")
@@ -330,21 +330,21 @@ def test_text_that_ends_inside_of_a_character_is_dumped():
     assert decoded("🙂".encode()[:-1]).format == "binary"
 
 
-def test_a_long_array_is_cut():
+def test_a_long_array_is_truncated():
     found = decoded(MSGPACK.serialize(list(range(100_000))), 1000)
     assert (found.format, found.is_shortened) == ("messagepack", True)
     assert found.text.startswith("[0,1,2,3,")
     assert len(found.text) > 800
 
 
-def test_a_long_text_in_messagepack_is_cut_between_characters():
+def test_a_long_text_in_messagepack_is_truncated_between_characters():
     for size in range(200, 204):
         found = decoded(MSGPACK.serialize({"a": "🙂" * 10_000, "b": b"x" * 100_000}), size)
         assert (found.format, found.is_shortened) == ("messagepack", True)
         assert found.text.startswith('{"a":"🙂🙂')
 
 
-def test_a_long_dump_is_cut_at_a_line():
+def test_a_long_dump_is_truncated_at_the_end_of_a_line():
     found = decoded(b"\xff" * 10_000)
     assert (found.format, found.is_shortened) == ("binary", True)
     assert {len(line) for line in found.text.split("\n")} == {75}
@@ -406,7 +406,7 @@ prefixes = st.sampled_from(
 
 
 @given(prefixes, st.binary(max_size=300), st.integers(1, 400))
-def test_any_bytes_have_a_text(prefix, rest, bytes_max):
+def test_any_bytes_are_shown_as_text(prefix, rest, bytes_max):
     found = decoded(prefix + rest, bytes_max)
     assert isinstance(found, PayloadText)
     assert found == decode_payload(prefix + rest, bytes_max)
@@ -414,14 +414,14 @@ def test_any_bytes_have_a_text(prefix, rest, bytes_max):
 
 
 @given(st.binary(max_size=2000), st.integers(1, 3000))
-def test_any_compressed_bytes_have_a_text(data, bytes_max):
+def test_any_compressed_bytes_are_shown_as_text(data, bytes_max):
     packed = Zstd(BYTES, minimum_bytes=0).serialize(data)
     found = decoded(packed, bytes_max)
     if not data.startswith((b"WZE\x01", b"\xc1")):
         assert found == decoded(data, bytes_max)
 
 
-def test_random_bytes_have_a_text():
+def test_random_bytes_are_shown_as_text():
     for size in (1, 5, 17, 5000):
         data = os.urandom(size)
         assert decoded(data).text, base64.b64encode(data)
