@@ -99,10 +99,10 @@ def test_a_failing_page_affects_neither_the_daemon_nor_other_pages(caplog):
 
 def test_a_hanging_page_does_not_delay_other_pages():
     async def main():
-        begun = asyncio.Event()
+        started = asyncio.Event()
 
         async def hang():
-            begun.set()
+            started.set()
             await asyncio.Event().wait()
 
         async with (
@@ -111,7 +111,7 @@ def test_a_hanging_page_does_not_delay_other_pages():
             asyncio.TaskGroup() as tasks,
         ):
             hanging = tasks.create_task(send_request(port, get("/readyz")))
-            await begun.wait()
+            await started.wait()
             assert await send_request(port, get("/livez")) == (OK, b"ok\n")
             hanging.cancel()
 

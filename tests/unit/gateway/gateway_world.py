@@ -159,16 +159,19 @@ class GatewayWorld:
 
     @contextlib.asynccontextmanager
     async def gateway(self, **settings: Any) -> AsyncIterator[MemoryGateway]:
-        made = MemoryGateway(self, settings)
+        memory_gateway = MemoryGateway(self, settings)
         served = serve_http(
-            made.routes.asgi_app(), host="127.0.0.1", port=0, keep_alive_connections_max=32
+            memory_gateway.routes.asgi_app(),
+            host="127.0.0.1",
+            port=0,
+            keep_alive_connections_max=32,
         )
         try:
             async with served as port:
-                made.url = f"http://127.0.0.1:{port}"
-                yield made
+                memory_gateway.url = f"http://127.0.0.1:{port}"
+                yield memory_gateway
         finally:
-            await made.callers.close()
+            await memory_gateway.callers.close()
 
 
 def in_gateway_world(
@@ -194,8 +197,8 @@ def in_gateway_world(
             with patch.object(server_in_memory, "listen", partial(listen, ssl=context)):
                 await server.start()
             try:
-                place = f"{CONNECT}?tls={authorities}" if authorities else CONNECT
-                await scenario(GatewayWorld(server, place, tasks, coordinator))
+                connect_string = f"{CONNECT}?tls={authorities}" if authorities else CONNECT
+                await scenario(GatewayWorld(server, connect_string, tasks, coordinator))
             finally:
                 await server.stop()
 

@@ -232,9 +232,9 @@ async def _write(gateways, writer, reported):
                 break
             assert answer.status in (503, 504), answer
         for each, outcome in zip(rows, answer.body["outcomes"], strict=True):
-            place = (outcome["partition"], outcome["transaction_id"])
-            assert place not in reported
-            reported[place] = each["data"].encode()
+            partition_and_id = (outcome["partition"], outcome["transaction_id"])
+            assert partition_and_id not in reported
+            reported[partition_and_id] = each["data"].encode()
 
 
 def test_the_registry_keeps_the_outcomes_of_the_largest_request():

@@ -116,13 +116,13 @@ def test_impossible_entries_are_replaced_by_the_start_of_the_damage(disk):
     kept = repair_index(disk, SEGMENT, dry_run=True).kept
     disk.remove(INDEX)
     assert repair_index(disk, SEGMENT, dry_run=False).kept == kept
-    made = [
+    rebuilt = [
         int.from_bytes(disk.visible_content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)
     ]
     old = [int.from_bytes(good[at : at + 8], "big") for at in range(128, 232, 8)]
-    differ = [position for position in range(13) if made[position] != old[position]]
+    differ = [position for position in range(13) if rebuilt[position] != old[position]]
     assert len(differ) == kept - 1
-    assert {made[position] for position in differ} == {old[differ[0] - 1]}
+    assert {rebuilt[position] for position in differ} == {old[differ[0] - 1]}
 
 
 def test_a_segment_with_a_wrong_header_gets_no_index(disk):

@@ -253,8 +253,8 @@ def test_the_chain_detects_records_of_another_history(tmp_path, storage):
     assert encode_record in path.read_bytes()
     assert verify_directory(other).findings.error_count == 0
     # A record that is right by itself, of the right ID and size, that was never in this log.
-    made = make_record(4, bytes(len(encode_record) - 40))
-    overwrite_bytes(path, path.read_bytes().index(encode_record), made)
+    record = make_record(4, bytes(len(encode_record) - 40))
+    overwrite_bytes(path, path.read_bytes().index(encode_record), record)
     wrong, _ = verification_texts(other)
     assert len(wrong) == 1
     assert wrong[0].startswith(f"{ONE}.chn at 128: batch 3..7: expected chain ")

@@ -250,7 +250,7 @@ def test_a_valid_stream_is_decoded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "column", "problem"),
+    ("column_index", "column", "problem"),
     [
         (0, [1, None], "column header: expected no nulls, found 1"),
         (1, [b"x", None], "column data: expected no nulls, found 1"),
@@ -260,8 +260,10 @@ def test_a_valid_stream_is_decoded() -> None:
         (3, [[1], [None]], "nulls, found a null"),
     ],
 )
-def test_invalid_contents_are_rejected(place: int, column: list[object], problem: str) -> None:
-    columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
+def test_invalid_contents_are_rejected(
+    column_index: int, column: list[object], problem: str
+) -> None:
+    columns = [*GOOD[:column_index], column, *GOOD[column_index + 1 :]]
     with pytest.raises(BadRequest, match=problem):
         decode(stream(batches.APPEND_SCHEMA, *columns))
 
@@ -382,8 +384,8 @@ def test_encoded_records_have_the_bytes_of_a_segment_file(
         assert batches.encode_records(found, None, TransactionId(10), REQ_ID) == encoded
     kept = [(number, row) for number, row in enumerate(rows) if keep[number]]
     expected = [
-        expected_record(10 + place, number, row[0], row[1])
-        for place, (number, row) in enumerate(kept)
+        expected_record(10 + column_index, number, row[0], row[1])
+        for column_index, (number, row) in enumerate(kept)
     ]
     assert bytes(encoded.records) == b"".join(expected)
     assert (encoded.first, encoded.last) == (10, 10 + len(kept) - 1)

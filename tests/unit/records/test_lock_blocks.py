@@ -117,9 +117,9 @@ def test_invalid_bytes_end_the_search(count):
 def test_a_valid_crc_without_a_valid_block_ends_the_search(mark, first, last):
     fields = (first, last, end(0).chain, end(last).chain, 0)
     body = mark + struct.pack(">qq16s16si", *fields)
-    made = body + crc32(body).to_bytes(4, "big")
-    assert len(made) == TRAILER_BYTES
-    assert trusted(block(0, 0, 7) + made, end(last)) == []
+    block_bytes = body + crc32(body).to_bytes(4, "big")
+    assert len(block_bytes) == TRAILER_BYTES
+    assert trusted(block(0, 0, 7) + block_bytes, end(last)) == []
 
 
 @given(data=st.binary(max_size=300), last=st.integers(-1, 5))
@@ -139,15 +139,17 @@ def test_a_damaged_block_ends_the_search_after_correct_blocks(sizes, damage):
         )
         first += size
     data = bytearray(b"".join(each for _, _, each in parts))
-    place = damage.draw(st.integers(0, len(data) - 1))
+    position = damage.draw(st.integers(0, len(data) - 1))
     how = damage.draw(st.sampled_from(("flip", "cut", "drop")))
     if how == "flip":
-        data[place] ^= damage.draw(st.integers(1, 255))
+        data[position] ^= damage.draw(st.integers(1, 255))
     elif how == "cut":
-        del data[place:]
+        del data[position:]
     else:
-        del data[place : place + damage.draw(st.integers(1, 80))]
+        del data[position : position + damage.draw(st.integers(1, 80))]
     found = trusted(bytes(data), end(first - 1))
-    truth = [(low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)]
-    assert found == truth[: len(found)]
-    assert len(found) < len(truth)
+    intact_blocks = [
+        (low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)
+    ]
+    assert found == intact_blocks[: len(found)]
+    assert len(found) < len(intact_blocks)

@@ -85,10 +85,10 @@ def test_a_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.DataOb
     assert raw_records.first_bad_record(memoryview(records), lengths) is None
     with by_arrays():
         assert raw_records.first_bad_record(memoryview(records), lengths) is None
-    place = data.draw(st.integers(0, len(records) - 1))
+    position = data.draw(st.integers(0, len(records) - 1))
     damaged = bytearray(records)
-    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    bad_record = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+    damaged[position] ^= 1 << data.draw(st.integers(0, 7))
+    bad_record = int(np.searchsorted(np.cumsum(lengths), position, side="right"))
     assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
     with by_arrays():
         assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
@@ -102,8 +102,8 @@ def test_crcs_are_verified_exactly_if_all_records_are_intact(
     first = TransactionId(data.draw(st.integers(0, 5)))
     records, lengths = run_of(rows, first=data.draw(st.integers(0, 5)))
     changed = bytearray(records)
-    for place in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=2)):
-        changed[place] ^= 1 << data.draw(st.integers(0, 7))
+    for position in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=2)):
+        changed[position] ^= 1 << data.draw(st.integers(0, 7))
     if data.draw(st.booleans()):  # a border elsewhere: next to empty rows, bytes may still add up
         border = data.draw(st.integers(0, lengths.size - 1))
         shift = min(data.draw(st.integers(0, 3)), int(lengths[border]) - 40)
@@ -247,8 +247,8 @@ def test_commit_stamps_are_looked_up_by_id(chosen: set[int], runs: list[tuple[in
     stamps = [(first, last, 100 + first) for first, last in sorted(runs)]
     expected = []
     for each in sorted(chosen):
-        begun = [run for run in stamps if run[0] <= each]
-        expected.append(begun[-1][2] if begun and each <= begun[-1][1] else 0)
+        started_runs = [run for run in stamps if run[0] <= each]
+        expected.append(started_runs[-1][2] if started_runs and each <= started_runs[-1][1] else 0)
     ids = np.array(sorted(chosen), dtype=np.int64)
     assert raw_records.stamps_of(ids, stamps).tolist() == expected
 
@@ -259,7 +259,7 @@ def test_unordered_stamps_raise_no_error() -> None:
 
 
 def test_prefixes_have_the_sequence_number_of_their_row() -> None:
-    made = raw_records.encode_prefixes(
+    prefixes = raw_records.encode_prefixes(
         np.array([8, 9]),
         REQ_ID,
         np.array([0, 2]),
@@ -271,5 +271,5 @@ def test_prefixes_have_the_sequence_number_of_their_row() -> None:
         record(8, b"ab", sequence=100, header=3)[:36],
         record(9, b"c", sequence=102, header=-4)[:36],
     ]
-    assert [row.tobytes() for row in made] == expected
-    assert raw_records.prefix_crcs(made).tolist() == [crc32(row) for row in expected]
+    assert [row.tobytes() for row in prefixes] == expected
+    assert raw_records.prefix_crcs(prefixes).tolist() == [crc32(row) for row in expected]

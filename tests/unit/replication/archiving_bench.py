@@ -106,11 +106,11 @@ def end_attempt(bench):
 
 def archived_bench():
     """Return three replicas with batches 0..1, 2..3 and 4..5, of which 0..3 are archived."""
-    made = new_bench()
-    archive(made, last=3)
-    made.run_for(INTERVAL_MS)
-    end_attempt(made)
-    return made
+    bench = new_bench()
+    archive(bench, last=3)
+    bench.run_for(INTERVAL_MS)
+    end_attempt(bench)
+    return bench
 
 
 def next_owner_of(bench):

@@ -270,8 +270,8 @@ class ModelStorage:
         if session == message.session_id and message.first > mark:
             self._confirm()
         records, at = [], 0
-        for place in range(0, len(message.lengths), 4):
-            length = int.from_bytes(message.lengths[place : place + 4], "big")
+        for offset in range(0, len(message.lengths), 4):
+            length = int.from_bytes(message.lengths[offset : offset + 4], "big")
             records.append(bytes(message.records[at : at + length]))
             at += length
         for line in message.lineage:

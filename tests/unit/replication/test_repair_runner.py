@@ -26,15 +26,15 @@ def behind(bench, replica, *, batches=8):
 def run_until(bench, kind):
     """Step until a request of a kind is under way; return the storage that has it."""
 
-    def asked():
+    def requested():
         return [
             name
             for name in bench.names
             if any(isinstance(message, kind) for message in bench.requests.get(name, ()))
         ]
 
-    bench.step_until(asked)
-    return asked()[0]
+    bench.step_until(requested)
+    return requested()[0]
 
 
 def test_a_repair_requests_one_range_at_a_time():

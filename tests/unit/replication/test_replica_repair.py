@@ -28,16 +28,16 @@ from waltz_core.wire import messages as wire
 
 def storage(*batches, mark=-1, window=2):
     """Return a storage in session 9 whose log has these batches: (session, payloads)."""
-    made = ModelStorage("s", lineage_max=window, range_batches_max=window)
-    made.disk.promised = 9
+    model = ModelStorage("s", lineage_max=window, range_batches_max=window)
+    model.disk.promised = 9
     for session, payloads in batches:
-        batch = make_batch(made.last + 1, payloads, 0)
-        chain = next_chain(made.chain, batch.first, batch.last, session, batch.record_crcs)
+        batch = make_batch(model.last + 1, payloads, 0)
+        chain = next_chain(model.chain, batch.first, batch.last, session, batch.record_crcs)
         line = LineageEntry(batch.first, batch.last, session, 0, chain)
-        fields = (batch.first, batch.lengths, batch.records, batch.records_crc, made.chain)
-        made.handle(wire.AppendRaw(9, 1, 0, *fields, (line,)))
-    made.disk.confirmed = mark
-    return made
+        fields = (batch.first, batch.lengths, batch.records, batch.records_crc, model.chain)
+        model.handle(wire.AppendRaw(9, 1, 0, *fields, (line,)))
+    model.disk.confirmed = mark
+    return model
 
 
 def prepared(one):
@@ -392,9 +392,9 @@ def test_a_range_that_differs_from_the_requested_one_is_rejected(fields, error):
 def test_every_flipped_byte_is_detected():
     answer = range_of(storage(*OLD), 0, 1)
     records = bytes(answer.records)
-    for place in range(len(records)):
+    for index in range(len(records)):
         flipped = bytearray(records)
-        flipped[place] ^= 1
+        flipped[index] ^= 1
         with pytest.raises((ChecksumMismatch, BadFormat)):
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
 
@@ -447,9 +447,9 @@ def without_batches(one, first, last):
     """Replace the batches of some IDs of a replica by one reconstructed batch."""
     entries = one.disk.entries
     lost = [each for each in entries if first <= each.lineage.first <= last]
-    place = entries.index(lost[0])
+    index = entries.index(lost[0])
     line = LineageEntry(first, last, RECONSTRUCTED, 0, b"made-up chain...")
-    entries[place : place + len(lost)] = [
+    entries[index : index + len(lost)] = [
         Entry(line, tuple(record for each in lost for record in each.records))
     ]
 

@@ -434,8 +434,8 @@ def test_rejections_are_counted_by_their_reason() -> None:
     world.single()
     world.batch([b"a", b"b"])
     assert len(results([*world.turn(), *world.commit()])) == 4
-    refused = world.pipeline.counters.rejected
-    assert (refused[RowOutcomeCode.LOCK], refused[RowOutcomeCode.NOT_MOUNTED]) == (1, 3)
+    rejected = world.pipeline.counters.rejected
+    assert (rejected[RowOutcomeCode.LOCK], rejected[RowOutcomeCode.NOT_MOUNTED]) == (1, 3)
 
 
 def test_a_failed_proof_does_not_end_a_newer_mount() -> None:
@@ -474,12 +474,12 @@ def test_a_transaction_over_4_mib_is_too_large() -> None:
 
 def test_a_full_queue_rejects_only_connections_over_their_share() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
-    refused = []
+    rejected = []
     for _ in range(20):
         req_id = world.single()
         if results(world.early) == {req_id: [(-1, RowOutcomeCode.OVERLOADED, -1)]}:
-            refused.append(req_id)
-    assert len(refused) == 10
+            rejected.append(req_id)
+    assert len(rejected) == 10
     world.single(BOB)
     assert world.early == []
     assert world.pipeline.queued_bytes == 1100
@@ -533,8 +533,8 @@ def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):
         world.batch([b"a"] * 100)
-    refused = world.batch([b"a", b"b"])
-    assert results(world.early) == {refused: [(-1, RowOutcomeCode.OVERLOADED, -1)] * 2}
+    rejected = world.batch([b"a", b"b"])
+    assert results(world.early) == {rejected: [(-1, RowOutcomeCode.OVERLOADED, -1)] * 2}
 
 
 LARGE = bytes(LARGE_BYTES)
@@ -688,8 +688,8 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     assert results(out) == {}
     world.now_ms += PAUSE_MS_MAX
     committed = [(number, COMMITTED, -1) for number in range(done)]
-    refused = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - done)
-    assert results(world.turn()) == {flood: committed + refused}
+    rejected = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - done)
+    assert results(world.turn()) == {flood: committed + rejected}
     assert len(world.submitted) == 1
 
 
@@ -699,9 +699,9 @@ def test_all_pieces_after_a_lost_piece_are_lost() -> None:
     lost = world.submitted[0].last + 1
     world.pipeline.on_session_closed()
     assert results(world.open(-1)) == {}
-    refused = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - lost)
+    rejected = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - lost)
     world.now_ms += PAUSE_MS_MAX
-    assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + refused}
+    assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + rejected}
 
 
 def test_rows_that_were_not_submitted_are_appended_in_the_next_session() -> None:

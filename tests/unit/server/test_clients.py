@@ -82,13 +82,13 @@ class Host:
     is_open = True
 
     def __init__(self) -> None:
-        self.taken, self.over_limit, self.events = [], [], []
+        self.received_requests, self.over_limit, self.events = [], [], []
 
     def post(self, event) -> None:
         self.events.append(type(event))
 
     def receive(self, connection, message, cost_bytes, *, principal="", over_limit=None) -> None:
-        self.taken.append((connection, message, cost_bytes))
+        self.received_requests.append((connection, message, cost_bytes))
         self.over_limit.append(over_limit)
 
 
@@ -116,15 +116,15 @@ async def test_a_client_that_does_not_read_is_paused():
         FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -each)) for each in (1, 2, 3)
     ]
     link.received(requests)
-    taken = backend.host.taken
-    assert [message for _, message, _ in taken] == requests[:2]
-    connection, message, cost_bytes = taken[0]
+    received_requests = backend.host.received_requests
+    assert [message for _, message, _ in received_requests] == requests[:2]
+    connection, message, cost_bytes = received_requests[0]
     clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
     await asyncio.sleep(0)
-    assert len(taken) == 2
+    assert len(received_requests) == 2
     link.is_congested = False
     link.drained()
-    assert [message for _, message, _ in taken] == requests
+    assert [message for _, message, _ in received_requests] == requests
 
 
 @run_on_loop
@@ -145,7 +145,7 @@ async def test_a_denied_request_reaches_no_partition_and_frees_its_slot():
     link.drained()
     flush = FlushRequest(ids[0])
     link.received([flush])
-    assert [message for _, message, _ in backend.host.taken] == [flush]
+    assert [message for _, message, _ in backend.host.received_requests] == [flush]
 
 
 @run_on_loop
@@ -199,7 +199,7 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
     append = AppendRequest(req_id, 0, (), (), (), 0, b"", 0)
     link.received([append, FlushRequest(req_id)])
     await poll_until(lambda: link.sent)
-    assert [message for _, message, _ in backend.host.taken] == [append]
+    assert [message for _, message, _ in backend.host.received_requests] == [append]
     assert backend.host.over_limit == [error]
     assert link.sent == [
         ErrorResponse(req_id, Overloaded.code, True, "etl is over a limit", retry_after_ms=700)
@@ -217,13 +217,13 @@ async def test_a_limit_pauses_feeds_but_not_requests():
     clients.accept(link)
     flush = FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))
     link.received([flush])
-    (connection, _, cost_bytes), host = backend.host.taken[0], backend.host
+    (connection, _, cost_bytes), host = backend.host.received_requests[0], backend.host
     link.is_over_limit = True
     clients.answer(SendToClient(connection, FlushResponse(flush.req_id, 0), cost_bytes))
     await poll_until(lambda: host.events)
     assert host.events == [ConnectionCongested]
     link.received([flush])
-    assert len(host.taken) == 2
+    assert len(host.received_requests) == 2
     link.is_congested = True
     link.is_over_limit = False
     link.drained()
@@ -314,8 +314,8 @@ class Audited:
     def __init__(self) -> None:
         self.outcomes = []
 
-    def begin(self, begun) -> None:
-        begun(None)
+    def begin(self, on_begun) -> None:
+        on_begun(None)
 
     def end(self, outcome, error="") -> None:
         self.outcomes.append(outcome)
@@ -345,9 +345,9 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     kept = weakref.ref(request)
     link.received([request])
     del request
-    ((connection, _, cost_bytes),) = backend.host.taken
+    ((connection, _, cost_bytes),) = backend.host.received_requests
     del _
-    backend.host.taken.clear()  # the partition keeps the ID of the request only
+    backend.host.received_requests.clear()  # the partition keeps the ID of the request only
     assert kept() is not None
     answer = ExpireResponse(req_id, 5, is_done=True)
     clients.answer(SendToClient(connection, answer, cost_bytes, kept()))
@@ -368,7 +368,7 @@ async def test_a_connection_over_the_memory_limit_resumes_after_its_answers_drai
     for each, link in enumerate(links):
         clients.accept(link)
         link.received([FlushRequest(ReqId(ClientId(each), Generation(1), PartitionId(0), -1))])
-    for connection, message, cost_bytes in backend.host.taken:
+    for connection, message, cost_bytes in backend.host.received_requests:
         clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
     await asyncio.sleep(0)
     assert [link.is_read for link in links].count(False) == 1
@@ -391,6 +391,6 @@ async def test_a_read_starts_when_another_connection_frees_memory():
     links[0].received([AppendRequest(ids, 0, (), (), (), 0, bytes(8_192), 0)])
     small = AppendRequest(ids, 0, (), (), (), 0, b"1", 0)
     links[1].received([small, TransactionDataRequest(ids, 0)])
-    assert len(backend.host.taken) == 2  # an append may wait for long
+    assert len(backend.host.received_requests) == 2  # an append may wait for long
     links[0].closed("done")
-    await poll_until(lambda: len(backend.host.taken) == 3)
+    await poll_until(lambda: len(backend.host.received_requests) == 3)

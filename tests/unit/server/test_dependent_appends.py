@@ -182,8 +182,8 @@ def test_predecessors_have_written_its_locks_above_its_mark():
     assert predecessor_ids_for(world, write=[HOT, COLD], mark=3) is None  # it is let in
 
 
-def predecessor_ids_for(world: Authors, **asked) -> list[int] | None:
-    req_id = world.follow(BOB, **asked)
+def predecessor_ids_for(world: Authors, **request) -> list[int] | None:
+    req_id = world.follow(BOB, **request)
     out = world.turn()
     world.now_ms += WAIT_MS_MAX  # no author is expected back any more
     return predecessor_ids([*out, *world.turn()]).get(req_id)

@@ -204,12 +204,12 @@ async def test_a_dying_server_that_accepts_one_more_connection_is_removed():
 async def test_dials_to_a_server_that_closes_each_connection_back_off():
     pauses: list[float] = []
 
-    async def noted(_watch, seconds: float) -> None:
+    async def record_pause(_watch, seconds: float) -> None:
         pauses.append(seconds)
         await asyncio.sleep(0)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(failure_detector._ServerWatch, "_pause", noted)
+        patched.setattr(failure_detector._ServerWatch, "_pause", record_pause)
         patched.setattr(failure_detector, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
         async with world() as servers:
 

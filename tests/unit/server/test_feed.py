@@ -50,14 +50,14 @@ def headers(first: int, last: int) -> bytes:
 
 
 def feed(mark: int, *, remembered_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
-    made = Feed(
+    new_feed = Feed(
         PartitionLimits(
             lock_slot_count=11, feed_frame_count_max=frame, feed_request_count_min=grant
         ),
         HeaderCache(remembered_from),
     )
-    made.on_mark_advanced(SessionId(1), TransactionId(mark))
-    return made
+    new_feed.on_mark_advanced(SessionId(1), TransactionId(mark))
+    return new_feed
 
 
 def req_id(client: int) -> ReqId:
@@ -195,8 +195,8 @@ def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None
         )
     )
     assert frames(got, 1) == frames(got, 2) == [(5, 10)]
-    (asked,) = [outcome for outcome in turns(each) if isinstance(outcome, FetchHeaders)]
-    assert asked.first == 15
+    (fetch,) = [outcome for outcome in turns(each) if isinstance(outcome, FetchHeaders)]
+    assert fetch.first == 15
 
 
 @pytest.mark.parametrize("chain_at", [6, 7, 9])

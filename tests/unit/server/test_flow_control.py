@@ -39,10 +39,10 @@ OVERHEAD = REQUEST_OVERHEAD_BYTES
 def flow(
     *, count: int = 100, in_flight_bytes: int = 100_000, memory_bytes: int = 1_000_000
 ) -> FlowControl:
-    made = FlowControl(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
+    new_flow = FlowControl(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
     for connection in (A, B, C):
-        made.open(connection)
-    return made
+        new_flow.open(connection)
+    return new_flow
 
 
 def batch(size: int) -> AppendBatch:

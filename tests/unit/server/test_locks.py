@@ -201,9 +201,9 @@ def test_the_measured_false_rejection_rate_equals_the_prediction() -> None:
         LockRequests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1)
     )
     predicted = table.false_rejection_probability(first)
-    strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
-    refused = (table._slots[slot_indices(strangers, 100_003)].min(axis=0) > 0).mean()
-    assert predicted == pytest.approx(refused, rel=0.1)
+    other_locks = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
+    false_rejection_rate = (table._slots[slot_indices(other_locks, 100_003)].min(axis=0) > 0).mean()
+    assert predicted == pytest.approx(false_rejection_rate, rel=0.1)
     assert 0.1 < predicted < 0.4
 
 

@@ -811,8 +811,8 @@ def ranged(world: World, req_id: ReqId) -> messages.RangeData:
 
 def range_bytes(fetch: Fetch, data: messages.RangeData, records: Buffer) -> messages.RangeBytes:
     """The storage's form of what another partition has answered."""
-    place = (1, fetch.token, 0, data.first, data.count, data.form)
-    return messages.RangeBytes(*place, data.lengths, records, 0, bytes(16), data.lineage)
+    range_fields = (1, fetch.token, 0, data.first, data.count, data.form)
+    return messages.RangeBytes(*range_fields, data.lengths, records, 0, bytes(16), data.lineage)
 
 
 def test_a_cached_range_is_answered_without_a_storage() -> None:
@@ -878,10 +878,10 @@ def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
     request = own_headers(world, BOB, B, 1)
     (fetch,) = world.fetches
     assert fetch.message.form == RangeForm.HEADERS
-    place = (1, fetch.token, 0, 0, 2, RangeForm.HEADERS)
+    range_fields = (1, fetch.token, 0, 0, 2, RangeForm.HEADERS)
     records = bytes(heads.records)
     crc = zlib.crc32(records)
-    answer = messages.RangeBytes(*place, b"", records, crc, bytes(16), heads.lineage)
+    answer = messages.RangeBytes(*range_fields, b"", records, crc, bytes(16), heads.lineage)
     world.step(FetchAnswered(fetch.token, answer))
     assert ranged(world, request).records == records[28:]
 

@@ -26,8 +26,8 @@ def kept(ahead: ReadAhead, *ids: int) -> list[int]:
 def test_the_oldest_range_is_dropped_for_the_next() -> None:
     budget = CacheBudget(1 << 20)
     ahead = ReadAhead(budget)
-    for place in range(PREFETCHED_RANGES_MAX):
-        keep(ahead, 10 * place, 5)
+    for number in range(PREFETCHED_RANGES_MAX):
+        keep(ahead, 10 * number, 5)
     full_bytes = budget.used_bytes
     keep(ahead, 1_000, 5)
     assert kept(ahead, 0, 10, 1_000) == [10, 1_000]

@@ -57,15 +57,15 @@ REPLICAS = [ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1")]
 
 
 def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Reads:
-    made = Reads(
+    new_reads = Reads(
         PartitionId(0),
         PartitionLimits(lock_slot_count=11, **limits),
         TransactionCache(CacheBudget(budget_bytes)),
         FeedCache(20 * 100),
     )
-    made.replicas = REPLICAS
-    assert made.on_session_opened(SessionId(4), TransactionId(mark)) == []
-    return made
+    new_reads.replicas = REPLICAS
+    assert new_reads.on_session_opened(SessionId(4), TransactionId(mark)) == []
+    return new_reads
 
 
 def ask(
@@ -152,14 +152,14 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
 def test_nearby_replicas_are_queried_in_turn(nearby: list[ReplicaId]) -> None:
     each = reads()
     each.nearby = set() if nearby == REPLICAS else set(nearby)
-    asked = [fetch_of(ask(each, 10 * place, 10 * place + 9)).replica for place in range(6)]
-    assert sorted(asked) == sorted(6 // len(nearby) * nearby)
+    replicas = [fetch_of(ask(each, 10 * number, 10 * number + 9)).replica for number in range(6)]
+    assert sorted(replicas) == sorted(6 // len(nearby) * nearby)
 
 
 def test_nearby_replicas_of_the_session_are_queried_first() -> None:
     each = reads()
     each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
-    fetches = [fetch_of(ask(each, 10 * place, 10 * place + 9)) for place in range(4)]
+    fetches = [fetch_of(ask(each, 10 * number, 10 * number + 9)) for number in range(4)]
     assert [fetch.replica for fetch in fetches] == 4 * [REPLICAS[1]]
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetches[0].token, "gone"), 0))
     other = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
@@ -201,8 +201,8 @@ def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(other
         tried.append(fetch.replica)
         assert len(set(tried)) == len(tried)
         # After many other fetches no replica is avoided any more.
-        for place in range(1, others + 1):
-            other = fetch_of(ask(each, 10 * place, 10 * place + 9, sequence=place + 1))
+        for number in range(1, others + 1):
+            other = fetch_of(ask(each, 10 * number, 10 * number + 9, sequence=number + 1))
             each.on_range_fetched(other.token, headers(other, 10), 0)
     assert sorted(tried) == sorted(REPLICAS)
 
@@ -219,10 +219,10 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     failed = fetch.replica
     requests = []
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0))
-    for place in range(1, 2 * AVOIDED_FETCH_COUNT):
+    for number in range(1, 2 * AVOIDED_FETCH_COUNT):
         requests.append(fetch.replica)
         each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
-        fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
+        fetch = fetch_of(ask(each, 10 * number, 10 * number + 9))
     assert failed not in requests[:AVOIDED_FETCH_COUNT]
     assert failed in requests[AVOIDED_FETCH_COUNT : AVOIDED_FETCH_COUNT + 3]
     # None is left out where there is no other.

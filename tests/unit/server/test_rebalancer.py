@@ -56,8 +56,8 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
 
 async def some_rounds(looks):
     """Wait for enough rounds that a partition that should move has moved."""
-    begun = len(looks.values)
-    await looks.wait_for(lambda count: count > begun + 5 * PACE.window_ms // PACE.interval_ms)
+    look_count = len(looks.values)
+    await looks.wait_for(lambda count: count > look_count + 5 * PACE.window_ms // PACE.interval_ms)
 
 
 def owners(view):

@@ -77,10 +77,10 @@ class Requester:
 async def with_requests():
     """Return the requests of a server, and the registry itself."""
     _, _, coordinator = await with_cluster()
-    made = RegistryRequests(
+    registry_requests = RegistryRequests(
         coordinator.writes, coordinator.next_client_id, PARTITION_COUNT, asyncio.get_running_loop()
     )
-    return made, coordinator.writes
+    return registry_requests, coordinator.writes
 
 
 def request(operation, write="w", **rest):
@@ -326,23 +326,23 @@ async def _outcome(answering):
 async def test_expired_writes_are_removed_by_one_task_however_many_requests_cause_it():
     """A request must not cause many times its own work."""
     requests, write_registry = await with_requests()
-    begun, may_end = [], asyncio.Event()
+    started, may_end = [], asyncio.Event()
 
     async def forget_expired():
-        begun.append(1)
+        started.append(1)
         await may_end.wait()
 
     write_registry.forget_expired = forget_expired
     for _ in range(5):
         await requests.answer(request(OPERATIONS.FORGET), Requester("mine"))
         await asyncio.sleep(0)
-    assert begun == [1]
+    assert started == [1]
     may_end.set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await requests.answer(request(OPERATIONS.FORGET), Requester("mine"))
     await asyncio.sleep(0)
-    assert begun == [1, 1]
+    assert started == [1, 1]
 
 
 def test_a_write_without_an_owner_has_the_same_bytes_as_before():

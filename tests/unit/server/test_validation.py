@@ -134,13 +134,13 @@ def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.M
     monkeypatch.setattr(validation, "ONE_BY_ONE_MAX", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
     group = [single(*locks) for locks in zip(writes, reads, appends, strict=True)]
-    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
-    piece = validate_singles(group, LockTable(1009, BEFORE_FIRST), place)
+    in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    piece = validate_singles(group, LockTable(1009, BEFORE_FIRST), in_flight)
     assert [pending.reason for pending in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
     assert list(piece.writers) == [0, 0, 1, 1]
     pending = with_locks(writes, reads, appends)
-    piece = validate_rows(pending, 3, LockTable(1009, BEFORE_FIRST), place)
+    piece = validate_rows(pending, 3, LockTable(1009, BEFORE_FIRST), in_flight)
     assert pending.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
     found = zip(struct.unpack(">4i", piece.locks), piece.writers, strict=True)
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
@@ -148,18 +148,18 @@ def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.M
 
 def test_large_batches_carry_no_lock_distances() -> None:
     group = [single([row]) for row in range(DISTANCES_TRANSACTIONS_MAX + 1)]
-    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
-    whole = validate_singles(group, LockTable(10_007, BEFORE_FIRST), place)
+    in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    whole = validate_singles(group, LockTable(10_007, BEFORE_FIRST), in_flight)
     assert whole.locks == struct.pack(f">{len(group)}i", *range(len(group)))
     assert whole.writers == b""
-    few = validate_singles(group[1:], LockTable(10_007, BEFORE_FIRST), place)
+    few = validate_singles(group[1:], LockTable(10_007, BEFORE_FIRST), in_flight)
     assert list(few.writers) == list(range(DISTANCES_TRANSACTIONS_MAX))
 
 
 def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
     pending = with_locks([[1], [2]], [[9], []], [[], [3]])
-    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
-    piece = validate_rows(pending, 2, LockTable(1009, BEFORE_FIRST), place)
+    in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    piece = validate_rows(pending, 2, LockTable(1009, BEFORE_FIRST), in_flight)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
     assert list(piece.writers) == [0, 1, 1]
 

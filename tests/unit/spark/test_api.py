@@ -117,8 +117,8 @@ def test_spark_reads_the_results_from_the_result_directory(
     tmp_path: Path, path: str, expected: str
 ) -> None:
     given = path.format(here=tmp_path)
-    place = open_results_directory(given, is_for_reading=True)
-    assert _path_for_spark(given, place) == expected.format(here=tmp_path)
+    results = open_results_directory(given, is_for_reading=True)
+    assert _path_for_spark(given, results) == expected.format(here=tmp_path)
 
 
 def test_the_error_for_a_session_without_java_names_its_type(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ def test_rows_with_many_locks_are_sent_in_smaller_batches() -> None:
     rows = shaped([(0, b"%d" % number) for number in range(100)])
     bounds = pa.array(np.arange(101, dtype=np.int32) * LOCKS_MAX)
     locks = pa.ListArray.from_arrays(bounds, np.tile(np.arange(LOCKS_MAX, dtype=np.int32), 100))
-    place = rows.append.schema.get_field_index("append_locks")
-    append = rows.append.set_column(place, "append_locks", locks)
+    index = rows.append.schema.get_field_index("append_locks")
+    append = rows.append.set_column(index, "append_locks", locks)
     log = RandomLog(1, loss=0.0)
     options = dataclasses.replace(OPTIONS, batch_rows=1000)
     reported_count = list(Appender(log, options).send([dataclasses.replace(rows, append=append)]))
@@ -202,31 +202,31 @@ class LimitedRetries:
 
     def __init__(self) -> None:
         self.excluded: list[bytes] = []
-        self.asked = 0
+        self.row_count = 0
 
     def pause_s(self, retries: int) -> float:
         assert retries < self.retries_max
         return 0.0
 
-    def recompute(self, refused: RejectedRows) -> RecomputedRows:
-        assert (refused.conflicting == 5).all()
-        assert (refused.marks == -1).all()
+    def recompute(self, rejected_rows: RejectedRows) -> RecomputedRows:
+        assert (rejected_rows.conflicting == 5).all()
+        assert (rejected_rows.marks == -1).all()
         rows = []
-        made = []
-        for row, data in enumerate(refused.source.column("data").to_pylist()):
-            self.asked += 1
-            if self.asked % 3 == 0:
+        recomputed = []
+        for row, data in enumerate(rejected_rows.source.column("data").to_pylist()):
+            self.row_count += 1
+            if self.row_count % 3 == 0:
                 self.excluded.append(data)
             else:
                 rows.append(row)
                 # A "!!" is rejected a second time, and a "!!!" finally.
-                made.append((refused.partition, data[:-1]))
-        return RecomputedRows(with_source(made), np.array(rows, np.int64))
+                recomputed.append((rejected_rows.partition, data[:-1]))
+        return RecomputedRows(with_source(recomputed), np.array(rows, np.int64))
 
 
 def with_source(rows: list[tuple[int, bytes]]) -> ConvertedRows:
-    made = shaped(rows)
-    return dataclasses.replace(made, source=made.append.select(["data"]))
+    converted = shaped(rows)
+    return dataclasses.replace(converted, source=converted.append.select(["data"]))
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -226,13 +226,15 @@ def test_payloads_are_decrypted_and_stored_as_the_log_has_them(tmp_path: Path) -
     schema = StructType(schema).add("data_error", "string")
     secret = [packed(7, id=123456789, amount=n) for n in range(2)]
     log = Log(encrypted(tmp_path, *secret, packed(DELETE_HEADER, id=123456789)))
-    place = tmp_path / "state"
+    state_file = tmp_path / "state"
     found = []
     for end in range(3):
         found += rows_of(
-            reader(log, end - 1, end, place, schema=schema, encryptionKeys=str(tmp_path)).rows()
+            reader(
+                log, end - 1, end, state_file, schema=schema, encryptionKeys=str(tmp_path)
+            ).rows()
         )
-        stored = place.read_bytes()
+        stored = state_file.read_bytes()
         assert log.transactions[min(end, 1)].data in stored
         assert not any(each.data[1:8] in stored for each in secret)
     assert found == [
@@ -244,13 +246,13 @@ def test_payloads_with_a_destroyed_key_are_skipped(tmp_path: Path) -> None:
     first = encrypted(tmp_path, packed(id=1, amount=1), packed(id=2, amount=2), key_id="gone")
     log = Log(first + encrypted(tmp_path, packed(id=1, amount=3), packed(id=2, op="D")))
     options = {"encryptionKeys": str(tmp_path)}
-    place = tmp_path / "state"
-    assert len(rows_of(reader(log, -1, 1, place, **options, **DROP).rows())) == 2
+    state_file = tmp_path / "state"
+    assert len(rows_of(reader(log, -1, 1, state_file, **options, **DROP).rows())) == 2
     (tmp_path / "gone").unlink()
     keys.key_cache_for.cache_clear()
     assert feed(log, **options, **DROP) == [(1, None, 3, "insert", 2)]
     # A state that has such a row does not know more.
-    kept = rows_of(reader(log, 1, 3, place, **options, **DROP).rows())
+    kept = rows_of(reader(log, 1, 3, state_file, **options, **DROP).rows())
     assert kept == [(1, None, 3, "insert", 2)]
     with pytest.raises(BadFormat, match=r"transaction 0: the payload cannot be decrypted .*gone"):
         feed(log, **options)

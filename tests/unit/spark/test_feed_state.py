@@ -49,7 +49,7 @@ def micro_batch(file: Path, begin: int, end: int) -> list[tuple[int, int]]:
     return log.reads
 
 
-def place(file: Path) -> tuple[int, int]:
+def stored_marks(file: Path) -> tuple[int, int]:
     state = open_cached_state(file)
     assert state is not None
     found = state.mark, state.previous_mark
@@ -59,22 +59,22 @@ def place(file: Path) -> tuple[int, int]:
 
 def test_an_absent_state_is_built_and_continues_from_its_mark(file: Path) -> None:
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
     assert micro_batch(file, 19, 24) == [(20, 24)]
-    assert place(file) == (24, 19)
+    assert stored_marks(file) == (24, 19)
 
 
 def test_a_state_at_an_earlier_mark_catches_up(file: Path) -> None:
     micro_batch(file, 9, 19)
     assert micro_batch(file, 29, 34) == [(20, 29), (30, 34)]
-    assert place(file) == (34, 29)
+    assert stored_marks(file) == (34, 29)
 
 
 def test_a_repeated_micro_batch_with_another_end_returns_to_its_start(file: Path) -> None:
     micro_batch(file, -1, 9)
     for end in (19, 25, 12):
         assert micro_batch(file, 9, end) == [(10, end)]
-        assert place(file) == (end, 9)
+        assert stored_marks(file) == (end, 9)
 
 
 def test_a_state_at_a_later_mark_returns_to_an_earlier_one_and_catches_up(file: Path) -> None:
@@ -85,14 +85,14 @@ def test_a_state_at_a_later_mark_returns_to_an_earlier_one_and_catches_up(file: 
 def test_a_state_without_its_previous_mark_is_rebuilt(file: Path) -> None:
     micro_batch(file, 29, 34)
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database" * 1000, bytes(8192)])
 def test_an_invalid_state_file_is_replaced(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
 
 
 def test_a_file_of_another_version_is_replaced(file: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_state_file_in_use_is_not_changed(file: Path) -> None:
     assert other is not None
     assert micro_batch(file, 19, 24) == [(0, 19), (20, 24)]
     other.close()
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
 
 
 def test_an_incomplete_task_keeps_the_previous_mark(file: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_incomplete_task_keeps_the_previous_mark(file: Path) -> None:
         rows = reader(Log(LOG, batch_rows=1), begin, 30, file).rows()
         next(rows)
         rows.close()  # type: ignore[attr-defined]
-        assert place(file) == (19, -1)
+        assert stored_marks(file) == (19, -1)
     micro_batch(file, 19, 30)
 
 
@@ -219,7 +219,7 @@ def test_a_killed_task_keeps_the_previous_mark(file: Path) -> None:
         assert child.stdout.readline() == b"written\n"
         assert file.stat().st_size > 2_000_000
         child.kill()
-    assert place(file) == (19, -1)
+    assert stored_marks(file) == (19, -1)
     assert micro_batch(file, 19, 30) == [(20, 30)]
 
 
@@ -243,7 +243,7 @@ def test_a_task_with_a_deleted_file_does_not_change_the_new_file(
     for each in (file, Path(f"{file}-journal")):
         shutil.copy(each, killed)
     running.close()
-    assert place(killed / file.name) == (19, -1)
+    assert stored_marks(killed / file.name) == (19, -1)
     database = sqlite3.connect(killed / file.name)
     assert (
         database.execute("SELECT count(*) FROM latest WHERE length(data) = 1000").fetchone()[0] == 0
@@ -266,7 +266,7 @@ def test_a_long_catch_up_is_committed_in_steps(file: Path, monkeypatch: pytest.M
     log.read = read  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):
         rows_of(reader(log, 29, 34, file).rows())
-    assert place(file) == (14, 14)
+    assert stored_marks(file) == (14, 14)
     assert micro_batch(file, 29, 34) == [(15, 19), (20, 24), (25, 29), (30, 34)]
 
 

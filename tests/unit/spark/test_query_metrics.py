@@ -77,8 +77,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def client() -> Iterator[WaltzClient]:
-    with MemoryWaltz(partition_count=2) as waltz, waltz.client() as made:
-        yield made
+    with MemoryWaltz(partition_count=2) as waltz, waltz.client() as memory_client:
+        yield memory_client
 
 
 @pytest.fixture
@@ -297,16 +297,16 @@ def test_a_commit_writes_nothing_unless_metrics_are_exported(tmp_path: Path) -> 
 def test_a_directory_of_other_users_is_not_used(tmp_path: Path) -> None:
     make_directory()
     open_counts("query")
-    (place,) = tmp_path.iterdir()
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    place.chmod(0o777)
+    (directory,) = tmp_path.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o777)
     add_counts("query", WriteCounts(1, 1, 1))
     assert read_counts("query") == NO_ROWS
     with pytest.raises(BadConfig, match="other users may write to it"):
         make_directory()
-    place.chmod(0o700)
-    moved = place.rename(tmp_path / "moved")
-    place.symlink_to(moved)
+    directory.chmod(0o700)
+    moved = directory.rename(tmp_path / "moved")
+    directory.symlink_to(moved)
     with pytest.raises(BadConfig, match="belongs to another user"):
         make_directory()
 

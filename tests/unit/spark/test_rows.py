@@ -92,10 +92,10 @@ def test_any_bytes_are_unpacked_or_raise_a_typed_error(data_format: str, payload
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_numbers_are_rejected_in_json(value: float) -> None:
     nested = pa.array([[0.5], [0.5, value]], pa.list_(pa.float64()))
-    for column, place in ((pa.array([0.5, value]), "$.price"), (nested, "$.price[1]")):
+    for column, json_path in ((pa.array([0.5, value]), "$.price"), (nested, "$.price[1]")):
         with pytest.raises(BadRequest, match="dataFormat=json: found") as caught:
             pack_rows([column], ["price"], "json")
-        assert f"found {value} at {place};" in str(caught.value)
+        assert f"found {value} at {json_path};" in str(caught.value)
         back = Unpacker([pa.field("price", column.type)], "msgpack").columns(
             pack_rows([column], ["price"], "msgpack"), where
         )

@@ -91,11 +91,11 @@ def test_the_first_marks_are_confirmed_by_a_quorum(
     requests = []
     given = WaltzStreamReader._request_marks
 
-    def noted(self: WaltzStreamReader, *, linearizable: bool):
+    def record_linearizable(self: WaltzStreamReader, *, linearizable: bool):
         requests.append(linearizable)
         return given(self, linearizable=linearizable)
 
-    monkeypatch.setattr(WaltzStreamReader, "_request_marks", noted)
+    monkeypatch.setattr(WaltzStreamReader, "_request_marks", record_linearizable)
     reader = old_reader_of()
     reader.latestOffset()
     reader.latestOffset()

@@ -56,13 +56,15 @@ class Archived:
         self.owner = bench.owned(6)
         self.store = ArchiveStore(f"file://{directory}/archive")
         job = request(bench, self.owner, range_to(self.owner, ROWS - 1))
-        self.made = upload(self.store, KEY, job)
-        bench.step(service.UploadDone(job, self.made))
+        self.uploaded = upload(self.store, KEY, job)
+        bench.step(service.UploadDone(job, self.uploaded))
         self.cache = ArchiveCache(1 << 20)
 
     def mark(self):
-        made = self.made
-        return self.owner.make(SetArchived, made.last, made.chain, 0, made.file_crc, made.name)
+        uploaded = self.uploaded
+        return self.owner.make(
+            SetArchived, uploaded.last, uploaded.chain, 0, uploaded.file_crc, uploaded.name
+        )
 
     def answer(self, message, connection=1):
         """Return the answer to a request; reads of the archive are carried out."""
@@ -150,7 +152,7 @@ def test_positions_in_files_are_rejected(archived):
 def expire(archived, first):
     """Let the owner announce a manifest with a later first ID."""
     reader = ArchiveReader(
-        archived.store, archived.made.name, archived.made.file_crc, archived.cache
+        archived.store, archived.uploaded.name, archived.uploaded.file_crc, archived.cache
     )
     data = reader.manifest.with_expiry(first, 0).to_bytes()
     archived.store.write("expired", data)
@@ -232,8 +234,8 @@ def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
 def test_an_archive_of_another_log_is_not_read(archived):
     """The mark of a rolled-back ZooKeeper, for example: neither the owner nor a reader gets it."""
     later = archived.bench.owned(7, connection=2)
-    made = archived.made
-    mark = later.make(SetArchived, made.last, bytes(16), 0, made.file_crc, made.name)
+    uploaded = archived.uploaded
+    mark = later.make(SetArchived, uploaded.last, bytes(16), 0, uploaded.file_crc, uploaded.name)
     for connection, reader in ((2, False), (7, True)):
         archived.bench.send(2, mark)
         message = range_of(later, 0, 9, whole_batches=False, reader=reader)
@@ -246,7 +248,7 @@ def test_an_archive_of_another_log_is_not_read(archived):
         assert isinstance(found, ArchiveUnavailable)
         assert "has not sent" in str(found)
     # The mark of this log is known to a read that follows it directly.
-    archived.bench.send(2, replace(mark, chain=made.chain))
+    archived.bench.send(2, replace(mark, chain=uploaded.chain))
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
 
 
@@ -282,7 +284,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     assert isinstance(found, ChecksumMismatch)
     assert "records 4..7 are damaged" in str(found)
     assert "; in the archive: archive: cannot read " in str(found)
-    assert archived.made.name in str(found)
+    assert archived.uploaded.name in str(found)
     assert "Hint: `waltz-core archive verify" in str(found)
     (report,) = reports(bench, "storage.archive_read_failed")
     assert isinstance(report["error"], ObjectMissing)

@@ -44,15 +44,15 @@ MADE = NewManifest(5, GENESIS_CHAIN, 9, "m", 7)
 
 @pytest.fixture
 def make(tmp_path):
-    made = []
+    benches = []
 
     def make_bench(**options):
         options = {"archive": OLD} | options
-        made.append(Bench(tmp_path / str(len(made)), **options))
-        return made[-1]
+        benches.append(Bench(tmp_path / str(len(benches)), **options))
+        return benches[-1]
 
     yield make_bench
-    for bench in made:
+    for bench in benches:
         bench.engine.abandon()
 
 
@@ -669,8 +669,8 @@ def test_repeated_marks_do_not_delay_the_removal():
     assert removals > 50
 
 
-def replacement_of(owner, first, last, *, made, name="o", attempt=3):
-    mark = (made.last, made.chain, made.name, made.file_crc)
+def replacement_of(owner, first, last, *, mark, name="o", attempt=3):
+    mark = (mark.last, mark.chain, mark.name, mark.file_crc)
     return owner.make(ReplaceObject, attempt, first, last, name, *mark)
 
 

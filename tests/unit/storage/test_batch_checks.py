@@ -51,7 +51,7 @@ def test_a_batch_that_differs_from_its_header_is_rejected():
         BadRequest, match="append from transaction 4 on: expected transaction ID 5, found 9"
     ):
         check_batches(4, lengths, other, KEY, entries)
-    refused = [
+    rejected = [
         (5, lengths, records, KEY, entries),
         (4, lengths, records, KEY, []),
         (4, lengths[:-1], records, KEY, entries),
@@ -61,7 +61,7 @@ def test_a_batch_that_differs_from_its_header_is_rejected():
         (4, lengths, records, GENESIS_CHAIN, entries),
         (4, lengths[:0], b"", KEY, entries),
     ]
-    for first, sizes, run, chain, batches in refused:
+    for first, sizes, run, chain, batches in rejected:
         with pytest.raises(BadRequest, match="append from"):
             check_batches(first, sizes, run, chain, batches)
 

@@ -24,13 +24,13 @@ from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 
 @pytest.fixture(params=["real", "twin"])
-def place(request, tmp_path):
+def disk_and_directory(request, tmp_path):
     """A disk, and a directory on it."""
     return (RealDisk(), tmp_path) if request.param == "real" else (new_disk(), ROOT)
 
 
-def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(place):
-    disk, directory = place
+def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(disk_and_directory):
+    disk, directory = disk_and_directory
     file = disk.open(directory / "f", create=True)
     file.pwrite([b"0123", memoryview(b""), memoryview(b"45678")], 2)
     assert file.size() == 11
@@ -54,7 +54,7 @@ def test_partial_writes_of_the_system_are_continued(tmp_path, monkeypatch, bytes
             os, "pwritev", lambda fd, parts, at: whole(fd, [memoryview(parts[0])[:bytes_max]], at)
         )
     file = RealDisk().open(tmp_path / "f", create=True)
-    parts = [bytes([place % 251]) * (place % 5) for place in range(3000)]
+    parts = [bytes([number % 251]) * (number % 5) for number in range(3000)]
     file.pwrite(parts, 7)
     assert file.pread(10_000, 7) == b"".join(parts)
     file.close()
@@ -124,8 +124,8 @@ def test_a_system_that_cannot_release_blocks_keeps_them(lost, whole_file, monkey
     assert whole_file.read_bytes() == b"a" * 100
 
 
-def test_files_are_created_renamed_and_deleted(place):
-    disk, directory = place
+def test_files_are_created_renamed_and_deleted(disk_and_directory):
+    disk, directory = disk_and_directory
     with pytest.raises(DiskFailed, match=r"cannot open .*/f"):
         disk.open(directory / "f")
     disk.open(directory / "f", create=True).close()
@@ -140,16 +140,16 @@ def test_files_are_created_renamed_and_deleted(place):
     assert disk.list(directory) == []
 
 
-def test_directories_are_made_with_their_parents(place):
-    disk, directory = place
+def test_directories_are_made_with_their_parents(disk_and_directory):
+    disk, directory = disk_and_directory
     for _ in range(2):
         disk.make_directory(directory / "a" / "b" / "c")
     assert disk.exists(directory / "a" / "b" / "c")
     assert disk.list(directory / "a") == ["b"]
 
 
-def test_a_new_file_atomically_replaces_an_older_one(place):
-    disk, directory = place
+def test_a_new_file_atomically_replaces_an_older_one(disk_and_directory):
+    disk, directory = disk_and_directory
     create_durably(disk, directory, [("f", b"old, and longer")])
     create_durably(disk, directory, [("e", b"1"), ("f", b"new")])
     assert disk.list(directory) == ["e", "f"]
@@ -178,8 +178,8 @@ def test_a_file_gets_its_name_after_its_content():
     pytest.fail("it never came to its end")
 
 
-def test_only_one_opener_can_lock_a_whole_file(place):
-    disk, directory = place
+def test_only_one_opener_can_lock_a_whole_file(disk_and_directory):
+    disk, directory = disk_and_directory
     one = disk.open(directory / "f", create=True)
     two = disk.open(directory / "f")
     assert one.lock_whole_file()
@@ -256,15 +256,15 @@ def no_syncs(monkeypatch):
 @pytest.mark.usefixtures("no_syncs")
 def test_the_number_of_open_descriptors_is_limited(tmp_path):
     disk = RealDisk(8)
-    files = [disk.open(tmp_path / str(place), create=True) for place in range(20)]
+    files = [disk.open(tmp_path / str(number), create=True) for number in range(20)]
     rng = Random(1)
     contents = [b""] * len(files)
     for _ in range(80):
-        place = rng.randrange(len(files))
+        number = rng.randrange(len(files))
         more = rng.randbytes(3)
-        files[place].pwrite([more], len(contents[place]))
-        files[place].sync()
-        contents[place] += more
+        files[number].pwrite([more], len(contents[number]))
+        files[number].sync()
+        contents[number] += more
         other = rng.randrange(len(files))
         assert files[other].pread(100, 0) == contents[other][:100]
         assert files[other].size() == len(contents[other])
@@ -288,7 +288,7 @@ def test_the_file_that_was_not_used_for_longest_is_closed_first(tmp_path):
 
 def test_a_file_with_unsynced_writes_stays_open(tmp_path):
     disk = RealDisk(2)
-    files = [disk.open(tmp_path / str(place), create=True) for place in range(6)]
+    files = [disk.open(tmp_path / str(number), create=True) for number in range(6)]
     changes = (
         lambda file: file.pwrite([b"x"], 0),
         lambda file: file.truncate(3),
@@ -307,13 +307,13 @@ def test_a_file_with_unsynced_writes_stays_open(tmp_path):
 def test_a_best_effort_file_can_be_closed_with_unsynced_writes(tmp_path):
     disk = RealDisk(2)
     files = [
-        disk.open(tmp_path / str(place), create=True, is_best_effort=True) for place in range(6)
+        disk.open(tmp_path / str(number), create=True, is_best_effort=True) for number in range(6)
     ]
     for turn in range(3):
-        for place, file in enumerate(files):
-            file.pwrite([bytes([place])], turn)
+        for number, file in enumerate(files):
+            file.pwrite([bytes([number])], turn)
             assert len(open_names(tmp_path)) == 2
-    assert [file.pread(9, 0) for file in files] == [bytes([place] * 3) for place in range(6)]
+    assert [file.pread(9, 0) for file in files] == [bytes([number] * 3) for number in range(6)]
 
 
 def test_the_in_memory_disk_rejects_a_sync_of_a_best_effort_file():
@@ -418,8 +418,8 @@ def test_a_file_that_is_locked_stays_open(tmp_path):
     disk = RealDisk(2)
     assert disk.open(tmp_path / "whole", create=True).lock_whole_file()
     assert disk.open(tmp_path / "range", create=True).lock_range(0, 9)
-    for place in range(6):
-        disk.open(tmp_path / str(place), create=True).size()
+    for number in range(6):
+        disk.open(tmp_path / str(number), create=True).size()
     assert open_names(tmp_path) == {"whole", "range"}
     assert not RealDisk().open(tmp_path / "whole").lock_whole_file()
 
@@ -429,7 +429,7 @@ def test_threads_share_the_descriptors(tmp_path):
     disk = RealDisk(3)
 
     def write(thread):
-        files = [disk.open(tmp_path / f"{thread} {place}", create=True) for place in range(5)]
+        files = [disk.open(tmp_path / f"{thread} {number}", create=True) for number in range(5)]
         for turn in range(100):
             file = files[turn % 5]
             file.pwrite([bytes([thread])], turn // 5)
@@ -466,8 +466,8 @@ def test_errors_for_invalid_names_are_typed(tmp_path):
         disk.make_directory(tmp_path / "file" / "below")
 
 
-def test_reserved_space_is_allocated(place):
-    disk, directory = place
+def test_reserved_space_is_allocated(disk_and_directory):
+    disk, directory = disk_and_directory
     file = disk.open(directory / "f", create=True)
     file.allocate(5000)
     assert file.size() == 5000
@@ -557,16 +557,16 @@ def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
         for number in range(file.size() // size, count):
             file.pwrite([os.urandom(size)], number * size)
             file.sync()
-        there = pages_in_memory(tmp_path / "f")
+        in_memory = pages_in_memory(tmp_path / "f")
         if has_cut:
             file.truncate(size)
             file.sync()
     file.close()
-    if all(there):
+    if all(in_memory):
         pytest.skip("a file system in memory")
-    assert there[-1]
+    assert in_memory[-1]
     # Less than a step is not given back, nor is a folio in which a step ends.
-    assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
+    assert sum(in_memory) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
 def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
@@ -576,13 +576,13 @@ def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
     file.sync()
     file.pwrite([b"z"], 4 * MIB)  # what is not synced is written first, or stays
     file.drop_cached(0, 5 * MIB)
-    there = pages_in_memory(tmp_path / "f")[:8]
+    in_memory = pages_in_memory(tmp_path / "f")[:8]
     assert file.pread(len(content), 0) == content
     assert file.pread(2, 4 * MIB) == b"z"
     file.close()
-    if all(there):
+    if all(in_memory):
         pytest.skip("a file system in memory")
-    assert not any(there)
+    assert not any(in_memory)
 
 
 def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
@@ -598,9 +598,9 @@ def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
         file.pread(piece, at)
     from_disk = bytes_read() - before
     file.drop_cached(0, 2 * size)
-    there = pages_in_memory(tmp_path / "f")
+    in_memory = pages_in_memory(tmp_path / "f")
     file.close()
-    if all(there):
+    if all(in_memory):
         pytest.skip("a file system in memory")
     assert from_disk >= size
 

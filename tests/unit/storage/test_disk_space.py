@@ -22,7 +22,7 @@ ROOT = Path("/waltz")
 RESERVE = ROOT / RESERVE_NAME
 
 
-def made(*, capacity=10_000, reserve=4_000):
+def new_space(*, capacity=10_000, reserve=4_000):
     disk = SimDisk(capacity_bytes=capacity)
     disk.make_directory(ROOT)
     space = DiskSpace(disk, ROOT, reserve)
@@ -31,7 +31,7 @@ def made(*, capacity=10_000, reserve=4_000):
 
 
 def test_appends_are_rejected_before_they_touch_the_reserve():
-    disk, space = made()
+    disk, space = new_space()
     steps = disk.step_count
     space.check_append(6_000)
     assert not space.is_short
@@ -43,7 +43,7 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
 
 
 def test_appends_wait_until_a_released_reserve_is_restored():
-    disk, space = made(capacity=4_500)
+    disk, space = new_space(capacity=4_500)
     space.check_append(500)
     disk.write_durably(ROOT / "other", bytes(400))
     space.release_reserve()
@@ -62,7 +62,7 @@ def test_appends_wait_until_a_released_reserve_is_restored():
 
 @pytest.mark.parametrize("note_shortage", [False, True])
 def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
-    disk, space = made()
+    disk, space = new_space()
     if note_shortage:
         space.check_append(100)
         space.note_shortage(2_000)
@@ -79,7 +79,7 @@ def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
 
 
 def test_a_disk_that_is_full_at_the_start_is_reported():
-    disk, space = made(capacity=3_999)
+    disk, space = new_space(capacity=3_999)
     assert (space.is_short, space.reserved_bytes) == (True, 0)
     assert disk.visible_content(RESERVE) == b""
 
@@ -94,7 +94,7 @@ def test_a_disk_without_space_for_a_file_name_is_full_at_the_start():
 
 
 def test_a_failure_to_fill_or_release_the_reserve_is_not_fatal():
-    disk, space = made()
+    disk, space = new_space()
     for fault in (DiskFault.IO_ERROR, DiskFault.DISK_FULL):
         disk.plan_fault(disk.step_count + 1, fault)
         space.release_reserve()
@@ -107,7 +107,7 @@ def test_a_failure_to_fill_or_release_the_reserve_is_not_fatal():
 
 
 def test_without_a_reserve_only_free_space_counts():
-    _, space = made(reserve=0)
+    _, space = new_space(reserve=0)
     space.check_append(10_000)
     with pytest.raises(NoSpace):
         space.check_append(10_001)
@@ -156,23 +156,23 @@ def test_the_reserve_is_not_released_while_another_thread_fills_it():
 
 
 def test_a_call_without_space_is_repeated_with_the_reserve():
-    _, space = made()
+    _, space = new_space()
     calls = []
 
-    def wants_room():
+    def call_without_space():
         calls.append(space.reserved_bytes)
         if space.reserved_bytes:
             raise NoSpace("no")
         return "done"
 
-    assert space.call_with_reserve(wants_room) == "done"
+    assert space.call_with_reserve(call_without_space) == "done"
     assert calls == [4_000, 0]
 
-    def wants_more():
+    def always_full():
         raise NoSpace("never enough")
 
     with pytest.raises(NoSpace, match="never"):
-        space.call_with_reserve(wants_more)
+        space.call_with_reserve(always_full)
 
 
 def test_the_space_of_an_append_includes_its_index_and_batches():
@@ -200,7 +200,7 @@ def test_free_space_of_a_large_disk_is_queried_rarely():
 
 
 def test_the_fill_rate_covers_the_last_day():
-    disk, space = made(capacity=10_000, reserve=0)
+    disk, space = new_space(capacity=10_000, reserve=0)
 
     def rate_at(hour, used):
         disk.capacity_bytes = 10_000 - used

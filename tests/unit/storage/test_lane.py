@@ -16,15 +16,15 @@ OWNER = OwnerSession(1)
 
 
 def lane(*, writes=(), reads=(), piece=None):
-    made = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
-    made.writes.extend(LaneRequest(1, each) for each in writes)
-    made.reads.extend(LaneRequest(1, each) for each in reads)
-    made.piece = piece
-    return made
+    new_lane = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
+    new_lane.writes.extend(LaneRequest(1, each) for each in writes)
+    new_lane.reads.extend(LaneRequest(1, each) for each in reads)
+    new_lane.piece = piece
+    return new_lane
 
 
-def kinds(taken):
-    requests, piece = taken
+def kinds(work):
+    requests, piece = work
     return [type(each.message).__name__ for each in requests] + ([] if piece is None else [piece])
 
 
@@ -36,8 +36,8 @@ def test_reads_and_writes_alternate_and_appends_are_grouped():
     owner = OwnerSession(1)
     writes = [owner.append(), owner.append(), owner.make(Engage, 1), owner.append()]
     one = lane(writes=writes, reads=[a_read() for _ in range(3)])
-    taken = [kinds(one.take_next()) for _ in range(7)]
-    assert taken == [
+    work = [kinds(one.take_next()) for _ in range(7)]
+    assert work == [
         ["RangeRaw"],
         ["AppendRaw", "AppendRaw"],
         ["RangeRaw"],

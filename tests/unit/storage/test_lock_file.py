@@ -7,9 +7,9 @@ from waltz_sim.world.simulated_disk import DiskFault
 
 
 def new_file(disk, file_bytes_max=100):
-    made = LockFile(disk, ROOT)
-    made.file_bytes_max = file_bytes_max
-    return made
+    file = LockFile(disk, ROOT)
+    file.file_bytes_max = file_bytes_max
+    return file
 
 
 def test_appended_blocks_are_returned_oldest_first():

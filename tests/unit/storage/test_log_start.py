@@ -82,8 +82,8 @@ def test_the_start_is_not_the_end_of_a_reconstructed_batch(world):
     log, archived = world.log, marked(world)
     lineage = log._files.segments.all[1].lineage  # the border is within its first batch
     lost = lineage.entry(0)
-    made = lost._replace(session_id=RECONSTRUCTED, chain=Chain(bytes(16)))
-    lineage.rewrite(0, [made])
+    reconstructed = lost._replace(session_id=RECONSTRUCTED, chain=Chain(bytes(16)))
+    lineage.rewrite(0, [reconstructed])
     assert log.remove_oldest(archived)
     assert log.start == end_of(log, lost.last + 4)
     first = log.start.transaction_id + 1

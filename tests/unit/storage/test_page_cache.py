@@ -64,11 +64,11 @@ def test_only_sequentially_written_pages_are_released():
 def test_sequential_pieces_cover_each_block_once(sizes, header):
     done, at = 0, 0
     for size in [header + sizes[0], *sizes[1:]]:
-        start, begun = blocks_beginning_in(at, size)
+        start, block_bytes = blocks_beginning_in(at, size)
         at += size
-        if begun:
+        if block_bytes:
             assert start == done
-            done += begun
+            done += block_bytes
         assert done >= at
         assert done % FOLIO_BYTES_MAX == 0
     assert done < at + FOLIO_BYTES_MAX

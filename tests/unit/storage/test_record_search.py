@@ -68,13 +68,13 @@ def search_of(disk, *, last=19):
     return lambda hole: search.record_after(hole, offset_of(hole), len(disk.visible_content(SEG)))
 
 
-def with_later_records(there):
+def with_later_records(offset):
     """Twenty records, of which 2 is damaged; those from 10 on are at another position as well."""
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip_bits(SEG, offset_of(2) + 40)
-    disk.overwrite(SEG, there, disk.visible_content(SEG)[offset_of(10) : offset_of(13) + 20])
-    for transaction_id in range(3, (there - SEGMENT_HEADER_BYTES) // RECORD_BYTES):
+    disk.overwrite(SEG, offset, disk.visible_content(SEG)[offset_of(10) : offset_of(13) + 20])
+    for transaction_id in range(3, (offset - SEGMENT_HEADER_BYTES) // RECORD_BYTES):
         disk.flip_bits(SEG, offset_of(transaction_id) + 40)
     return disk
 

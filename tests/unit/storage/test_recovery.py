@@ -590,12 +590,12 @@ def test_adopted_records_are_read_again_after_a_restart():
 
 def test_an_opening_interrupted_at_any_step_has_the_same_result():
     def with_rot(disk):
-        made.append(written(disk, [3, 2], [4, 3], acked=3)[1:])
+        written_logs.append(written(disk, [3, 2], [4, 3], acked=3)[1:])
         rot_record(disk, 5, 10)
 
-    made = []
+    written_logs = []
     for segments, slots in cut_openings(with_rot, Survival.ANY_SECTORS):
-        records, entries = made[-1]
+        records, entries = written_logs[-1]
         assert content(segments) == records[: 9 * RECORD_BYTES]
         assert list(segments.entries_from(0)) == entries[:3]
         assert (slots.slot.suspect, slots.slot.damaged) == (False, ())

@@ -75,9 +75,9 @@ def test_each_step_is_durable_before_the_next(disk, control, intent):
 
     A log that comes back without its slots could not be opened, or be trusted again.
     """
-    begun = len(disk.trace)
+    trace_start = len(disk.trace)
     removal.wipe(disk, HOME, control, intent)
-    steps = disk.trace[begun:]
+    steps = disk.trace[trace_start:]
     synced = [position for position, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
     logs = [at for at, step in enumerate(steps) if step.startswith("unlink 0")]
     slots = [at for at, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}]

@@ -177,8 +177,8 @@ def test_intact_records_with_a_wrong_id_do_not_end_damage():
     belong, too (seed 520000203)."""
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [30])
-    there = offset_of(0) + 17  # as wherever the page begins
-    disk.overwrite(SEG, there, disk.visible_content(SEG)[offset_of(12) : offset_of(18) + 30])
+    page_offset = offset_of(0) + 17  # as wherever the page begins
+    disk.overwrite(SEG, page_offset, disk.visible_content(SEG)[offset_of(12) : offset_of(18) + 30])
     segment = open_segment(disk)
     assert segment.recover(0, 29, is_last=True) == ((IdRange(0, 6),), False)
     good = records[: 7 * RECORD_BYTES]

@@ -182,14 +182,14 @@ class Bench:
 
 @pytest.fixture
 def make(tmp_path):
-    made = []
+    benches = []
 
     def make_bench(**options):
-        made.append(Bench(tmp_path / str(len(made)), **options))
-        return made[-1]
+        benches.append(Bench(tmp_path / str(len(benches)), **options))
+        return benches[-1]
 
     yield make_bench
-    for bench in made:
+    for bench in benches:
         bench.engine.abandon()
 
 
@@ -288,9 +288,9 @@ def test_late_messages_of_a_superseded_connection_are_ignored(bench):
     bench.send(2, prepare(owner))
     bench.send(1, prepare(owner))
     bench.finish()
-    (late, refused), (later, answer) = bench.answers()
-    assert (late, type(refused), later, type(answer)) == (1, Nack, 2, Prepared)
-    assert refused.error_code == errors.ConnectionSuperseded.code
+    (late, rejections), (later, answer) = bench.answers()
+    assert (late, type(rejections), later, type(answer)) == (1, Nack, 2, Prepared)
+    assert rejections.error_code == errors.ConnectionSuperseded.code
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
@@ -460,8 +460,8 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     bench.send(1, range_of(old, 0, 0))
     new = OwnerSession(6)
     bench.send(2, prepare(new))
-    refused = bench.answers(1)[-4:]
-    assert all(each.error_code == errors.SessionFenced.code for each in refused)
+    rejections = bench.answers(1)[-4:]
+    assert all(each.error_code == errors.SessionFenced.code for each in rejections)
     assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     bench.send(1, old.append())
     assert bench.answers(1)[-1].promised == 6
@@ -619,10 +619,10 @@ def test_a_second_failed_sync_ends_the_process(bench):
     bench.send(1, owner.append(), owner.append())
     bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
     bench.finish()
-    refused = bench.answers(1)[-3:]
-    assert refused[0].error_code == DiskFailed.code
-    assert "x.seg" in refused[0].message
-    assert {each.error_code for each in refused[1:]} == {DiskFailed.code}
+    rejections = bench.answers(1)[-3:]
+    assert rejections[0].error_code == DiskFailed.code
+    assert "x.seg" in rejections[0].message
+    assert {each.error_code for each in rejections[1:]} == {DiskFailed.code}
     assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     assert bench.only(service_effects.EndProcess) == []
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced

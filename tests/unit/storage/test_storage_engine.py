@@ -158,12 +158,12 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
 NAMES = ["waltz-x.ctl", f"{0:019d}.idx", f"{0:019d}.chn", f"{0:019d}.seg"]
 
 
-@pytest.mark.parametrize("made", range(len(NAMES)))
-def test_a_log_opens_after_a_crash_while_its_first_segment_is_created(tmp_path, made):
+@pytest.mark.parametrize("file_count", range(len(NAMES)))
+def test_a_log_opens_after_a_crash_while_its_first_segment_is_created(tmp_path, file_count):
     engine = open_engine(tmp_path)
     engine.assign(0)
     engine.abandon()
-    for name in NAMES[made:]:
+    for name in NAMES[file_count:]:
         (tmp_path / "0" / name).rename(tmp_path / "0" / f"{name}.tmp")
     for _ in range(2):
         engine = open_engine(tmp_path)

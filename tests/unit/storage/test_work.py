@@ -45,9 +45,9 @@ def log(tmp_path):
     engine = StorageEngine.open(
         RealDisk(), tmp_path, settings, partition_count=1, new_storage_id=STORAGE_ID
     )
-    made = engine.assign(0)
-    made.prepare(5, bytes(16))
-    yield made
+    owned_log = engine.assign(0)
+    owned_log.prepare(5, bytes(16))
+    yield owned_log
     engine.abandon()
 
 
@@ -156,8 +156,8 @@ def test_record_locations_are_returned_and_counted_as_read(log):
     assert located.lineage[0].last == 2
     result = run(log, owner.make(RangeRaw, 0, 9, -5, LOCATIONS, False, True))
     assert (result.read_count, result.read_bytes) == (1, 44)
-    (refused,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, False)).outcomes
-    assert isinstance(refused, BadRequest)
+    (rejected,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, False)).outcomes
+    assert isinstance(rejected, BadRequest)
     (beyond,) = run(log, owner.make(RangeRaw, 3, 9, 1 << 20, LOCATIONS, False, True)).outcomes
     assert beyond.count == 0
 
@@ -191,11 +191,11 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
     preads = []
     pread = RealFile.pread
 
-    def noted(file, size, offset):
+    def recorded_pread(file, size, offset):
         preads.append((file._path.suffix, size))
         return pread(file, size, offset)
 
-    monkeypatch.setattr(RealFile, "pread", noted)
+    monkeypatch.setattr(RealFile, "pread", recorded_pread)
     message = owner.make(RangeRaw, 3, 997, RANGE_BYTES_MAX, form, False, False)
     (outcome,) = run(log, message).outcomes
     assert outcome.count == 995

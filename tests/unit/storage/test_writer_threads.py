@@ -49,11 +49,11 @@ class Recorder:
 async def test_a_result_is_reported_once_on_the_loops_thread():
     recorder = Recorder()
     writers = WriterThreads(2, recorder)
-    made = WorkResult(appended_count=3)
-    piece = work(lambda: made)
+    result = WorkResult(appended_count=3)
+    piece = work(lambda: result)
     writers.run(piece)
     await poll_until(lambda: recorder.outcomes)
-    assert recorder.outcomes == [(piece, made)]
+    assert recorder.outcomes == [(piece, result)]
     assert recorder.threads == {threading.get_ident()}
     thread = cast("Piece", piece).thread
     assert thread is not None

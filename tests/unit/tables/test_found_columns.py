@@ -174,11 +174,13 @@ STRUCT_GROWS = [{"id": 0}, {"id": 1, "c": {"y": 0}}, {"id": 0, "c": {"x": 0}}]
 @given(st.lists(PAYLOADS, min_size=1, max_size=8), st.sets(st.integers(0, 7), max_size=4))
 def test_the_table_does_not_depend_on_the_limits_of_batches(payloads: list[dict], cuts: set[int]):
     last = len(payloads) - 1
-    with tempfile.TemporaryDirectory() as place:
-        whole = followed(Path(place, "whole"), payloads, [last])
+    with tempfile.TemporaryDirectory() as directory:
+        whole = followed(Path(directory, "whole"), payloads, [last])
         ends = sorted({min(each, last) for each in cuts} | {last})
-        assert followed(Path(place, "parts"), payloads, ends) == whole
-        schemas = [DeltaTable(Path(place, each)).schema().to_arrow() for each in ("whole", "parts")]
+        assert followed(Path(directory, "parts"), payloads, ends) == whole
+        schemas = [
+            DeltaTable(Path(directory, each)).schema().to_arrow() for each in ("whole", "parts")
+        ]
         assert sorted(schemas[0].names) == sorted(schemas[1].names)
     assert all(first <= second for first, second in pairwise(row["id"] for row in whole))
 

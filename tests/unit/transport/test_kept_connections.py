@@ -54,7 +54,7 @@ class App:
         return None
 
 
-def served(scenario, **more):
+def run_with_port(scenario, **more):
     async def main():
         app = App()
         async with (
@@ -97,7 +97,7 @@ def test_a_connection_has_any_number_of_requests():
         writer.close()
         return found
 
-    assert served(scenario) == [b"2", b"2", b"2", b"0", b"0"]
+    assert run_with_port(scenario) == [b"2", b"2", b"2", b"0", b"0"]
 
 
 def test_a_request_may_take_longer_than_it_may_take_to_arrive(monkeypatch):
@@ -115,7 +115,7 @@ def test_a_request_may_take_longer_than_it_may_take_to_arrive(monkeypatch):
         writer.close()
         return found
 
-    assert served(scenario) == b"0"
+    assert run_with_port(scenario) == b"0"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_request_that_arrives_too_slowly_is_abandoned(monkeypatch, request_byt
         writer.close()
         return True
 
-    assert served(scenario)
+    assert run_with_port(scenario)
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
@@ -164,7 +164,9 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch, tmp_path, is_t
         writer.close()
         return sent_count
 
-    assert served(scenario, ssl=ours) < 64  # what the sockets of the system and one buffer hold
+    assert (
+        run_with_port(scenario, ssl=ours) < 64
+    )  # what the sockets of the system and one buffer hold
 
 
 class Clock:
@@ -225,17 +227,17 @@ def test_a_connection_to_a_dead_host_is_closed(clocked, monkeypatch):
 def test_the_number_of_connections_is_limited():
     async def scenario(port, _app):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT_MAX)]
-        refused, refused_writer = await asyncio.open_connection("127.0.0.1", port)
+        rejected, rejected_writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionResetError):
-            assert await refused.read() == b""
-        refused_writer.close()
+            assert await rejected.read() == b""
+        rejected_writer.close()
         for reader, writer in crowd:
             writer.write(get("/"))
             assert await answer(reader) == b"0"
             writer.close()
         return True
 
-    assert served(scenario)
+    assert run_with_port(scenario)
 
 
 def test_a_tls_handshake_has_a_time_limit(monkeypatch, tmp_path):
@@ -251,7 +253,7 @@ def test_a_tls_handshake_has_a_time_limit(monkeypatch, tmp_path):
             writer.close()
         return True
 
-    assert served(scenario, ssl=context)
+    assert run_with_port(scenario, ssl=context)
 
 
 def test_the_error_names_an_address_in_use():
@@ -261,4 +263,4 @@ def test_the_error_names_an_address_in_use():
                 pass
         return True
 
-    assert served(scenario)
+    assert run_with_port(scenario)

@@ -126,7 +126,7 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
         await listener.close()
 
 
-async def dialed(address, connect, protocol=WireProtocol.STORAGE, **settings):
+async def dial_port(address, connect, protocol=WireProtocol.STORAGE, **settings):
     """Dial as a client with this connect string does; return the closed link."""
     context = tls.dial_context(ClientConfig(**settings), connect)
     link = await net.dial(protocol, address, ssl=context)
@@ -143,63 +143,63 @@ def trusting(files, extra=""):
 # certificates
 
 
-def issued(files_of, tmp_path, name, **options):
+def certificate_settings(files_of, tmp_path, name, **options):
     """Write a certificate of an authority; return the settings of a client that presents it."""
-    made = files_of.issue_cert(*LOCAL_HOSTS, **options)
+    certificate = files_of.issue_cert(*LOCAL_HOSTS, **options)
     file = tmp_path / f"{name}.pem"
-    made.private_key_and_cert_chain_pem.write_to_path(str(file))
+    certificate.private_key_and_cert_chain_pem.write_to_path(str(file))
     return {"tls_certificate": str(file)}
 
 
 @pytest.fixture
 def authority(tmp_path):
     """An authority of clients, and the settings of a port that trusts it."""
-    made = trustme.CA()
+    ca = trustme.CA()
     file = tmp_path / "clients.pem"
-    made.cert_pem.write_to_path(str(file))
-    return made, {"tls_authorities": str(file)}
+    ca.cert_pem.write_to_path(str(file))
+    return ca, {"tls_authorities": str(file)}
 
 
 @run_on_loop
 async def test_the_certificate_determines_the_principal(files, authority, tmp_path):
-    made, settings = authority
+    ca, settings = authority
     async with open_port(files, **settings) as port:
-        shown = issued(made, tmp_path, "ann", common_name="ann")
-        await dialed(port.address, trusting(files), **shown)
+        shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
+        await dial_port(port.address, trusting(files), **shown)
         assert port.principals == ["ann"]
         # Without a certificate, and with one that has no principal.
-        await dialed(port.address, trusting(files))
-        shown = issued(made, tmp_path, "reserved", common_name="other")
-        await dialed(port.address, trusting(files), **shown)
+        await dial_port(port.address, trusting(files))
+        shown = certificate_settings(ca, tmp_path, "reserved", common_name="other")
+        await dial_port(port.address, trusting(files), **shown)
         assert port.principals == ["ann", "anonymous", "anonymous"]
 
 
 @run_on_loop
 async def test_a_pattern_can_name_a_host_of_the_certificate(files, authority, tmp_path):
-    made, settings = authority
+    ca, settings = authority
     pattern = {"principal_pattern": "DNS=(localhost)"}
     async with open_port(files, **settings, **pattern) as port:
-        shown = issued(made, tmp_path, "ann", common_name="ann")
-        await dialed(port.address, trusting(files), **shown)
+        shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
+        await dial_port(port.address, trusting(files), **shown)
         assert port.principals == ["localhost"]
 
 
 async def rejected_at(address, connect, **settings):
     """Dial with a certificate; TLS 1.3 reports its rejection after the dialer's handshake."""
     with pytest.raises((TlsFailed, Unreachable)) as caught:
-        await dialed(address, connect, **settings)
+        await dial_port(address, connect, **settings)
     return str(caught.value)
 
 
 @run_on_loop
 async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tmp_path, logged):
-    made, settings = authority
+    ca, settings = authority
     past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
     async with open_port(files, **settings) as port:
-        shown = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
+        shown = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
         await rejected_at(port.address, trusting(files), **shown)
         await poll_until(lambda: "unable to get local issuer certificate" in logged())
-        shown = issued(made, tmp_path, "expired", common_name="ann", not_after=past)
+        shown = certificate_settings(ca, tmp_path, "expired", common_name="ann", not_after=past)
         await rejected_at(port.address, trusting(files), **shown)
         await poll_until(lambda: "certificate has expired" in logged())
         assert port.principals == []
@@ -207,17 +207,17 @@ async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tm
 
 @run_on_loop
 async def test_without_access_control_no_certificate_is_requested(files, tmp_path):
-    foreign = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
+    foreign = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, access="off") as port:
-        await dialed(port.address, trusting(files), **foreign)
+        await dial_port(port.address, trusting(files), **foreign)
         assert port.principals == ["anonymous"]
 
 
 @run_on_loop
 async def test_without_explicit_authorities_no_certificate_is_requested(files, tmp_path):
-    foreign = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
+    foreign = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, tls_authorities="") as port:
-        await dialed(port.address, trusting(files), **foreign)
+        await dial_port(port.address, trusting(files), **foreign)
         assert port.principals == ["anonymous"]
 
 
@@ -245,7 +245,7 @@ def test_an_invalid_pattern_is_an_error_of_the_settings(files, kind):
 async def test_the_token_determines_the_principal(files, token_file, protocol):
     async with open_port(files, protocol) as port:
         connect = trusting(files, f"&token_file={token_file}")
-        link = await dialed(port.address, connect, protocol)
+        link = await dial_port(port.address, connect, protocol)
         assert port.principals == ["spark-etl"]
         assert port.peer.messages == []
         assert link.version == protocol.versions[-1]
@@ -255,20 +255,20 @@ async def test_the_token_determines_the_principal(files, token_file, protocol):
 async def test_a_token_may_be_in_a_variable(files, monkeypatch):
     monkeypatch.setenv("OUR_TOKEN", SECRET.hex())
     async with open_port(files) as port:
-        await dialed(port.address, trusting(files, "&token_env=OUR_TOKEN"))
+        await dial_port(port.address, trusting(files, "&token_env=OUR_TOKEN"))
         assert port.principals == ["spark-etl"]
 
 
 @run_on_loop
 async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp_path, token_file):
     made, settings = authority
-    shown = issued(made, tmp_path, "ann", common_name="ann")
+    shown = certificate_settings(made, tmp_path, "ann", common_name="ann")
     async with open_port(files, **settings) as port:
-        await dialed(port.address, trusting(files, f"&token_file={token_file}"), **shown)
+        await dial_port(port.address, trusting(files, f"&token_file={token_file}"), **shown)
         assert port.principals == ["spark-etl"]
         token_file.write_text(EXPIRED.hex())
         with pytest.raises(AuthenticationFailed):
-            await dialed(port.address, trusting(files, f"&token_file={token_file}"), **shown)
+            await dial_port(port.address, trusting(files, f"&token_file={token_file}"), **shown)
 
 
 @PROTOCOLS
@@ -290,7 +290,7 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
         connect = trusting(files, f"&token_file={token_file}")
         for _ in range(2):
             with pytest.raises(AuthenticationFailed, match=f"{port.address}: {reason}"):
-                await dialed(port.address, connect, protocol)
+                await dial_port(port.address, connect, protocol)
         await poll_until(lambda: len(port.peer.closed) == 2)
         assert port.principals == ["anonymous", "anonymous"]
         assert logged().count(f"access.token_rejected peer=127.0.0.1 error={reason}") == 1
@@ -337,9 +337,9 @@ async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_f
     async with open_port(files) as port:
         port.context.access.permissions = None
         with pytest.raises(AuthenticationFailed, match="process has no permissions yet"):
-            await dialed(port.address, connect)
+            await dial_port(port.address, connect)
         port.apply(PERMISSIONS)
-        await dialed(port.address, connect)
+        await dial_port(port.address, connect)
 
 
 def test_a_missing_znode_or_an_older_revision_has_no_effect(logged):
@@ -363,7 +363,7 @@ def test_a_missing_znode_or_an_older_revision_has_no_effect(logged):
 @run_on_loop
 async def test_a_client_with_a_token_reaches_a_port_without_access_control(files, token_file):
     async with open_port(files, access="off") as port:
-        await dialed(port.address, trusting(files, f"&token_file={token_file}"))
+        await dial_port(port.address, trusting(files, f"&token_file={token_file}"))
         assert port.principals == ["anonymous"]
 
 
@@ -410,7 +410,7 @@ async def test_no_token_is_sent_to_a_peer_of_an_older_version(
     older = without_tokens(protocol, protocol.versions_accepted)
     monkeypatch.setattr(protocol, "versions_accepted", older)
     async with open_port(files, protocol) as port:
-        link = await dialed(port.address, trusting(files, f"&token_file={token_file}"), protocol)
+        link = await dial_port(port.address, trusting(files, f"&token_file={token_file}"), protocol)
         assert link.version == older[-1]
         assert port.principals == ["anonymous"]
         assert port.peer.messages == []
@@ -422,7 +422,7 @@ async def test_a_peer_of_an_older_version_is_anonymous(files, protocol, monkeypa
     older = without_tokens(protocol, protocol.versions_offered)
     monkeypatch.setattr(protocol, "versions_offered", older)
     async with open_port(files, protocol) as port:
-        link = await dialed(port.address, trusting(files), protocol)
+        link = await dial_port(port.address, trusting(files), protocol)
         assert link.version == older[-1]
         assert port.principals == ["anonymous"]
 
@@ -591,7 +591,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 @run_on_loop
 async def test_the_permission_for_a_mount_depends_on_its_fields():
     access = AccessOfConnection()
-    mount = proven(access, FIRST_ISSUED_ID)
+    mount = mount_with_proof(access, FIRST_ISSUED_ID)
     assert access.denial(mount) is None
     assert isinstance(access.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
 
@@ -613,26 +613,26 @@ def mount_of(client_id, proof=NO_PROOF):
     return MountWriter(req_id, 0, 0, wants_feed=False, proof=proof)
 
 
-def proven(made, client_id):
-    return mount_of(client_id, made.access.proof_of(client_id))
+def mount_with_proof(access, client_id):
+    return mount_of(client_id, access.access.proof_of(client_id))
 
 
 @run_on_loop
 async def test_a_mount_needs_the_proof_of_its_client_id():
     access, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
     for client_id in (5, FIRST_ISSUED_ID, FIRST_ISSUED_ID + 1):
-        assert access.denial(proven(access, client_id)) is None
+        assert access.denial(mount_with_proof(access, client_id)) is None
     for denied in (
         mount_of(FIRST_ISSUED_ID),
         mount_of(5),
         mount_of(FIRST_ISSUED_ID + 1, access.access.proof_of(FIRST_ISSUED_ID)),
-        proven(others, FIRST_ISSUED_ID),
+        mount_with_proof(others, FIRST_ISSUED_ID),
     ):
         error = access.denial(denied)
         assert type(error) is ClientIdDenied
         assert str(error).startswith("partition 3: expected a client ID with a proof that it ")
         assert type(access.denial(denied, version=7)) is BadRequest
-    assert others.denial(proven(others, FIRST_ISSUED_ID)) is None
+    assert others.denial(mount_with_proof(others, FIRST_ISSUED_ID)) is None
 
 
 @run_on_loop

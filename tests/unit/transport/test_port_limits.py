@@ -59,20 +59,20 @@ def test_after_a_burst_the_handshakes_of_a_host_are_rate_limited():
     now_s = 0.0
     limits = HandshakeLimits(count_max=1_000, burst=20, per_s=2, clock_s=lambda: now_s)
 
-    def begun(address, count):
+    def accepted_handshakes(address, count):
         outcomes = [limits.begin_handshake(address) for _ in range(count)]
         for each in outcomes:
             if not each:
                 limits.end_handshake(address)
         return outcomes.count("")
 
-    assert begun("a", 50) == 20
+    assert accepted_handshakes("a", 50) == 20
     assert limits.begin_handshake("a") == "this host begins more than 2 handshakes per second"
-    assert begun("b", 50) == 20
+    assert accepted_handshakes("b", 50) == 20
     now_s += 3.0
-    assert begun("a", 50) == 6
+    assert accepted_handshakes("a", 50) == 6
     now_s += 1_000.0
-    assert begun("a", 50) == 20
+    assert accepted_handshakes("a", 50) == 20
 
 
 def test_the_memory_for_hosts_is_limited(monkeypatch):
@@ -97,14 +97,14 @@ async def test_handshakes_alternate_between_hosts_with_pauses():
         host = name if ":" in name else name[0]
         turns.add(host, added[name], lambda name=name: name in closed)
     added["a2"].cancel()
-    begun, pauses_s = ["a2"], []
+    started, pauses_s = ["a2"], []
     while scheduled:
         ((pause_s, begin_one),) = scheduled
         pauses_s.append(pause_s)
         scheduled.clear()
         begin_one()
-        begun += [name for name, turn in added.items() if turn.done() and name not in begun]
-    assert begun == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
+        started += [name for name, turn in added.items() if turn.done() and name not in started]
+    assert started == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
     # No pause before the first one and after those that have closed; one after the last one.
     pause = port_limits.HANDSHAKE_PAUSE_S
     assert pauses_s == [0, pause, 0, pause, 0, pause, pause]

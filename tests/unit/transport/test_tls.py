@@ -65,14 +65,14 @@ def test_without_authorities_the_system_authorities_are_trusted(files, monkeypat
 
 
 def test_the_connect_string_contains_a_tls_file_or_a_mode(files):
-    for place, count, mode in (
+    for location, count, mode in (
         (files.authorities, 1, ssl.CERT_REQUIRED),
         ("unverified", 0, ssl.CERT_NONE),
         ("on", None, ssl.CERT_REQUIRED),
     ):
         for context in (
-            tls.dial_context(PLAIN, f"{CONNECT}?tls={place}"),
-            tls.dial_context_for(place),
+            tls.dial_context(PLAIN, f"{CONNECT}?tls={location}"),
+            tls.dial_context_for(location),
         ):
             assert context is not None
             assert context.verify_mode is mode

@@ -497,17 +497,17 @@ async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, miss
 async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 3600.0)
     async with open_port(listening(files, tls_transition="accept")) as (peer, listener, address):
-        begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(100)]
+        connections = [await asyncio.open_connection(ANY, listener.port) for _ in range(100)]
         hello = hello_of_tls_1_1()
-        for number, (_, writer) in enumerate(begun):
+        for number, (_, writer) in enumerate(connections):
             writer.write(hello[: number % len(hello)])  # also nothing at all
-        await poll_until(lambda: listener._tls_port._limits._count == len(begun))
+        await poll_until(lambda: listener._tls_port._limits._count == len(connections))
         for context in (trusting(files), None):
             async with linked(address, context) as link:
                 link.send(Appended(1, 7, 3, 9))
         await poll_until(lambda: len(peer.messages) == 2)
-        assert listener._tls_port._limits._count == len(begun)
-        for _, writer in begun:
+        assert listener._tls_port._limits._count == len(connections)
+        for _, writer in connections:
             writer.transport.abort()
         await poll_until(lambda: not listener._tls_port._limits._count)
 
@@ -529,17 +529,17 @@ async def test_each_loop_iteration_answers_one_handshake(files, monkeypatch):
     monkeypatch.setattr(tls._Handshake, "do_handshake", counting)
     hello = hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, _):
-        begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(50)]
-        await poll_until(lambda: listener._tls_port._limits._count == len(begun))
-        for _, writer in begun:
+        connections = [await asyncio.open_connection(ANY, listener.port) for _ in range(50)]
+        await poll_until(lambda: listener._tls_port._limits._count == len(connections))
+        for _, writer in connections:
             writer.write(hello[:-1])
-        for _, writer in begun:
+        for _, writer in connections:
             writer.write(hello[-1:])
-        for reader, _ in begun:
+        for reader, _ in connections:
             await reader.readexactly(1)
-        assert sum(answered) == len(begun)
+        assert sum(answered) == len(connections)
         assert max(answered) == 1
-        for _, writer in begun:
+        for _, writer in connections:
             writer.transport.abort()
 
 
@@ -763,8 +763,8 @@ class FailingLoop:
 @run_on_loop
 async def test_a_failed_accept_does_not_end_the_port(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "_ACCEPT_PAUSE_S", 0.01)
-    made = []
-    port = tls_port.TlsPort(listening(files), lambda: made.append(1) or asyncio.Protocol())
+    protocols = []
+    port = tls_port.TlsPort(listening(files), lambda: protocols.append(1) or asyncio.Protocol())
     port._loop = FailingLoop(port._loop)
     await port.open(ANY, 0)
     with socket.create_connection((ANY, port.port)):
@@ -772,7 +772,7 @@ async def test_a_failed_accept_does_not_end_the_port(files, monkeypatch, logged)
     _, writer = await asyncio.open_connection(
         ANY, port.port, ssl=trusting(files), server_hostname=ANY
     )
-    await poll_until(lambda: made)
-    assert made == [1]
+    await poll_until(lambda: protocols)
+    assert protocols == [1]
     writer.transport.abort()
     await port.close()

@@ -22,9 +22,9 @@ places = st.lists(st.builds(FileLocation, st.integers(0, 1 << 62), st.integers(0
 
 @settings(max_examples=30)
 @given(places)
-def test_record_locations_round_trip(made):
-    total = sum(place.size for place in made)
-    assert decode_locations(encode_locations(made), total) == tuple(made)
+def test_record_locations_round_trip(locations):
+    total = sum(place.size for place in locations)
+    assert decode_locations(encode_locations(locations), total) == tuple(locations)
 
 
 @settings(max_examples=30)
@@ -39,7 +39,7 @@ def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
 
 
 @pytest.mark.parametrize(
-    ("made", "records_bytes", "sentence"),
+    ("locations", "records_bytes", "sentence"),
     [
         ([FileLocation(0, 128, 10)], 11, "expected 11 bytes of records, found 10"),
         (
@@ -51,9 +51,9 @@ def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
         ([FileLocation(-1, 0, 10)], 10, "of records: expected a run of bytes in a segment"),
     ],
 )
-def test_impossible_positions_are_rejected(made, records_bytes, sentence):
+def test_impossible_positions_are_rejected(locations, records_bytes, sentence):
     with pytest.raises(BadFormat, match=sentence):
-        decode_locations(encode_locations(made), records_bytes)
+        decode_locations(encode_locations(locations), records_bytes)
 
 
 def test_a_record_location_is_complete_or_rejected():

@@ -82,8 +82,8 @@ class World:
             raise self.error
         return Snapshot(self)
 
-    async def _query_zookeeper(self, place, timeout_s):
-        assert (place.hosts, timeout_s) == (NODES, TIMEOUT_S)
+    async def _query_zookeeper(self, address, timeout_s):
+        assert (address.hosts, timeout_s) == (NODES, TIMEOUT_S)
         return self.case.facts.zookeeper_servers
 
     def fields(self):
