@@ -52,7 +52,7 @@ def until(condition):
         time.sleep(0.001)
 
 
-class Plain(Callbacks):
+class CountingCallbacks(Callbacks):
     """Counts, and runs a given function."""
 
     def __init__(self, act, answer=PoisonPolicy.STOP):
@@ -68,7 +68,7 @@ class Plain(Callbacks):
         return self.answer
 
 
-async def nothing():
+async def return_none():
     """What an async function returns when it is not awaited."""
 
 
@@ -76,13 +76,13 @@ async def nothing():
     ("act", "answer", "error"),
     [
         (lambda: sys.exit(3), PoisonPolicy.STOP, errors.UsageError),
-        (nothing, PoisonPolicy.STOP, errors.UsageError),
+        (return_none, PoisonPolicy.STOP, errors.UsageError),
         (lambda: 1 / 0, None, ZeroDivisionError),
         (lambda: 1 / 0, "skip", ZeroDivisionError),  # it is no policy
     ],
 )
 def test_a_failing_callback_ends_only_its_feed(waltz_memory, act, answer, error):
-    callbacks = Plain(act, answer)
+    callbacks = CountingCallbacks(act, answer)
     with waltz_memory.client() as client:
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
@@ -93,15 +93,15 @@ def test_a_failing_callback_ends_only_its_feed(waltz_memory, act, answer, error)
 
 def test_system_exit_in_a_context_ends_only_the_context(waltz_memory):
     @transactional(partition=0)
-    def leaves(builder):
+    def exits_in_context(builder):
         sys.exit(3)
 
     @transactional(partition_by=lambda: sys.exit(3))
-    def leaves_early(builder):
+    def exits_in_partition_function(builder):
         return False
 
     with waltz_memory.client() as client:
-        for context in (leaves(), leaves_early()):
+        for context in (exits_in_context(), exits_in_partition_function()):
             with pytest.raises(errors.UsageError, match="raised SystemExit on a worker thread"):
                 client.submit(context).result(TEST_TIMEOUT_S)
         assert client.append(b"and it continues", partition=0).result() == 0
@@ -109,18 +109,18 @@ def test_system_exit_in_a_context_ends_only_the_context(waltz_memory):
 
 def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
     @transactional(partition=0)
-    def takes_the_next(builder):
+    def raises_stop_iteration(builder):
         return next(iter(()))
 
-    class Endless(Plain):
+    class RaisesStopIteration(CountingCallbacks):
         def client_high_water_mark(self, partition):
             return next(iter(()))
 
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
-        client.submit(takes_the_next()).result(TEST_TIMEOUT_S)
+        client.submit(raises_stop_iteration()).result(TEST_TIMEOUT_S)
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
-        client.subscribe(Endless(nothing), [0])
-    callbacks = Plain(lambda: next(iter(())))
+        client.subscribe(RaisesStopIteration(return_none), [0])
+    callbacks = CountingCallbacks(lambda: next(iter(())))
     with waltz_memory.client() as client:
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
@@ -170,23 +170,23 @@ def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memor
 
 
 def test_callbacks_of_the_other_client_class_are_rejected(waltz_memory):
-    class Late(Callbacks):
+    class SyncWithAsyncMethod(Callbacks):
         async def apply_transaction(self, transaction):
             """It is not awaited."""
 
-    class Early(AsyncCallbacks):
+    class AsyncWithoutAwait(AsyncCallbacks):
         async def apply_transaction(self, transaction):
             """It is not awaited."""
 
     async def subscribe_plain():
         async with waltz_memory.async_client() as client:
-            await client.subscribe(Plain(nothing))
+            await client.subscribe(CountingCallbacks(return_none))
 
     with waltz_memory.client() as client:
-        for wrong in (Late(), Early()):
+        for wrong in (SyncWithAsyncMethod(), AsyncWithoutAwait()):
             with pytest.raises(errors.UsageError, match="is an async function, which WaltzClient"):
                 client.subscribe(wrong)
-        for wrong in (None, Late):
+        for wrong in (None, SyncWithAsyncMethod):
             with pytest.raises(errors.UsageError, match="expected an object of class Callbac"):
                 client.subscribe(wrong)
     with pytest.raises(errors.UsageError, match="Plain has plain functions, but Async"):

@@ -27,7 +27,7 @@ def encryption(
     return Encryption(KeyCache(keys.get, "a test"), key_id=key_id, is_required=is_required)
 
 
-def reason(found: DecryptedPayload) -> str:
+def error_of(found: DecryptedPayload) -> str:
     assert found.data is None
     assert found.error is not None
     return found.error
@@ -46,7 +46,7 @@ def test_the_key_id_of_a_call_overrides_that_of_the_client() -> None:
     envelope = encryption().encrypt(b"x", **FIELDS, key_id="b")
     only_a = {"a": KEYS["a"]}
     assert encryption().decrypt(envelope, **FIELDS).data == b"x"
-    assert reason(encryption(only_a).decrypt(envelope, **FIELDS)) == "the key 'b' does not exist"
+    assert error_of(encryption(only_a).decrypt(envelope, **FIELDS)) == "the key 'b' does not exist"
 
 
 def test_without_a_key_id_a_payload_is_not_encrypted() -> None:
@@ -63,13 +63,13 @@ def test_every_flipped_bit_is_detected() -> None:
     for index in range(8 * len(envelope)):
         changed = bytearray(envelope)
         changed[index // 8] ^= 1 << index % 8
-        assert reason(required.decrypt(bytes(changed), **FIELDS))
+        assert error_of(required.decrypt(bytes(changed), **FIELDS))
 
 
 def test_every_truncated_envelope_is_rejected() -> None:
     envelope = encryption().encrypt(b"", **FIELDS)
     for size in range(4, len(envelope)):
-        assert "the encrypted payload is damaged:" in reason(
+        assert "the encrypted payload is damaged:" in error_of(
             encryption().decrypt(envelope[:size], **FIELDS)
         )
 
@@ -79,7 +79,7 @@ def test_every_truncated_envelope_is_rejected() -> None:
 )
 def test_an_envelope_of_another_transaction_is_rejected(other_fields: dict[str, int]) -> None:
     envelope = encryption().encrypt(b"x", **FIELDS)
-    assert "payload was changed or" in reason(encryption().decrypt(envelope, **other_fields))
+    assert "payload was changed or" in error_of(encryption().decrypt(envelope, **other_fields))
 
 
 def test_an_invalid_key_id_is_never_sent_to_the_provider() -> None:
@@ -89,14 +89,14 @@ def test_an_invalid_key_id_is_never_sent_to_the_provider() -> None:
     reader = Encryption(KeyCache(provider, "a test"))
     for name in (b"..", b"../../etc", b"", b"\xff\xff", b"a\x00"):
         envelope = b"WZE\x01" + bytes((len(name),)) + name + bytes(50)
-        assert "is not a key ID" in reason(reader.decrypt(envelope, **FIELDS))
+        assert "is not a key ID" in error_of(reader.decrypt(envelope, **FIELDS))
         assert reader.has_cached_key(envelope)
 
 
 def test_the_error_reports_a_replaced_key() -> None:
     envelope = encryption().encrypt(b"x", **FIELDS)
     found = encryption({"a": bytes(32)}).decrypt(envelope, **FIELDS)
-    assert "the key was replaced" in reason(found)
+    assert "the key was replaced" in error_of(found)
 
 
 def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
@@ -106,7 +106,7 @@ def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
     del keys["a"]
     assert both.decrypt(envelope, **FIELDS).data == b"x"  # it is cached
     clock.now_s = KEY_LIFETIME_S
-    assert reason(both.decrypt(envelope, **FIELDS)) == "the key 'a' does not exist"
+    assert error_of(both.decrypt(envelope, **FIELDS)) == "the key 'a' does not exist"
     with pytest.raises(errors.BadConfig, match=r"a test has no such key. Hint: create"):
         both.encrypt(b"x", **FIELDS)
 
@@ -115,7 +115,7 @@ def test_a_plain_payload_is_returned_unless_encryption_is_required() -> None:
     assert encryption().decrypt(b"plain", **FIELDS) == DecryptedPayload(b"plain")
     assert encryption().decrypt(b"", **FIELDS) == DecryptedPayload(b"")
     required = encryption(is_required=True)
-    assert reason(required.decrypt(b"plain", **FIELDS)) == "the payload is not encrypted"
+    assert error_of(required.decrypt(b"plain", **FIELDS)) == "the payload is not encrypted"
 
 
 def test_an_outage_of_the_provider_is_an_error_and_not_a_missing_key() -> None:

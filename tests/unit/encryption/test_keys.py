@@ -15,7 +15,7 @@ from waltz_core.encryption.keys import KEY_LIFETIME_S, KeyCache, KeyDirectory, k
 SECRET = bytes(range(32))
 
 
-class Calls:
+class CountingProvider:
     """A provider with one key, which counts its calls."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Calls:
 
 
 def test_found_and_missing_keys_are_cached_for_key_seconds() -> None:
-    provider = Calls()
+    provider = CountingProvider()
     cache = provider.cache()
     assert not cache.is_cached("a")
     for _ in range(3):
@@ -50,7 +50,7 @@ def test_found_and_missing_keys_are_cached_for_key_seconds() -> None:
 
 
 def test_keys_cannot_be_sent_to_another_process() -> None:
-    cache = Calls().cache()
+    cache = CountingProvider().cache()
     cache.find("a")
     with pytest.raises(errors.UsageError, match="encryption keys cannot be sent"):
         copy.deepcopy(Encryption(cache))  # as pickle does
@@ -58,7 +58,7 @@ def test_keys_cannot_be_sent_to_another_process() -> None:
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "CACHED_KEYS_MAX", 3)
-    provider = Calls()
+    provider = CountingProvider()
     cache = provider.cache()
     for key_id in ("a", "b", "c", "d"):
         cache.find(key_id)
@@ -78,7 +78,7 @@ def test_a_limited_number_of_derived_keys_is_cached_by_salt() -> None:
 def test_an_invalid_provider_result_is_an_error_that_does_not_show_it(
     secret: object, found: str
 ) -> None:
-    provider = Calls()
+    provider = CountingProvider()
     provider.keys = {"a": secret}
     with pytest.raises(errors.BadConfig, match=f"a test, key 'a': expected .* found {found}") as it:
         provider.cache().find("a")

@@ -110,7 +110,7 @@ class TestCaller:
         return await asyncio.to_thread(read)
 
     async def read_feed_until_its_end(
-        self, path: str, then: Callable[[], None], **headers: str
+        self, path: str, after_first: Callable[[], None], **headers: str
     ) -> list[bytes]:
         """Return all lines of a feed; `then` is called after the first transaction."""
         loop = asyncio.get_running_loop()
@@ -121,7 +121,7 @@ class TestCaller:
             while b"transaction_id" not in lines[-1]:
                 assert lines[-1]
                 lines.append(response.readline())
-            loop.call_soon_threadsafe(then)
+            loop.call_soon_threadsafe(after_first)
             return [*lines, *response]
 
         return await asyncio.to_thread(read)

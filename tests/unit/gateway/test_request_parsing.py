@@ -22,7 +22,7 @@ COUNT = 4
 HELLO = "aGVsbG8="
 
 
-def parsed(*rows):
+def parse(*rows):
     return parse_transactions(json.dumps({"transactions": rows}).encode(), COUNT)
 
 
@@ -33,12 +33,12 @@ def rejection(call):
 
 
 def test_a_transaction_has_data_and_defaults():
-    (row,) = parsed({"data": HELLO})
+    (row,) = parse({"data": HELLO})
     assert row == (b"hello", 0, -1, (), (), (), None)
 
 
 def test_locks_are_hashed_and_the_first_one_determines_the_partition():
-    (row,) = parsed(
+    (row,) = parse(
         {
             "data": "",
             "header": -7,
@@ -54,12 +54,12 @@ def test_locks_are_hashed_and_the_first_one_determines_the_partition():
 
 
 def test_a_given_partition_overrides_that_of_the_lock():
-    (row,) = parsed({"data": "", "partition": 3, "append_locks": [["a", 1]]})
+    (row,) = parse({"data": "", "partition": 3, "append_locks": [["a", 1]]})
     assert row.partition == 3
 
 
 def test_transactions_inherit_the_partition_of_the_request():
-    rows = parsed({"data": ""}, {"data": "", "partition": 0})
+    rows = parse({"data": ""}, {"data": "", "partition": 0})
     assert [row.partition for row in with_default_partition(rows, 2)] == [2, 0]
 
 
@@ -90,7 +90,7 @@ def test_transactions_inherit_the_partition_of_the_request():
     ],
 )
 def test_the_error_for_an_invalid_transaction_has_its_json_path(row, message, status):
-    error = rejection(lambda: parsed(row))
+    error = rejection(lambda: parse(row))
     assert http_status_of(error) == status
     assert re.search(message, str(error))
 
@@ -122,7 +122,7 @@ def test_an_invalid_body_is_rejected(body):
 
 def test_the_locks_of_a_request_are_limited():
     locks = [["a", 0]] * 40_000
-    error = rejection(lambda: parsed(*({"data": "", "append_locks": locks} for _ in range(2))))
+    error = rejection(lambda: parse(*({"data": "", "append_locks": locks} for _ in range(2))))
     assert (type(error), "more than 65536 locks" in str(error)) == (errors.TooLarge, True)
 
 
@@ -166,7 +166,7 @@ def test_an_invalid_query_is_rejected(given, read):
     assert http_status_of(rejection(lambda: read(UrlParameters(given, QUERY)))) == 400
 
 
-async def parts(*found):
+async def chunks(*found):
     for each in found:
         yield each
 
@@ -174,17 +174,17 @@ async def parts(*found):
 @run_on_virtual_loop
 async def test_the_bodies_of_all_requests_share_a_memory_limit():
     memory = BodyReader(body_bytes_max=10, memory_bytes_max=15)
-    async with memory.body(parts(b"12345", b"67890")) as first:
+    async with memory.body(chunks(b"12345", b"67890")) as first:
         assert first == b"1234567890"
         with pytest.raises(errors.Unavailable, match="more than 15 bytes"):
-            async with memory.body(parts(b"123456")):
+            async with memory.body(chunks(b"123456")):
                 pass
-        async with memory.body(parts(b"12345")) as second:
+        async with memory.body(chunks(b"12345")) as second:
             assert second == b"12345"
-    async with memory.body(parts(b"1234567890")) as third:
+    async with memory.body(chunks(b"1234567890")) as third:
         assert third == b"1234567890"
     with pytest.raises(errors.TooLarge, match="more than 10 bytes"):
-        async with memory.body(parts(b"1234567890", b"1")):
+        async with memory.body(chunks(b"1234567890", b"1")):
             pass
 
 

@@ -46,7 +46,7 @@ def client_of(cluster):
     return Opening(AsyncWaltzClient(directory, "original", IN_MEMORY_CONFIG, client_id=None))
 
 
-def datas_of(cluster):
+def payloads_in_log(cluster):
     return [data for _, _, data in cluster.logs[0].records]
 
 
@@ -82,7 +82,7 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
         await on_server(cluster, lambda: cluster.partition(0).break_session(kept))
         await on_server(cluster, cluster.partition(0).may_commit.set)
         ids = await results_of(futures)
-    found = datas_of(cluster)
+    found = payloads_in_log(cluster)
     assert sorted(found) == [b"%d" % i for i in range(7)]
     assert [found[each] for each in ids] == [b"%d" % i for i in range(7)]
 
@@ -106,7 +106,7 @@ async def test_a_former_owner_decides_no_outcome(cluster):
         assert not any(each.done() for each in futures)
         directory.stale_owners = None
         assert await results_of(futures) == [0, 1]
-    assert datas_of(cluster) == [b"0", b"1"]
+    assert payloads_in_log(cluster) == [b"0", b"1"]
 
 
 @run_on_loop
@@ -166,7 +166,7 @@ async def test_uncommitted_records_are_never_requested(cluster):
     assert not cluster.partition(0).poisoned
 
 
-class Seen(AsyncCallbacks):
+class RecordingCallbacks(AsyncCallbacks):
     def __init__(self, mark, count):
         self.mark, self.count = mark, count
         self.ids, self.datas = [], []
@@ -193,7 +193,7 @@ async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypat
     )
     cluster.fill(0, behind, b"old")
     async with client_of(cluster) as client:
-        seen = Seen(-1, behind + 10)
+        seen = RecordingCallbacks(-1, behind + 10)
         await client.subscribe(seen, [0])
         ids = await results_of(await append_all(client, 10))
         assert ids == list(range(behind, behind + 10))
@@ -234,7 +234,7 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
             later = [await client.append(b"original", partition=0) for _ in range(3)]
             assert await results_of(later) == [3, 4, 5]
             assert await client.has_legacy_server()
-    assert datas_of(cluster)[3:] == [b"original"] * 3
+    assert payloads_in_log(cluster)[3:] == [b"original"] * 3
 
 
 @run_on_loop
@@ -255,7 +255,7 @@ async def test_after_a_silent_replacement_the_client_mounts_on_a_new_connection(
 # --- everything at once
 
 
-def strike(cluster, chance):
+def inject_fault(cluster, chance):
     server = cluster.servers[cluster.owners[0][0]]
     partition = cluster.partition(0)
     match chance.randrange(6):
@@ -271,9 +271,9 @@ def strike(cluster, chance):
             partition.may_commit.set()
 
 
-async def trouble(cluster, chance):
+async def inject_faults(cluster, chance):
     while True:
-        await on_server(cluster, lambda: strike(cluster, chance))
+        await on_server(cluster, lambda: inject_fault(cluster, chance))
         if chance.random() < 0.1:
             to, kept = 1 - cluster.owners[0][0], chance.randrange(4)
             is_notified = chance.random() < 0.5
@@ -300,12 +300,12 @@ async def test_no_wrong_outcome_is_reported_under_faults(seed, cluster):
     chance = random.Random(seed)
     rounds, writers, outcomes = 20, 3, {}
     async with asyncio.TaskGroup() as group:
-        striking = group.create_task(trouble(cluster, chance))
+        fault_task = group.create_task(inject_faults(cluster, chance))
         async with asyncio.TaskGroup() as writing:
             for name in range(writers):
                 writing.create_task(write(cluster, name, rounds, outcomes))
-        striking.cancel()
-    found = datas_of(cluster)
+        fault_task.cancel()
+    found = payloads_in_log(cluster)
     assert len(set(found)) == len(found)
     assert len(outcomes) == rounds * writers * 12
     for data, outcome in outcomes.items():

@@ -50,7 +50,7 @@ def encode(rows: list[Row], *, with_marks: bool = False) -> bytes:
     )
 
 
-def simple(data: list[bytes]) -> bytes:
+def encode_data(data: list[bytes]) -> bytes:
     return encode([(i, row, [i], [], [], 0) for i, row in enumerate(data)])
 
 
@@ -70,7 +70,7 @@ def stream(
     return bytes(sink.getvalue().to_pybytes())
 
 
-def listed(column: batches.LockColumn) -> list[list[int]]:
+def lists_of(column: batches.LockColumn) -> list[list[int]]:
     bounds = column.offsets.tolist()
     return [column.values[a:b].tolist() for a, b in pairwise(bounds)]
 
@@ -95,9 +95,9 @@ def test_an_append_batch_round_trips(*, rows: list[Row], with_marks: bool) -> No
     assert found.data.to_pylist() == data
     assert found.lengths.tolist() == [len(d) for d in data]
     assert found.crcs.tolist() == [crc32(d) for d in data]
-    assert listed(found.write_locks) == write
-    assert listed(found.read_locks) == read
-    assert listed(found.append_locks) == append
+    assert lists_of(found.write_locks) == write
+    assert lists_of(found.read_locks) == read
+    assert lists_of(found.append_locks) == append
     assert (found.marks.tolist() == marks) if found.marks is not None else not with_marks
 
 
@@ -110,8 +110,8 @@ def test_columns_from_arrow_may_be_absent_null_sliced_or_wider() -> None:
     found = decode(payload)
     assert found.data.to_pylist() == [b"a", b"bb"]
     assert found.headers.tolist() == [0, 0]
-    assert listed(found.write_locks) == [[], [1, 2]]
-    assert listed(found.read_locks) == [[], []]
+    assert lists_of(found.write_locks) == [[], [1, 2]]
+    assert lists_of(found.read_locks) == [[], []]
     assert found.marks is None
 
 
@@ -155,7 +155,7 @@ def test_a_null_list_that_spans_values_has_no_locks() -> None:
     payload = batches.encode_append_arrow(
         pa.RecordBatch.from_pydict({"data": pa.array([b"", b""]), "write_locks": spanning})
     )
-    assert listed(decode(payload).write_locks) == [[], [9]]
+    assert lists_of(decode(payload).write_locks) == [[], [9]]
 
 
 @given(st.lists(st.sampled_from([b"", b"short", b"x" * 900, b"y" * 5_000]), max_size=8), st.data())
@@ -208,8 +208,8 @@ def test_invalid_lists_are_rejected_before_they_are_sent() -> None:
 
 def test_a_row_over_the_limit_is_rejected_before_it_is_sent() -> None:
     with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} bytes in row 1"):
-        simple([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
-    simple([bytes(TRANSACTION_BYTES_MAX)])
+        encode_data([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
+    encode_data([bytes(TRANSACTION_BYTES_MAX)])
 
 
 @pytest.mark.parametrize("cuts", [[0, 4], [0, 1, 4], [0, 1, 2, 3, 4]])
@@ -223,9 +223,9 @@ def test_encoding_a_batch_in_parts_gives_equal_records(cuts: list[int]) -> None:
     for start, stop in pairwise(cuts):
         part = whole.slice(start, stop)
         assert part.count == stop - start
-        assert listed(part.write_locks) == locks[start:stop]
-        assert listed(part.read_locks) == listed(whole.read_locks)[start:stop]
-        assert listed(part.append_locks) == listed(whole.append_locks)[start:stop]
+        assert lists_of(part.write_locks) == locks[start:stop]
+        assert lists_of(part.read_locks) == lists_of(whole.read_locks)[start:stop]
+        assert lists_of(part.append_locks) == lists_of(whole.append_locks)[start:stop]
         first, req_id = TransactionId(4 + start), REQ_ID._replace(sequence=REQ_ID.sequence + start)
         records += bytes(batches.encode_records(part, None, first, req_id).records)
     assert records == bytes(batches.encode_records(whole, None, TransactionId(4), REQ_ID).records)
@@ -234,7 +234,7 @@ def test_encoding_a_batch_in_parts_gives_equal_records(cuts: list[int]) -> None:
 
 
 def test_a_batch_over_its_limits_is_rejected() -> None:
-    payload = simple([b"a", b"b", b"c"])
+    payload = encode_data([b"a", b"b", b"c"])
     assert decode(payload, rows_max=3).count == 3
     with pytest.raises(TooLarge, match="at most 2 rows, found 3"):
         decode(payload, rows_max=2)
@@ -290,7 +290,7 @@ def test_offsets_out_of_bounds_are_rejected(
         decode(payload.replace(right, struct.pack("<3i", *wrong)))
 
 
-def joined(crcs: checksum.U32, lengths: checksum.I64) -> int:
+def crc_of_rows(crcs: checksum.U32, lengths: checksum.I64) -> int:
     """Return the CRC of all rows one after the other, from those of each."""
     both = zip(crcs.tolist(), lengths.tolist(), strict=True)
     return reduce(lambda run, row: checksum.combine(run, *row), both, 0)
@@ -301,10 +301,10 @@ def test_wrong_crcs_that_cancel_out_are_rejected() -> None:
     data = [b"first", b"second", b"third"]
     crcs = np.array([crc32(row) for row in data], dtype=np.uint32)
     lengths = np.array([len(row) for row in data])
-    right = joined(crcs, lengths)
+    right = crc_of_rows(crcs, lengths)
     crcs[0] ^= 1
     crcs[1] ^= checksum.shift_many(np.array([1], dtype=np.uint32), len(data[1]))[0]
-    assert joined(crcs, lengths) == right
+    assert crc_of_rows(crcs, lengths) == right
     none: list[list[int]] = [[], [], []]
     with pytest.raises(BadRequest, match="data of row 0"):
         decode(stream(batches.APPEND_SCHEMA, [0, 0, 0], data, crcs, none, none, none))
@@ -359,7 +359,7 @@ def test_other_streams_are_rejected(payload: bytes, problem: str) -> None:
 
 
 def test_every_truncation_is_rejected() -> None:
-    payload = simple([b"abc", b"d"])
+    payload = encode_data([b"abc", b"d"])
     end = len(payload) - 8  # The end mark of the stream may be missing.
     for length in range(end):
         with pytest.raises(BadRequest):
@@ -507,7 +507,7 @@ def test_any_commit_stamp_becomes_a_time_or_null(stamp_ms: int) -> None:
 # no Python per row
 
 
-def calls_of(work: Callable[[], object]) -> int:
+def count_calls(work: Callable[[], object]) -> int:
     with record_calls() as calls:
         work()
     return len(calls)
@@ -516,11 +516,11 @@ def calls_of(work: Callable[[], object]) -> int:
 def test_the_number_of_calls_does_not_depend_on_the_number_of_rows() -> None:
     counts = []
     for row_count in (100, 3_000):
-        payload = simple([b"%d" % n * (1 + n % 7) for n in range(row_count)])
+        payload = encode_data([b"%d" % n * (1 + n % 7) for n in range(row_count)])
         keep = np.arange(row_count) % 3 != 0
         first = TransactionId(65_000)
 
-        def way_of_a_batch(
+        def process_batch(
             payload: bytes = payload, keep: batches.Mask = keep, first: TransactionId = first
         ) -> None:
             rows = decode(payload)
@@ -531,6 +531,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_rows() -> None:
             names = batches.READ_SCHEMA.names
             batches.range_to_arrow(encoded.records, lengths, [], names, partition_id=PartitionId(0))
 
-        way_of_a_batch()
-        counts.append(calls_of(way_of_a_batch))
+        process_batch()
+        counts.append(count_calls(process_batch))
     assert counts[1] <= 1.3 * counts[0]

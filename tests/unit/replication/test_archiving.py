@@ -18,7 +18,7 @@ from tests.unit.replication.archiving_bench import (
     progress,
 )
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
-from tests.unit.replication.test_repair_runner import reports_damage
+from tests.unit.replication.test_repair_runner import report_damage
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
@@ -39,7 +39,7 @@ def bench():
     return new_bench()
 
 
-def learned(bench):
+def announced_marks(bench):
     return [(name, each.last) for name, each in bench.sent if isinstance(each, wire.SetArchived)]
 
 
@@ -55,10 +55,10 @@ def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
     assert bench.marker.archived is None
     bench.run(questions=False)
     assert bench.questions[0].marker.archived == ArchivedMark(3, chain_at(bench, 3), 9, 0, 7, "m1")
-    assert learned(bench) == []
+    assert announced_marks(bench) == []
     bench.run()
     assert bench.marker.archived.last == 3
-    assert sorted(learned(bench)) == [(A, 3), (B, 3), (C, 3)]
+    assert sorted(announced_marks(bench)) == [(A, 3), (B, 3), (C, 3)]
     assert bench.reports("archive.manifest_recorded") == [
         {"session": 0, "last": 3, "manifest": "m1"}
     ]
@@ -232,12 +232,12 @@ def test_a_mark_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome)
     finish(bench, replica, request)
     bench.run(questions=False)
     bench.ask_zookeeper(outcome)
-    assert learned(bench) == []
+    assert announced_marks(bench) == []
     bench.append(1)
     bench.run_for(5_000)
     assert bench.marker.archived.last == 5
     assert bench.store.open_session_id == 0
-    assert sorted(learned(bench)) == [(A, 5), (B, 5), (C, 5)]
+    assert sorted(announced_marks(bench)) == [(A, 5), (B, 5), (C, 5)]
 
 
 def test_another_session_in_zookeeper_ends_this_one_before_the_mark_is_recorded(bench):
@@ -257,7 +257,7 @@ def test_a_later_session_keeps_the_mark_and_continues_after_it(bench):
     assert bench.marker.archived == mark
     _, request = begin(bench)
     assert (request.first, request.chain_before, request.session_id) == (4, mark.chain, 1)
-    assert (A, 3) in learned(bench)
+    assert (A, 3) in announced_marks(bench)
 
 
 def test_an_attempt_ends_with_its_session(bench):
@@ -299,7 +299,7 @@ def test_a_log_that_ends_below_the_archived_mark_is_rejected(bench):
 def test_a_single_replica_archives_without_a_comparison():
     bench = new_bench(A)
     assert archive(bench).last == 5
-    assert learned(bench) == [(A, 5)]
+    assert announced_marks(bench) == [(A, 5)]
 
 
 def test_a_replica_that_lags_is_compared_and_notified_when_it_has_caught_up(bench):
@@ -713,7 +713,7 @@ def test_archived_damage_is_repaired_from_the_archive_if_no_log_has_the_records(
     bench.reopen()
     bench.run_for(3_000)
     assert bench.store.session.is_settled
-    reports_damage(bench, C, 3, 5)
+    report_damage(bench, C, 3, 5)
     bench.run()
     assert [each["ids"] for each in bench.reports("replica.repaired")] == ["3..3", "5..5"]
     assert not bench.storages[C].disk.damaged
@@ -722,7 +722,7 @@ def test_archived_damage_is_repaired_from_the_archive_if_no_log_has_the_records(
 def test_the_archive_is_not_queried_for_damage_above_the_archived_mark(bench):
     archive(bench, last=3)
     for name in (A, B, C):
-        reports_damage(bench, name, 4)
+        report_damage(bench, name, 4)
     bench.sent.clear()
     bench.run_for(3_000)
     assert not bench.all_sent(wire.RangeRaw)

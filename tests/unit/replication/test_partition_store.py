@@ -260,7 +260,7 @@ def with_foreign_ids_in_doubt():
     return bench
 
 
-def until_settlement_reads(bench):
+def open_until_settlement_reads(bench):
     """Open a session that has to read from a replica; return this replica."""
     opened_count = len(bench.all_reported(SessionOpened))
     while len(bench.all_reported(SessionOpened)) == opened_count:
@@ -287,7 +287,7 @@ def test_unknown_outcomes_are_settled_by_store_session_not_by_id():
 def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     bench = with_foreign_ids_in_doubt()
     settled_count = len(bench.all_reported(SessionSettled))
-    bench.lose(until_settlement_reads(bench))
+    bench.lose(open_until_settlement_reads(bench))
     assert len(bench.all_reported(SessionSettled)) == settled_count
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
@@ -297,7 +297,7 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
 
 def test_unknown_outcomes_that_have_expired_stay_unknown():
     bench = with_foreign_ids_in_doubt()
-    supplier = until_settlement_reads(bench)
+    supplier = open_until_settlement_reads(bench)
     while bench.all_sent(wire.LineageRequest)[-1].first != 0:
         bench.deliver(supplier)  # the stamp at the mark comes first
     requests = bench.all_sent(wire.LineageRequest)[-1]
@@ -324,7 +324,7 @@ def test_a_replica_that_does_not_answer_settlement_reads_is_dropped(bench):
     bench.append()
     other = bench.other_server()
     other.own(generation=2)
-    supplier = until_settlement_reads(other)
+    supplier = open_until_settlement_reads(other)
     other.silent.add(supplier)
     other.run()
     assert other.store.open_session_id is None

@@ -202,7 +202,7 @@ def test_bad_copies_are_detected_and_another_source_is_queried(bench):
         bench.deliver(B)
     real = bench.storages[A].handle
 
-    def rotten(message):
+    def corrupt_answer(message):
         answer = real(message)
         if isinstance(answer, wire.RangeBytes):
             records = bytearray(answer.records)
@@ -210,7 +210,7 @@ def test_bad_copies_are_detected_and_another_source_is_queried(bench):
             answer = replace(answer, records=bytes(records))
         return answer
 
-    bench.storages[A].handle = rotten
+    bench.storages[A].handle = corrupt_answer
     restart(bench)
     for _ in range(5):
         bench.run()

@@ -201,7 +201,7 @@ def test_damaged_bytes_are_an_error(data, text):
         codec().decode(bytes.fromhex(data))
 
 
-def length(data: bytes) -> bytes:
+def varint(data: bytes) -> bytes:
     size, found = len(data), bytearray()
     while size > 127:
         found.append(size & 127 | 128)
@@ -213,7 +213,7 @@ def test_a_message_that_is_nested_too_deeply_is_an_error():
     for depth, is_good in ((90, True), (5_000, False)):
         data = b""
         for _ in range(depth):
-            data = b"\x9a\x01" + length(data) + data  # field 19, `first`
+            data = b"\x9a\x01" + varint(data) + data  # field 19, `first`
         if is_good:
             codec().decode(b"\0" + data)
         else:

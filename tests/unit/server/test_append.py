@@ -210,7 +210,7 @@ def results(
     return found
 
 
-def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
+def answer_proof(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
     found = [each.pending for each in outcomes if isinstance(each, ConfirmAheadOfLog)]
     answers_ahead = [
@@ -221,7 +221,7 @@ def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcom
     ]
 
 
-def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
+def error_codes(outcomes: Sequence[AppendOutcome]) -> list[int]:
     return [
         each.message.error_code
         for each in outcomes
@@ -338,8 +338,8 @@ def test_a_mark_above_the_log_is_rejected_row_by_row() -> None:
     rows = world.batch([b"a", b"b"], BOB, marks=[-1, 4])
     out = world.turn()
     assert results(out) == {}
-    assert results(proved(world, out)) == {ahead: [(-1, RowOutcomeCode.AHEAD, -1)]}
-    out = proved(world, world.commit())
+    assert results(answer_proof(world, out)) == {ahead: [(-1, RowOutcomeCode.AHEAD, -1)]}
+    out = answer_proof(world, world.commit())
     assert results(out) == {rows: [(0, COMMITTED, -1), (-1, RowOutcomeCode.AHEAD, -1)]}
     assert world.pipeline.counters.rejected[RowOutcomeCode.AHEAD] == 2
 
@@ -395,7 +395,7 @@ def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
     )
     world.pipeline.receive(A, AppendBatch(req_id, -1, b"payload", 1), cost_bytes=50, now_ms=0)
     out = world.turn()
-    assert faults(out) == [errors.ChecksumMismatch.code] * 2
+    assert error_codes(out) == [errors.ChecksumMismatch.code] * 2
     single, batch = (each.message for each in out if isinstance(each, SendToClient))
     assert isinstance(single, ErrorResponse)
     assert "data is damaged: expected CRC" in single.message
@@ -411,14 +411,14 @@ def test_a_batch_that_cannot_be_decoded_is_reported() -> None:
     world.pipeline.receive(
         A, AppendBatch(req_id, -1, junk, zlib.crc32(junk)), cost_bytes=50, now_ms=0
     )
-    assert faults(world.turn()) == [errors.BadRequest.code]
+    assert error_codes(world.turn()) == [errors.BadRequest.code]
 
 
 def test_a_batch_of_too_many_rows_is_reported_and_counted() -> None:
     world = World(PartitionLimits(lock_slot_count=11, batch_rows_max=1))
     world.batch([b"a", b"b"], cost=7)
     (answer,) = world.turn()
-    assert faults([answer]) == [errors.TooLarge.code]
+    assert error_codes([answer]) == [errors.TooLarge.code]
     assert answer.cost_bytes == 7
     figures = world.pipeline.counters
     assert (figures.requests, figures.rejected[RowOutcomeCode.TOO_LARGE]) == (1, 1)
@@ -454,7 +454,7 @@ def test_sequence_numbers_that_run_out_are_reported() -> None:
     world = World()
     world.sequence = 0x7FFFFFFF
     world.batch([b"a", b"b"])
-    assert faults(world.turn()) == [errors.BadRequest.code]
+    assert error_codes(world.turn()) == [errors.BadRequest.code]
     world.sequence = 0x7FFFFFFF
     last = world.batch([b"a"])
     world.turn()
@@ -664,7 +664,7 @@ def test_rows_keep_order_and_sequence_numbers_across_pieces() -> None:
     assert behind in results(out)
 
 
-def flooded(world: World, *, flush: bool = False) -> ReqId:
+def world_with_flood(world: World, *, flush: bool = False) -> ReqId:
     """Share the server, and submit one piece of a batch that has many."""
     world.share()
     flood = world.batch([bytes(PIECE_BYTES // 2)] * 4)
@@ -680,7 +680,7 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     connection: ConnectionId, sequence: int
 ) -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     done = world.submitted[0].last + 1
     world.mounts.begin_mount(ALICE, connection, sequence)
     world.mounts.finish_mount(ALICE, connection)
@@ -695,7 +695,7 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
 
 def test_all_pieces_after_a_lost_piece_are_lost() -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     lost = world.submitted[0].last + 1
     world.pipeline.on_session_closed()
     assert results(world.open(-1)) == {}
@@ -706,7 +706,7 @@ def test_all_pieces_after_a_lost_piece_are_lost() -> None:
 
 def test_rows_that_were_not_submitted_are_appended_in_the_next_session() -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     world.commit()
     mark = world.submitted[-1].last
     world.pipeline.on_session_closed()
@@ -721,7 +721,7 @@ def test_rows_that_were_not_submitted_are_appended_in_the_next_session() -> None
 
 def test_a_flush_waits_for_all_pieces() -> None:
     world = World()
-    flooded(world, flush=True)
+    world_with_flood(world, flush=True)
     while world.pipeline.queued_bytes:
         assert BarrierReached(1) not in world.commit()
         world.piece()
@@ -730,26 +730,26 @@ def test_a_flush_waits_for_all_pieces() -> None:
 
 def test_a_flush_of_a_connection_closed_between_pieces_is_removed_once() -> None:
     world = World()
-    flooded(world, flush=True)
+    world_with_flood(world, flush=True)
     assert world.pipeline.close(A) == []
     assert world.pipeline.queued_bytes == 0
     assert BarrierReached(1) in world.commit()
     assert world.pipeline.flush(2) == [BarrierReached(2)]
     again = World()
-    flooded(again, flush=True)
+    world_with_flood(again, flush=True)
     again.commit()
     assert again.pipeline.close(A) == [BarrierReached(1)]
 
 
 def test_abandoning_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     queued = world.single()
     first, second, _ = world.pipeline.abandon()
     assert [pending.req_id for pending in first] == [queued]
     assert [pending.req_id for pending in second] == [flood]
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     world.commit()
     assert [pending.req_id for pending in world.pipeline.abandon()[1]] == [flood]
 

@@ -183,29 +183,29 @@ def test_truncate_works_after_evictions() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def packed(first: int, last: int) -> bytes:
+def feed_headers(first: int, last: int) -> bytes:
     return b"".join(n.to_bytes(20, "big") for n in range(first, last + 1))
 
 
-def feed(cache: FeedCache, first: int, last: int) -> None:
-    cache.put(TransactionId(first), packed(first, last))
+def put_feed(cache: FeedCache, first: int, last: int) -> None:
+    cache.put(TransactionId(first), feed_headers(first, last))
 
 
-def fed(cache: FeedCache, first: int, last: int) -> bytes:
+def read_feed(cache: FeedCache, first: int, last: int) -> bytes:
     return cache.read(TransactionId(first), TransactionId(last))
 
 
 def test_the_header_ring_wraps_around() -> None:
     cache = FeedCache(20 * 10 + 3)
     assert (cache.capacity, cache.size_bytes) == (10, 200)
-    feed(cache, 0, 6)
-    assert fed(cache, 0, 6) == packed(0, 6)
-    feed(cache, 7, 13)
-    assert fed(cache, 3, 3) == b""
-    assert fed(cache, 4, 13) == packed(4, 13)
-    assert fed(cache, 9, 99) == packed(9, 13)
-    assert fed(cache, 8, 11) == packed(8, 11)
-    assert fed(cache, 14, 14) == b""
+    put_feed(cache, 0, 6)
+    assert read_feed(cache, 0, 6) == feed_headers(0, 6)
+    put_feed(cache, 7, 13)
+    assert read_feed(cache, 3, 3) == b""
+    assert read_feed(cache, 4, 13) == feed_headers(4, 13)
+    assert read_feed(cache, 9, 99) == feed_headers(9, 13)
+    assert read_feed(cache, 8, 11) == feed_headers(8, 11)
+    assert read_feed(cache, 14, 14) == b""
     assert (cache.hits, cache.misses) == (4, 2)
 
 
@@ -214,36 +214,36 @@ def test_the_header_ring_equals_a_list_of_the_newest_headers(capacity: int) -> N
     cache = FeedCache(20 * capacity)
     first = 0
     for count in (1, 3, 0, 2, 9, 1, 1, 7, 5):
-        feed(cache, first, first + count - 1)
+        put_feed(cache, first, first + count - 1)
         first += count
         oldest = max(0, first - capacity)
-        assert fed(cache, oldest, first - 1) == packed(oldest, first - 1)
+        assert read_feed(cache, oldest, first - 1) == feed_headers(oldest, first - 1)
         if oldest:
-            assert fed(cache, oldest - 1, first) == b""
+            assert read_feed(cache, oldest - 1, first) == b""
 
 
 def test_a_gap_in_the_feed_drops_all_earlier_batches() -> None:
     cache = FeedCache(20 * 10)
-    feed(cache, 0, 3)
-    feed(cache, 5, 6)
-    assert fed(cache, 3, 3) == b""
-    assert fed(cache, 5, 9) == packed(5, 6)
+    put_feed(cache, 0, 3)
+    put_feed(cache, 5, 6)
+    assert read_feed(cache, 3, 3) == b""
+    assert read_feed(cache, 5, 9) == feed_headers(5, 6)
 
 
 def test_the_feed_cache_can_be_truncated_and_cleared() -> None:
     cache = FeedCache(20 * 10)
-    feed(cache, 0, 12)
+    put_feed(cache, 0, 12)
     cache.truncate_after(TransactionId(20))
-    assert fed(cache, 3, 12) == packed(3, 12)
+    assert read_feed(cache, 3, 12) == feed_headers(3, 12)
     cache.truncate_after(TransactionId(9))
-    assert fed(cache, 3, 12) == packed(3, 9)
+    assert read_feed(cache, 3, 12) == feed_headers(3, 9)
     cache.put(TransactionId(10), bytes(20))
-    assert fed(cache, 9, 12) == packed(9, 9) + bytes(20)
+    assert read_feed(cache, 9, 12) == feed_headers(9, 9) + bytes(20)
     cache.truncate_after(TransactionId(1))
-    assert fed(cache, 1, 1) == b""
-    feed(cache, 2, 3)
-    assert fed(cache, 2, 3) == packed(2, 3)
+    assert read_feed(cache, 1, 1) == b""
+    put_feed(cache, 2, 3)
+    assert read_feed(cache, 2, 3) == feed_headers(2, 3)
     cache.clear()
-    assert fed(cache, 0, 3) == b""
-    feed(cache, 30, 31)
-    assert fed(cache, 30, 31) == packed(30, 31)
+    assert read_feed(cache, 0, 3) == b""
+    put_feed(cache, 30, 31)
+    assert read_feed(cache, 30, 31) == feed_headers(30, 31)

@@ -5,7 +5,7 @@ import weakref
 from types import SimpleNamespace
 
 from tests.loops import pass_time, poll_until, run_on_loop, run_on_virtual_loop
-from tests.unit.server.test_partition import BOB, ready
+from tests.unit.server.test_partition import BOB, world_with_mount
 from waltz_core.driver import Driver
 from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
@@ -242,7 +242,7 @@ async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_it():
             self.sent.append(type(message))
             self.is_over_limit |= isinstance(message, FeedBatch)
 
-    world, link = ready(feed_frame_count_max=2), LimitedLink()
+    world, link = world_with_mount(feed_frame_count_max=2), LimitedLink()
     world.fill(6)
 
     def perform(effect) -> None:
@@ -308,7 +308,7 @@ async def test_concurrent_connectivity_checks_are_shared():
     assert [link.sent for link in links] == [answers, answers]
 
 
-class Audited:
+class AuditedRequest:
     """A request in the audit log, whose lines are written at once."""
 
     def __init__(self) -> None:
@@ -321,7 +321,7 @@ class Audited:
         self.outcomes.append(outcome)
 
 
-class MayBegin:
+class AuditAccess:
     def may_begin(self, error):
         return error is None
 
@@ -336,8 +336,8 @@ class Expiry(ExpireRequest):
 @run_on_loop
 async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     """Its outcome is found by its `id`, which another request could get otherwise."""
-    backend, link, audited = Backend(), Link(), Audited()
-    link.access, link.audit_request = MayBegin(), lambda _request: audited
+    backend, link, audited = Backend(), Link(), AuditedRequest()
+    link.access, link.audit_request = AuditAccess(), lambda _request: audited
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
@@ -357,12 +357,12 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
 
 @run_on_virtual_loop
 async def test_a_connection_over_the_memory_limit_resumes_after_its_answers_drain():
-    class Reading(Link):
+    class SlowLink(Link):
         def send(self, message) -> None:  # the system takes it later
             self.sent.append(message)
             self.write_backlog_bytes = 600 << 10
 
-    backend, links = Backend(), [Reading(), Reading()]
+    backend, links = Backend(), [SlowLink(), SlowLink()]
     limits = LIMITS._replace(memory_bytes_max=1 << 20)
     clients = ClientConnections(backend, limits, None, Metrics("server"))
     for each, link in enumerate(links):

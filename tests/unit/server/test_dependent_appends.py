@@ -371,7 +371,7 @@ def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_discon
     assert results(world.pipeline.on_session_closed()) == {waiting[2]: [(-1, LOCK, -1)]}
 
 
-def gathered_while_another_waits() -> Authors:
+def world_with_gathered_append() -> Authors:
     """Nothing is in flight, and what is gathered waits for more because an author waits."""
     world, _ = in_flight()
     world.follow(BOB)
@@ -391,7 +391,7 @@ def gathered_while_another_waits() -> Authors:
     ("end", "submitted"), [("hold_submissions", [0, 1]), ("on_session_closed", [0])]
 )
 def test_gathered_appends_are_sent_before_the_end_of_the_session_and_not_after(end, submitted):
-    world = gathered_while_another_waits()
+    world = world_with_gathered_append()
     getattr(world.pipeline, end)()
     assert world.wants_turn == (end == "hold_submissions")
     world.now_ms += GATHER_MS

@@ -39,11 +39,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detector, "DIAL_TIMEOUT_S", 15.0)
     dial = net.dial
 
-    async def counted(*args, **options):
+    async def counting_dial(*args, **options):
         DIALS[0] += 1
         return await dial(*args, **options)
 
-    monkeypatch.setattr(net, "dial", counted)
+    monkeypatch.setattr(net, "dial", counting_dial)
     DIALS[0] = 0
 
 
@@ -52,7 +52,7 @@ def view_of(*servers: ServerDescriptor) -> ServersView:
     return ServersView({each.server_id: each for each in (me, *servers)}, {}, is_settled=True)
 
 
-async def some_dials() -> None:
+async def wait_for_dials() -> None:
     wanted = DIALS[0] + SOME_DIALS
     await poll_until(lambda: DIALS[0] >= wanted)
 
@@ -102,7 +102,7 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
         await poll_until(lambda: servers.taken_out)
         assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
         # It may be alive in spite of that: it must be reached before it can be declared dead again.
-        await some_dials()
+        await wait_for_dials()
         assert servers.taken_out == [other]
         listener = await servers.listen(listener.port)
         await poll_until(lambda: len(servers.links) == 2)
@@ -149,7 +149,7 @@ async def test_a_lost_connection_alone_logs_nothing():
 async def test_a_server_that_was_never_reached_is_not_declared_dead():
     async with world() as servers:
         servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, free_port())))
-        await some_dials()
+        await wait_for_dials()
         assert servers.taken_out == []
 
 
@@ -160,7 +160,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
         patched.setattr(reachability, "FAILING_MS", 0)
         async with world() as servers:
             servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, host, 1)))
-            await some_dials()
+            await wait_for_dials()
             report = servers.detector._results.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
     assert ReachReport.from_bytes(report.to_bytes()) == report
@@ -177,7 +177,7 @@ async def test_a_hanging_server_that_accepts_connections_is_not_removed():
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             silent.bind((HOST, listener.port))
             silent.listen()
-            await some_dials()
+            await wait_for_dials()
             assert servers.taken_out == []
             servers.detector.stop()
 

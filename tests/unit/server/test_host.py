@@ -60,20 +60,20 @@ async def test_the_archive_lag_is_exported_if_an_archive_is_used() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
     names = ("archived_transaction", "unarchived_transactions", "unarchived_bytes")
 
-    def figures() -> list[float]:
+    def metric_values() -> list[float]:
         shown.publish(PartitionId(0), world.partition, metrics)
         return [metrics.value(f"waltz_server_{each}", partition=0) for each in names]
 
     world.open()
-    figures()
+    metric_values()
     assert 'waltz_server_unarchived_seconds{partition="0"}' not in metrics.page().decode()
     world.store.archive_backlog = ArchiveBacklog(7, None, loop_clock_ms() - 5_000)
-    assert figures()[:2] == [-1, 7]
-    assert isnan(figures()[2]), "no storage has reported it"
+    assert metric_values()[:2] == [-1, 7]
+    assert isnan(metric_values()[2]), "no storage has reported it"
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) >= 5
     mark = ArchivedMark(TransactionId(9), GENESIS_CHAIN, 5, TransactionId(3), 77, "m")
     world.store.archived_mark, world.store.archive_backlog = mark, ArchiveBacklog(0, 0, None)
-    assert figures() == [9, 0, 0]
+    assert metric_values() == [9, 0, 0]
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) == 0
 
 
@@ -91,7 +91,7 @@ def test_the_session_metric_is_minus_1_without_an_open_session() -> None:
     assert session() == -1
 
 
-class Counted(Metrics):
+class CountingMetrics(Metrics):
     """Metrics that count how often they are updated."""
 
     update_count = 0
@@ -106,7 +106,7 @@ class Counted(Metrics):
 
 
 def test_unchanged_metrics_are_not_updated_again() -> None:
-    world, metrics, shown = World(), Counted("server"), _PublishedCounters()
+    world, metrics, shown = World(), CountingMetrics("server"), _PublishedCounters()
     world.open()
     world.mount(ALICE, A, feed=True)
     shown.publish(PartitionId(0), world.partition, metrics)
@@ -171,7 +171,7 @@ def test_each_assigned_replica_is_exported_as_in_sync_or_not() -> None:
     ]
 
 
-def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
+def new_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
     """Return the host of a partition without storages, and what has failed."""
     failures: list[Exception] = []
     store = PartitionStore(PartitionId(0), bytes(16), 1, {}, rng=Random(1), limits=SessionLimits())
@@ -200,7 +200,7 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
 @run_on_loop
 async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
     """Its storages were taken away in the pause; without any, a store would end the process."""
-    host, partition, failures = made_host()
+    host, partition, failures = new_host()
     host.assign(Generation(1), ())
     host._retake_ownership()
     assert failures == []
@@ -224,7 +224,7 @@ async def test_only_damage_of_the_archive_is_final_for_a_read(error, damage_code
         async def fetch(self, *_arguments, **_options):
             raise error
 
-    host, _, _ = made_host(read_links=Links())
+    host, _, _ = new_host(read_links=Links())
     posted = []
     host.post = posted.append
     await host._fetch_from_storage(

@@ -24,7 +24,7 @@ def item(connection: int, name: str, cost_bytes: int = 10) -> Item:
     return Item(ConnectionId(connection), name, cost_bytes)
 
 
-def taken(lanes: Lanes[Item]) -> list[str]:
+def take_all(lanes: Lanes[Item]) -> list[str]:
     names = []
     while (each := lanes.take()) is not None:
         names.append(each.name)
@@ -35,7 +35,7 @@ def test_lanes_of_equal_requests_take_turns_and_keep_their_order() -> None:
     lanes: Lanes[Item] = Lanes()
     for each in (item(1, "a1"), item(1, "a2"), item(1, "a3"), item(2, "b1"), item(3, "c1")):
         lanes.push(each)
-    assert taken(lanes) == ["a1", "b1", "c1", "a2", "a3"]
+    assert take_all(lanes) == ["a1", "b1", "c1", "a2", "a3"]
     assert not lanes
     assert lanes.queued_bytes == 0
 
@@ -50,7 +50,7 @@ def test_a_light_connection_precedes_heavy_ones() -> None:
     for number in range(5):
         lanes.push(item(9, f"small{number}"))
     # A lane that becomes busy starts at the clock of the lane served last.
-    assert taken(lanes)[:8] == [
+    assert take_all(lanes)[:8] == [
         "2:0", "3:0", "small0", "small1", "small2", "small3", "small4", "1:1"
     ]  # fmt: skip
 
@@ -59,11 +59,11 @@ def test_an_empty_lane_does_not_accumulate_turns() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))
-    assert taken(lanes) == ["a0", "idle"]
+    assert take_all(lanes) == ["a0", "idle"]
     for number in range(4):
         lanes.push(item(1, f"a{number}", 100))
         lanes.push(item(2, f"b{number}", 100))
-    assert taken(lanes) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
+    assert take_all(lanes) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
 
 
 def test_a_returning_connection_is_still_charged_for_its_earlier_requests() -> None:
@@ -73,7 +73,7 @@ def test_a_returning_connection_is_still_charged_for_its_earlier_requests() -> N
     lanes.push(item(2, "x1", 100))
     assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["big", "x0"]
     lanes.push(item(1, "again", 10))
-    assert taken(lanes) == ["x1", "again"]
+    assert take_all(lanes) == ["x1", "again"]
 
 
 def test_bytes_are_counted_by_lane_and_in_total() -> None:
@@ -109,7 +109,7 @@ def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> 
     assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["b0", "b1"]
     lanes.charge_part(0)
     lanes.charge_part(1_999)
-    assert taken(lanes) == ["cut", "behind"]
+    assert take_all(lanes) == ["cut", "behind"]
     assert lanes.queued_bytes == 0
     lanes.push(item(1, "next", 3_000))
     with pytest.raises(AssertionError):
@@ -123,7 +123,7 @@ def test_the_rest_of_a_request_is_dropped_with_its_lane() -> None:
     assert [each.name for each in lanes.drop(ConnectionId(1))] == ["cut"]
     assert lanes.queued_bytes == 0
     lanes.push(item(1, "whole", 3_000))
-    assert taken(lanes) == ["whole"]
+    assert take_all(lanes) == ["whole"]
     assert lanes.queued_bytes == 0
 
 
@@ -137,7 +137,7 @@ def test_small_requests_pass_large_ones_that_wait() -> None:
     names = [each.name for _ in range(2) if (each := lanes.take(with_large=False))]
     assert names == ["b0", "b1"]
     # Its turn is overdue, and no request of its own lane passes it.
-    assert taken(lanes) == ["large", "behind", "b2"]
+    assert take_all(lanes) == ["large", "behind", "b2"]
 
 
 def test_any_order_of_events_keeps_all_requests_in_lane_order() -> None:

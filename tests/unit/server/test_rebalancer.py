@@ -20,14 +20,14 @@ RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
 PACE = BalanceTimes(interval_ms=5, window_ms=100, cooldown_ms=3_600_000)
 
 
-async def balanced(zookeeper, *, servers, reporting, sick=None):
+async def run_balancers(zookeeper, *, servers, reporting, unavailable=None):
     """Return views and rounds of a cluster whose servers balance, those in `reporting`.
 
     The partitions of a server in `sick` do not open, so they cost it nothing.
     """
-    ill = set() if sick is None else sick
+    ill = set() if unavailable is None else unavailable
     await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), CLUSTER_KEY))
-    inbox, looks, works, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
+    inbox, rounds, works, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
     for server_id in servers:
         coordinator = zookeeper.coordinator(ROOT)
         coordinator.keep_owners()
@@ -35,8 +35,8 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
         works.append(coordinator.follow_servers(inbox))
         by_server[server_id] = coordinator
 
-    def costs(server_id):
-        looks(len(looks.values))
+    def loads_of(server_id):
+        rounds(len(rounds.values))
         now = asyncio.get_running_loop().time()
         mine = inbox.values[-1].partitions_of(server_id) if inbox.values else {}
         rate = 0.0 if server_id in ill else 1.0
@@ -46,18 +46,18 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
         balancing = Rebalancer(
             server_id,
             by_server[server_id],
-            lambda each=server_id: costs(each),
+            lambda each=server_id: loads_of(each),
             PACE,
             lambda each=server_id: each not in ill,
         )
         works.append(balancing.run())
-    return inbox, looks, works
+    return inbox, rounds, works
 
 
-async def some_rounds(looks):
+async def wait_for_rounds(rounds):
     """Wait for enough rounds that a partition that should move has moved."""
-    look_count = len(looks.values)
-    await looks.wait_for(lambda count: count > look_count + 5 * PACE.window_ms // PACE.interval_ms)
+    look_count = len(rounds.values)
+    await rounds.wait_for(lambda count: count > look_count + 5 * PACE.window_ms // PACE.interval_ms)
 
 
 def owners(view):
@@ -66,13 +66,13 @@ def owners(view):
 
 def test_the_leader_moves_other_partitions_away_from_a_hot_one():
     async def scenario():
-        inbox, looks, works = await balanced(
+        inbox, rounds, works = await run_balancers(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
         )
         async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
             assert [owner.generation for owner in inbox.values[-1].owners.values()] == [1, 2, 1, 1]
 
@@ -82,10 +82,10 @@ def test_the_leader_moves_other_partitions_away_from_a_hot_one():
 def test_no_partition_moves_to_a_server_without_load_reports():
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
+        inbox, rounds, works = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
         async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/1" in zookeeper.dump()
 
@@ -97,13 +97,13 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
 
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
+        inbox, rounds, works = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
         nodes = zookeeper.coordinator(ROOT).loads._nodes
         damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
         await nodes.put_ephemeral(nodes.paths.load(2), damaged, nodes.paths.loads)
         async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
         assert (
             f"balance.load_unreadable error={nodes.paths.load(2)}: published loads" in caplog.text
         )
@@ -113,18 +113,20 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
 
 def test_no_partition_moves_to_a_server_that_cannot_serve():
     async def scenario():
-        sick = {2}
+        unavailable = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1, 2), sick=sick)
+        inbox, rounds, works = await run_balancers(
+            zookeeper, servers=(1, 2), reporting=(1, 2), unavailable=unavailable
+        )
         async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/2" not in zookeeper.dump()
-            sick.clear()
-            await looks.wait_for(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
-            sick.add(2)
-            await looks.wait_for(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
+            unavailable.clear()
+            await rounds.wait_for(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
+            unavailable.add(2)
+            await rounds.wait_for(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
     run_in_virtual_time(scenario())
 
@@ -156,12 +158,14 @@ class ScriptedCoordinator:
         return {each: {} for each in server_ids}
 
 
-def shows(*servers, is_settled=True):
+def servers_view(*servers, is_settled=True):
     described = {each: SimpleNamespace(preferred=()) for each in servers}
     return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, excluded=())
 
 
-@pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
+@pytest.mark.parametrize(
+    "between", [servers_view(1, 2, is_settled=False), servers_view(0, 1, 2), servers_view(1, 2, 3)]
+)
 def test_a_change_of_servers_or_leader_restarts_the_observation(monkeypatch, between):
     called, now_ms = [], 0
     monkeypatch.setattr("waltz_core.server.process.rebalancer.loop_clock_ms", lambda: now_ms)
@@ -170,7 +174,7 @@ def test_a_change_of_servers_or_leader_restarts_the_observation(monkeypatch, bet
 
     async def scenario():
         nonlocal now_ms
-        views = [shows(1, 2), shows(1, 2), between]
+        views = [servers_view(1, 2), servers_view(1, 2), between]
         balancing = Rebalancer(1, ScriptedCoordinator(views), dict, PACE)
         for _ in views[:3]:
             await balancing._measure_and_balance()

@@ -140,19 +140,19 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
 async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), None)
-    won, denied = [], []
+    owners, denied = [], []
 
     async def enter(number):
         try:
             await requests.answer(request(OPERATIONS.ENTER, task=number), Requester(f"p{number}"))
-            won.append(number)
+            owners.append(number)
         except errors.PermissionDenied:
             denied.append(number)
 
     async with asyncio.TaskGroup() as group:
         for number in range(4):
             group.create_task(enter(number))
-    (winner,) = won
+    (winner,) = owners
     assert len(denied) == 3
     assert (await write_registry.read("w")).principal == f"p{winner}"
     assert list(await write_registry.read_tasks("w")) == [winner]
@@ -280,13 +280,13 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
     await requests.answer(request(OPERATIONS.BEGIN), requester)
     for task in range(3 * CONCURRENT_READS_MAX):
         await requests.answer(request(OPERATIONS.ENTER, task=task), requester)
-    real, under_way = writes_module.WriteRegistry.read_task_state, []
+    real, running_tasks = writes_module.WriteRegistry.read_task_state, []
 
     async def read_task_state(self, write, task):
-        under_way.append(task)
-        most.append(len(under_way))
+        running_tasks.append(task)
+        most.append(len(running_tasks))
         await is_open.wait()
-        under_way.remove(task)
+        running_tasks.remove(task)
         return await real(self, write, task)
 
     monkeypatch.setattr(writes_module.WriteRegistry, "read_task_state", read_task_state)

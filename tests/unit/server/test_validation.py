@@ -72,7 +72,7 @@ def with_locks(
     return pending
 
 
-def validated(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
+def validate_in_pieces(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
     """Validate the five rows in pieces that end at these rows, all with nothing committed."""
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
     pending.open(decode_batch(message(), LIMITS))
@@ -91,11 +91,11 @@ def validated(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
 
 @pytest.mark.parametrize("stops", [[5], [1, 2, 3, 4, 5], [2, 5], [3, 4, 5]])
 def test_pieces_have_the_same_outcomes_and_records_as_the_whole_batch(stops: list[int]) -> None:
-    pending, parts = validated(stops)
+    pending, parts = validate_in_pieces(stops)
     assert pending.ids.tolist() == [0, 1, -1, -1, 2]
     assert pending.reasons.tolist() == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
     assert pending.conflicts.tolist() == [-1, -1, 0, -1, -1]
-    (whole,) = validated([5])[1]
+    (whole,) = validate_in_pieces([5])[1]
     assert b"".join(part.records for part in parts) == bytes(whole.records)
     assert b"".join(part.record_crcs for part in parts) == whole.record_crcs
     lengths = raw_records.lengths_from_wire(whole.lengths, len(whole.records))

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from waltz_sim.world.inode import SECTOR_BYTES, Inode
 
 
-def written(content):
+def synced_inode(content):
     """A file that was written and synced."""
     return Inode(bytearray(content), bytearray(content))
 
 
 def test_unsynced_data_is_never_dropped():
-    inode = written(b"a" * 2 * SECTOR_BYTES)
+    inode = synced_inode(b"a" * 2 * SECTOR_BYTES)
     inode.visible[3:5] = b"bb"
     inode.mark_written(3, 5)
     inode.drop_cached(0, 2 * SECTOR_BYTES)
@@ -20,7 +20,7 @@ def test_unsynced_data_is_never_dropped():
 
 
 def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
-    inode = written(b"a" * 10)
+    inode = synced_inode(b"a" * 10)
     inode.visible[:] = b"b" * 700
     inode.dirty_sectors.clear()
     inode.drop_cached(0, 10_000)

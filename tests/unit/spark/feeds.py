@@ -40,7 +40,7 @@ class Transaction(NamedTuple):
     data: bytes
 
 
-def packed(header: int = 0, **columns: object) -> Transaction:
+def transaction_with(header: int = 0, **columns: object) -> Transaction:
     """Return a transaction with these columns as payload."""
     return Transaction(header, msgpack.packb(columns))
 
@@ -102,7 +102,7 @@ def rows_of(batches: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
     return [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
 
 
-def replayed(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[Any, ...]]:
+def expected_rows(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[Any, ...]]:
     """Return the rows of a feed with `SCHEMA` and `OPTIONS` by the definition.
 
     A payload that does not fit is no change, as with `mode=DROPMALFORMED`.
@@ -114,7 +114,7 @@ def replayed(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[
         rows.append((payload["id"], payload.get("op"), payload.get("amount"), kind, at))
 
     for at, (header, data) in enumerate(transactions):
-        payload = unpacked(data)
+        payload = unpack(data)
         key = payload.get("id") if isinstance(payload, dict) else None
         is_delete = header == DELETE_HEADER or (key is not None and payload.get("op") == "D")
         fits = key is not None and (is_delete or not isinstance(payload.get("amount"), str))
@@ -131,7 +131,7 @@ def replayed(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[
     return rows
 
 
-def unpacked(data: bytes) -> Any:
+def unpack(data: bytes) -> Any:
     """Return a payload; None if it is damaged."""
     try:
         return msgpack.unpackb(data)
@@ -139,6 +139,6 @@ def unpacked(data: bytes) -> Any:
         return None
 
 
-def between(rows: list[tuple[Any, ...]], begin: int, end: int) -> list[tuple[Any, ...]]:
+def rows_between(rows: list[tuple[Any, ...]], begin: int, end: int) -> list[tuple[Any, ...]]:
     """Return the rows of transactions after `delete_replaced_rows`, up to `end`."""
     return [row for row in rows if begin < row[-1] <= end]

@@ -76,7 +76,7 @@ class RandomLog:
         return BatchOutcome(len(log) - 1, ids, reasons, conflicts)
 
 
-def shaped(rows: list[tuple[int, bytes]]) -> ConvertedRows:
+def convert_rows(rows: list[tuple[int, bytes]]) -> ConvertedRows:
     count = len(rows)
     empty = pa.array([[]] * count, pa.list_(pa.int32()))
     append = pa.RecordBatch.from_arrays(
@@ -113,7 +113,7 @@ def test_every_row_gets_one_outcome_in_order(seed: int) -> None:
     rows = rows_of(chance, 200)
     log = RandomLog(seed, loss=chance.choice([0.0, 0.02, 0.2]))
     pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
-    reported_count = list(Appender(log, OPTIONS).send(shaped(piece) for piece in pieces))
+    reported_count = list(Appender(log, OPTIONS).send(convert_rows(piece) for piece in pieces))
     for partition in range(3):
         mine = [data for p, data in rows if p == partition]
         assert log.taken.get(partition, []) == [data for data in mine if not data.endswith(b"!")]
@@ -136,7 +136,7 @@ def test_a_payload_near_the_limit_is_sent_alone() -> None:
     big = b"x" * (3 * 1024 * 1024)
     log = RandomLog(1, loss=0.0)
     reported_count = list(
-        Appender(log, OPTIONS).send([shaped([(0, big), (0, b"a"), (0, big), (0, b"b")])])
+        Appender(log, OPTIONS).send([convert_rows([(0, big), (0, b"a"), (0, big), (0, b"b")])])
     )
     assert [len(data) for data in log.taken[0]] == [len(big), 1, len(big), 1]
     assert sum(len(a.reasons) for a in reported_count) == 4
@@ -144,7 +144,7 @@ def test_a_payload_near_the_limit_is_sent_alone() -> None:
 
 
 def test_rows_with_many_locks_are_sent_in_smaller_batches() -> None:
-    rows = shaped([(0, b"%d" % number) for number in range(100)])
+    rows = convert_rows([(0, b"%d" % number) for number in range(100)])
     bounds = pa.array(np.arange(101, dtype=np.int32) * LOCKS_MAX)
     locks = pa.ListArray.from_arrays(bounds, np.tile(np.arange(LOCKS_MAX, dtype=np.int32), 100))
     index = rows.append.schema.get_field_index("append_locks")
@@ -165,7 +165,7 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
             reasons = np.full(len(rows), int(RowOutcomeCode.AHEAD), np.uint8)
             return BatchOutcome(0, nothing, reasons, nothing)
 
-    rows = shaped([(2, b"a")])
+    rows = convert_rows([(2, b"a")])
     mark = rows.append.column("client_high_water_mark")[0]
     sentence = (
         "partition 2: the log ends at transaction 0, but the client_high_water_mark of a row is "
@@ -192,7 +192,7 @@ def test_rows_over_a_limit_fail_after_a_timeout_with_the_server_message(
     monkeypatch.setattr(appender_module, "RETRY_SECONDS_MAX", 0.0)
     sentence = r"\(last answer: OVERLOADED: etl is over a limit\), so 1 rows are not in the log"
     with pytest.raises(Overloaded, match=sentence):
-        list(Appender(Limited(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))
+        list(Appender(Limited(0, loss=0.0), OPTIONS).send([convert_rows([(2, b"a")])]))
 
 
 class LimitedRetries:
@@ -225,7 +225,7 @@ class LimitedRetries:
 
 
 def with_source(rows: list[tuple[int, bytes]]) -> ConvertedRows:
-    converted = shaped(rows)
+    converted = convert_rows(rows)
     return dataclasses.replace(converted, source=converted.append.select(["data"]))
 
 

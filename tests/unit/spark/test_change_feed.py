@@ -18,11 +18,11 @@ from tests.unit.spark.feeds import (
     SCHEMA,
     Log,
     Transaction,
+    expected_rows,
     options_of,
-    packed,
     reader,
-    replayed,
     rows_of,
+    transaction_with,
 )
 from waltz_core.client import Avro
 from waltz_core.encryption import keys
@@ -42,13 +42,13 @@ def feed(log: Log, begin: int = -1, **options: str) -> list[tuple]:
 def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
     log = Log(
         [
-            packed(id=1, op="I", amount=10),
-            packed(id=2, amount=20),
-            packed(id=1, op="U", amount=11),
-            packed(id=1, op="D"),
-            packed(id=1, op="D"),  # it has no row
-            packed(DELETE_HEADER, id=2, amount="any"),  # a delete needs only the key
-            packed(id=1, op="I", amount=12),
+            transaction_with(id=1, op="I", amount=10),
+            transaction_with(id=2, amount=20),
+            transaction_with(id=1, op="U", amount=11),
+            transaction_with(id=1, op="D"),
+            transaction_with(id=1, op="D"),  # it has no row
+            transaction_with(DELETE_HEADER, id=2, amount="any"),  # a delete needs only the key
+            transaction_with(id=1, op="I", amount=12),
         ]
     )
     assert feed(log) == [
@@ -60,11 +60,13 @@ def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
         (2, None, 20, "delete", 5),
         (1, "I", 12, "insert", 6),
     ]
-    assert feed(log) == replayed(log.transactions)
+    assert feed(log) == expected_rows(log.transactions)
 
 
 def test_a_read_from_any_start_has_the_rows_of_a_full_read() -> None:
-    log = Log([packed(id=n % 7, op="IUD"[n % 3], amount=n) for n in range(60)], batch_rows=8)
+    log = Log(
+        [transaction_with(id=n % 7, op="IUD"[n % 3], amount=n) for n in range(60)], batch_rows=8
+    )
     whole = feed(log)
     for begin in (0, 20, 58):
         log.reads.clear()
@@ -89,7 +91,7 @@ def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
         given = {"dataFormat": "avro", "schemaRegistry": registry.url}
         avro = [rows.serialize(each) for each in plain]
         log = Log([Transaction(0, each) for each in avro])
-        expected = replayed([packed(**each) for each in plain])
+        expected = expected_rows([transaction_with(**each) for each in plain])
         assert feed(log, **given) == expected
         sealed = [keys_of_log.encrypt(each, partition=PARTITION, header=0) for each in avro]
         with_keys = given | {"encryptionKeys": str(tmp_path)}
@@ -114,7 +116,13 @@ def test_log_columns_have_the_values_of_the_changing_transaction() -> None:
         ("_change_type", "string"),
     ):
         schema.add(name, kind)
-    log = Log([packed(5, id=1, amount=1), packed(6, id=1, amount=2), packed(DELETE_HEADER, id=1)])
+    log = Log(
+        [
+            transaction_with(5, id=1, amount=1),
+            transaction_with(6, id=1, amount=2),
+            transaction_with(DELETE_HEADER, id=1),
+        ]
+    )
     found = feed(log, schema=schema, deleteWhere="header >= 9")
     times = [datetime.fromtimestamp(n / 1000, UTC) for n in range(3)]
     data = [each.data for each in log.transactions]
@@ -141,7 +149,7 @@ def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
     schema.add("_change_type", "string")
     one = {name: values[0] for name, (_, values) in kinds.items()}
     others = [one | {name: values[1]} for name, (_, values) in kinds.items()]
-    log = Log([packed(**each) for each in (one, *others, one)])
+    log = Log([transaction_with(**each) for each in (one, *others, one)])
     rules = {"key": ",".join(kinds), "deleteWhere": ""}
     found = feed(log, schema=schema, **rules)
     assert [row[-1] for row in found] == ["insert"] * 7 + ["update_preimage", "update_postimage"]
@@ -150,11 +158,11 @@ def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
 
 def test_a_large_previous_row_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_feed, "PREVIOUS_BYTES_MAX", 20)
-    log = Log([packed(id=n % 5, op="U", amount=n) for n in range(20)])
+    log = Log([transaction_with(id=n % 5, op="U", amount=n) for n in range(20)])
     batches = list(reader(log, 4, 19).rows())
     # Two payloads of 14 bytes are over the limit, and each of the 15 changes is an update.
     assert [batch.num_rows for batch in batches] == [4] * 7 + [2]
-    assert rows_of(iter(batches)) == [row for row in replayed(log.transactions) if row[-1] > 4]
+    assert rows_of(iter(batches)) == [row for row in expected_rows(log.transactions) if row[-1] > 4]
 
 
 # ---- transactions that are no changes
@@ -166,31 +174,41 @@ def test_a_large_previous_row_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> N
         (Transaction(0, b"\xc1"), "expected a payload in msgpack"),
         (Transaction(DELETE_HEADER, b"\xc1"), "expected a payload in msgpack"),
         (Transaction(0, msgpack.packb([1])), "expected a map of columns"),
-        (packed(op="U", amount=1), "expected a value in key column 'id', found null"),
-        (packed(DELETE_HEADER, op="U"), "expected a value in key column 'id', found null"),
-        (packed(id=1, amount="many"), "column 'amount': expected int64, found 'many'"),
-        (packed(id="x", op="D", amount="many"), "column 'id': expected int64, found 'x'"),
+        (transaction_with(op="U", amount=1), "expected a value in key column 'id', found null"),
+        (
+            transaction_with(DELETE_HEADER, op="U"),
+            "expected a value in key column 'id', found null",
+        ),
+        (transaction_with(id=1, amount="many"), "column 'amount': expected int64, found 'many'"),
+        (transaction_with(id="x", op="D", amount="many"), "column 'id': expected int64, found 'x'"),
     ],
 )
 def test_an_invalid_transaction_fails_the_read_or_is_skipped(
     transaction: Transaction, text: str
 ) -> None:
-    log = Log([packed(id=1, amount=1), packed(id=2), transaction, packed(id=1, op="D")])
+    log = Log(
+        [
+            transaction_with(id=1, amount=1),
+            transaction_with(id=2),
+            transaction,
+            transaction_with(id=1, op="D"),
+        ]
+    )
     for begin in (-1, 2):  # it fails, wherever the rows begin
         with pytest.raises(BadFormat, match=f"partition 3, transaction 2[:,] .*{text}"):
             feed(log, begin)
     assert [row[3:] for row in feed(log, **DROP)] == [("insert", 0), ("insert", 1), ("delete", 3)]
-    assert feed(log, **DROP) == replayed(log.transactions)
+    assert feed(log, **DROP) == expected_rows(log.transactions)
 
 
 def test_a_delete_does_not_need_the_required_columns() -> None:
     schema = StructType().add("id", "long").add("amount", "long", nullable=False)
     schema.add("op", "string").add("_change_type", "string")
-    log = Log([packed(id=1, amount=1, op="I"), packed(id=1, op="D")])
+    log = Log([transaction_with(id=1, amount=1, op="I"), transaction_with(id=1, op="D")])
     for options in ({}, {"requiredColumns": "amount"}):
         found = feed(log, schema=schema, **options)
         assert found == [(1, 1, "I", "insert"), (1, 1, "I", "delete")]
-    log = Log([packed(id=1, op="I")])
+    log = Log([transaction_with(id=1, op="I")])
     with pytest.raises(BadFormat, match="column 'amount' is NOT NULL"):
         feed(log, schema=schema)
     assert feed(log, schema=schema, **DROP) == []
@@ -209,7 +227,9 @@ def test_column_names_of_json_payloads_are_case_insensitive() -> None:
 # ---- encryption
 
 
-def encrypted(directory: Path, *transactions: Transaction, key_id: str = "a") -> list[Transaction]:
+def encrypt_transactions(
+    directory: Path, *transactions: Transaction, key_id: str = "a"
+) -> list[Transaction]:
     (directory / key_id).write_text(sha256(key_id.encode()).hexdigest())
     keys.key_cache_for.cache_clear()
     with_key = Encryption.from_reference(str(directory), key_id=key_id)
@@ -224,8 +244,10 @@ def encrypted(directory: Path, *transactions: Transaction, key_id: str = "a") ->
 def test_payloads_are_decrypted_and_stored_as_the_log_has_them(tmp_path: Path) -> None:
     schema = SCHEMA.fields[:]
     schema = StructType(schema).add("data_error", "string")
-    secret = [packed(7, id=123456789, amount=n) for n in range(2)]
-    log = Log(encrypted(tmp_path, *secret, packed(DELETE_HEADER, id=123456789)))
+    secret = [transaction_with(7, id=123456789, amount=n) for n in range(2)]
+    log = Log(
+        encrypt_transactions(tmp_path, *secret, transaction_with(DELETE_HEADER, id=123456789))
+    )
     state_file = tmp_path / "state"
     found = []
     for end in range(3):
@@ -238,13 +260,21 @@ def test_payloads_are_decrypted_and_stored_as_the_log_has_them(tmp_path: Path) -
         assert log.transactions[min(end, 1)].data in stored
         assert not any(each.data[1:8] in stored for each in secret)
     assert found == [
-        (*row, None) for row in replayed([*secret, packed(DELETE_HEADER, id=123456789)])
+        (*row, None)
+        for row in expected_rows([*secret, transaction_with(DELETE_HEADER, id=123456789)])
     ]
 
 
 def test_payloads_with_a_destroyed_key_are_skipped(tmp_path: Path) -> None:
-    first = encrypted(tmp_path, packed(id=1, amount=1), packed(id=2, amount=2), key_id="gone")
-    log = Log(first + encrypted(tmp_path, packed(id=1, amount=3), packed(id=2, op="D")))
+    first = encrypt_transactions(
+        tmp_path, transaction_with(id=1, amount=1), transaction_with(id=2, amount=2), key_id="gone"
+    )
+    log = Log(
+        first
+        + encrypt_transactions(
+            tmp_path, transaction_with(id=1, amount=3), transaction_with(id=2, op="D")
+        )
+    )
     options = {"encryptionKeys": str(tmp_path)}
     state_file = tmp_path / "state"
     assert len(rows_of(reader(log, -1, 1, state_file, **options, **DROP).rows())) == 2

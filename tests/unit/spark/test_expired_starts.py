@@ -32,7 +32,7 @@ class Log:
         return [SimpleNamespace(stamps=[(first, first, 10_000 * first)])]
 
 
-def source(first: int | None = FIRST) -> ReplicaSet:
+def replica_set(first: int | None = FIRST) -> ReplicaSet:
     archived = None
     if first is not None:
         archived = ArchivedRange(TransactionId(first), TransactionId(MARK), "m", 0)
@@ -41,7 +41,7 @@ def source(first: int | None = FIRST) -> ReplicaSet:
 
 def start_of(first: int | None = FIRST, **options: str) -> int:
     chosen = parse_read({"path": CONNECT, **options})
-    return starts(Log(), chosen, {0: source(first)})[0]
+    return starts(Log(), chosen, {0: replica_set(first)})[0]
 
 
 @pytest.mark.parametrize(("first", "start"), [(None, -1), (0, -1), (5, 4), (10, 9)])
@@ -110,8 +110,8 @@ def test_without_expiry_a_time_before_the_log_is_its_beginning() -> None:
         read_range=lambda _, first, *__, **___: [SimpleNamespace(stamps=[(first, first, 77_000)])]
     )
     options = parse_read({"path": CONNECT, "startingTimestamp": "1970-01-01T00:00:09Z"})
-    assert starts(log, options, {0: source(0)}) == {0: -1}
-    assert starts(log, options, {0: source(None)}) == {0: -1}
+    assert starts(log, options, {0: replica_set(0)}) == {0: -1}
+    assert starts(log, options, {0: replica_set(None)}) == {0: -1}
 
 
 def test_a_stream_continues_at_the_first_available_id_and_reports_it(

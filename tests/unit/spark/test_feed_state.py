@@ -13,12 +13,12 @@ import pytest
 from tests.unit.spark.feeds import (
     SCHEMA,
     Log,
-    between,
+    expected_rows,
     options_of,
-    packed,
     reader,
-    replayed,
+    rows_between,
     rows_of,
+    transaction_with,
 )
 from waltz_core.errors import Unavailable
 from waltz_spark.datasource import feed_read, feed_state
@@ -33,8 +33,8 @@ from waltz_spark.datasource.feed_state import (
 
 COUNT = 40
 PAGE_BYTES = 4096
-LOG = [packed(id=n % 6, op="UID"[n % 5 % 3], amount=n) for n in range(COUNT)]
-ROWS = replayed(LOG)
+LOG = [transaction_with(id=n % 6, op="UID"[n % 5 % 3], amount=n) for n in range(COUNT)]
+ROWS = expected_rows(LOG)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Path:
 def micro_batch(file: Path, begin: int, end: int) -> list[tuple[int, int]]:
     """Run a micro-batch, check its rows, and return the ranges of the log that it has read."""
     log = Log(LOG, batch_rows=4)
-    assert rows_of(reader(log, begin, end, file).rows()) == between(ROWS, begin, end)
+    assert rows_of(reader(log, begin, end, file).rows()) == rows_between(ROWS, begin, end)
     return log.reads
 
 
@@ -161,7 +161,7 @@ def test_rows_yielded_before_damage_is_found_are_not_repeated(file: Path) -> Non
     assert LOG[16].data in content
     state = rows.gi_frame.f_locals["state"]  # type: ignore[attr-defined]
     state._database.execute("UPDATE latest SET sum = sum + 1")
-    assert found + rows_of(rows) == between(ROWS, 19, 30)
+    assert found + rows_of(rows) == rows_between(ROWS, 19, 30)
     done = log.reads[1][1]
     assert log.reads == [(20, 30), (0, done), (done + 1, 30)]
 
@@ -273,7 +273,7 @@ def test_a_long_catch_up_is_committed_in_steps(file: Path, monkeypatch: pytest.M
 def test_a_log_is_read_from_its_first_available_id(file: Path) -> None:
     log = Log(LOG)
     found = rows_of(reader(log, 14, 20, file, first=15).rows())
-    assert found == between(replayed(LOG, first=15), 14, 20)
+    assert found == rows_between(expected_rows(LOG, first=15), 14, 20)
     assert log.reads == [(15, 20)]
     assert rows_of(reader(log, 14, 22, file, first=15).rows())[: len(found)] == found
     # A state before it misses what has expired, as the feed does.
@@ -287,7 +287,7 @@ def test_rows_of_expired_transactions_are_unknown_despite_a_stored_state(
     micro_batch(file, 9, 19)
     log = Log(LOG)
     for begin, end in ((19, 22), (19, 26), (26, 39)):  # the second one runs again
-        expected = between(replayed(LOG, first=17), begin, end)
+        expected = rows_between(expected_rows(LOG, first=17), begin, end)
         assert rows_of(reader(log, begin, end, file, first=17).rows()) == expected
         assert rows_of(reader(log, begin, end, first=17).rows()) == expected
     assert log.reads[0] == (20, 22)
@@ -295,7 +295,7 @@ def test_rows_of_expired_transactions_are_unknown_despite_a_stored_state(
 
 def test_the_error_for_a_full_disk_names_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA max_page_count = 8")
-    log = Log([packed(id=n, text="x" * 1000) for n in range(100)])
+    log = Log([transaction_with(id=n, text="x" * 1000) for n in range(100)])
     with pytest.raises(Unavailable, match=r"feed state .* is full\. Hint: free space there"):
         rows_of(reader(log, -1, 99).rows())
 

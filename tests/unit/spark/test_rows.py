@@ -49,7 +49,7 @@ EVERY_TYPE = pa.table(
 ).combine_chunks()
 
 
-def where(index: int) -> str:
+def describe_row(index: int) -> str:
     return f"partition 0, transaction {index}"
 
 
@@ -57,7 +57,7 @@ def where(index: int) -> str:
 def test_every_spark_type_round_trips_exactly(data_format: str) -> None:
     batch = EVERY_TYPE.to_batches()[0]
     payloads = pack_rows(batch.columns, batch.schema.names, data_format)
-    unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, where)
+    unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, describe_row)
     for field, before, after in zip(batch.schema, batch.columns, unpacked, strict=True):
         assert after.type == field.type, field.name
         assert after.to_pylist() == before.to_pylist(), field.name
@@ -77,7 +77,7 @@ def test_timestamps_before_standard_time_keep_their_seconds(data_format: str, zo
 def test_a_value_of_another_type_names_its_row_and_column() -> None:
     payloads = pack_rows([pa.array(["1", "x"])], ["a"], "msgpack")
     with pytest.raises(BadFormat, match="transaction 0, column 'a': expected int32, found '1'"):
-        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, where)
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, describe_row)
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
@@ -85,7 +85,7 @@ def test_a_value_of_another_type_names_its_row_and_column() -> None:
 def test_any_bytes_are_unpacked_or_raise_a_typed_error(data_format: str, payload: bytes) -> None:
     unpacker = Unpacker([pa.field("a", pa.int32()), pa.field("b", pa.date32())], data_format)
     with contextlib.suppress(BadFormat):
-        found = unpacker.columns(pa.array([payload], pa.binary()), where)
+        found = unpacker.columns(pa.array([payload], pa.binary()), describe_row)
         assert [len(column) for column in found] == [1, 1]
 
 
@@ -97,12 +97,12 @@ def test_non_finite_numbers_are_rejected_in_json(value: float) -> None:
             pack_rows([column], ["price"], "json")
         assert f"found {value} at {json_path};" in str(caught.value)
         back = Unpacker([pa.field("price", column.type)], "msgpack").columns(
-            pack_rows([column], ["price"], "msgpack"), where
+            pack_rows([column], ["price"], "msgpack"), describe_row
         )
         assert str(back[0].to_pylist()) == str(column.to_pylist())
     with pytest.raises(BadFormat, match=r"partition 0, transaction 1: .*found NaN at \$\.price"):
         Unpacker([pa.field("price", pa.float64())], "json").columns(
-            pa.array([b'{"price":1}', b'{"price":NaN}']), where
+            pa.array([b'{"price":1}', b'{"price":NaN}']), describe_row
         )
 
 
@@ -146,12 +146,12 @@ PARTS: list[tuple[pa.DataType, st.SearchStrategy[object]]] = [
 KEYS = [part for part in PARTS if not pa.types.is_null(part[0])]
 
 
-def listed(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> tuple[object, object]:
+def list_of(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> tuple[object, object]:
     kind, values = part
     return pa.list_(kind), st.lists(st.none() | values, max_size=3)
 
 
-def mapped(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStrategy[object]:
+def map_of(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStrategy[object]:
     kind, values = part
     return st.sampled_from(KEYS).map(
         lambda key: (
@@ -161,7 +161,7 @@ def mapped(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStra
     )
 
 
-def structs(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+def struct_of(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     def struct(parts: list[tuple[pa.DataType, st.SearchStrategy[object]]]) -> object:
         named = {f"f{each}": part for each, part in enumerate(parts)}
         values = {name: st.none() | part[1] for name, part in named.items()}
@@ -174,7 +174,7 @@ def structs(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 KINDS = st.recursive(
     st.sampled_from(PARTS),
-    lambda inner: st.one_of(inner.map(listed), inner.flatmap(mapped), structs(inner)),
+    lambda inner: st.one_of(inner.map(list_of), inner.flatmap(map_of), struct_of(inner)),
     max_leaves=4,
 )
 
@@ -189,7 +189,7 @@ def test_any_nested_value_round_trips_with_a_null_at_each_level(
     column = column.slice(data.draw(st.integers(0, len(column))))  # as Spark cuts its batches
     payloads = pack_rows([column], ["a"], data_format)
     unpacker = Unpacker([pa.field("a", kind)], data_format)
-    back = unpacker.columns(payloads, where)[0]
+    back = unpacker.columns(payloads, describe_row)[0]
     back.validate(full=True)
     assert back.type == kind
     assert back.to_pylist() == column.to_pylist()
@@ -218,7 +218,7 @@ def test_values_under_a_null_are_not_cast(
 ) -> None:
     column = pa.array(values, kind)
     payloads = pack_rows([column], ["a"], data_format)
-    back = Unpacker([pa.field("a", kind)], data_format).columns(payloads, where)
+    back = Unpacker([pa.field("a", kind)], data_format).columns(payloads, describe_row)
     assert (back[0].type, back[0].to_pylist()) == (kind, values)
 
 
@@ -237,7 +237,7 @@ def test_values_under_a_null_are_not_cast(
 )
 def test_the_error_names_a_nested_value_of_another_type(kind: pa.DataType, payload: bytes) -> None:
     with pytest.raises(BadFormat, match="transaction 1, column 'a': expected "):
-        Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
+        Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), describe_row)
 
 
 def test_the_error_names_a_payload_with_a_lone_surrogate() -> None:
@@ -245,13 +245,13 @@ def test_the_error_names_a_payload_with_a_lone_surrogate() -> None:
     with pytest.raises(
         BadFormat, match="transaction 1: expected a payload in json: found an unpaired surrogate"
     ):
-        Unpacker([pa.field("a", pa.string())], "json").columns(payloads, where)
+        Unpacker([pa.field("a", pa.string())], "json").columns(payloads, describe_row)
 
 
 def test_the_error_names_a_payload_with_unhashable_keys() -> None:
     payload = b"\x81\x91\x01\x01"  # {[1]: 1}
     with pytest.raises(BadFormat, match="transaction 0: expected a payload in msgpack"):
-        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), where)
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), describe_row)
 
 
 STRING, INT, VOID = types.StringType(), types.IntegerType(), types.NullType()
@@ -283,7 +283,7 @@ def test_json_packs_maps_with_any_key() -> None:
     kind = pa.map_(pa.struct([("d", pa.date32())]), pa.int32())
     column = pa.array([[({"d": dt.date(2000, 1, 1)}, 1), ({"d": None}, 2)], None], kind)
     back = Unpacker([pa.field("a", kind)], "json").columns(
-        pack_rows([column], ["a"], "json"), where
+        pack_rows([column], ["a"], "json"), describe_row
     )
     assert back[0].equals(column)
 

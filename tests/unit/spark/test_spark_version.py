@@ -14,7 +14,7 @@ from waltz_spark.spark_version import DataSourceStreamArrowWriter, adapt_stream_
 
 
 @pytest.fixture(autouse=True)
-def before_4_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_admission_control(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spark_version, "HAS_ADMISSION_CONTROL", False)
 
 

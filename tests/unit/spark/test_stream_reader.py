@@ -21,7 +21,7 @@ def offset(key: int, *marks: int) -> stream_read.Offset:
     return {**by_name, "cluster": bytes([key] * 16).hex()}
 
 
-def nothing(_reader: WaltzStreamReader) -> None:
+def do_nothing(_reader: WaltzStreamReader) -> None:
     pass
 
 
@@ -30,7 +30,7 @@ def report(reader: WaltzStreamReader) -> None:
     reader.reportLatestOffset()
 
 
-@pytest.mark.parametrize("between", [nothing, report])
+@pytest.mark.parametrize("between", [do_nothing, report])
 @pytest.mark.parametrize("poll", ["0", "3600000"])
 def test_a_micro_batch_does_not_read_a_recreated_log_with_old_offsets(
     cluster: Cluster, between: Callable[[WaltzStreamReader], None], poll: str
@@ -44,7 +44,7 @@ def test_a_micro_batch_does_not_read_a_recreated_log_with_old_offsets(
         reader.partitions(start, end)
 
 
-@pytest.mark.parametrize("between", [nothing, report])
+@pytest.mark.parametrize("between", [do_nothing, report])
 @pytest.mark.parametrize("poll", ["0", "3600000"])
 @pytest.mark.parametrize("marks", [(50, 50), (50, 3)])  # longer, and one that ends before
 def test_with_data_loss_allowed_a_new_log_is_read_once_from_its_start(

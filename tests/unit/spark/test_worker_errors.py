@@ -14,12 +14,12 @@ HIDE = "SPARK_HIDE_TRACEBACK"
 
 
 @without_stack
-def one(error: Exception) -> None:
+def raise_error(error: Exception) -> None:
     raise error
 
 
 @without_stack_each
-def each(error: Exception) -> Iterator[int]:
+def yield_and_raise(error: Exception) -> Iterator[int]:
     yield 1
     raise error
 
@@ -28,7 +28,7 @@ def test_a_spark_worker_omits_the_stack_trace_of_a_waltz_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
-    for call in (one, lambda error: list(each(error))):
+    for call in (raise_error, lambda error: list(yield_and_raise(error))):
         monkeypatch.setenv(HIDE, "")
         with pytest.raises(errors.LockFailed, match="refused"):
             call(errors.LockFailed("refused"))
@@ -44,9 +44,9 @@ def test_an_unexpected_error_keeps_its_stack_trace(
     monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
     monkeypatch.setenv(HIDE, "")
     with pytest.raises(type(error)):
-        one(error)
+        raise_error(error)
     with pytest.raises(type(error)):
-        list(each(error))
+        list(yield_and_raise(error))
     assert os.environ[HIDE] == ""
 
 
@@ -54,7 +54,7 @@ def test_stack_traces_outside_of_a_worker_are_unchanged(monkeypatch: pytest.Monk
     monkeypatch.delenv("SPARK_PYTHON_RUNTIME", raising=False)
     monkeypatch.setenv(HIDE, "")
     with pytest.raises(errors.BadRequest):
-        one(errors.BadRequest("no"))
+        raise_error(errors.BadRequest("no"))
     assert os.environ[HIDE] == ""
 
 

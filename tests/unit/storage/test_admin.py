@@ -76,9 +76,9 @@ class Terminal:
         self.open = []  # effects `RunAdminTask` that were not carried out yet
 
     def post(self, message, *, version=1, connection=1):
-        self.take(self.machine.step(AdminRequest(connection, version, message), 0))
+        self.perform(self.machine.step(AdminRequest(connection, version, message), 0))
 
-    def take(self, effects):
+    def perform(self, effects):
         for effect in effects:
             match effect:
                 case RunAdminTask():
@@ -94,7 +94,7 @@ class Terminal:
         value = values[0] if values else self.answers.get(type(run.task).__name__)
         if callable(value):
             value = value(run.task)
-        self.take(self.machine.step(AdminTaskDone(run.task_id, value), 0))
+        self.perform(self.machine.step(AdminTaskDone(run.task_id, value), 0))
         return run.task
 
     def ask(self, message, **options):
@@ -390,7 +390,7 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     terminal.post(wire.MarkSuspect(3, 3, True), connection=2)
     terminal.post(wire.RemovePartition(4, 1, True, False))
     terminal.carry_out()
-    terminal.take(terminal.machine.step(AdminDisconnected(1), 0))
+    terminal.perform(terminal.machine.step(AdminDisconnected(1), 0))
     assert [type(run.task) for run in terminal.open] == [
         admin_tasks.SetAvailableTask
     ]  # it is under way
@@ -489,7 +489,7 @@ def test_a_request_in_its_last_task_completes_after_its_connection_closes():
     terminal = Terminal()
     terminal.post(wire.MarkSuspect(1, 2, True))
     terminal.post(wire.SessionInfoRequest(2, 2))
-    terminal.take(terminal.machine.step(AdminDisconnected(1), 0))
+    terminal.perform(terminal.machine.step(AdminDisconnected(1), 0))
     terminal.carry_out()
     terminal.carry_out()
     assert [each.name for each in terminal.reports] == ["storage.admin_request_completed"]

@@ -122,10 +122,12 @@ def test_an_abandoned_partition_stays_closed(engine):
 def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monkeypatch):
     execute_change(engine, admin_tasks.Assign(1))
 
-    def broken(*_arguments, **_options):
+    def raise_bad_format(*_arguments, **_options):
         raise BadFormat("rotten")
 
-    monkeypatch.setattr("waltz_core.storage.service.storage_engine.PartitionLog.open", broken)
+    monkeypatch.setattr(
+        "waltz_core.storage.service.storage_engine.PartitionLog.open", raise_bad_format
+    )
     execute_change(engine, admin_tasks.MarkSuspectTask(1))  # is done all the same
     assert replica_status_of(engine, 1, is_served=False).reason == "rotten"
 

@@ -5,7 +5,7 @@ from shutil import rmtree
 
 import pytest
 
-from tests.unit.storage.test_archiving import filled, make, range_to, request
+from tests.unit.storage.test_archiving import fill_log, make, range_to, request
 from tests.unit.storage.test_service import KEY, open_request, prepare, range_of, reports
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.reader import ArchiveReader
@@ -45,12 +45,12 @@ __all__ = ["make"]
 ROWS = 16
 
 
-class Archived:
+class ArchivedLog:
     """A storage with 16 rows in batches of two, all archived; those up to `start` are removed."""
 
     def __init__(self, bench, directory):
         self.bench = bench
-        filled(bench, batches=ROWS // 2)
+        fill_log(bench, batches=ROWS // 2)
         self.whole = bench.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
         self.headers = raw_records.headers_of(self.whole.records, self.whole.lengths)
         self.owner = bench.owned(6)
@@ -101,7 +101,7 @@ class Archived:
 @pytest.fixture
 def archived(make, tmp_path):
     bench = make(segment_bytes_max=700, retention=RetentionLimits(age_ms_max=1_000))
-    found = Archived(bench, tmp_path)
+    found = ArchivedLog(bench, tmp_path)
     assert isinstance(bench.ask(1, found.mark()), SuccessResponse)
     bench.finish()
     assert bench.log.start.transaction_id == ROWS - 1, "the log has no archived record any more"
@@ -263,7 +263,7 @@ def test_a_read_is_answered_after_the_end_of_the_session(archived):
 
 
 def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
-    archived = Archived(make(), tmp_path)
+    archived = ArchivedLog(make(), tmp_path)
     bench, owner = archived.bench, archived.owner
     bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(4, 7),)))
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
@@ -320,7 +320,7 @@ def test_reads_from_the_archive_are_limited_and_block_no_connection(archived):
 
 def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
     bench = make(archive=None)
-    filled(bench)
+    fill_log(bench)
     owner = bench.owned(6)
     bench.log._files.begin_after(AckedMarker(3, bench.log.chain_at(3)), bench.log.slot)
     bench.ask(7, open_request())

@@ -116,7 +116,7 @@ def test_a_repair_waits_for_the_batch_after_a_lost_batch(log):
     assert log.segments.read(0, 9)[0] == log.records
 
 
-def foreign(first, last):
+def records_of_another_log(first, last):
     run, lengths, _ = make_batches(first, [last - first + 1], seed=8)
     return first, lengths, run
 
@@ -128,7 +128,7 @@ def test_records_of_another_history_do_not_prove_a_batch(log, spoiled):
     log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
     before = log.disk.visible_content(ROOT / segment_name(0, ".chn"))
     with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not match the chain hash after"):
-        damage.repair_damage(slot, log.segments, *foreign(4, 6))
+        damage.repair_damage(slot, log.segments, *records_of_another_log(4, 6))
     assert log.disk.visible_content(ROOT / segment_name(0, ".chn")) == before
     assert log.fill(4, 6, slot=slot) == ()
     assert log.segments.read(0, 9)[0] == log.records
@@ -138,7 +138,7 @@ def test_a_complete_batch_next_to_a_lost_one_is_verified(log):
     spoil_batch(log, 1)
     slot = Slot(2, damaged=(IdRange(1, 6),))
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
-        damage.repair_damage(slot, log.segments, *foreign(1, 4))
+        damage.repair_damage(slot, log.segments, *records_of_another_log(1, 4))
 
 
 def test_a_repair_does_not_wait_for_a_damaged_adjacent_batch(log):
@@ -163,7 +163,7 @@ def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
 # ---- blocks that the disk does not give (512 bytes on this one)
 
 
-class Lost(Log):
+class LogWithLostBlocks(Log):
     """Batches 0..29 and 30..59 in one segment, and 60..69 in the next; nothing has rotted."""
 
     def __init__(self):
@@ -175,7 +175,7 @@ class Lost(Log):
 @pytest.mark.parametrize("pieces", [(39,), (26, 39), (22, 31, 33, 39), tuple(range(21, 40))])
 def test_lost_blocks_are_overwritten_in_parts(pieces):
     """However much of a block a piece has: the rest of it reads as zeros, until its turn comes."""
-    log = Lost()
+    log = LogWithLostBlocks()
     first, last = SEGMENT_HEADER_BYTES + RECORD_BYTES * 21, SEGMENT_HEADER_BYTES + RECORD_BYTES * 40
     log.disk.make_unreadable(log.path, first + 30, last - 30)
     damaged = (IdRange(21, 39),)
@@ -192,7 +192,7 @@ def test_lost_blocks_are_overwritten_in_parts(pieces):
 
 
 def test_the_last_block_of_an_older_segment_is_overwritten():
-    log = Lost()
+    log = LogWithLostBlocks()
     end = len(log.disk.visible_content(log.path))
     log.disk.make_unreadable(log.path, end - 1, end - 1)
     left = log.fill(58, 59, slot=Slot(2, damaged=(IdRange(58, 59),)))
@@ -204,7 +204,7 @@ def test_the_last_block_of_an_older_segment_is_overwritten():
 
 @pytest.mark.parametrize("position", [0, SEGMENT_HEADER_BYTES + 8 * 50])
 def test_lost_blocks_of_an_index_are_rebuilt(position):
-    log = Lost()
+    log = LogWithLostBlocks()
     path = log.path.with_suffix(".idx")
     content = log.disk.visible_content(path)
     log.segments.close()
@@ -231,7 +231,7 @@ def test_lost_blocks_of_batches_are_rebuilt(position):
 
 
 def test_a_segments_header_is_kept_when_its_block_is_released():
-    log = Lost()
+    log = LogWithLostBlocks()
     before = log.disk.visible_content(log.path)
     log.disk.make_unreadable(log.path, 0, 0)
     damaged = log.fill(0, 6, slot=Slot(2, damaged=(IdRange(0, 6),)))
@@ -240,7 +240,7 @@ def test_a_segments_header_is_kept_when_its_block_is_released():
 
 
 def test_records_that_do_not_match_release_no_sector():
-    log = Lost()
+    log = LogWithLostBlocks()
     position = SEGMENT_HEADER_BYTES + RECORD_BYTES * 20
     log.disk.make_unreadable(log.path, position, position)
     run, lengths = make_run(20, [500])

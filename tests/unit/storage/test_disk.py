@@ -61,7 +61,7 @@ def test_partial_writes_of_the_system_are_continued(tmp_path, monkeypatch, bytes
 
 
 @pytest.fixture
-def lost(monkeypatch):
+def unreadable_blocks(monkeypatch):
     """The numbers of blocks that the real disk cannot read, and the error for them."""
     found = SimpleNamespace(blocks=set(), number=errno.EIO, is_once=False)
     pread = os.pread
@@ -78,16 +78,16 @@ def lost(monkeypatch):
     return found
 
 
-def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, lost):
+def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, unreadable_blocks):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 20_000)
     file = RealDisk().open(path)
-    lost.blocks |= {1, 3}
+    unreadable_blocks.blocks |= {1, 3}
     file.discard_unreadable(0, 8_192)  # blocks 0 and 1
     file.discard_unreadable(16_384, 100)  # block 4
     zeros = bytes(4_096)
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * (20_000 - 8_192)
-    lost.blocks |= {2, 4}
+    unreadable_blocks.blocks |= {2, 4}
     file.discard_unreadable(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
     file.discard_unreadable(2 * 4_096 - 1, 1)  # block 1
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * 4_096 + bytes(20_000 - 12_288)
@@ -95,33 +95,39 @@ def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, lost):
 
 
 @pytest.fixture
-def whole_file(lost, tmp_path):
+def file_with_unreadable_block(unreadable_blocks, tmp_path):
     """A file with one block that the disk cannot read."""
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
-    lost.blocks.add(0)
+    unreadable_blocks.blocks.add(0)
     return path
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
-def test_an_error_without_a_byte_range_releases_nothing(lost, whole_file, number):
-    lost.number = number
-    RealDisk().open(whole_file).discard_unreadable(0, 10)
-    assert whole_file.read_bytes() == b"a" * 100
+def test_an_error_without_a_byte_range_releases_nothing(
+    unreadable_blocks, file_with_unreadable_block, number
+):
+    unreadable_blocks.number = number
+    RealDisk().open(file_with_unreadable_block).discard_unreadable(0, 10)
+    assert file_with_unreadable_block.read_bytes() == b"a" * 100
 
 
-def test_a_block_that_is_read_at_the_second_attempt_is_kept(lost, whole_file):
-    lost.is_once = True
-    RealDisk().open(whole_file).discard_unreadable(0, 10)
-    assert not lost.blocks
-    assert whole_file.read_bytes() == b"a" * 100
+def test_a_block_that_is_read_at_the_second_attempt_is_kept(
+    unreadable_blocks, file_with_unreadable_block
+):
+    unreadable_blocks.is_once = True
+    RealDisk().open(file_with_unreadable_block).discard_unreadable(0, 10)
+    assert not unreadable_blocks.blocks
+    assert file_with_unreadable_block.read_bytes() == b"a" * 100
 
 
-def test_a_system_that_cannot_release_blocks_keeps_them(lost, whole_file, monkeypatch):
-    file = RealDisk().open(whole_file)
+def test_a_system_that_cannot_release_blocks_keeps_them(
+    unreadable_blocks, file_with_unreadable_block, monkeypatch
+):
+    file = RealDisk().open(file_with_unreadable_block)
     monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
     file.discard_unreadable(0, 10)
-    assert whole_file.read_bytes() == b"a" * 100
+    assert file_with_unreadable_block.read_bytes() == b"a" * 100
 
 
 def test_files_are_created_renamed_and_deleted(disk_and_directory):
@@ -349,14 +355,14 @@ def test_a_file_closed_during_a_call_keeps_its_descriptor_until_the_end(tmp_path
     file = disk.open(tmp_path / "f", create=True)
     write, numbers = os.pwritev, []
 
-    def closed_meanwhile(fd, parts, offset):
+    def close_during_write(fd, parts, offset):
         file.close()  # as another thread does
         numbers.append(os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT))
         assert fd not in numbers
         return write(fd, parts, offset)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", closed_meanwhile)
+        patched.setattr(os, "pwritev", close_during_write)
         file.pwrite([b"mine"], 0)
     os.close(numbers[0])
     assert (tmp_path / "f").read_bytes() == b"mine"
@@ -372,7 +378,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
     disk, requests = RealDisk(2), []
     kept = disk.open(tmp_path / "kept", create=True)
 
-    def advised(fd, offset, size, advice):
+    def record_advice(fd, offset, size, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
         requests.append((name, offset, size))
@@ -381,7 +387,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
             raise OSError(errno.EINVAL, "no such advice")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fadvise", advised)
+        patched.setattr(os, "posix_fadvise", record_advice)
         disk.prefetch(tmp_path, ["empty", "none", "small", "large"])
     assert requests == [
         ("empty", 0, 0),

@@ -48,7 +48,7 @@ def new_lineage(disk, chain_before=GENESIS_CHAIN):
     return LineageFile(disk.open(CHN), header)
 
 
-def filled(disk, counts=(3, 1, 5, 2), first=0):
+def filled_lineage(disk, counts=(3, 1, 5, 2), first=0):
     """A lineage file of batches, and the entries in it."""
     lineage = new_lineage(disk)
     entries = make_batches(first, counts)[2]
@@ -107,7 +107,7 @@ def test_a_partial_offset_at_the_end_is_ignored(tmp_path):
 
 
 def test_the_position_of_an_id_is_the_first_batch_that_ends_at_or_after_it():
-    lineage, entries = filled(new_disk(), (3, 1, 5, 2))
+    lineage, entries = filled_lineage(new_disk(), (3, 1, 5, 2))
     for wanted in range(14):
         expected = next((i for i, one in enumerate(entries) if one.last >= wanted), 4)
         assert lineage.position_of(wanted) == expected
@@ -117,7 +117,7 @@ def test_the_position_of_an_id_is_the_first_batch_that_ends_at_or_after_it():
 @pytest.mark.parametrize("damaged", range(6))
 def test_the_position_is_found_despite_an_unreadable_entry(damaged):
     disk = new_disk()
-    lineage, entries = filled(disk, (2,) * 6)
+    lineage, entries = filled_lineage(disk, (2,) * 6)
     disk.flip_bits(CHN, entry_offset(damaged) + 4)
     with pytest.raises(ChecksumMismatch):
         lineage.entry(damaged)
@@ -132,7 +132,7 @@ def test_the_position_is_found_despite_an_unreadable_entry(damaged):
 
 def test_a_torn_end_is_truncated_and_earlier_damage_is_kept():
     disk = new_disk()
-    lineage, entries = filled(disk, (2,) * 5)
+    lineage, entries = filled_lineage(disk, (2,) * 5)
     disk.flip_bits(CHN, entry_offset(1))
     disk.flip_bits(CHN, entry_offset(3))
     disk.flip_bits(CHN, entry_offset(4))
@@ -159,7 +159,7 @@ def test_the_newest_synced_id_of_readable_entries_is_used():
 
 def test_a_header_is_rewritten_durably_without_changing_entries():
     disk = new_disk()
-    lineage, entries = filled(disk)
+    lineage, entries = filled_lineage(disk)
     lineage.rewrite_header(KEY)
     disk.lose_power(Survival.NOTHING, Random(1))
     header = LineageHeader.decode(disk.visible_content(CHN)[:LINEAGE_HEADER_BYTES])
@@ -172,7 +172,7 @@ def test_a_header_is_rewritten_durably_without_changing_entries():
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0)])
 def test_an_entry_at_the_position_of_another_is_invalid(source, target):
     disk = new_disk()
-    lineage, _ = filled(disk)
+    lineage, _ = filled_lineage(disk)
     data = disk.visible_content(CHN)[entry_offset(source) :][:LINEAGE_ENTRY_BYTES]
     disk.open(CHN).pwrite([data], entry_offset(target))
     with pytest.raises(ChecksumMismatch):
@@ -181,7 +181,7 @@ def test_an_entry_at_the_position_of_another_is_invalid(source, target):
 
 def test_an_entry_of_another_segment_is_invalid():
     disk = new_disk()
-    _, entries = filled(disk)
+    _, entries = filled_lineage(disk)
     other = LineageFile(disk.open(CHN), LineageHeader(BLANK._replace(created_ms=6), GENESIS_CHAIN))
     with pytest.raises(ChecksumMismatch):
         other.entry(0)

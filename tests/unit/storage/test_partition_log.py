@@ -153,7 +153,7 @@ class World:
             self.log.sync()
         return records
 
-    def everything(self):
+    def all_records(self):
         if self.log.max_id < 0:
             return b""
         parts = []
@@ -262,7 +262,7 @@ def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
     assert not world.log.suspect
 
 
-def flip(world, transaction_id, at=38):
+def flip_bit(world, transaction_id, at=38):
     log = world.log
     position = log._files.segments._index_of(transaction_id)
     segment = log._files.segments.all[position]
@@ -277,7 +277,7 @@ def flip(world, transaction_id, at=38):
 
 def test_a_read_detects_corruption_that_is_skipped_and_repaired(world):
     written = world.append([3, 4] * 20)
-    flip(world, 50)
+    flip_bit(world, 50)
     assert len(world.log.read_range(40, 60, 1 << 20, whole_batches=False).lengths) == 10
     assert world.log.damaged == (IdRange(50, 50),)
     with pytest.raises(ChecksumMismatch):
@@ -294,13 +294,13 @@ def test_a_read_detects_corruption_that_is_skipped_and_repaired(world):
         world.log.repair(50, lengths, wrong)
     world.log.repair(50, lengths, written[50 * 60 : 51 * 60])
     assert world.log.damaged == ()
-    assert world.everything() == written
+    assert world.all_records() == written
 
 
 def test_losses_next_to_a_repair_are_found_after_a_crash(world):
     """Its block may be released for the repair, with what else was in it."""
     written = world.append([3, 4] * 20)
-    flip(world, 130, 44)
+    flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
     world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
     path = max((world.directory / "0").glob("*.seg"))
@@ -315,7 +315,7 @@ def test_losses_next_to_a_repair_are_found_after_a_crash(world):
 def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
     """The marker cannot move any more, so it does not show records that would be lost after it."""
     written = world.append([3, 4] * 20)
-    flip(world, 130, 44)
+    flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
     world.disk.fail["sync", ".seg"] = DiskFailed
     with pytest.raises(DiskFailed):
@@ -356,7 +356,7 @@ def test_a_torn_tail_is_truncated_and_an_unsynced_batch_is_kept_whole_or_not(wor
     assert path.stat().st_size == 128 + 60 * 8
 
 
-def exchange(world, transaction_id):
+def overwrite_record(world, transaction_id):
     """Write another valid record in place of one, as a misdirected write would."""
     other, _ = make_records(transaction_id, [20], seed=3)
     with (world.directory / "0" / f"{0:019d}.seg").open("r+b") as file:
@@ -365,7 +365,7 @@ def exchange(world, transaction_id):
 
 
 @pytest.mark.parametrize(
-    ("change", "damaged", "suspect"), [(flip, ((5, 5),), False), (exchange, (), True)]
+    ("change", "damaged", "suspect"), [(flip_bit, ((5, 5),), False), (overwrite_record, (), True)]
 )
 def test_corruption_of_a_synced_record_above_the_marker_is_damage(world, change, damaged, suspect):
     """Another record in its place has a right checksum: the batch shows it."""
@@ -377,7 +377,7 @@ def test_corruption_of_a_synced_record_above_the_marker_is_damage(world, change,
     assert (world.log.max_id, world.log.damaged, world.log.suspect) == (11, damaged, suspect)
 
 
-@pytest.mark.parametrize("change", [flip, exchange])
+@pytest.mark.parametrize("change", [flip_bit, overwrite_record])
 def test_a_wrong_unsynced_record_is_truncated_with_the_intact_ones_after_it(world, change):
     world.append([4])
     world.append([4], sync=False)
@@ -414,11 +414,11 @@ def test_corruption_below_the_marker_is_damage_and_never_truncated(world):
     written = world.append([20]) + world.append([20])
     world.clock.now += 1000
     world.append([1])
-    flip(world, 40)
+    flip_bit(world, 40)
     world.crash()
     assert world.log.max_id == 40
     assert world.log.damaged == (IdRange(40, 40),)
-    flip(world, 3, at=30)
+    flip_bit(world, 3, at=30)
     at = 0
     while at <= world.log.max_id:
         at = world.log.verify(at, 1 << 20)
@@ -438,7 +438,7 @@ def test_missing_index_files_are_rebuilt(world, names, suspect):
         path.unlink()
     world.crash()
     assert world.log.suspect == suspect  # bounds and sessions of batches are lost with a .chn
-    assert world.everything() == written
+    assert world.all_records() == written
     read = world.log.read_range(0, 149, 1 << 20, whole_batches=True)
     assert read.records == written
     assert (world.log.chain == chain) == (names != "*.chn")
@@ -466,7 +466,7 @@ def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
         world.log.repair(at, np.full(count, 60), part)
         at += count
     assert world.log.damaged == ()
-    assert world.everything() == written
+    assert world.all_records() == written
 
 
 def test_after_a_torn_slot_sessions_that_may_be_promised_are_rejected(world):
@@ -496,7 +496,7 @@ def test_after_a_torn_slot_sessions_that_may_be_promised_are_rejected(world):
     world.open()
 
 
-def run_an_original(world, session, mark):
+def run_0_13(world, session, mark):
     """Simulate a session of 0.13 that appends two records from ID 5 on; return them."""
     more, _ = make_records(5, [20, 20])
     control = ControlFile.open(world.disk, world.directory, KEY, 1, 0)
@@ -541,11 +541,11 @@ def test_records_written_by_0_13_between_two_runs_are_adopted(world):
     world.log.engage(1, 4)
     ours = world.log.lineage(0, 4)[1]
     world.close()
-    more = run_an_original(world, 3, 4)
+    more = run_0_13(world, 3, 4)
     world.open()
     assert (world.log.max_id, world.log.suspect) == (6, False)
     assert (world.log.promised, world.log.last_session) == (3, 3)
-    assert world.everything() == written + more
+    assert world.all_records() == written + more
     world.crash()
     assert (world.log.max_id, world.log.suspect) == (6, False)
     # Also the second time: only what was adopted is bounded again, whatever ends where.
@@ -559,9 +559,9 @@ def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
     world.close()
-    more = run_an_original(world, 0, 2)
+    more = run_0_13(world, 0, 2)
     world.open()
-    assert world.everything() == written + more
+    assert world.all_records() == written + more
     assert (world.log.promised, world.log.last_session) == (1, 1)
     assert world.log.state().low_water_mark == 4
 
@@ -579,11 +579,11 @@ def test_records_of_0_13_are_adopted_after_an_incomplete_mark(world, monkeypatch
     else:
         world.log.abandon()
         world.control.close()
-    more = run_an_original(world, 3, 4)
+    more = run_0_13(world, 3, 4)
     world.open()
     assert (world.log.max_id, world.log.suspect) == (6, False)
     assert (world.log.promised, world.log.last_session) == (3, 3)
-    assert world.everything() == written + more
+    assert world.all_records() == written + more
 
 
 def test_a_clock_that_is_set_back_does_not_stop_the_acked_marker(world):
@@ -607,10 +607,10 @@ def test_a_full_disk_rejects_the_append_and_leaves_the_log_as_it_was(world):
             world.append([60], size=53)
         del world.disk.fail[("write", suffix)]
         assert world.log.max_id == 4
-    assert world.everything() == written
+    assert world.all_records() == written
     written += world.append([5])
     world.crash()
-    assert world.everything() == written
+    assert world.all_records() == written
     assert not world.log.suspect
 
 
@@ -633,7 +633,7 @@ def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, wha
     written += world.append([4], session=2)
     assert [one.first for one in world.log._files.segments.all] == [0, 5]
     world.crash()
-    assert world.everything() == written
+    assert world.all_records() == written
     assert not world.log.suspect
 
 
@@ -673,7 +673,7 @@ def test_a_log_with_failed_slots_rejects_requests_until_reopened(world):
     with pytest.raises(DiskFailed):
         world.append([1])
     world.crash()
-    assert world.everything() == written
+    assert world.all_records() == written
     assert world.log.prepare(3, NONCE).synced_max == 4
 
 
@@ -720,7 +720,7 @@ def test_a_truncation_stopped_by_a_wrong_index_is_completed_first(world):
     with pytest.raises(DiskFailed, match="until it is opened again"):
         world.log.prepare(3, NONCE)
     world.crash()
-    assert world.everything() == written[: 6 * record_bytes]
+    assert world.all_records() == written[: 6 * record_bytes]
     assert world.log.slot.truncate is None
 
 
@@ -730,7 +730,7 @@ FULL = [("write", ".ctl"), ("truncate", ".seg"), ("truncate", ".idx"), ("write",
 @pytest.mark.parametrize("what", FULL, ids=str)
 def test_a_truncation_without_space_is_completed_first(world, what):
     world.append([4, 4], size=20)
-    written = world.everything()
+    written = world.all_records()
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))
     world.disk.fail[what] = NoSpace
@@ -747,10 +747,10 @@ def test_a_truncation_without_space_is_completed_first(world, what):
     assert world.log.truncate(*cut) == (5, world.log.chain)
     assert (world.log.slot.truncate, world.log.is_broken) == (None, False)
     kept = written[: len(written) * 6 // 8]
-    assert world.everything() == kept
+    assert world.all_records() == kept
     kept += world.append([2], session=2)
     world.crash()
-    assert world.everything() == kept
+    assert world.all_records() == kept
     assert not world.log.suspect
 
 

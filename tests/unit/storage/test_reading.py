@@ -159,79 +159,79 @@ class LargeLog(Log):
 
 
 @pytest.fixture
-def large():
+def large_log():
     return LargeLog()
 
 
-def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large):
+def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large_log):
     for count in range(1, 9):
-        large.disk.plan_read_failure(count)
-        assert large.read(20, 60) == 60
-        assert len(large.reader.take_disk_errors()) == 1
-        assert large.reader.take_disk_errors() == []
-    assert large.slots.slot.damaged == ()
+        large_log.disk.plan_read_failure(count)
+        assert large_log.read(20, 60) == 60
+        assert len(large_log.reader.take_disk_errors()) == 1
+        assert large_log.reader.take_disk_errors() == []
+    assert large_log.slots.slot.damaged == ()
 
 
-def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large):
+def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large_log):
     # Bytes 1024..1535 are in the records 14..23: the first begins at 968, the last ends at 1568.
-    large.lose(".seg", 1_024, 1_024)
-    assert large.read(0, 99) == 13
-    assert large.slots.slot.damaged == (IdRange(14, 23),)
-    assert len(large.written) == 1
-    assert "a sector cannot be read" in large.reader.take_disk_errors()[0]
+    large_log.lose(".seg", 1_024, 1_024)
+    assert large_log.read(0, 99) == 13
+    assert large_log.slots.slot.damaged == (IdRange(14, 23),)
+    assert len(large_log.written) == 1
+    assert "a sector cannot be read" in large_log.reader.take_disk_errors()[0]
     with pytest.raises(ChecksumMismatch, match=r"14\.\.23 are damaged"):
-        large.read(14, 99)
-    assert large.read(24, 99) == 99
-    assert large.read(0, 99, whole_batches=True) == 9
+        large_log.read(14, 99)
+    assert large_log.read(24, 99) == 99
+    assert large_log.read(0, 99, whole_batches=True) == 9
 
 
-def test_a_long_run_of_lost_records_is_recorded_in_parts(large, monkeypatch):
+def test_a_long_run_of_lost_records_is_recorded_in_parts(large_log, monkeypatch):
     monkeypatch.setattr(reading, "_UNREADABLE_RUN_MAX", 4)
-    large.lose(".seg", 1_024, 2_047)
+    large_log.lose(".seg", 1_024, 2_047)
     at, seen = 0, []
     while at < 100:
-        at = large.reader.verify(at, 1 << 20)
+        at = large_log.reader.verify(at, 1 << 20)
         seen.append(at)
-    assert large.slots.slot.damaged == (IdRange(14, 31),)
+    assert large_log.slots.slot.damaged == (IdRange(14, 31),)
     assert seen[:2] == [14, 18]
 
 
-def test_an_index_that_cannot_be_read_is_rebuilt(large):
+def test_an_index_that_cannot_be_read_is_rebuilt(large_log):
     path = ROOT / segment_name(0, ".idx")
-    before = large.disk.visible_content(path)
-    large.lose(".idx", 600, 600)
-    assert large.read(0, 99) == 99
-    assert large.slots.slot.damaged == ()
-    assert large.disk.visible_content(path) == before
-    assert large.read(0, 99) == 99
+    before = large_log.disk.visible_content(path)
+    large_log.lose(".idx", 600, 600)
+    assert large_log.read(0, 99) == 99
+    assert large_log.slots.slot.damaged == ()
+    assert large_log.disk.visible_content(path) == before
+    assert large_log.read(0, 99) == 99
 
 
-def test_batches_are_reconstructed_even_if_records_cannot_be_read(large):
-    large.lose(".chn", 600, 600)
+def test_batches_are_reconstructed_even_if_records_cannot_be_read(large_log):
+    large_log.lose(".chn", 600, 600)
     for damaged in range(0, 100, 10):
-        large.disk.flip_bits(
+        large_log.disk.flip_bits(
             ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + damaged * RECORD_BYTES
         )
     for first in range(1, 100, 10):
-        read = large.reader.read_range(first, 99, 1 << 20, whole_batches=False)
+        read = large_log.reader.read_range(first, 99, 1 << 20, whole_batches=False)
         assert read.lengths.size == 9
-        assert read.records == large.records[first * RECORD_BYTES : (first + 9) * RECORD_BYTES]
-    entries = large.segments.entries(0, 99, 99)[1]
+        assert read.records == large_log.records[first * RECORD_BYTES : (first + 9) * RECORD_BYTES]
+    entries = large_log.segments.entries(0, 99, 99)[1]
     assert any(one.session_id == RECONSTRUCTED for one in entries)
-    assert {one for one in entries if one.session_id != RECONSTRUCTED} <= set(large.entries)
+    assert {one for one in entries if one.session_id != RECONSTRUCTED} <= set(large_log.entries)
 
 
-def test_checked_records_are_counted(large):
-    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
-    assert large.reader.checked_bytes == 10 * RECORD_BYTES
-    large.disk.flip_bits(
+def test_checked_records_are_counted(large_log):
+    assert large_log.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large_log.reader.checked_bytes == 10 * RECORD_BYTES
+    large_log.disk.flip_bits(
         ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + 11 * RECORD_BYTES + 44
     )
-    assert large.reader.verify(10, 10 * RECORD_BYTES) == 11
-    assert large.reader.verify(11, 10 * RECORD_BYTES) == 12
-    assert large.reader.checked_bytes == 11 * RECORD_BYTES
-    assert large.reader.segment_end(11) == 99
-    assert large.reader.segment_end(100) == 102
+    assert large_log.reader.verify(10, 10 * RECORD_BYTES) == 11
+    assert large_log.reader.verify(11, 10 * RECORD_BYTES) == 12
+    assert large_log.reader.checked_bytes == 11 * RECORD_BYTES
+    assert large_log.reader.segment_end(11) == 99
+    assert large_log.reader.segment_end(100) == 102
 
 
 def test_verifying_skips_only_the_damage_at_its_position(log):
@@ -243,7 +243,7 @@ def test_verifying_skips_only_the_damage_at_its_position(log):
         log.reader.verify(0, 1 << 20)
 
 
-def placed(log, first, last, bytes_max=1 << 20):
+def last_located_id(log, first, last, bytes_max=1 << 20):
     """Request the positions of records; return the last ID of the answer if they are right."""
     read = log.reader.locations(first, last, bytes_max)
     found = b""
@@ -261,10 +261,10 @@ def placed(log, first, last, bytes_max=1 << 20):
 
 
 def test_record_locations_cover_segments_up_to_the_byte_limit(log):
-    assert placed(log, 0, 11) == 11
-    assert placed(log, 4, 6) == 6
-    assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
-    assert placed(log, 7, 11, 1) == 7
+    assert last_located_id(log, 0, 11) == 11
+    assert last_located_id(log, 4, 6) == 6
+    assert last_located_id(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
+    assert last_located_id(log, 7, 11, 1) == 7
     with pytest.raises(BadRequest, match="this storage ends at 11"):
         log.reader.locations(3, 12, 1)
 
@@ -274,48 +274,48 @@ def test_record_locations_stop_before_known_damage(log):
     assert log.reader.locations(0, 11, 1 << 20).lengths.size == 12
     assert log.slots.slot.damaged == ()
     log.read(0, 11)
-    assert placed(log, 0, 11) == 5
+    assert last_located_id(log, 0, 11) == 5
     with pytest.raises(ChecksumMismatch, match=r"records 6\.\.6 are damaged"):
         log.reader.locations(6, 11, 1 << 20)
-    assert placed(log, 7, 11) == 11
+    assert last_located_id(log, 7, 11) == 11
 
 
 def test_a_wrong_index_is_repaired_before_record_locations_are_returned(log):
     log.rot_index(6, 0, 1)
-    assert placed(log, 0, 11) == 11
+    assert last_located_id(log, 0, 11) == 11
     assert log.slots.slot.damaged == ()
 
 
 def test_record_locations_are_limited_to_the_returned_batch_entries(log, monkeypatch):
     monkeypatch.setattr(reading, "LINEAGE_ENTRIES_MAX", 2)
-    assert placed(log, 0, 11) == 1
+    assert last_located_id(log, 0, 11) == 1
 
 
-def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large):
+def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large_log):
     path = ROOT / segment_name(0, ".seg")
     for number in (11, 60):
-        large.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
-    assert large.read(0, 99) == 99  # readers are given what is in memory
-    assert large.slots.slot.damaged == ()
+        large_log.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
+    assert large_log.read(0, 99) == 99  # readers are given what is in memory
+    assert large_log.slots.slot.damaged == ()
     at = 0
     while at < 100:
-        at = large.reader.verify(at, 10 * RECORD_BYTES)
-    assert large.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
+        at = large_log.reader.verify(at, 10 * RECORD_BYTES)
+    assert large_log.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
 
 
-def test_verifying_drops_blocks_only_up_to_its_position(large):
+def test_verifying_drops_blocks_only_up_to_its_position(large_log):
     path = ROOT / segment_name(0, ".seg")
-    large.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
-    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
-    assert large.read(0, 99) == 99
+    large_log.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
+    assert large_log.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large_log.read(0, 99) == 99
 
 
-def test_pages_that_cannot_be_dropped_are_read_from_memory(large, monkeypatch):
+def test_pages_that_cannot_be_dropped_are_read_from_memory(large_log, monkeypatch):
     """A file that cannot be opened again shows it when it is read; the drop is a hint."""
 
     def refuse(_file, _offset, _size):
         raise DiskFailed("cannot open a file: input/output error")
 
     monkeypatch.setattr(SimFile, "drop_cached", refuse)
-    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
-    assert large.slots.slot.damaged == ()
+    assert large_log.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large_log.slots.slot.damaged == ()

@@ -205,7 +205,7 @@ def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
     assert peak < 24 * MIB
 
 
-class Counted:
+class CountingFile:
     """A file that counts the bytes that are read."""
 
     def __init__(self, content):
@@ -222,7 +222,7 @@ def test_data_that_resembles_long_records_is_searched_quickly():
     forged = RECORD_PREFIX.pack(8, bytes(16), 7, 6 * MIB, 0)
     records, _ = make_run(8, [100])
     content = forged * 50 + records + bytes(7 * MIB)
-    file = Counted(content)
+    file = CountingFile(content)
     found = find_record(file, 0, 7, size=len(content), starts=NOWHERE)
     assert found == (8, 50 * len(forged), False)
     assert file.read_bytes < 2 * len(content)

@@ -212,13 +212,13 @@ def test_the_process_ends_if_only_a_restart_helps():
 async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
     engine, coordinator = Directory(0, 1), Metadata(1)
 
-    def gone():
+    def remove_replica():
         if what == "offline":
             engine.offline.add(1)
         else:
             engine.stored_here.discard(1)
 
-    coordinator.meanwhile = gone
+    coordinator.meanwhile = remove_replica
     async with following(engine, coordinator) as follower:
         assert await follower.assigned(0) == [0]
         assert engine.opened == [0], "and above all it is not held again"

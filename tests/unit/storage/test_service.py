@@ -702,7 +702,7 @@ def test_rejections_are_reported(bench):
 def test_a_damaged_range_is_repaired_in_this_session_or_the_next(bench, session_id):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
     if session_id == 6:
         owner = OwnerSession(6)
@@ -737,14 +737,14 @@ def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
     bench.ask(1, owner.append(6))
     bench.ask(2, open_request())
     reader = OwnerSession(5)
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         answer = bench.ask(2, range_of(reader, 0, 5, reader=True))
     assert answer.count == 3
     assert reported_damage(bench) == [[3, 3]]
     assert reported_damage(bench, 2) == []
     (notice,) = [each for each in bench.answers(1) if isinstance(each, DamageFound)]
     assert (notice.session_id, notice.sequence, notice.partition_id) == (5, 0, 0)
-    with flipped(bench.engine.directory / "0", 5):
+    with flipped_byte(bench.engine.directory / "0", 5):
         bench.ask(2, range_of(reader, 4, 5, reader=True))
         bench.ask(2, range_of(reader, 4, 5, reader=True))
     assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
@@ -755,7 +755,7 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.Disconnected(1))
-    with flipped(bench.engine.directory / "0", 2):
+    with flipped_byte(bench.engine.directory / "0", 2):
         bench.step(service.ScrubRequested())
         bench.finish()
     assert reported_damage(bench) == []
@@ -767,7 +767,7 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
 def test_unrepaired_damage_is_reported_again_after_each_pass(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         for passes_count in (1, 2, 3):
             bench.step(service.ScrubRequested())
             bench.finish()
@@ -851,7 +851,7 @@ def test_the_acked_marker_moves_despite_a_scrub(bench):
 def test_a_failed_slot_write_during_a_scrub_is_reported_and_skipped(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         bench.step(service.ScrubRequested())
         bench.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
         bench.finish()
@@ -920,7 +920,7 @@ def test_a_failed_scrub_on_a_full_disk_ends_no_session(make):
 
 
 @contextmanager
-def flipped(directory, index):
+def flipped_byte(directory, index):
     """Flip a byte in the data of a record in the first segment."""
     (segment,) = directory.glob("*.seg")
     size = 44
@@ -935,14 +935,14 @@ def flipped(directory, index):
 # ---- files that were deleted or replaced
 
 
-def replaced(directory):
+def replace_with_copy(directory):
     """Put an older copy of a partition in its place."""
     shutil.copytree(directory, directory.with_name("copy"))
     shutil.rmtree(directory)
     shutil.copytree(directory.with_name("copy"), directory)
 
 
-@pytest.mark.parametrize("change", [shutil.rmtree, replaced])
+@pytest.mark.parametrize("change", [shutil.rmtree, replace_with_copy])
 @pytest.mark.parametrize("found_by", ["prepare", "scrub", "append", "marker"])
 def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by):
     bench = make(scrub=Scrub())

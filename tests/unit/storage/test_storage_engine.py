@@ -193,7 +193,7 @@ def test_an_absent_partition_cannot_be_administered(tmp_path):
     engine.close()
 
 
-def rotten(tmp_path, *, blocks):
+def engine_with_lost_slots(tmp_path, *, blocks):
     """Return an engine whose partition 1 has lost some of its control slots; 2 is whole."""
     engine = open_engine(tmp_path)
     engine.assign(2)
@@ -213,7 +213,7 @@ def spoil_slots(tmp_path, blocks):
 
 
 def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
-    engine = rotten(tmp_path, blocks=(0, 1))
+    engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.log(1)
     with pytest.raises(BadFormat):
@@ -227,7 +227,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
 
 
 def test_a_partition_that_cannot_be_opened_can_be_deleted_not_unassigned(tmp_path):
-    engine = rotten(tmp_path, blocks=(0, 1))
+    engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.unassign(1, deletes_files=False)
     assert engine.assigned_partitions() == [1, 2]
@@ -238,7 +238,7 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_not_unassigned(tmp_pat
 
 
 def test_setting_flags_keeps_a_replica_with_a_lost_slot_suspect(tmp_path):
-    engine = rotten(tmp_path, blocks=(0,))
+    engine = engine_with_lost_slots(tmp_path, blocks=(0,))
     assert engine.log(1).suspect
     engine.set_available(1, is_available=False)
     assert engine.assign(1).suspect
@@ -256,7 +256,7 @@ def test_a_directory_outside_the_cluster_is_unchanged(tmp_path):
 
 
 def test_the_availability_of_a_repaired_partition_can_be_changed(tmp_path):
-    engine = rotten(tmp_path, blocks=(0, 1))
+    engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     assert 1 in engine.open_errors
     spoil_slots(tmp_path, (0, 1))  # an operator has brought it back
     engine.set_available(1, is_available=False)

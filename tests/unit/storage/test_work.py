@@ -96,13 +96,13 @@ def test_a_group_that_was_rejected_whole_is_not_synced(log):
 def test_an_append_is_checked_in_one_pass(log, monkeypatch):
     sizes = []
 
-    def counted(data, value=0):
+    def counting_crc32(data, value=0):
         sizes.append(len(data))
         return zlib.crc32(data, value)
 
     append = OwnerSession(5).append(50, b"d" * 500)
     for module in (work, raw_records):
-        monkeypatch.setattr(module, "crc32", counted)
+        monkeypatch.setattr(module, "crc32", counting_crc32)
     (outcome,) = run(log, append).outcomes
     assert isinstance(outcome, Appended)
     assert [size for size in sizes if size > 100] == [len(append.records)]

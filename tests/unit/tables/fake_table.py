@@ -115,7 +115,7 @@ class LogInMemory:
         self.partitions = [list(each) for each in partitions]
         self.firsts: dict[int, int] = {}
         self.read: list[tuple[dict[int, int], dict[int, int]]] = []
-        self.on_wait: Callable[[], None] = _no_more
+        self.on_wait: Callable[[], None] = _raise_killed
 
     def state(self) -> LogState:
         marks = {number: len(each) - 1 for number, each in enumerate(self.partitions)}
@@ -137,5 +137,5 @@ class LogInMemory:
         self.on_wait()
 
 
-def _no_more() -> None:
+def _raise_killed() -> None:
     raise Killed

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
-from tests.unit.tables.answering_store import answering
+from tests.unit.tables.answering_store import store_with_answer
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
 from waltz_core.tables.delta_errors import library_error
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
@@ -33,7 +33,7 @@ def changes(*rows: tuple, schema: pa.Schema = SCHEMA) -> pa.Table:
     )
 
 
-def opened(path: Path, schema: pa.Schema = SCHEMA) -> FollowedDeltaTable:
+def open_table(path: Path, schema: pa.Schema = SCHEMA) -> FollowedDeltaTable:
     return FollowedDeltaTable(str(path), schema, ["Id", "day"])
 
 
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def table(path: Path) -> FollowedDeltaTable:
     """Return a new table at its marks."""
-    found = opened(path)
+    found = open_table(path)
     assert found.marks(START) is None
     found.create(START)
     found.finish()
@@ -98,7 +98,7 @@ def test_changes_without_an_effect_write_no_table_version(path: Path, table: Fol
 def test_a_commit_fails_if_the_table_has_a_newer_version(
     path: Path, table: FollowedDeltaTable, is_empty: bool
 ):
-    other = opened(path)
+    other = open_table(path)
     other.marks(START)
     change = changes((1, "a", 0.5, 0, 0, False))
     assert other.apply(change, up_to(0, -1))
@@ -118,14 +118,14 @@ def test_a_commit_of_another_program_supersedes_the_follower(path: Path, table: 
 
 def test_the_error_names_the_follower_of_the_other_commit(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="other")
-    second = opened(path)
+    second = open_table(path)
     assert second.marks(other).has_rows, "so it needs a start"
     assert second.apply(None, other)
     assert table.marks(START).others == [OtherCommit(1, "WRITE", "other")]
 
 
 def test_a_table_is_created_once(path: Path, table: FollowedDeltaTable):
-    other = opened(path)
+    other = open_table(path)
     other.create(START)
     for create in (other.finish, lambda: other.apply(None, up_to(0, -1))):
         with pytest.raises(Superseded, match="another program has created it"):
@@ -203,15 +203,15 @@ def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     if is_restore:
         DeltaTable(path).restore(0)
     else:
-        other = opened(path)
+        other = open_table(path)
         other.marks(START._replace(follower="g"))
         other.apply(None, START._replace(follower="g"))
     for _ in range(3):
         write_deltalake(path, DeltaTable(path).to_pyarrow_table().slice(0, 0), mode="append")
-    spark = opened(path)
+    spark = open_table(path)
     spark.marks(START._replace(follower="g"))
     assert spark.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(1, -1)
     expected = OtherCommit(2, "RESTORE") if is_restore else OtherCommit(2, "WRITE", "g")
     assert state.others == [expected]
@@ -229,7 +229,7 @@ def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
     DeltaTable(path).alter.set_table_properties(
         {"delta.appendOnly": "false"}, commit_properties=CommitProperties(custom_metadata=metadata)
     )
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(1, -1)
     assert state.others == [OtherCommit(4, "SET TBLPROPERTIES"), OtherCommit(3, "RESTORE")]
 
@@ -244,7 +244,7 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
             {"delta.logRetentionDuration": f"interval {number + 1} days"}
         )
     delta.restore(0)
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(0, -1)
     assert [each.version for each in state.others] == list(range(22, 1, -1))
     assert state.others[0].operation == "RESTORE"
@@ -254,7 +254,7 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
 def test_a_concurrent_commit_does_not_mix_table_versions(
     path: Path, table: FollowedDeltaTable, monkeypatch: pytest.MonkeyPatch
 ):
-    other = opened(path)
+    other = open_table(path)
     other.marks(START)
     history = DeltaTable.history
 
@@ -264,7 +264,7 @@ def test_a_concurrent_commit_does_not_mix_table_versions(
         return delta.history(limit)
 
     monkeypatch.setattr(DeltaTable, "history", history_after_a_commit)
-    late = opened(path)
+    late = open_table(path)
     state = late.marks(START)
     assert (decode_marks(state.metadata), state.version, state.others) == (up_to(0, -1), 1, [])
     assert late.apply(None, up_to(1, -1))
@@ -272,12 +272,12 @@ def test_a_concurrent_commit_does_not_mix_table_versions(
 
 def test_marks_of_another_follower_are_ignored(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
-    state = opened(path).marks(other)
+    state = open_table(path).marks(other)
     assert (state.metadata, state.version, state.others, state.has_rows) == (None, None, (), True)
     rules = StoredRules(("Id", "day"))
     marks = up_to(0, -1)._replace(rules=rules)
     table.apply(changes((1, "a", 0.5, 0, 0, False)), marks)
-    state = opened(path).marks(other)
+    state = open_table(path).marks(other)
     assert (state.has_rows, state.rules) == (True, rules)
 
 
@@ -288,7 +288,7 @@ def test_the_version_is_known_without_marks(path: Path, table: FollowedDeltaTabl
     delta.create_checkpoint()
     for version in range(2):
         (path / "_delta_log" / f"{version:020}.json").unlink()
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert (state.metadata, state.version, state.has_rows) == (None, 1, True)
 
 
@@ -309,17 +309,17 @@ def test_a_key_in_two_partitions_fails_the_merge(
 def test_columns_may_be_added_and_not_removed(path: Path, table: FollowedDeltaTable):
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     wide = pa.schema([*SCHEMA, ("more", pa.string())])
-    wider = opened(path, wide)
+    wider = open_table(path, wide)
     wider.marks(START)
     assert wider.apply(changes((2, "a", 0.5, "x", 0, 1, False), schema=wide), up_to(1, -1))
     assert rows(path) == [(1, "a", 0.5, 0, 0, None), (2, "a", 0.5, 0, 1, "x")]
     with pytest.raises(BadConfig, match="column 'more' of the table is not declared"):
-        opened(path).marks(START)
+        open_table(path).marks(START)
     other = pa.schema([*SCHEMA, ("more", pa.int64())])
     with pytest.raises(
         BadConfig, match="column 'more' has type string in the table, but is declared as int64"
     ):
-        opened(path, other).marks(START)
+        open_table(path, other).marks(START)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_nesting_over_32_levels_is_rejected(path: Path, nest):
         kind = nest(kind)
         value = [value] if pa.types.is_list(kind) else {"x": value}
     schema = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("deep", kind)])
-    table = opened(path, schema)
+    table = open_table(path, schema)
     table.create(START)
     table.marks(START)
     assert table.apply(changes((1, "a", value, 0, 0, False), schema=schema), up_to(0, -1))
@@ -391,7 +391,7 @@ def test_nesting_over_32_levels_is_rejected(path: Path, nest):
 def partitioned(path: Path, schema: pa.Schema, by: str) -> FollowedDeltaTable:
     place = [("_partition", pa.int32()), ("_transaction_id", pa.int64())]
     DeltaTable.create(path, pa.schema([*schema, *place]), partition_by=[by])
-    return opened(path, schema)
+    return open_table(path, schema)
 
 
 def test_an_empty_text_in_a_partition_column_is_rejected(path: Path):
@@ -416,7 +416,7 @@ def test_an_unreadable_partition_column_is_rejected(path: Path, kind: pa.DataTyp
 
 def test_a_binary_key_in_two_partitions_is_shown_in_hex(path: Path):
     schema = pa.schema([("Id", pa.binary()), ("day", pa.string())])
-    table = opened(path, schema)
+    table = open_table(path, schema)
     table.create(START)
     table.marks(START)
     assert table.apply(changes((b"\xff\x00", "a", 0, 0, False), schema=schema), up_to(0, -1))
@@ -456,7 +456,7 @@ def test_a_key_is_a_declared_column(path: Path):
 def test_errors_of_the_library_name_the_table(tmp_path: Path):
     place = tmp_path / "file"
     place.write_text("")
-    table = opened(place / "table")
+    table = open_table(place / "table")
     table.create(START)
     with pytest.raises(BadRequest, match=f"table {place}/table: .* Not a directory|NotADir"):
         table.finish()
@@ -481,7 +481,7 @@ def test_errors_of_an_object_store_are_classified(
     error: type[Exception],
     message: str,
 ):
-    with answering(status, code) as url:
+    with store_with_answer(status, code) as url:
         names = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
         names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": url if status else "http://127.0.0.1:1"}
         for name, value in names.items():

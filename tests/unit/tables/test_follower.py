@@ -165,13 +165,13 @@ def test_without_an_end_the_follower_waits_after_it_has_reached_the_end_of_the_l
     log.on_wait = lambda: log.partitions[0].append(("b", 1))
     changes = log.changes
 
-    def arriving(starts, ends):
+    def append_and_read(starts, ends):
         log.partitions[0].append(("c", 1))
         if len(log.read) == 4:
             raise Killed
         return changes(starts, ends)
 
-    log.changes = arriving
+    log.changes = append_and_read
     with pytest.raises(Killed):
         follower(log, table, count_max=3).run()
     assert [ends[0] for _, ends in log.read] == [2, 4, 6, 8]

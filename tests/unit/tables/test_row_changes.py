@@ -42,7 +42,7 @@ def log(*rows: tuple, partition: int = 0) -> pa.Table:
     )
 
 
-def deleted(rows: pa.Table, **rules: object) -> list[bool]:
+def deletes_of(rows: pa.Table, **rules: object) -> list[bool]:
     checked = ChangeRules(["id"], **rules)
     check_rules(checked, rows.schema)
     return compute_changes(rows, checked)[DELETED].to_pylist()
@@ -50,12 +50,17 @@ def deleted(rows: pa.Table, **rules: object) -> list[bool]:
 
 def test_a_transaction_is_a_delete_by_its_header_or_by_the_condition():
     rows = log((1, 1, "I", 0.5), (2, 1, "U", 0.5), (1, 1, "D", None), (1, 1, None, 0.5))
-    assert deleted(rows) == [False] * 4
-    assert deleted(rows, delete_headers=[2]) == [False, True, False, False]
-    both = deleted(rows, delete_headers=[2], delete_where=parse_condition("op = 'D'"))
+    assert deletes_of(rows) == [False] * 4
+    assert deletes_of(rows, delete_headers=[2]) == [False, True, False, False]
+    both = deletes_of(rows, delete_headers=[2], delete_where=parse_condition("op = 'D'"))
     assert both == [False, True, True, False]
-    assert deleted(rows, delete_where=parse_condition("value < 1")) == [True, True, False, True]
-    assert deleted(rows, delete_where=parse_condition("header >= 2")) == [False, True, False, False]
+    assert deletes_of(rows, delete_where=parse_condition("value < 1")) == [True, True, False, True]
+    assert deletes_of(rows, delete_where=parse_condition("header >= 2")) == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_any_other_condition_is_rejected(text):
 )
 def test_a_literal_has_the_type_of_its_column(kind, value, text):
     rows = log((0, 1, "", 0.0), (0, 2, "", 0.0)).append_column("c", pa.array([value, None], kind))
-    assert deleted(rows, delete_where=parse_condition(text)) == [True, False]
+    assert deletes_of(rows, delete_where=parse_condition(text)) == [True, False]
 
 
 @pytest.mark.parametrize(

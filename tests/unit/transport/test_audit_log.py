@@ -268,12 +268,12 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
     log = AuditFile(str(tmp_path / "audit"), lambda: NOW_MS)
     write = log._file.write
 
-    def hang(lines):
+    def block_write(lines):
         loop.call_soon_threadsafe(is_writing.set)
         asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result()
         return write(lines)
 
-    log._file.write = hang
+    log._file.write = block_write
     log.log_revision(PERMISSIONS)
     await is_writing.wait()
     outcomes = []

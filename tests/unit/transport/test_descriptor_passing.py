@@ -34,7 +34,7 @@ def path(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def offering(name, path):
+async def serve_file(name, path):
     """Offer one file, under the question b"this"."""
 
     async def open_asked(question):
@@ -54,13 +54,13 @@ def run(name, path, call):
     """Call on a thread while the file is offered; return what it returns."""
 
     async def main():
-        async with offering(name, path), asyncio.timeout(TEST_TIMEOUT_S):
+        async with serve_file(name, path), asyncio.timeout(TEST_TIMEOUT_S):
             return await asyncio.to_thread(call)
 
     return net.run(main())
 
 
-def take(name, question=b"this"):
+def read_file(name, question=b"this"):
     with open(
         descriptor_passing.request_descriptor(name, question, timeout_s=TEST_TIMEOUT_S), "rb"
     ) as file:
@@ -70,10 +70,12 @@ def take(name, question=b"this"):
 
 
 def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, name):
-    run(name, path, lambda: take(name))  # the first loop of a process keeps files of its own
+    run(name, path, lambda: read_file(name))  # the first loop of a process keeps files of its own
     gc.collect()  # what other tests have left is closed before anything is counted
     count = len(os.listdir("/proc/self/fd"))
-    found = run(name, path, lambda: [take(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)])
+    found = run(
+        name, path, lambda: [read_file(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)]
+    )
     assert set(found) == {b"here"}
     assert len(os.listdir("/proc/self/fd")) == count
 
@@ -181,7 +183,7 @@ def test_an_idle_connection_does_not_delay_others_for_long(path, name, monkeypat
             for each in silent:
                 each.connect(f"\0{name}")
                 each.send(b"th")
-            assert take(name) == b"here"
+            assert read_file(name) == b"here"
             assert {each.recv(1) for each in silent} == {b""}
 
     run(name, path, take_with_idle_callers)
@@ -204,7 +206,7 @@ def test_a_file_opened_after_the_timeout_is_closed(path, name):
         async with asyncio.TaskGroup() as tasks:
             offered = tasks.create_task(descriptor_passing.serve_descriptors(name, 4, open_slowly))
             await asyncio.sleep(0)
-            assert await asyncio.to_thread(take, name) == b"here"
+            assert await asyncio.to_thread(read_file, name) == b"here"
             offered.cancel()
 
     asyncio.run(main())  # its loop uses its own clock
@@ -213,9 +215,9 @@ def test_a_file_opened_after_the_timeout_is_closed(path, name):
 def test_a_name_in_use_is_not_taken_over(tmp_path, path, name):
 
     async def main():
-        async with offering(name, path), offering(name, tmp_path / "none") as second:
+        async with serve_file(name, path), serve_file(name, tmp_path / "none") as second:
             await second  # it has stopped, and no other is worse off
-            return await asyncio.to_thread(take, name)
+            return await asyncio.to_thread(read_file, name)
 
     assert net.run(main()) == b"here"
 
@@ -242,8 +244,8 @@ def test_a_connection_that_is_rejected_once_is_accepted_later(path, name, monkey
             return await accept(listening)
 
         monkeypatch.setattr(descriptor_passing, "_accept", fails_once)
-        async with offering(name, path):
-            assert await asyncio.to_thread(take, name) == b"here"
+        async with serve_file(name, path):
+            assert await asyncio.to_thread(read_file, name) == b"here"
 
     net.run(main())
     assert not failures

@@ -189,7 +189,7 @@ class Clock:
 
 
 @pytest.fixture
-def clocked():
+def connection_with_clock():
     """Yield a clock, the transport of a connection with a request, and the connection."""
     clock, transport = Clock(), Mock()
     ours, theirs = socket.socketpair()
@@ -204,8 +204,8 @@ def clocked():
     theirs.close()
 
 
-def test_a_client_that_reads_slowly_stays_connected(clocked):
-    clock, transport, connection = clocked
+def test_a_client_that_reads_slowly_stays_connected(connection_with_clock):
+    clock, transport, connection = connection_with_clock
     connection.pause_writing()
     for size in range(100_000, 0, -10_000):
         transport.get_write_buffer_size.return_value = size
@@ -215,8 +215,8 @@ def test_a_client_that_reads_slowly_stays_connected(clocked):
     assert transport.abort.called
 
 
-def test_a_connection_to_a_dead_host_is_closed(clocked, monkeypatch):
-    clock, transport, _ = clocked
+def test_a_connection_to_a_dead_host_is_closed(connection_with_clock, monkeypatch):
+    clock, transport, _ = connection_with_clock
     clock.advance(100)
     assert not transport.abort.called
     monkeypatch.setattr(http_port.tcp, "silence_ms", lambda _sock: 10_000)

@@ -135,7 +135,7 @@ async def dial_port(address, connect, protocol=WireProtocol.STORAGE, **settings)
     return link
 
 
-def trusting(files, extra=""):
+def trusting_connect_string(files, extra=""):
     return f"zk:1/w?tls={files.authorities}{extra}"
 
 
@@ -165,12 +165,12 @@ async def test_the_certificate_determines_the_principal(files, authority, tmp_pa
     ca, settings = authority
     async with open_port(files, **settings) as port:
         shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
-        await dial_port(port.address, trusting(files), **shown)
+        await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["ann"]
         # Without a certificate, and with one that has no principal.
-        await dial_port(port.address, trusting(files))
+        await dial_port(port.address, trusting_connect_string(files))
         shown = certificate_settings(ca, tmp_path, "reserved", common_name="other")
-        await dial_port(port.address, trusting(files), **shown)
+        await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["ann", "anonymous", "anonymous"]
 
 
@@ -180,11 +180,11 @@ async def test_a_pattern_can_name_a_host_of_the_certificate(files, authority, tm
     pattern = {"principal_pattern": "DNS=(localhost)"}
     async with open_port(files, **settings, **pattern) as port:
         shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
-        await dial_port(port.address, trusting(files), **shown)
+        await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["localhost"]
 
 
-async def rejected_at(address, connect, **settings):
+async def expect_rejection(address, connect, **settings):
     """Dial with a certificate; TLS 1.3 reports its rejection after the dialer's handshake."""
     with pytest.raises((TlsFailed, Unreachable)) as caught:
         await dial_port(address, connect, **settings)
@@ -197,10 +197,10 @@ async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tm
     past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
     async with open_port(files, **settings) as port:
         shown = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
-        await rejected_at(port.address, trusting(files), **shown)
+        await expect_rejection(port.address, trusting_connect_string(files), **shown)
         await poll_until(lambda: "unable to get local issuer certificate" in logged())
         shown = certificate_settings(ca, tmp_path, "expired", common_name="ann", not_after=past)
-        await rejected_at(port.address, trusting(files), **shown)
+        await expect_rejection(port.address, trusting_connect_string(files), **shown)
         await poll_until(lambda: "certificate has expired" in logged())
         assert port.principals == []
 
@@ -209,7 +209,7 @@ async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tm
 async def test_without_access_control_no_certificate_is_requested(files, tmp_path):
     foreign = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, access="off") as port:
-        await dial_port(port.address, trusting(files), **foreign)
+        await dial_port(port.address, trusting_connect_string(files), **foreign)
         assert port.principals == ["anonymous"]
 
 
@@ -217,14 +217,16 @@ async def test_without_access_control_no_certificate_is_requested(files, tmp_pat
 async def test_without_explicit_authorities_no_certificate_is_requested(files, tmp_path):
     foreign = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, tls_authorities="") as port:
-        await dial_port(port.address, trusting(files), **foreign)
+        await dial_port(port.address, trusting_connect_string(files), **foreign)
         assert port.principals == ["anonymous"]
 
 
 @run_on_loop
 async def test_access_control_does_not_relax_a_required_certificate(files, token_file):
     async with open_port(files, tls_require_certificate=True) as port:
-        await rejected_at(port.address, trusting(files, f"&token_file={token_file}"))
+        await expect_rejection(
+            port.address, trusting_connect_string(files, f"&token_file={token_file}")
+        )
         assert port.principals == []
 
 
@@ -244,7 +246,7 @@ def test_an_invalid_pattern_is_an_error_of_the_settings(files, kind):
 @run_on_loop
 async def test_the_token_determines_the_principal(files, token_file, protocol):
     async with open_port(files, protocol) as port:
-        connect = trusting(files, f"&token_file={token_file}")
+        connect = trusting_connect_string(files, f"&token_file={token_file}")
         link = await dial_port(port.address, connect, protocol)
         assert port.principals == ["spark-etl"]
         assert port.peer.messages == []
@@ -255,7 +257,7 @@ async def test_the_token_determines_the_principal(files, token_file, protocol):
 async def test_a_token_may_be_in_a_variable(files, monkeypatch):
     monkeypatch.setenv("OUR_TOKEN", SECRET.hex())
     async with open_port(files) as port:
-        await dial_port(port.address, trusting(files, "&token_env=OUR_TOKEN"))
+        await dial_port(port.address, trusting_connect_string(files, "&token_env=OUR_TOKEN"))
         assert port.principals == ["spark-etl"]
 
 
@@ -264,11 +266,15 @@ async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp
     made, settings = authority
     shown = certificate_settings(made, tmp_path, "ann", common_name="ann")
     async with open_port(files, **settings) as port:
-        await dial_port(port.address, trusting(files, f"&token_file={token_file}"), **shown)
+        await dial_port(
+            port.address, trusting_connect_string(files, f"&token_file={token_file}"), **shown
+        )
         assert port.principals == ["spark-etl"]
         token_file.write_text(EXPIRED.hex())
         with pytest.raises(AuthenticationFailed):
-            await dial_port(port.address, trusting(files, f"&token_file={token_file}"), **shown)
+            await dial_port(
+                port.address, trusting_connect_string(files, f"&token_file={token_file}"), **shown
+            )
 
 
 @PROTOCOLS
@@ -287,7 +293,7 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
 ):
     token_file.write_text(secret.hex())
     async with open_port(files, protocol) as port:
-        connect = trusting(files, f"&token_file={token_file}")
+        connect = trusting_connect_string(files, f"&token_file={token_file}")
         for _ in range(2):
             with pytest.raises(AuthenticationFailed, match=f"{port.address}: {reason}"):
                 await dial_port(port.address, connect, protocol)
@@ -305,7 +311,7 @@ async def test_messages_after_a_rejected_token_are_ignored(files):
         link = await net.dial(
             WireProtocol.STORAGE,
             port.address,
-            ssl=tls.dial_context(ClientConfig(), trusting(files)),
+            ssl=tls.dial_context(ClientConfig(), trusting_connect_string(files)),
         )
         credential = authentication.credential_message(WireProtocol.STORAGE, 4, EXPIRED)
         link.send_all([credential, *(Heartbeat(1, n, 3) for n in range(100))])
@@ -321,7 +327,7 @@ async def test_a_token_after_another_message_has_no_effect(files):
         link = await net.dial(
             WireProtocol.STORAGE,
             port.address,
-            ssl=tls.dial_context(ClientConfig(), trusting(files)),
+            ssl=tls.dial_context(ClientConfig(), trusting_connect_string(files)),
         )
         credential = authentication.credential_message(WireProtocol.STORAGE, 4, SECRET)
         link.send(Heartbeat(1, 0, 3))
@@ -333,7 +339,7 @@ async def test_a_token_after_another_message_has_no_effect(files):
 
 @run_on_loop
 async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_file):
-    connect = trusting(files, f"&token_file={token_file}")
+    connect = trusting_connect_string(files, f"&token_file={token_file}")
     async with open_port(files) as port:
         port.context.access.permissions = None
         with pytest.raises(AuthenticationFailed, match="process has no permissions yet"):
@@ -363,7 +369,7 @@ def test_a_missing_znode_or_an_older_revision_has_no_effect(logged):
 @run_on_loop
 async def test_a_client_with_a_token_reaches_a_port_without_access_control(files, token_file):
     async with open_port(files, access="off") as port:
-        await dial_port(port.address, trusting(files, f"&token_file={token_file}"))
+        await dial_port(port.address, trusting_connect_string(files, f"&token_file={token_file}"))
         assert port.principals == ["anonymous"]
 
 
@@ -410,7 +416,9 @@ async def test_no_token_is_sent_to_a_peer_of_an_older_version(
     older = without_tokens(protocol, protocol.versions_accepted)
     monkeypatch.setattr(protocol, "versions_accepted", older)
     async with open_port(files, protocol) as port:
-        link = await dial_port(port.address, trusting(files, f"&token_file={token_file}"), protocol)
+        link = await dial_port(
+            port.address, trusting_connect_string(files, f"&token_file={token_file}"), protocol
+        )
         assert link.version == older[-1]
         assert port.principals == ["anonymous"]
         assert port.peer.messages == []
@@ -422,7 +430,7 @@ async def test_a_peer_of_an_older_version_is_anonymous(files, protocol, monkeypa
     older = without_tokens(protocol, protocol.versions_offered)
     monkeypatch.setattr(protocol, "versions_offered", older)
     async with open_port(files, protocol) as port:
-        link = await dial_port(port.address, trusting(files), protocol)
+        link = await dial_port(port.address, trusting_connect_string(files), protocol)
         assert link.version == older[-1]
         assert port.principals == ["anonymous"]
 
@@ -457,21 +465,27 @@ def test_a_token_without_tls_or_with_an_unverified_peer_is_an_error(files, token
 def test_a_token_file_that_is_not_valid_is_an_error_with_its_name(files, token_file, text):
     token_file.write_text(text, encoding="latin-1")
     with pytest.raises(BadConfig, match=r"token_file .*: expected a token") as caught:
-        tls.dial_context(ClientConfig(), trusting(files, f"&token_file={token_file}"))
+        tls.dial_context(
+            ClientConfig(), trusting_connect_string(files, f"&token_file={token_file}")
+        )
     assert not text or text not in str(caught.value)
 
 
 def test_a_missing_file_or_variable_is_an_error_with_its_name(files, tmp_path, monkeypatch):
     with pytest.raises(BadConfig, match="absent' cannot be read: No such file"):
-        tls.dial_context(ClientConfig(), trusting(files, f"&token_file={tmp_path}/absent"))
+        tls.dial_context(
+            ClientConfig(), trusting_connect_string(files, f"&token_file={tmp_path}/absent")
+        )
     monkeypatch.delenv("OUR_TOKEN", raising=False)
     with pytest.raises(BadConfig, match="token_env OUR_TOKEN: expected a token"):
-        tls.dial_context(ClientConfig(), trusting(files, "&token_env=OUR_TOKEN"))
+        tls.dial_context(ClientConfig(), trusting_connect_string(files, "&token_env=OUR_TOKEN"))
 
 
 @run_on_loop
 async def test_each_connection_reads_the_file_again(files, token_file):
-    context = tls.dial_context(ClientConfig(), trusting(files, f"&token_file={token_file}"))
+    context = tls.dial_context(
+        ClientConfig(), trusting_connect_string(files, f"&token_file={token_file}")
+    )
     async with open_port(files) as port:
         for content, error in ((EXPIRED.hex(), "expired"), ("", "token_file"), (None, "No such")):
             token_file.unlink() if content is None else token_file.write_text(content)
@@ -841,7 +855,7 @@ async def test_an_expired_token_ends_its_connection_soon():
 @run_on_loop
 async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
     """Over a real socket: a peer that does not read gets none of them after the revocation."""
-    connect = trusting(files, f"&token_file={token_file}")
+    connect = trusting_connect_string(files, f"&token_file={token_file}")
     async with open_port(files, access="on") as port:
         port.apply(GRANTED)
         link = await net.dial(

@@ -10,7 +10,13 @@ import pytest
 from tests.loops import poll_until, run_on_loop
 from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.transport.peer import ANY, Peer, raw
-from tests.unit.transport.test_port_access import EXPIRED, GRANTED, SECRET, open_port, trusting
+from tests.unit.transport.test_port_access import (
+    EXPIRED,
+    GRANTED,
+    SECRET,
+    open_port,
+    trusting_connect_string,
+)
 from waltz_core.access.permissions import Grant, PrincipalLimits
 from waltz_core.access.requirements import READ
 from waltz_core.config import ClientConfig
@@ -134,7 +140,7 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
     stopped = functools.partial(HandshakeLimits, clock_s=lambda: 0.0)
     monkeypatch.setattr(tls_port, "HandshakeLimits", stopped)
     async with open_port(files, handshake_burst_max=10, handshakes_per_s_max=1) as port:
-        context = tls.dial_context(ClientConfig(), trusting(files))
+        context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
         rejected = 0
         for _ in range(16):
             try:
@@ -260,8 +266,8 @@ async def test_incomplete_frames_of_real_connections_are_limited():
 ONLY_READ = dataclasses.replace(GRANTED, grants=(Grant("spark-etl", False, READ, ((1, 1),)),))
 
 
-async def dialed_to(port, files):
-    context = tls.dial_context(ClientConfig(), trusting(files))
+async def dial_port(port, files):
+    context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
     return await net.dial(WireProtocol.STORAGE, port.address, ssl=context)
 
 
@@ -270,11 +276,11 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
     monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", TEST_TIMEOUT_S)
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
-        known = await dialed_to(port, files)
+        known = await dial_port(port, files)
         known.send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await known.receive()
         monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", 0.2)
-        silent, asking = [await dialed_to(port, files) for _ in range(2)]
+        silent, asking = [await dial_port(port, files) for _ in range(2)]
         sides = port.peer.links
         assert [each.is_unauthorized for each in sides] == [False, True, True]
         error = sides[2].denial(Heartbeat(1, 0, 3))
@@ -298,7 +304,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
     monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", TEST_TIMEOUT_S)
     async with open_port(files, access="on") as port:
         port.apply(limited)
-        links = [await dialed_to(port, files) for _ in range(3)]
+        links = [await dial_port(port, files) for _ in range(3)]
         sides = port.peer.links
         for side in (*sides, sides[0]):
             side._on_tick()
@@ -307,7 +313,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
         # A token that comes later makes it one of another principal.
         links[0].send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await links[0].receive()
-        links.append(await dialed_to(port, files))
+        links.append(await dial_port(port, files))
         sides[3]._on_tick()
         assert [each.is_closed for each in sides] == [False, True, True, False]
         for each in links:
@@ -322,7 +328,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
 async def test_an_unauthorized_link_may_send_small_frames_only(files, access, secret, is_closed):
     async with open_port(files, access=access) as port:
         port.apply(ONLY_READ)
-        link = await dialed_to(port, files)
+        link = await dial_port(port, files)
         if secret is not None:
             link.send(authentication.credential_message(WireProtocol.STORAGE, 4, secret))
             await link.receive()
@@ -339,7 +345,7 @@ async def test_an_unauthorized_link_may_send_small_frames_only(files, access, se
 async def test_an_invalid_token_gives_no_permission(files):
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
-        link = await dialed_to(port, files)
+        link = await dial_port(port, files)
         link.send(authentication.credential_message(WireProtocol.STORAGE, 4, EXPIRED))
         await link.wait_closed()
         assert [each.is_unauthorized for each in port.peer.links] == [True]

@@ -140,8 +140,8 @@ async def test_after_an_append_over_a_limit_later_appends_are_not_charged():
     connection.throttle.receive(appends(3, 5, bytes(9_000)))
     assert connection.rejections == [False] + [True] * 4
     other = AppendRequest(ReqId(9, 2, 3, 1), 0, (), (), (), 0, b"", 0)
-    request_mount = MountWriter(ReqId(1, 2, 3, -1), 1, 0, wants_feed=False)
-    connection.throttle.receive([other, request_mount, *appends(3, 3)])
+    mount_message = MountWriter(ReqId(1, 2, 3, -1), 1, 0, wants_feed=False)
+    connection.throttle.receive([other, mount_message, *appends(3, 3)])
     await pass_time(2)
     assert connection.rejections == [False] + [True] * 4 + [False] * 3
 

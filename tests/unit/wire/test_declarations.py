@@ -49,7 +49,7 @@ def test_a_message_class_without_a_declaration_is_an_error():
     with pytest.raises(TypeError, match="Undeclared: expected a declaration `requires`"):
 
         @value(frozen=True, slots=True)
-        class Undeclared(ClientMessage):
+        class UndeclaredMessage(ClientMessage):
             code = 127
 
 

@@ -177,10 +177,12 @@ def test_the_change_of_a_finding_has_the_arguments_of_its_command(command):
     }
     _, arguments = parse_change({"name": kind.name, "arguments": filled})
     keywords = kind.keyword_arguments(arguments)
-    words = shlex.split(command)[1:]
+    arguments_of_command = shlex.split(command)[1:]
     for name in empty:  # `parse_command` rejects a placeholder where a number is expected
-        words = [filled[name] if word == "ADMIN_PORT" else word for word in words]
-    given = parse_command(words)
+        arguments_of_command = [
+            filled[name] if word == "ADMIN_PORT" else word for word in arguments_of_command
+        ]
+    given = parse_command(arguments_of_command)
     for each in kind.parameters:
         assert each.name in empty or given[each.keyword] == keywords[each.keyword]
 
@@ -213,9 +215,11 @@ def test_the_findings_have_changes_of_several_kinds():
         ("remove-server 'a:1", None),
     ],
 )
-def test_only_a_complete_command_becomes_a_change(words, change):
-    command = f"waltz-core cluster {words} --connect '{CONNECT}?auth=FILE'"
-    expected = None if change is None else {"name": words.split()[0], "arguments": change}
+def test_only_a_complete_command_becomes_a_change(arguments_of_command, change):
+    command = f"waltz-core cluster {arguments_of_command} --connect '{CONNECT}?auth=FILE'"
+    expected = (
+        None if change is None else {"name": arguments_of_command.split()[0], "arguments": change}
+    )
     assert change_in_command(command) == expected
 
 

@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 
 from tests.loops import pass_time, poll_until, run_on_virtual_loop
-from tests.unit.ops.test_diagnosis import NODES, ONE, SPARE, TWO, A, B, C, Case, archived
+from tests.unit.ops.test_diagnosis import NODES, ONE, SPARE, TWO, A, B, C, Case, marker_archived_to
 from waltz_core import errors
 from waltz_core.access.permissions import Grant, Permissions, StoredToken
 from waltz_core.access.requirements import ADMINISTER, READ
@@ -117,7 +117,7 @@ def world(monkeypatch):
 
 def test_a_healthy_cluster_is_shown(world):
     world.case.cluster(name="pay")
-    world.case.partition(marker=archived(80))
+    world.case.partition(marker=marker_archived_to(80))
     fields = world.fields()
     assert (fields["name"], fields["partition_count"]) == ("pay", 2)
     assert (fields["zookeeper_error"], fields["is_settled"]) == ("", True)

@@ -57,11 +57,11 @@ async def post_change(gateway, body, **headers):
 
 
 def with_gateway(scenario, **settings):
-    async def play(world):
+    async def run(world):
         async with world.gateway(**settings) as gateway:
             await scenario(world, gateway)
 
-    in_gateway_world(play)
+    in_gateway_world(run)
 
 
 # --- the files of the pages
