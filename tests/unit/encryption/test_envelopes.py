@@ -1,4 +1,4 @@
-"""Envelopes: damaged and foreign ones, keys that are missing or destroyed, forks."""
+"""Encryption envelopes: damage, foreign payloads, missing or destroyed keys, forked processes."""
 
 import multiprocessing
 

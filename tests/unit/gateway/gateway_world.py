@@ -1,4 +1,4 @@
-"""Gateways in the process of a test, at a server in memory with a registry in memory."""
+"""Gateways in the process of a test, with a server and a registry of writes in memory."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ CONNECT = "memory:2181/waltz/test"
 
 
 class MemoryGateway:
-    """One gateway: its port, and its parts."""
+    """One gateway with its port and components."""
 
     def __init__(self, world: "GatewayWorld", settings: dict[str, Any]) -> None:
         self.config = GatewayConfig(connect=world.connect, **settings)
@@ -112,7 +112,7 @@ class TestCaller:
     async def read_feed_until_its_end(
         self, path: str, after_first: Callable[[], None], **headers: str
     ) -> list[bytes]:
-        """Return all lines of a feed; `then` is called after the first transaction."""
+        """Return all lines of a feed; call `after_first` after the first transaction."""
         loop = asyncio.get_running_loop()
 
         def read() -> list[bytes]:
@@ -131,7 +131,7 @@ class TestCaller:
 
 
 class GatewayWorld:
-    """The server; it is the `SharedDirectory` of the gateways."""
+    """A server in memory, which is the `SharedDirectory` of the gateways."""
 
     def __init__(
         self,

@@ -184,7 +184,7 @@ def test_an_idempotency_key_cannot_be_used_for_two_requests():
 
 
 def test_a_gateway_completes_the_request_of_another_gateway():
-    """The transactions enter the log, and the first gateway gets no answer."""
+    """The transactions enter the log, but the first gateway does not receive the answer."""
 
     async def scenario(world, _gateway, client):
         rows = [row(f"{number % 2}") for number in range(5)]
@@ -410,7 +410,7 @@ def test_the_number_of_feeds_is_limited():
 
 
 def test_a_feed_waits_for_a_slow_reader(monkeypatch):
-    """It requests no more data than two batches, until the reader takes one."""
+    """The feed requests at most two batches of data until the reader takes one."""
     monkeypatch.setattr(http_feeds, "BATCH_BYTES_MAX", 20_000)
 
     async def scenario(_world, gateway, client):

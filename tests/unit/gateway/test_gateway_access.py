@@ -1,4 +1,4 @@
-"""The permissions of each caller apply, not those of the gateway."""
+"""The gateway applies the permissions of each caller instead of its own permissions."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Every request of docs/gateway.md, in its order, at one gateway: the page shows the answers."""
+"""A gateway answers every request of docs/gateway.md, in the order of the page, as documented."""
 
 import asyncio
 import json

@@ -10,7 +10,7 @@ from waltz_core.gateway import gateway_daemon
 
 
 class _Directory:
-    """A `SharedDirectory` of a cluster that nothing uses."""
+    """A `SharedDirectory` without a cluster."""
 
     def __init__(self, *_):
         pass

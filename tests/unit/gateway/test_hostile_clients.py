@@ -1,4 +1,4 @@
-"""Clients that are slow, disconnect or send too much, and a gateway that ends before an answer."""
+"""Clients that are slow, disconnect or send too much, and a gateway that ends before it answers."""
 
 import asyncio
 import json
@@ -105,7 +105,7 @@ def test_a_client_that_sends_a_huge_body_first_can_read_the_answer(is_chunked):
 
 @pytest.mark.usefixtures("no_error_is_logged")
 def test_the_rest_of_a_rejected_request_is_not_parsed_as_a_request():
-    """The answer is sent before the body has arrived; then the body has a wrong chunk."""
+    """The gateway answers before the body has arrived. After that, an invalid chunk arrives."""
 
     async def scenario(_world, gateway):
         reader, writer = await connect_to(gateway)

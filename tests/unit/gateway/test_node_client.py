@@ -1,4 +1,4 @@
-"""The example for Node at gateways in memory, while appends, answers and a gateway are lost."""
+"""The Node.js example with gateways in memory, while appends, answers and a gateway are lost."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""The OpenAPI document describes the operations, and only what it declares."""
+"""The OpenAPI document describes all operations, and uses all schemas that it declares."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Feed frames for 0.13 clients: many encoded at once equal the single messages."""
+"""Feed frames for 0.13 clients: bulk encoding gives the same bytes as single messages."""
 
 import struct
 

@@ -108,7 +108,7 @@ def test_mount_and_feed_errors_become_not_ready(
     adapter = mounted_adapter()
     feed = messages.FeedRequest(req(1), -1)
     assert translate_error(adapter, feed, error) == MountResponse(req(1), NOT_READY)
-    # Once: later the client gets the answer to its next mount.
+    # The error is reported once: later the client receives the answer to its next mount.
     assert translate_error(adapter, feed, error) is None
     assert translate(adapter, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
     adapter.check_request(messages.MountRequest(req(8), -1, 0), 0.0)
@@ -231,7 +231,7 @@ def test_a_mark_request_gets_the_mark_or_no_answer() -> None:
         if error.code == errors.NotOwned.code:
             assert first == EndConnection("elsewhere", MARK_WAIT_S)
         else:
-            assert first is None  # it ends soon as it is
+            assert first is None  # no answer: a session opens again soon
         assert again is None
 
 
@@ -310,7 +310,7 @@ def test_other_answers_are_reported_as_they_are() -> None:
         assert translate(mounted_adapter(), answer) is answer
 
 
-# --- whatever comes
+# --- all errors and requests
 
 
 def all_errors() -> list[errors.WaltzError]:
@@ -370,7 +370,7 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
     assert translate(adapter, result(6, RowOutcomeCode.LOST), 100.0) == MountResponse(
         req(1), NOT_READY
     )
-    # What was on its way may still come, and other partitions continue.
+    # Requests that the client sent earlier may still arrive, and other partitions continue.
     assert adapter.check_request(later_request, 100.0 + MOUNT_WAIT_S) is None
     late_s = 100.1 + MOUNT_WAIT_S
     assert adapter.check_request(messages.FlushRequest(req(7)), late_s) is None
@@ -379,7 +379,7 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
         is None
     )
     assert isinstance(adapter.check_request(later_request, late_s), EndConnection)
-    # A client that mounts again has processed it.
+    # A client that mounts again has processed the end of its earlier mount.
     assert adapter.check_request(messages.MountRequest(req(8), -1, 0), late_s) is None
     assert adapter.check_request(later_request, late_s) is None
     assert translate(adapter, MountResponse(req(8), READY), late_s) == MountResponse(req(8), READY)

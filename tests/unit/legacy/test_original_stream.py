@@ -1,4 +1,4 @@
-"""A stream to a 0.13 server, event by event: its requests, and derived outcomes."""
+"""A stream to a 0.13 server, event by event: requests, and outcomes that the client derives."""
 
 import struct
 
@@ -167,7 +167,7 @@ def test_a_mount_with_a_feed_delivers_the_feed_before_the_answer(world):
             [MARK, m.MountResponse(MOUNT, 1)],
             errors.NotOwned,
         ),
-        # It has answered with less than it knew a moment ago.
+        # The server has reported a lower mark than before.
         (
             LATEST_MARK,
             [MARK, m.MountResponse(MOUNT, 2)],
@@ -318,7 +318,7 @@ def test_dropped_appends_are_reported_after_flush_feed_and_proof(mounted_world):
         (own_req_id(1), [RowOutcomeCode.NOT_MOUNTED]),
         (own_req_id(2), [RowOutcomeCode.NOT_MOUNTED]),
     ]
-    # The third one arrived after the flush, which does not cover it.
+    # The third append arrived after the flush, so the flush does not cover it.
     assert [outcomes(each)[0] for each in mounted_world.receive(feed_event(11, own_req_id(3)))] == [
         [11]
     ]
@@ -377,7 +377,7 @@ def test_the_server_mark_is_requested_again(mounted_world):
         m.HighWaterMarkRequest(own_req_id(2)),
         m.FlushRequest(own_req_id(1)),
     ]
-    # In the end every request is answered, and the row is rejected once.
+    # At the end every request has an answer, and the row is rejected once.
     answer = m.HighWaterMarkResponse(own_req_id(2), 10)
     assert mounted_world.receive(answer, answer) == []
     assert len(mounted_world.proofs) == 1
@@ -420,9 +420,9 @@ def test_the_feed_is_granted_as_far_as_the_stream_requests(world):
     translated = world.receive(feed_event(10, other_req_id(1)), m.FeedSuspended(MOUNT))
     assert [type(each) for each in translated] == [m.FeedBatch, m.FeedSuspended]
     assert world.sent == []
-    # Appends in flight need it, even if the stream does not.
+    # Appends in flight need the feed, even if the stream has not requested it.
     assert world.send(append(1)) == [append(1), m.FeedRequest(MOUNT, 10)]
-    # The stream is not notified of its end, because it has not requested it.
+    # The stream has not requested this feed, so it is not notified of its end.
     assert world.receive(m.FeedSuspended(MOUNT)) == []
 
 

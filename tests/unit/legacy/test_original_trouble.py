@@ -1,4 +1,4 @@
-"""A 0.13 server with faults: the client reports no wrong outcome and always ends."""
+"""A 0.13 server with faults: the client reports no wrong outcome and always terminates."""
 
 import asyncio
 import random
@@ -89,7 +89,7 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
 
 @run_on_loop
 async def test_a_former_owner_decides_no_outcome(cluster):
-    """Its mark is too old, and what it considers lost was found by its successor."""
+    """The old owner's mark is outdated, and the new owner has committed appends that it lost."""
     async with client_of(cluster) as client:
         await client.mount([0])
         directory = client.directory
@@ -100,7 +100,7 @@ async def test_a_former_owner_decides_no_outcome(cluster):
         before = cluster.partition(0)
 
         await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_notified=False)
-        # The old owner abandons what was on its way, and answers flushes and mounts.
+        # The old owner abandons appends in flight, and answers flushes and mounts.
         await on_server(cluster, lambda: before.break_session(0))
         await poll_until(lambda: cluster.servers[0].answered.count(8) > 3)
         assert not any(each.done() for each in futures)
@@ -223,7 +223,7 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
             first = [await client.append(b"ours", partition=0) for _ in range(3)]
             assert await results_of(first) == [0, 1, 2]
             assert not await client.has_legacy_server()
-            # What is in the log stays in the log, whichever server serves it.
+            # Transactions stay in the log, whichever server owns the partition.
             cluster.fill(0, 3)
             cluster.owners[0] = (0, 2)
             await on_server(

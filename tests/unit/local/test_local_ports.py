@@ -1,4 +1,4 @@
-"""A reserved port is used by no other program, and its daemon can listen on it."""
+"""No other program uses a reserved port, and the daemon can listen on it."""
 
 import asyncio
 import socket

@@ -35,7 +35,7 @@ def test_java_options_of_the_user_follow_those_of_waltz(monkeypatch):
     ],
 )
 def test_a_directory_is_escaped_for_java(path, text):
-    """A file of properties is Latin-1: as UTF-8 it would name another directory."""
+    """Java reads property files as Latin-1, so a path in UTF-8 would name another directory."""
     assert zookeeper_config(Path(path), 2181).splitlines()[0] == f"dataDir={text}"
 
 
@@ -51,7 +51,7 @@ def test_a_directory_with_characters_that_java_cannot_decode_is_rejected():
     ("given", "passed_on"), [("C", "C.UTF-8"), ("C.UTF-8", "C.UTF-8"), (None, None)]
 )
 def test_java_uses_the_file_name_encoding_of_python(given, passed_on):
-    """Without a locale Python itself has chosen one, and passed it on to its children."""
+    """Without a locale, Python chooses one itself and passes it to child processes."""
     program = (
         "from waltz_core.local.zookeeper_process import java_environment as of;"
         "print(of().get('LC_ALL'), of().get('LC_CTYPE'))"

@@ -10,7 +10,7 @@ from waltz_core.offline.records import Gap, RecordRun, has_valid_crc, record_fie
 
 
 class CountingFile:
-    """A file in memory that counts how much is read at a time."""
+    """A file in memory that records the size of the largest read."""
 
     def __init__(self, content):
         self.content = bytes(128) + content
@@ -111,7 +111,7 @@ def test_a_wrong_crc_alone_does_not_end_a_run():
 
 
 def test_a_record_inside_the_data_of_a_record_is_not_found():
-    """Its ID and CRC are correct, but the record around it is intact, so no search begins there."""
+    """The inner record is valid, but the outer record is intact, so no search starts there."""
     encoded_records = [encode_record(0, encode_record(1, b"bait")), encode_record(1, b"true")]
     (run,) = walk_records(CountingFile(b"".join(encoded_records)), 0)
     assert run.length == 2

@@ -253,7 +253,7 @@ def test_the_chain_detects_records_of_another_history(tmp_path, storage):
     encode_record = world.records[4]
     assert encode_record in path.read_bytes()
     assert verify_directory(other).findings.error_count == 0
-    # A record that is right by itself, of the right ID and size, that was never in this log.
+    # A valid record with the right ID and size that was never in this log.
     record = make_record(4, bytes(len(encode_record) - 40))
     overwrite_bytes(path, path.read_bytes().index(encode_record), record)
     wrong, _ = verification_texts(other)
@@ -263,7 +263,7 @@ def test_the_chain_detects_records_of_another_history(tmp_path, storage):
 
 
 def write_slot(storage, **changes):
-    """Change fields of the slot that counts; return the earlier slot."""
+    """Change fields of the current slot; return the earlier slot."""
     data = (storage / SLOTS).read_bytes()
     both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)
@@ -321,7 +321,7 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
 
 
 def test_unbatched_records_are_valid_if_the_slot_states_them(storage):
-    """The marker confirms records all the same."""
+    """The acked marker confirms these records, although they have no batches."""
     write_slot(
         storage,
         acked=AckedMarker(35, UNBATCHED),
@@ -377,7 +377,7 @@ def test_known_damage_is_reported_as_known(tmp_path):
 
 @pytest.mark.parametrize("segment_bytes_max", [900, 100_000])
 def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
-    """What was known to be synced is no torn tail, in the last segment neither."""
+    """Data that was synced is not a torn tail, not even in the last segment."""
     world = sample_log(segment_bytes_max)
     world.append([3])
     directory = write_to_directory(world.disk, tmp_path)
@@ -442,7 +442,7 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
 
 
 def test_a_batch_before_the_newest_segment_is_damaged_and_not_torn(tmp_path):
-    """No marker has moved where a failed sync ended the older file; what it holds was synced."""
+    """After a failed sync the acked marker has not moved, but the older file is synced."""
     world = sample_log(segment_bytes_max=100_000)
     for _ in range(3):
         world.append([1])
@@ -462,7 +462,7 @@ def test_a_batch_before_the_newest_segment_is_damaged_and_not_torn(tmp_path):
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_extra_bytes_are_an_error_only_in_a_closed_log(tmp_path, is_closed):
-    """A file that a failed write has ended may have its tail back: that cut was never synced."""
+    """After a failed write the truncated tail may reappear: the truncation was not synced."""
     world = sample_log()
     world.append([3])
     if is_closed:
@@ -485,7 +485,7 @@ def test_extra_bytes_are_an_error_only_in_a_closed_log(tmp_path, is_closed):
 
 
 def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
-    """It makes them of entries that it cannot read any more; their chains are of nothing."""
+    """The storage reconstructs batches with unreadable entries; their chains prove nothing."""
     world = sample_log(segment_bytes_max=100_000)
     for position in (1, 2):
         world.disk.flip_bits(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)
@@ -523,7 +523,7 @@ def test_lock_files_are_expected_and_unknown_files_are_noted(storage):
 
 @pytest.fixture
 def log_with_later_start(tmp_path):
-    """The same without segment 0..10: the log begins after the batch 9..20; another copy has it."""
+    """A log without segment 0..10, which begins after batch 9..20, and a complete copy of it."""
     world = sample_log()
     world.prepare()
     world.set_mark()

@@ -186,7 +186,7 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "stopped", 78))
     found = case.only_finding("process-stopped")
     assert found.command == "kill -CONT 78"
-    # One that runs and does not answer is stopped first.
+    # A running process that does not answer is stopped first.
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, is_silent=True)
     assert case.only_finding("storage-silent").command == (
@@ -217,7 +217,7 @@ def test_a_server_that_does_not_answer_is_reported(case):
 
 
 def test_a_doctor_without_tls_reports_a_cluster_with_tls(case):
-    """No process must be ended for it, and of partitions nothing is known."""
+    """No process must be stopped, and the state of the partitions is unknown."""
     mismatch = "expected plain TCP, found TLS"
     for number in (1, 2):
         case.server(number, failure=mismatch, is_tls_mismatch=True, served_partitions={})
@@ -302,20 +302,20 @@ def test_a_storage_that_does_not_answer_is_reported(case):
 
 
 def test_the_doctor_waits_for_a_storage_that_is_starting(case):
-    """After a crash it reads for minutes, and has no port: if it is ended, it begins again."""
+    """After a crash a storage first reads its logs, without a port; a restart would repeat this."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, failure="refused", replicas={})
     found = case.only_finding("storage-starting")
     assert "Hint: wait, and do not stop" in found.sentence
     assert found.command == again
-    # Nor is it ended for the sake of a quorum.
+    # The storage is not stopped to restore a quorum either.
     case.storage(B, failure="refused", replicas={})
     case.server(1, served_partitions={0: False})
     case.server(2, served_partitions={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
     assert {each.command for each in diagnose(case.facts)} == {again}
-    # From another machine this is unknown: to start it a second time does no harm.
+    # On another machine this is unknown; starting the process a second time is harmless.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-unavailable", "no-quorum"}
     assert "then wait" in diagnose(case.facts)[0].sentence
@@ -348,7 +348,7 @@ def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, belongs_to_cluster=False)
     assert case.only_finding("storage-cluster-mismatch").subject == A
-    # It rejects all servers of this cluster; the network is not the cause.
+    # The storage rejects all servers of this cluster; the network is not the cause.
     case.server(1, unreachable_storages=(A,))
     assert case.only_finding("storage-cluster-mismatch").subject == A
 

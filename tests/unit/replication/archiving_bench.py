@@ -89,7 +89,7 @@ def finish(bench, replica, request, **fields):
 
 
 def archive(bench, last=None):
-    """Archive up to an ID, and record it."""
+    """Archive up to an ID, and record the archived mark."""
     replica, request = begin(bench)
     finish(bench, replica, request, last=request.last if last is None else last)
     bench.run()
@@ -97,7 +97,7 @@ def archive(bench, last=None):
 
 
 def end_attempt(bench):
-    """Let the attempt under way end without a result."""
+    """Let the current attempt end without a result."""
     replica, request = attempts(bench)[-1]
     prefix = request.session_id, 0, request.partition_id
     nothing = wire.RangeArchived(*prefix, request.attempt, 3, bytes(16), 0, "", 0, "")

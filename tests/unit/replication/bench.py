@@ -22,7 +22,7 @@ LIMITS = SessionLimits(lag_bytes_max=500, range_bytes_max=300)
 
 
 class Bench:
-    """See the module."""
+    """The bench that the module docstring describes."""
 
     def __init__(self, *names, state=MarkerState.NEW, limits=LIMITS):
         self.names = names or (A, B, C)
@@ -79,7 +79,7 @@ class Bench:
         self.step(session_events.TakeOwnership(generation, tuple(replicas or self.names)))
 
     def wait(self, ms):
-        """Advance the time, in the steps that the machine requests."""
+        """Advance the time, and wake the machine whenever it requests this."""
         end_ms = self.now_ms + ms
         while True:
             at_ms = self.store.wake_at_ms
@@ -113,7 +113,7 @@ class Bench:
         return message, answer
 
     def ask_zookeeper(self, outcome="ok"):
-        """Answer the oldest question: "ok", "lost" (done, without an answer), "away" (not done)."""
+        """Answer the oldest request: "ok", "lost" (done without an answer) or "away" (not done)."""
         effect = self.questions.popleft()
         if outcome == "away":
             self.step(session_events.MetadataOutcomeUnknown(effect.attempt, "away"))
@@ -139,7 +139,7 @@ class Bench:
         return effect
 
     def run(self, *, questions=True):
-        """Go on until nothing is left to do but to wait."""
+        """Continue until there is no work left except waiting."""
         while True:
             ready = [
                 name
@@ -156,7 +156,7 @@ class Bench:
                 return
 
     def run_for(self, ms):
-        """Continue, let time pass, and continue."""
+        """Run all work, advance the time, and run all work again."""
         self.run()
         self.wait(ms)
         self.run()
@@ -211,7 +211,7 @@ class Bench:
     # --- other servers
 
     def claim_elsewhere(self, session_id):
-        """Let another server have claimed a session."""
+        """Record the claim of another server."""
         nonce = session_id.to_bytes(16, "big")
         self.metadata = PartitionMetadata(1, session_id, self.metadata.states)
         self.marker = PartitionMarker(self.marker.state, session_id, nonce)

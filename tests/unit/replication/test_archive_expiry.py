@@ -1,4 +1,4 @@
-"""Expiry of the archive: which replica performs it, what is recorded, and its end."""
+"""Expiry of the archive: the choice of a replica, the recorded state, and the end of an expiry."""
 
 from dataclasses import replace
 

@@ -494,7 +494,7 @@ def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
     finish(bench, replica, request, last=7)
     bench.run()
     assert [each.session_id for each in bench.all_reported(CheckpointDue)] == [0]
-    # All of it is below the mark of the next session.
+    # All archived batches are below the mark of the next session.
     bench.lose(A)
     bench.reopen()
     assert bench.store.open_session_id == 1
@@ -551,7 +551,7 @@ def test_a_source_that_removes_segments_is_read_from_the_archived_mark(bench):
 
 
 def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
-    """If it were reset it would be unknown, and another loss would leave no decision."""
+    """A reset replica would be unknown, and the loss of another one would block recovery."""
     bench = ArchivingBench()
     bench.open()
     bench.silent = {C}
@@ -571,7 +571,7 @@ def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
 
 
 def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_without_it():
-    """ZooKeeper then records it as closed, so no session needs its log."""
+    """ZooKeeper then records the replica as closed, so no session needs its log."""
     bench = Bench(limits=replace(ARCHIVING, range_bytes_max=1))
     bench.open()
     bench.silent = {C}
@@ -653,7 +653,7 @@ def test_a_failed_first_session_does_not_change_where_a_new_log_begins():
 
 
 def test_a_storage_of_an_older_version_is_not_requested_to_reset_its_log():
-    """Its protocol version has no such request."""
+    """The protocol version of this storage does not have the request."""
     bench = restored_bench()
     bench.storages[C].supports_archiving = False
     bench.open()
@@ -730,7 +730,7 @@ def test_the_archive_is_not_queried_for_damage_above_the_archived_mark(bench):
 
 @pytest.mark.parametrize("removed", [-1, 3])
 def test_an_empty_late_replica_begins_at_the_mark_of_the_session(removed):
-    """More is archived by then, but what the session has appended is copied."""
+    """The archived mark is higher by then, but the replica copies the batches of the session."""
     bench = Bench(limits=ARCHIVING)
     bench.open()
     bench.append(2, batches=2)
@@ -787,7 +787,7 @@ def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeep
 
 
 def test_a_replica_with_another_chain_does_not_stop_archiving(bench):
-    """For example one that has reconstructed a batch there."""
+    """For example a replica with a reconstructed batch there."""
     storage = bench.storages[A]
     handle = storage.handle
 

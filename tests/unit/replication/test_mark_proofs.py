@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.mark_proofs`: requests, and when an answer counts."""
+"""Unit tests of `waltz_core.replication.mark_proofs`: requests, and which answers are accepted."""
 
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.mark_proofs import MarkProofs

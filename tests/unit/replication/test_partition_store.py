@@ -55,7 +55,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     assert isinstance(bench.ask_zookeeper(), session_events.ReadMetadata)
     bench.run_for(20)
     assert bench.store.open_session_id == 0
-    # What did not happen is claimed again, what did is not claimed twice.
+    # A claim that failed is repeated, and a claim that succeeded is not.
     assert bench.metadata.session_id == 0
 
 
@@ -231,7 +231,7 @@ def test_an_intermediate_session_of_another_owner_clears_unbroken(bench):
 
 
 def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroken(bench):
-    """The second claim finds our own name, of a session that never opened."""
+    """The second claim finds the nonce of this server, from a session that never opened."""
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     while bench.metadata.session_id != 2:
@@ -246,7 +246,7 @@ def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroke
 
 
 def with_foreign_ids_in_doubt():
-    """Ours lost IDs 0..1 in session 0; another server wrote its own 0..1 in session 1."""
+    """This owner lost IDs 0..1 in session 0; another server wrote other rows 0..1 in session 1."""
     bench = Bench()
     bench.open()
     bench.submit(2)
@@ -291,7 +291,7 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     assert len(bench.all_reported(SessionSettled)) == settled_count
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
-    # This server has not read yet what others wrote before that session.
+    # This server has not read the batches of other owners before that session yet.
     assert not bench.all_reported(SessionOpened)[-1].follows_own_session
 
 
@@ -310,7 +310,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
 
 
 def test_a_new_owner_learns_the_last_commit_stamp_of_the_log(bench):
-    """Its clock may be behind that of the last owner, but stamps never decrease."""
+    """The clock of a new owner may be behind that of the last one, but stamps never decrease."""
     bench.submit(2)
     bench.now_ms = 7_000
     bench.append()
@@ -407,7 +407,7 @@ def test_a_queued_zookeeper_request_does_not_release_the_partition():
     assert not bench.all_reported(OwnershipReleased)
     bench.run()
     assert bench.store.open_session_id == 0
-    # From then on time counts as ever.
+    # From then on the timeout applies again.
     bench.down = {A, B}
     bench.own(2)
     for _ in range(11):
@@ -509,7 +509,7 @@ def test_earlier_zookeeper_requests_are_not_awaited():
 
 
 def test_late_answers_to_an_abandoned_write_are_ignored():
-    """What it has come to is read; a second answer may be about another one's values."""
+    """The result of the write is read; a late answer may refer to another attempt."""
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -559,7 +559,7 @@ def test_a_replica_is_replaced_by_another():
 
 
 def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
-    """B is away, and C is lost when all is decided: D makes a quorum of the new ones alone."""
+    """B is down, and C is lost after the decision: A and D are a quorum of the new ones only."""
     bench = Bench(A, B, C, D)
     bench.open(replicas=(A, B, C))
     bench.append()
@@ -600,7 +600,7 @@ def test_too_many_new_replicas_at_once_are_rejected():
 
 
 def test_a_log_below_an_exposed_mark_is_not_opened(bench):
-    """All disks lose what was acknowledged: nothing opens over it, and the log reports it."""
+    """All disks lose acknowledged records: no session opens, and the log reports the loss."""
     bench.append()
     for storage in bench.storages.values():
         storage.disk.entries = []
@@ -643,7 +643,7 @@ def test_a_rolling_restart_of_storages_does_not_count_as_failures(bench):
 
 
 def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
-    """ZooKeeper is put back by one session: the next claim has an ID that was in use."""
+    """ZooKeeper is rolled back by one session: the next claim has a session ID that was in use."""
     old = (bench.metadata, bench.marker)
     bench.step(session_events.Checkpoint())
     bench.reopen()

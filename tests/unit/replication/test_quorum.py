@@ -21,7 +21,7 @@ def test_a_vote_counts_after_its_connection_is_lost() -> None:
 
 @given(count=st.integers(1, 5), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
 def test_a_final_vote_result_never_changes(count: int, steps: list[tuple[bool, int]]) -> None:
-    """Whatever the order of votes and losses, the first answer that is not OPEN stays."""
+    """In any order of votes and losses, the first result other than OPEN is final."""
     tally, lost, first = Tally(REPLICAS[:count]), set[int](), VoteResult.OPEN
     for is_vote, number in steps:
         index = number % count

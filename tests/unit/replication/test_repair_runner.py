@@ -63,7 +63,7 @@ def test_the_source_of_a_copy_is_undamaged_and_has_the_mark_or_the_goal():
 
 
 def test_a_replica_is_not_truncated_to_match_a_log_other_than_the_goal(bench):
-    """The first replica has another history, the last one has lost its end."""
+    """The first replica has another history, and the last replica has lost the end of its log."""
     bench.submit()
     bench.deliver(A)
     bench.down = {A}
@@ -107,7 +107,7 @@ def test_an_unresponsive_source_is_replaced_by_another():
 
 
 def change_answers(bench, replica, kind, **fields):
-    """Let a storage carry out a request, and report something else."""
+    """Let a storage carry out requests of a kind, and change fields of its answers."""
     real = bench.storages[replica].handle
 
     def handle(message):
@@ -140,7 +140,7 @@ def test_a_replica_with_an_unsynced_copy_is_not_ready():
 
 
 def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
-    """That they are others shows at the end only: the first of them is on disk by then."""
+    """The difference is detected only at the end, when the first batches are already on disk."""
     bench = Bench()
     lag_behind(bench, C, batches=4)
     disk, chain, forged = bench.storages[A].disk, GENESIS_CHAIN, []
@@ -178,7 +178,7 @@ def test_a_copy_ends_when_its_target_is_lost():
 
 
 def test_a_goal_is_chosen_again_when_no_replica_has_it():
-    """The only log at the mark is lost before a replica is marked: another trusted one may do."""
+    """The only log up to the mark is lost; another trusted log becomes the goal."""
     bench = Bench()
     lag_behind(bench, C)
     while bench.store.session is None or bench.store.session.repairs.goal is None:
@@ -188,17 +188,17 @@ def test_a_goal_is_chosen_again_when_no_replica_has_it():
             bench.deliver(ready[-1])
         else:
             bench.ask_zookeeper()
-    other_bench = next(
+    only_source = next(
         name
         for name, one in bench.store.session.replicas.items()
         if one.repair is not None and one.repair.reaches(bench.store.session.repairs.goal)
     )
-    bench.down = {other_bench}
-    bench.lose(other_bench)
+    bench.down = {only_source}
+    bench.lose(only_source)
     for _ in range(4):
         bench.run()
         bench.wait(100)
-    survivors = [name for name in bench.names if name != other_bench]
+    survivors = [name for name in bench.names if name != only_source]
     assert bench.store.readable_replicas == survivors
     assert bench.logs()[survivors[0]] == bench.logs()[survivors[1]]
 
@@ -241,7 +241,7 @@ def test_a_replica_that_diverges_below_its_mark_is_rejected():
 
 
 def reject_repairs(bench, replica):
-    """Let a replica reject repairs, until what is returned is set back."""
+    """Let a replica reject repairs; return its original handler."""
     storage = bench.storages[replica]
     real = storage.handle
 
@@ -279,7 +279,7 @@ def test_irreparable_damage_below_the_old_mark_does_not_delay_the_mark():
     assert bench.store.readable_replicas == [A, B, C]
     assert [one["replica"] for one in bench.reports("replica.repair_rejected")] == [B]
     assert not bench.reports("replica.rejected")
-    # It is tried again when the replica reports it again.
+    # The repair is repeated when the replica reports the damage again.
     bench.storages[B].handle = real
     report_damage(bench, B)
     bench.run()
@@ -293,13 +293,13 @@ def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
     bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.run_for(LIMITS.answer_ms_max // 2)
-    # It was offered what each of the others has, and is not marked: no replica confirms it.
+    # The replica has received the records of each other replica, but gets no mark.
     assert len(bench.all_sent(wire.Repair, B)) == 2
     assert bench.all_sent(wire.RangeRaw, A)
     assert bench.all_sent(wire.RangeRaw, C)
     assert not bench.all_sent(wire.SetLowWaterMark, B)
     assert bench.store.readable_replicas == [A, C]
-    # It stays, and gets another request after a while.
+    # The replica stays in the session, and gets another request later.
     assert not bench.reports("replica.rejected")
     bench.storages[B].handle = real
     bench.wait(LIMITS.answer_ms_max)

@@ -1,4 +1,4 @@
-"""Replacement of an archived object: requests to replicas, and what is recorded."""
+"""Replacement of an archived object: requests to replicas, and the recorded manifest."""
 
 from dataclasses import replace
 

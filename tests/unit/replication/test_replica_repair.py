@@ -57,7 +57,7 @@ def unavailable(_first, _last):
 
 
 def run_repair(repair, replica, source, goal, *, has_source=available):
-    """Carry the steps out until nothing is left to do; return them."""
+    """Carry out the steps until the repair is complete; return the steps."""
     steps = []
     while (step := repair.next_step(goal, has_source=has_source)) is not None:
         steps.append(step)
@@ -226,7 +226,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated
 
 
 def test_a_log_that_a_later_source_has_is_not_truncated():
-    """The first source had another end, or had lost its batches."""
+    """The first source had another end of its log, or had lost batches."""
     replica = storage((1, [0]), (1, [1, 2]), (1, [3]))
     first, target = (
         storage((1, [0]), (2, [7, 8, 9])),
@@ -327,7 +327,7 @@ def test_a_repair_reduces_the_damage_known_when_it_ends():
     fill = repair.overwrite_step((1, 4))
     assert (fill.fetched_range.first, fill.fetched_range.count) == (1, 2)
     repair.on_damage_found([(0, 0), (2, 7)])
-    # What was fetched does not begin where the damage begins now, so it is fetched again.
+    # The fetched records do not begin where the damage begins now, so they are fetched again.
     assert repair.overwrite_step((2, 7)) == FetchCopy(2, 7, needs_whole_batches=False)
     repair.on_damage_overwritten(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
@@ -369,7 +369,7 @@ def test_only_damage_below_the_truncation_is_requested():
 
 
 # ---------------------------------------------------------------------------------------------
-# what is not trusted
+# untrusted answers
 
 
 def range_of(source, first, last):
@@ -409,7 +409,7 @@ def test_every_flipped_byte_is_detected():
 
 
 def test_corruption_that_the_source_has_not_detected_is_detected():
-    """The source computes the checksum of the range when it reads; those of records are old."""
+    """The source computes the checksum of a range when it reads; record checksums are older."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)
     data[-5] ^= 1  # the last byte before the record's CRC
@@ -508,7 +508,7 @@ LONG = [*OLD, (3, [7, 8]), (3, [9])]  # IDs 0..8
 
 
 def source_with_later_start(last, *batches, archived=None):
-    """Return a source whose log begins after a batch end, and the goal with what is archived."""
+    """Return a source whose log begins after a batch end, and the goal with the archived mark."""
     source = storage(*batches)
     ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
     mark = last if archived is None else archived

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.settlement`: its requests, and what their answers show."""
+"""Unit tests of `waltz_core.replication.settlement`: requests, and conclusions from the answers."""
 
 from types import SimpleNamespace
 

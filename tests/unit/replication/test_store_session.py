@@ -20,7 +20,7 @@ CHANGES = (wire.Truncate, wire.AppendRaw, wire.SetLowWaterMark, wire.Repair, wir
 
 
 def restart(bench, *, down=()):
-    """End the session and let the next one begin with some storages away."""
+    """End the session, and begin the next one while some storages are down."""
     bench.down = set(down)
     bench.sent.clear()
     bench.step(session_events.Checkpoint())
@@ -82,7 +82,7 @@ def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_wh
         restart(bench, down=down)
         bench.silent = set(down)
         bench.wait(LIMITS.opening_grace_ms)
-        # All must have answered before the decision, so that there is only one possible.
+        # All replicas must answer before the decision, so that only one decision is possible.
         while bench.dials:
             bench.connect()
         for name in sorted(set(bench.names) - set(down), reverse=True):
@@ -117,7 +117,7 @@ def test_another_storage_at_the_address_is_not_used(bench):
 
 
 def test_a_batch_of_a_session_unknown_to_zookeeper_is_not_trusted(bench):
-    """Its data was rolled back; the log of an older session would win, and cut committed IDs."""
+    """ZooKeeper was rolled back; the log of an older session would truncate committed IDs."""
     old = bench.metadata, bench.marker
     bench.submit(3)
     bench.submit(3)
@@ -148,8 +148,8 @@ def test_a_batch_of_a_session_unknown_to_zookeeper_is_not_trusted(bench):
 def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     bench, monkeypatch, is_left_out
 ):
-    """A replica that ZooKeeper records as closed does not prevent the session of the others:
-    if there has been a later session, one of them knows it, too.
+    """A replica that ZooKeeper records as closed does not block the session of the others:
+    if there was a later session, one of the other replicas has its promise, too.
     """
     if is_left_out:
         restart(bench, down=[C])
@@ -260,7 +260,7 @@ def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_has_recorded_
     assert bench.logs()[C] == bench.logs()[A]
     assert stage(bench, C) is ReplicaStage.READY
     assert bench.store.readable_replicas == [A, B]
-    # It has no voice yet, and gets nothing that is not committed.
+    # The late replica does not count towards the quorum, and receives only committed batches.
     bench.submit()
     bench.run(questions=False)
     assert bench.storages[C].last == 40
@@ -291,7 +291,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     for _ in range(4):
         bench.wait(LIMITS.answer_ms_max)
         bench.append()
-    # If it were abandoned, it could return only in another session. So it has to wait.
+    # If it were dropped, it could return only in another session. So it has to wait.
     assert bench.store.open_session_id == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
@@ -466,7 +466,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
 
 
 def test_a_disk_failure_during_prepare_is_not_reported_as_a_fence():
-    """The storage has promised this session, but its disk has failed to store the promise."""
+    """The storage has promised this session, but could not store the promise on its disk."""
     bench = Bench()
     bench.own()
     bench.step_until(lambda: all(bench.requests.get(name) for name in (A, B, C)))
@@ -484,7 +484,7 @@ def test_a_disk_failure_during_prepare_is_not_reported_as_a_fence():
 
 
 def test_a_promise_above_the_known_later_promise_ends_the_session(bench):
-    """It is known to be ahead of ZooKeeper; its later promise is another owner's session."""
+    """The replica is known to be ahead of ZooKeeper; a later promise belongs to another owner."""
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())
     bench.wait(100)
@@ -503,7 +503,7 @@ def test_a_promise_above_the_known_later_promise_ends_the_session(bench):
 
 
 def test_a_storage_at_the_address_of_another_is_not_trusted():
-    """It identifies itself only in its answer; what it has is another replica's log, or none."""
+    """A storage identifies itself only in its answer; its log may belong to another replica."""
     bench = Bench()
     bench.own()
     bench.step_until(lambda: bench.requests.get(A))

@@ -1,4 +1,4 @@
-"""The serializers `Avro` and `Protobuf`: which requests they send, and what they keep."""
+"""The serializers `Avro` and `Protobuf`: requests to the registry, and the schema cache."""
 
 import json
 from collections.abc import Iterator

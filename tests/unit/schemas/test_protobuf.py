@@ -42,7 +42,7 @@ ORDER = {
     "is_gift": True,
     "time": dt.time(23, 59, 59, 999_999),
 }
-# What fields without presence have.
+# The defaults of fields without presence.
 DEFAULTS = {
     "id": 0,
     "owner": "",

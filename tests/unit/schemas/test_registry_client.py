@@ -1,4 +1,4 @@
-"""The client of a schema registry: requests, and each way in which a registry fails."""
+"""The client of a schema registry: requests, and errors for each failure of a registry."""
 
 import json
 import logging

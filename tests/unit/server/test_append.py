@@ -1,4 +1,4 @@
-"""The append pipeline: appends are validated, batched, sent, and answered when final."""
+"""The append pipeline: validation, batching, submission, and answers for final outcomes."""
 
 import struct
 import zlib
@@ -165,14 +165,14 @@ class World:
         return out
 
     def turns(self) -> list[Batch]:
-        """Take turns while there is something to do; return what was submitted."""
+        """Take turns while there is work; return the submitted batches."""
         before = len(self.submitted)
         while self.wants_turn:
             self.turn()
         return self.submitted[before:]
 
     def piece(self) -> Batch:
-        """Wait for the pause of the throttle, take a turn, and return what it submitted."""
+        """Wait for the pause of the throttle, take a turn, and return the submitted batch."""
         before = len(self.submitted)
         self.turn_when_paced()
         (batch,) = self.submitted[before:]
@@ -363,7 +363,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     stale = world.single(generation=Generation(2))
     fenced = world.single(BOB)
     rows = world.batch([b"a", b"b"], BOB)
-    # Checked when dequeued: a newer mount while they wait fences them off.
+    # Requests are checked when dequeued: a newer mount fences those that wait.
     world.mounts.begin_mount(BOB, ConnectionId(21), 2)
     assert results(world.turn()) == {
         stale: [(-1, RowOutcomeCode.GENERATION, -1)],
@@ -547,7 +547,7 @@ def test_a_full_window_stops_the_turns_until_a_batch_is_settled() -> None:
     world.turn()
     assert not world.wants_turn
     assert len(world.submitted) == 1
-    # What is small passes, up to twice the window.
+    # Small requests pass, up to twice the window.
     world.single(BOB)
     assert world.wants_turn
     world.turn()
@@ -665,7 +665,7 @@ def test_rows_keep_order_and_sequence_numbers_across_pieces() -> None:
 
 
 def world_with_flood(world: World, *, flush: bool = False) -> ReqId:
-    """Share the server, and submit one piece of a batch that has many."""
+    """Share the server, and submit the first piece of a large batch."""
     world.share()
     flood = world.batch([bytes(PIECE_BYTES // 2)] * 4)
     if flush:
@@ -802,9 +802,7 @@ def test_a_flush_waits_for_earlier_requests_only() -> None:
     world.turn()
     assert world.pipeline.flush(1) == []
     world.single(generation=Generation(9))
-    assert (
-        BarrierReached(1) not in world.turn()
-    )  # what came later has ended, and what came before not
+    assert BarrierReached(1) not in world.turn()  # only the later request has ended
     world.single()
     assert BarrierReached(1) in world.commit()
 
@@ -849,7 +847,7 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
 def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     follows_own_session,
 ) -> None:
-    """Otherwise its chain may differ from the log's."""
+    """Otherwise the chain of the batch could differ from that of the log."""
     world = World()
     for _ in range(2):
         world.single()

@@ -49,7 +49,7 @@ def read(
 
 
 def numbers(found: list[CachedRange]) -> list[int]:
-    """Return the IDs that came back, having checked that each has its own record."""
+    """Return the IDs that were found, and check that each has its record."""
     ids: list[int] = []
     for part in found:
         mine = list(range(part.first, part.last + 1))

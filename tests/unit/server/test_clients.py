@@ -76,7 +76,7 @@ class Link:
 
 
 class Host:
-    """A partition that notes what reaches it."""
+    """A partition that records the requests that it receives."""
 
     partition_id = PartitionId(0)
     is_open = True
@@ -171,7 +171,7 @@ async def test_a_principal_over_its_client_id_limit_gets_no_further_id():
 
 @run_on_loop
 async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
-    """It would not be charged to a principal, and all share 2^30 IDs."""
+    """The ID would not be charged to a principal, and there are only 2^30 IDs for all clients."""
     issued = []
 
     class Issuing(Backend):
@@ -276,7 +276,7 @@ async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_it():
 
 
 async def pass_turns() -> None:
-    """Let everything happen that waits for nothing."""
+    """Let all ready callbacks and tasks run."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -327,7 +327,7 @@ class AuditAccess:
 
 
 class Expiry(ExpireRequest):
-    """A request whose end of life can be observed."""
+    """A request that supports weak references, to observe when it is freed."""
 
     __slots__ = ("__weakref__",)
     requires = ExpireRequest.requires
@@ -335,7 +335,7 @@ class Expiry(ExpireRequest):
 
 @run_on_loop
 async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
-    """Its outcome is found by its `id`, which another request could get otherwise."""
+    """The outcome is found by the `id` of the request, which another request could get."""
     backend, link, audited = Backend(), Link(), AuditedRequest()
     link.access, link.audit_request = AuditAccess(), lambda _request: audited
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))

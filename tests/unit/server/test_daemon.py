@@ -114,7 +114,7 @@ async def test_partitions_are_handed_over_one_at_a_time_while_unowned() -> None:
         ]
         await pass_turns()
         assert coordinator.requested == [0]
-        # Meanwhile one has begun again, and one has moved away.
+        # In the meantime partition 1 is owned again, and partition 2 has moved away.
         server.hosts[1].partition.is_owned = True
         del server.hosts[2]
         coordinator.may_finish.set()
@@ -133,7 +133,7 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
     assert not await server._hand_over_partition(1, 1)
     assert not await server._hand_over_partition(1, 1)
     assert coordinator.requested == [0, 1, 1]
-    # So it gets no partitions, although it seems idle.
+    # So the server gets no partitions, although it seems idle.
     assert not server._make_rebalancer()._is_fit()
     assert server_of(coordinator)._make_rebalancer()._is_fit()
 
@@ -153,7 +153,7 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])
     assert await server._hand_over_partition(PartitionId(0), Generation(1))
-    # A command prefers another one meanwhile; this does not prefer the failing one.
+    # In the meantime a command prefers another partition; this must not restore the failing one.
     await server.prefer([PartitionId(3)], [])
     looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
     for _ in range(3):

@@ -29,7 +29,7 @@ HOT, COLD = 5, 6
 
 
 class Authors(World):
-    """A pipeline, and authors that follow."""
+    """A pipeline, and authors of dependent appends."""
 
     def follow(
         self,
@@ -52,7 +52,7 @@ class Authors(World):
         return req_id
 
     def after(self, mark: int, **more) -> ReqId:
-        """An author that has received everything up to a mark in the current session."""
+        """Append as an author that has received everything up to a mark in the current session."""
         return self.follow(mark=mark, session=self.session, **more)
 
 
@@ -88,7 +88,7 @@ def test_a_rejected_writer_gets_its_predecessors_and_may_append_after_them():
     ).predecessors
     assert (transaction_id, req_id, header, data) == (0, winner, 7, b"first")
     behind = world.after(0, client=BOB)
-    assert world.turn() == []  # it is gathered
+    assert world.turn() == []  # the append is gathered
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)]}
     assert len(world.turns()) == 1
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)]}
@@ -179,7 +179,7 @@ def test_predecessors_have_written_its_locks_above_its_mark():
     assert predecessor_ids_for(world, write=[HOT]) == [1, 3]
     assert predecessor_ids_for(world, write=[9], read=[8, 7]) == [2, 4]
     assert predecessor_ids_for(world, write=[HOT], mark=1) == [3]
-    assert predecessor_ids_for(world, write=[HOT, COLD], mark=3) is None  # it is let in
+    assert predecessor_ids_for(world, write=[HOT, COLD], mark=3) is None  # the append is admitted
 
 
 def predecessor_ids_for(world: Authors, **request) -> list[int] | None:
@@ -286,7 +286,7 @@ def test_dependent_appends_to_another_session_are_rejected():
     stale = world.follow(BOB, mark=0, session=session)
     assert results(world.turn()) == {stale: [(-1, LOCK, -1)]}
     assert results(world.commit()) == {other: [(0, COMMITTED, -1)]}
-    # Nor when the log has come so far in the other session.
+    # The same holds when the log of the other session reaches this ID.
     stale = world.follow(BOB, mark=0, session=session)
     assert results(world.turn()) == {stale: [(-1, LOCK, 0)]}
 
@@ -294,7 +294,7 @@ def test_dependent_appends_to_another_session_are_rejected():
 def test_dependent_appends_after_a_zookeeper_rollback_are_rejected():
     world, _ = in_flight()
     world.pipeline.on_session_closed()
-    world.session -= 1  # as when ZooKeeper's data were put back
+    world.session -= 1  # as after a rollback of ZooKeeper
     world.open(-1, settled=-1)
     world.submitted.clear()
     world.follow(BOB)
@@ -372,7 +372,7 @@ def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_discon
 
 
 def world_with_gathered_append() -> Authors:
-    """Nothing is in flight, and what is gathered waits for more because an author waits."""
+    """No append is in flight; a gathered append waits for more appends because an author waits."""
     world, _ = in_flight()
     world.follow(BOB)
     world.turn()

@@ -25,17 +25,17 @@ HOST = "127.0.0.1"
 ME, OTHER = ServerId(1), ServerId(2)
 
 
-# Dials since the test's beginning: what is not to happen has had its time after some more of them.
+# Dials since the start of the test. An unwanted event would occur within a few more dials.
 DIALS = [0]
 SOME_DIALS = 8
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no dial wait for a second; count the dials. What a test changes is restored, too."""
+    """Shorten all pauses, and count the dials; changes of a test are undone afterwards."""
     monkeypatch.setattr(failure_detector, "RETRY_PAUSE_S", 0.02)
     monkeypatch.setattr(failure_detector, "REFUSED_PAUSE_S", 0.001)
-    # A cancelled dial may have come to the listener, which is no server that was reached.
+    # A cancelled dial may have reached the listener, but does not count as a connection.
     monkeypatch.setattr(failure_detector, "DIAL_TIMEOUT_S", 15.0)
     dial = net.dial
 
@@ -73,7 +73,7 @@ class World:
         self.taken_out.append(dead)
 
     async def listen(self, port: int | None = None) -> Listener:
-        """Listen; at the same port again, which no other process is given meanwhile."""
+        """Listen at a port, or again at the port of an earlier listener."""
         return await listen(WireProtocol.CLIENT, HOST, port or free_port(), self.links.append)
 
     async def reached(self) -> tuple[Listener, ServerDescriptor]:
@@ -101,7 +101,7 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
         await listener.close()
         await poll_until(lambda: servers.taken_out)
         assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
-        # It may be alive in spite of that: it must be reached before it can be declared dead again.
+        # The server may be alive: it must be reached before it can be declared dead again.
         await wait_for_dials()
         assert servers.taken_out == [other]
         listener = await servers.listen(listener.port)
@@ -232,6 +232,6 @@ async def test_a_server_that_has_left_is_not_monitored():
         servers.detector.watch_servers(view_of())
         await poll_until(lambda: servers.links[0].is_closed)
         await listener.close()
-    # Its watch has ended with the others, or this would still wait.
+    # All watches have ended; otherwise the block would not end.
     assert servers.taken_out == []
     assert DIALS[0] == 1

@@ -1,4 +1,4 @@
-"""Feeds in detail: turns, slow clients, many clients, low memory."""
+"""Feeds: turns, slow clients, many clients, and low memory."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def grant(each: Feed, client: int, mark: int) -> bool:
 
 
 def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
-    """Return first ID and count of each frame to a client, and check what is in it."""
+    """Return first ID and count of each frame to a client, and check the content."""
     found = []
     for outcome in outcomes:
         if isinstance(outcome, SendToClient) and isinstance(outcome.message, FeedBatch):
@@ -173,7 +173,7 @@ def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     assert each.lag_max() == 20
     deliver_all(each)
     assert each.lag_max() == 0
-    # A client that requests no more lags, until it disconnects.
+    # A client that stops requesting lags until it disconnects.
     assert grant(each, 1, 24)
     each.on_mark_advanced(SessionId(1), TransactionId(30))
     deliver_all(each)

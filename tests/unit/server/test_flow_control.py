@@ -158,7 +158,7 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
     each.receive(B, [batch(4_000)])
     each.receive(C, [batch(100)])
     assert each.balance() == [B, A]
-    assert each.may_read(C) is False  # It has something waiting.
+    assert each.may_read(C) is False  # a request of C is waiting
     each.admit(C)
     assert each.may_read(C)
 
@@ -175,7 +175,7 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
     ],
 )
 def test_compressed_numbers_count_with_their_full_size(request_of) -> None:
-    """A frame of 256 KiB takes ten times that as numbers of Python."""
+    """As Python numbers, a frame of 256 KiB takes ten times as much memory."""
     each = flow(in_flight_bytes=1 << 20)
     each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
     (first,) = each.admit(A)
@@ -198,7 +198,7 @@ SIZED = {
     ids=lambda each: each.__name__,
 )
 def test_every_request_counts_with_all_its_fields(request_class) -> None:
-    """A request may wait for long, and a peer chooses its size."""
+    """A request may wait for a long time, and the peer chooses its size."""
     hints = get_type_hints(request_class, include_extras=True)
     kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}
     large = {name: SIZED[kind] for name, kind in kinds.items() if kind in SIZED}

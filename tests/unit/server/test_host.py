@@ -122,7 +122,7 @@ def test_unchanged_metrics_are_not_updated_again() -> None:
 
 
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
-    """A late replica delays no other one, so nothing else would show that it hangs."""
+    """A late replica delays no commit, so only this metric shows that it hangs."""
     caplog.set_level("INFO")
     owed_since, metrics = {}, Metrics("server")
     waits = ReplicaWaitReporter(
@@ -172,7 +172,7 @@ def test_each_assigned_replica_is_exported_as_in_sync_or_not() -> None:
 
 
 def new_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
-    """Return the host of a partition without storages, and what has failed."""
+    """Return the host of a partition without storages, its partition, and the list of failures."""
     failures: list[Exception] = []
     store = PartitionStore(PartitionId(0), bytes(16), 1, {}, rng=Random(1), limits=SessionLimits())
     partition = Partition(
@@ -199,7 +199,7 @@ def new_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
 
 @run_on_loop
 async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
-    """Its storages were taken away in the pause; without any, a store would end the process."""
+    """The partition lost its storages in the pause; a store without storages ends the process."""
     host, partition, failures = new_host()
     host.assign(Generation(1), ())
     host._retake_ownership()

@@ -1,4 +1,4 @@
-"""The rows between validation and outcome."""
+"""Rows in flight: rows that are validated, but have no outcome yet."""
 
 from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX

@@ -1,4 +1,4 @@
-"""Fair queueing by bytes: turns, order within a lane, and that no connection saves up turns."""
+"""Fair queueing by bytes: turns, order within a lane, and no accumulation of turns."""
 
 import random
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> 
     )
     for name in ("b0", "b1"):
         lanes.push(item(2, name, 900))
-    # The lane of parts is 1,000 ahead: another gets as much first.
+    # The lane of the large request is 1,000 bytes ahead, so another lane gets 1,000 bytes first.
     assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["b0", "b1"]
     lanes.charge_part(0)
     lanes.charge_part(1_999)
@@ -136,7 +136,7 @@ def test_small_requests_pass_large_ones_that_wait() -> None:
         lanes.push(item(2, name, 2_000))
     names = [each.name for _ in range(2) if (each := lanes.take(with_large=False))]
     assert names == ["b0", "b1"]
-    # Its turn is overdue, and no request of its own lane passes it.
+    # The turn of the lane is overdue, and no request of the same lane passes the large request.
     assert take_all(lanes) == ["large", "behind", "b2"]
 
 

@@ -143,7 +143,7 @@ def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
         throttle.on_small_request_finished(start_ms, start_ms + slow)
     throttle.on_large_batch_started(FLOOD, 200_100)
     throttle.on_small_request_finished(200_100, 200_123)
-    assert throttle.factor < PAUSE_FACTOR_FIRST  # not a fifth more than 20 ms
+    assert throttle.factor < PAUSE_FACTOR_FIRST  # less than a fifth above 20 ms
     throttle.on_small_request_finished(200_100, 200_140)
     assert throttle.factor > PAUSE_FACTOR_FIRST
 
@@ -154,7 +154,7 @@ def test_times_during_a_piece_do_not_count_as_calm() -> None:
     throttle.on_small_request_finished(100, 200)
     throttle.on_large_batch_finished(100, 200)
     throttle.on_small_request_finished(190, 250)  # a piece was in flight when it came
-    assert throttle.factor < PAUSE_FACTOR_FIRST  # nothing is known yet of what is calm
+    assert throttle.factor < PAUSE_FACTOR_FIRST  # the calm time is not known yet
     throttle.on_small_request_finished(201, 206)
     throttle.on_small_request_finished(190, 250)
     assert throttle.factor > PAUSE_FACTOR_FIRST

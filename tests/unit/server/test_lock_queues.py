@@ -34,7 +34,7 @@ def test_rejected_writers_are_notified_one_per_commit_in_their_order() -> None:
     assert rejected[2] not in answered
     for number, req_id in enumerate(rejected[1:], 1):
         answered = next_commit(world, number - 1)
-        # Of the transaction that has come meanwhile, so that none waits for less.
+        # The answer names the newest transaction, so that no writer waits for an older one.
         assert answered.pop(req_id) == [(-1, LOCK, number)]
         assert list(answered.values()) == [[(number, COMMITTED, -1)]]
     assert world.pipeline.due_ms(world.now_ms) is None

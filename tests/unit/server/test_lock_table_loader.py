@@ -28,7 +28,7 @@ def end(last: int, history: int = 0) -> LogEnd:
 
 
 def block(last: int, *locks: int, first: int | None = None, history: int = 0) -> bytes:
-    """A block of one transaction by default; it writes the lock of its own ID, too."""
+    """Return a block, by default of one transaction, which also writes the lock of its own ID."""
     low = last if first is None else first
     packed = struct.pack(f">{len(locks) + 1}i", 1_000 + last, *locks)
     return encode(TransactionId(low), end(last, history), end(low - 1).chain, packed)

@@ -128,7 +128,7 @@ def test_a_lost_append_does_not_reject_its_retry() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, high=0, next_id=1)
     table.on_committed(TransactionId(1))
-    # Others write, and the session ends with the next one under the lock in flight.
+    # Other appends commit; the session ends while the next writer of the lock is in flight.
     validate(table, *({"w": [other]} for other in range(2, 10)), mark=1, high=1, next_id=2)
     validate(table, {"w": [1]}, mark=1, high=1, next_id=10)
     table.clamp(TransactionId(9))
@@ -146,7 +146,7 @@ def test_a_reset_rejects_appends_with_older_marks() -> None:
 def test_locks_in_flight_before_a_reset_are_not_undone_after_it() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
-    # Another owner has written up to 1 and may have written each of them; then this one is back.
+    # Another owner may have written any lock up to ID 1; then this owner returns.
     table.reset(TransactionId(1))
     table.clamp(TransactionId(1))
     assert [table.estimate(lock) for lock in (1, 2, 3)] == [1, 1, 1]
@@ -167,7 +167,7 @@ def test_an_empty_batch_accepts_no_row() -> None:
 
 
 def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
-    """The row numbers that validation puts into the table must all be removed again."""
+    """Validation must remove all row numbers that it has put into the table."""
     table = LockTable(11, TransactionId(3))
     validate(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
     assert set(table._slots.tolist()) <= {3, 4, 5}

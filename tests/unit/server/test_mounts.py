@@ -127,7 +127,7 @@ def test_the_mounted_clients_of_a_connection_are_limited() -> None:
 
 
 def test_the_number_of_headers_in_a_filter_is_limited() -> None:
-    """They are kept, and looked for in every frame, for as long as the mount lasts."""
+    """The server stores the headers, and searches every frame for them, while the mount lasts."""
     mounts, many = Mounts(10), tuple(range(FILTER_HEADERS_MAX + 1))
     assert mount_error(mounts, ALICE, OLD, 1, many[1:]) is None
     assert isinstance(mount_error(mounts, ALICE, OLD, 1, many), BadRequest)

@@ -181,12 +181,12 @@ class World:
         )
 
     def prove(self) -> None:
-        """A quorum answers the latest request for a proof."""
+        """Let a quorum answer the latest request for a proof."""
         token = self.store.of(replication.ProveMark)[-1].token
         self.report_from_store(replication.MarkProved(token, self.partition.high_water_mark))
 
     def fail_proof(self) -> None:
-        """No quorum answers it."""
+        """Let the latest request for a proof fail."""
         self.report_from_store(
             replication.MarkProofFailed(self.store.of(replication.ProveMark)[-1].token)
         )
@@ -388,7 +388,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
 
 
 def test_a_checkpoint_waits_a_limited_time_for_an_archive_attempt() -> None:
-    """Otherwise no attempt would end while the load lasts."""
+    """Otherwise no attempt would end under load."""
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open(9)
     world.mount()
@@ -431,7 +431,7 @@ def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
     checkpoints = len(world.store.of(replication.Checkpoint))
     world.report_from_store(due)
     world.commit()
-    # Only those by which the test makes the store speak: the session is too young.
+    # Only the test's own checkpoints: the session is too young for another one.
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
     world.now_ms = 50
     world.append()
@@ -444,7 +444,7 @@ def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
     world.run()
     world.now_ms = 100
     world.commit()
-    # None in the next session, in which little is archived.
+    # No checkpoint in the next session, in which little is archived.
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 7
 
 
@@ -494,7 +494,7 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
 
 
 def test_requests_of_a_closed_connection_are_forgotten() -> None:
-    """Without a session it could wait for days; a returning client repeats its request."""
+    """A request without a session could wait for days; a returning client repeats it."""
     world = world_with_mount()
     world.append()
     world.run()
@@ -593,7 +593,7 @@ def test_a_client_ahead_of_the_log_is_reported() -> None:
     old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
     world.prove()
     assert world.error(new) == errors.ClientAheadOfLog.code
-    assert not world.is_answered(old)  # it came when that proof was under way already
+    assert not world.is_answered(old)  # the request arrived after that proof had started
     world.prove()
     assert world.answer(old) == messages.MountResponse(old, 2)
     assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
@@ -814,7 +814,7 @@ def range_answer(world: World, req_id: ReqId) -> messages.RangeData:
 
 
 def range_bytes(fetch: Fetch, data: messages.RangeData, records: Buffer) -> messages.RangeBytes:
-    """The storage's form of what another partition has answered."""
+    """Return the answer of another partition in the form of a storage's answer."""
     range_fields = (1, fetch.token, 0, data.first, data.count, data.form)
     return messages.RangeBytes(*range_fields, data.lengths, records, 0, bytes(16), data.lineage)
 
@@ -1116,7 +1116,7 @@ def test_the_data_of_one_transaction_is_returned() -> None:
     message = world.answer(req_id)
     data, fault = message.result
     assert (bytes(data or b""), fault) == (b"payload", None)
-    # Although it is requested too early, it is available later.
+    # The request was rejected because it came too early, but the range is available later.
     early = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
     world.prove()
     message = world.answer(early)
@@ -1202,7 +1202,7 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
     world.close()
     world.open(
         3, settled=0, follows_own_session=False
-    )  # Its first row was kept; others wrote after it.
+    )  # The first row was kept, and other clients wrote after it.
     answer = world.answer(batch)
     assert bytes(answer.reasons) == bytes((RowOutcomeCode.COMMITTED, RowOutcomeCode.NOT_MOUNTED))
 
@@ -1236,7 +1236,7 @@ def test_a_proved_mark_includes_commits_during_the_proof() -> None:
 
 
 def test_an_opening_proves_the_mark_from_the_time_of_its_write() -> None:
-    """A server that is paused while its states are written may be replaced meanwhile."""
+    """Another server may replace a server that is paused while its states are written."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
     world.report_from_store(replication.WriteMetadata(1, metadata, marker, 0, 0))

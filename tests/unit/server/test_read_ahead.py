@@ -32,7 +32,7 @@ def test_the_oldest_range_is_dropped_for_the_next() -> None:
     keep(ahead, 1_000, 5)
     assert buffered_ids(ahead, 0, 10, 1_000) == [10, 1_000]
     assert budget.used_bytes == full_bytes
-    # The same one again takes its own place.
+    # The same range replaces itself.
     keep(ahead, 1_000, 5)
     assert buffered_ids(ahead, 10, 1_000) == [10, 1_000]
     ahead.clear()

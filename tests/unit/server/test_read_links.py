@@ -72,7 +72,7 @@ def silent_storage(timeout: str) -> Iterator[ReplicaId]:
 
 @run_on_loop
 async def test_clients_with_equal_request_ids_get_their_own_answers():
-    """A partition that is lost and owned again counts from the beginning, and may still wait."""
+    """A new ownership restarts the request IDs, and earlier requests may still wait."""
     async with storage() as (storage_peer, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         fetches = [tasks.create_task(links.fetch(replica, request(1, each))) for each in (10, 20)]

@@ -1,4 +1,4 @@
-"""Reads in detail: limits on fetches, waiting requests, sessions that end."""
+"""Reads from storages: limits on fetches, waiting requests, and ends of sessions."""
 
 import dataclasses
 import struct
@@ -166,7 +166,7 @@ def test_nearby_replicas_of_the_session_are_queried_first() -> None:
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetches[0].token, "gone"), 0))
     other = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
     assert {fetch.replica, other.replica} == {REPLICAS[0], REPLICAS[2]}
-    # The next session is without the one that is near.
+    # The next session does not include the nearby replica.
     each.on_session_closed()
     each.replicas = [REPLICAS[0], REPLICAS[2]]
     assert each.on_session_opened(SessionId(5), TransactionId(999)) == []
@@ -227,7 +227,7 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
         fetch = fetch_of(request_range(each, 10 * number, 10 * number + 9))
     assert failed not in requests[:AVOIDED_FETCH_COUNT]
     assert failed in requests[AVOIDED_FETCH_COUNT : AVOIDED_FETCH_COUNT + 3]
-    # None is left out where there is no other.
+    # A replica is not avoided if there is no other.
     each.replicas = [failed]
     assert (
         fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0)).replica == failed
@@ -465,7 +465,7 @@ def test_read_ahead_ranges_are_not_requested_twice() -> None:
     each.on_range_fetched(fetch.token, whole_records(fetch, 7), 0)
     fetch = fetch_of(request_data(each, 8))
     assert [request_data(each, wanted, sequence=wanted) for wanted in (9, 10, 11)] == [[], [], []]
-    # It ends earlier than expected: the rest is requested again.
+    # The answer ends earlier than expected, so the rest is requested again.
     *answers, more = each.on_range_fetched(fetch.token, whole_records(fetch, 8, 9), 0)
     assert [data_of(answer) for answer in answers] == [written_data(8), written_data(9)]
     more = fetch_of([more])
@@ -593,7 +593,7 @@ def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
 
 @pytest.mark.parametrize("count", [FILTER_HEADERS_MAX, FILTER_HEADERS_MAX + 1])
 def test_a_filter_of_a_range_has_a_limited_number_of_headers(count) -> None:
-    """The server compares each record with them; a small request must not cost much time."""
+    """The server compares each record with the headers; a small request must not take much time."""
     message = RangeRequest(REQ_ID, 5, 6, 1 << 20, RangeForm.WHOLE, tuple(range(count)))
     (found,) = reads().request_range(RequestReceived(ConnectionId(1), message, 70, 0), message)
     if count <= FILTER_HEADERS_MAX:

@@ -21,9 +21,9 @@ PACE = BalanceTimes(interval_ms=5, window_ms=100, cooldown_ms=3_600_000)
 
 
 async def run_balancers(zookeeper, *, servers, reporting, unavailable=None):
-    """Return views and rounds of a cluster whose servers balance, those in `reporting`.
+    """Return views and rounds of a cluster in which the servers in `reporting` balance the load.
 
-    The partitions of a server in `sick` do not open, so they cost it nothing.
+    The partitions of a server in `unavailable` do not open, so they cause no load.
     """
     ill = set() if unavailable is None else unavailable
     await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), CLUSTER_KEY))
@@ -142,7 +142,7 @@ def test_the_load_includes_bytes_rows_and_answers():
 
 
 class ScriptedCoordinator:
-    """A coordinator that shows the views it is given, and all loads to be the same."""
+    """A coordinator that returns the given views, and equal loads for all servers."""
 
     def __init__(self, views):
         self.views = list(views)

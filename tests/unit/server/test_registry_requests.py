@@ -1,4 +1,4 @@
-"""The registry of writes through a server: its contract, its owners, and invalid requests."""
+"""The registry of writes through a server: contract, owners of writes, and invalid requests."""
 
 import asyncio
 
@@ -111,7 +111,7 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
     for operation in (OPERATIONS.CHECK, OPERATIONS.TASKS, OPERATIONS.FINISH, OPERATIONS.FORGET):
         await requests.answer(request(operation, attempt=1), requester)
     assert await write_registry.read("w") is None
-    # Its name is free again.
+    # The name of the write is free again.
     await requests.answer(request(OPERATIONS.BEGIN), other)
     assert (await write_registry.read("w")).principal == "other"
 
@@ -122,7 +122,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
     await requests.answer(request(OPERATIONS.ENTER), Requester("anonymous"))
-    # Only to enter it counts.
+    # Only entering a task as a named principal sets the owner.
     for each in ("other", "mine"):
         await requests.answer(request(OPERATIONS.BEGIN), Requester(each))
         await requests.answer(request(OPERATIONS.READ), Requester(each))
@@ -131,7 +131,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
     assert (await write_registry.read("w")).principal == "mine"
     with pytest.raises(errors.PermissionDenied):
         await requests.answer(request(OPERATIONS.ENTER), Requester("other"))
-    # The task of its time without an owner continues with its client ID and a proof.
+    # The task from before the write had an owner continues with its client ID and a proof.
     again = await requests.answer(request(OPERATIONS.ENTER), Requester("mine"))
     assert again.proof == b"mine/1".ljust(16)
 
@@ -164,7 +164,7 @@ async def test_report_mode_permits_and_counts_requests_that_it_would_deny():
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)
     entered = await requests.answer(request(OPERATIONS.ENTER), other)
-    # A proof would stay valid when the requests are denied.
+    # A proof would remain valid after access control is enforced.
     assert entered.proof == NO_PROOF
     assert len(other.denied) == 1
     assert (await write_registry.read("w")).principal == "mine"
@@ -184,7 +184,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     assert await write_registry.read("expired") is None
     with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
         await requests.answer(request(OPERATIONS.BEGIN, "d"), requester)
-    # Those that exist continue, and other principals are not affected.
+    # Existing writes continue, and other principals are not affected.
     await requests.answer(request(OPERATIONS.BEGIN, "a"), requester)
     await requests.answer(request(OPERATIONS.BEGIN, "d"), Requester("other"))
     await requests.answer(request(OPERATIONS.FORGET, "b"), requester)
@@ -195,7 +195,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
 
 @run_on_loop
 async def test_a_concurrent_change_of_the_write_owner_denies_the_client_id():
-    """Otherwise two principals have a proof of the same ID."""
+    """Otherwise two principals would have a proof of the same client ID."""
     _, write_registry = await with_requests()
     mine, other = write_registry.for_principal("mine"), write_registry.for_principal("other")
 
@@ -220,7 +220,7 @@ async def test_a_write_name_without_a_number_belongs_to_no_series():
 
 @run_on_loop
 async def test_a_task_with_many_runs_remembers_that_others_exist():
-    """An attempt writes all of them to ZooKeeper."""
+    """An attempt writes all remembered runs to ZooKeeper."""
     requests, write_registry = await with_requests()
     await write_registry.begin("w", MARKS, 1_000)
     for run in range(30):
@@ -246,7 +246,7 @@ async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
 
 @run_on_loop
 async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
-    """Its principal may have lost its permissions, and a thief may have sent many."""
+    """The principal may have lost its permissions, or an attacker may have sent many requests."""
     requests, write_registry = await with_requests()
     requester, is_closed, may_read = Requester("mine"), False, asyncio.Event()
     await requests.answer(request(OPERATIONS.BEGIN), requester)
@@ -274,7 +274,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
 @pytest.mark.parametrize("is_left", [False, True])
 @run_on_loop
 async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, is_left):
-    """Each request reads a node for each task; a principal must not have a server read many."""
+    """Each request reads a znode per task; a principal must not cause many reads at once."""
     requests, _ = await with_requests()
     requester, left, most, is_open = Requester("mine"), [], [], asyncio.Event()
     await requests.answer(request(OPERATIONS.BEGIN), requester)
@@ -324,7 +324,7 @@ async def _outcome(answering):
 
 @run_on_loop
 async def test_expired_writes_are_removed_by_one_task_however_many_requests_cause_it():
-    """A request must not cause many times its own work."""
+    """A request must not cause much more work than its own."""
     requests, write_registry = await with_requests()
     started, may_end = [], asyncio.Event()
 
@@ -418,7 +418,7 @@ async def test_an_invalid_request_is_rejected(wrong, error):
 
 
 # ---------------------------------------------------------------------------------------------
-# the way of a client
+# requests of a client
 
 
 @run_on_loop

@@ -1,4 +1,4 @@
-"""The changes of the console: they agree with the functions, the commands and the findings."""
+"""The changes of the console match the functions, the commands and the findings."""
 
 import inspect
 import shlex
@@ -140,7 +140,7 @@ def test_partitions_are_numbers_ranges_or_all(text):
 
 
 def commands_of_findings():
-    """Return the commands of all findings that have one text, and some composed ones."""
+    """Return the commands of all findings with a fixed text, and examples of composed commands."""
     rows = [each.command for each in FINDING_KINDS.values()]
     commands = [each.format_map(VALUES) for each in rows if each.strip("{}") not in COMPOSED]
     moving = Case()
@@ -230,6 +230,6 @@ def test_other_commands_do_not_become_changes(command):
 
 @pytest.mark.parametrize("host", ["a\u202eb", "a\nb", "a b"])
 def test_an_address_has_a_valid_host(host):
-    """It is in the audit log and in commands that users copy."""
+    """The audit log, and commands that users copy, contain the address."""
     with pytest.raises(RequestRejected, match="storage"):
         parse_change({"name": "add-storage", "arguments": {"storage": f"{host}:15280"}})

@@ -1,4 +1,4 @@
-"""The state of the cluster as the console shows it, for healthy and for broken facts."""
+"""The state of the cluster as the console shows it, for healthy and for faulty clusters."""
 
 import asyncio
 import dataclasses
@@ -29,7 +29,7 @@ ADMIN_DENIED = {"admin_failure": "ann is not granted administer", "is_denied": T
 
 
 class Snapshot:
-    """A snapshot whose processes answer with the facts of the world's case."""
+    """A snapshot whose processes report the facts of the test case."""
 
     def __init__(self, world):
         self._world = world

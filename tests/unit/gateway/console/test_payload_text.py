@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 
 
 def decode(data, bytes_max=LIMIT):
-    """Decode a payload, and check what holds for every payload."""
+    """Decode a payload, and check the properties of every decoded payload."""
     found = decode_payload(data, bytes_max)
     assert len(found.text.encode()) <= bytes_max
     assert type(found.is_shortened) is bool

@@ -93,14 +93,14 @@ class World:
         return {"summary": "it is removed"}
 
     async def start(self, by=NO_TOKEN, server=None):
-        """Start a change, by default one that no other start has started."""
+        """Start a change, by default with a new server ID."""
         self.started_count += 1
         kind = CHANGE_KINDS["remove-server"]._replace(function=self.function)
         name = server or f"10.0.1.{self.started_count}:5180"
         return await self.changes.start(by, kind, {"server": name})
 
     async def end(self, *changes, error=None):
-        """Let the running changes end, and wait for these."""
+        """Let the running changes end, and wait for the given changes."""
         self.error = error
         self.may_end.set()
         await poll_until(lambda: all(each.ended_ms is not None for each in changes))

@@ -364,7 +364,7 @@ def test_a_page_from_an_expired_transaction_raises(monkeypatch, known):
 @pytest.mark.parametrize("known", [40, 0])
 @pytest.mark.parametrize("headers", [(), (0,)])
 def test_a_page_backwards_ends_at_the_first_available_transaction(monkeypatch, known, headers):
-    """Also if transactions expire after the replicas have reported the start of the log."""
+    """This also holds if transactions expire after the replicas have reported their start."""
 
     async def scenario(client):
         await write(client, [(0, b"a")] * 100)
