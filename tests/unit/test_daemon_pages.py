@@ -20,7 +20,7 @@ UNAVAILABLE = "HTTP/1.1 503 Service Unavailable"
 
 
 def pages(*requests, health):
-    """Return the answers of a daemon with this health, or whose health raises this error."""
+    """Return the answers of a daemon with this health, or whose health check raises this error."""
 
     async def find():
         if isinstance(health, Exception):

@@ -53,7 +53,7 @@ def until(condition):
 
 
 class CountingCallbacks(Callbacks):
-    """Counts, and runs a given function."""
+    """Counts transactions, and runs a given function for each."""
 
     def __init__(self, act, answer=PoisonPolicy.STOP):
         self.act, self.answer, self.applied, self.errors = act, answer, 0, []
@@ -69,7 +69,7 @@ class CountingCallbacks(Callbacks):
 
 
 async def return_none():
-    """What an async function returns when it is not awaited."""
+    """Return None; a call without `await` returns a coroutine."""
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ async def return_none():
         (lambda: sys.exit(3), PoisonPolicy.STOP, errors.UsageError),
         (return_none, PoisonPolicy.STOP, errors.UsageError),
         (lambda: 1 / 0, None, ZeroDivisionError),
-        (lambda: 1 / 0, "skip", ZeroDivisionError),  # it is no policy
+        (lambda: 1 / 0, "skip", ZeroDivisionError),  # not a valid policy
     ],
 )
 def test_a_failing_callback_ends_only_its_feed(waltz_memory, act, answer, error):
@@ -162,7 +162,7 @@ def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memor
         for wrong in (append(client), client.close()):
             with (
                 pytest.raises(errors.UsageError, match="was opened on another event loop"),
-                ThreadPoolExecutor(1) as another,  # one loop in each thread: this one's is taken
+                ThreadPoolExecutor(1) as another,  # this thread has a loop
             ):
                 another.submit(asyncio.run, wrong).result()
         assert own.run(append(client)) == 0
@@ -200,7 +200,7 @@ def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
         waltz_memory.reject_next(2)
-        client.append(b"free", partition=0).result()  # checks nothing, so no client can be faster
+        client.append(b"free", partition=0).result()  # without locks, so without conflicts
         client.append(b"free", partition=0, append_locks=locks).result()
         for kind in ("write_locks", "read_locks"):
             with pytest.raises(errors.LockFailed):
@@ -299,7 +299,7 @@ def test_a_context_is_retried_after_a_failure(waltz_memory):
 
 @pytest.mark.parametrize("enters_log", [True, False])
 def test_a_client_continues_after_an_unknown_outcome(waltz_memory, enters_log):
-    # Long enough for what the client does afterwards, too.
+    # Long enough for the following requests of the client, too.
     patient = replace(SHORT, request_timeout_ms=2_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
         waltz_memory.fail_next_append(1, errors.OutcomeUnknown("no server"), enters_log=enters_log)
@@ -373,7 +373,7 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
         client.append(b"a", partition=0).result()
         ledger.wait_until(lambda: ledger.applied_ids == [0])
         waltz_memory.suspend_feed()
-        # A client that has not applied it is late, and stays so.
+        # A client that has not applied it lags, and continues to lag.
         won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
         for timeout_ms in (100, 1_000, 10_000, 100_000):
             context = RecordingContext(0)
@@ -382,7 +382,7 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
                 client.submit(context).result()
             if "lock failure" in context.hooks:
                 break
-            # A busy machine had not refused it by then: the next one has more time.
+            # On a busy machine the append was not rejected yet: the next one has more time.
         assert isinstance(late.value, errors.ViewBehind)
         assert (ledger.applied_ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
@@ -431,7 +431,7 @@ def test_pending_retries_end_with_the_client(monkeypatch):
 
 
 def test_a_partition_in_memory_needs_no_checkpoint(monkeypatch):
-    """There is no replica whose mark a new session would move up."""
+    """In memory, there is no replica whose mark a checkpoint would move."""
     limits = partial(PartitionLimits, checkpoint_interval_ms=1)
     monkeypatch.setattr("waltz_core.server.process.server_in_memory.PartitionLimits", limits)
     rows, none = [b""] * 16_000, [[]] * 16_000

@@ -43,7 +43,7 @@ def test_a_healthy_partition_has_no_problems(case):
 def test_only_an_answering_replica_counts_for_a_session(case):
     case.storage(A, failure="refused", replicas={})
     case.replica(B, is_stuck=True)
-    case.storage(C, replicas={})  # it has reported nothing, and is assumed to be well
+    case.storage(C, replicas={})  # the storage has reported nothing, and is assumed to be healthy
     now = condition_of(case)
     assert now.answering_replicas == [C]
     assert now.replicas_of_unknown_state == [A, B]
@@ -57,9 +57,7 @@ def test_a_quorum_may_be_trusted_while_replicas_are_unavailable(case):
     assert condition_of(case).suspect_replicas == [A, B]
     assert condition_of(case).has_no_trusted_quorum
     case.storage(C, failure="refused", replicas={})
-    assert not condition_of(
-        case
-    ).has_no_trusted_quorum  # a storage that may have the log is only unavailable
+    assert not condition_of(case).has_no_trusted_quorum  # the unavailable storage may have the log
 
 
 def test_only_replicas_of_the_newest_session_are_engaged(case):

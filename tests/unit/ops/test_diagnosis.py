@@ -381,7 +381,7 @@ def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     case.storage(SPARE, failure="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
-    # The full disk of a storage that holds nothing is no finding.
+    # A full disk of a storage without replicas is not a finding.
     case.facts = healthy()
     case.storage(SPARE, disk=DiskFacts(0, True))
     assert case.found() == []
@@ -402,7 +402,7 @@ def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, 
         found.sentence
     )
     assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
-    # The nearer danger is the only finding.
+    # Only the more urgent finding is reported.
     case.storage(A, disk=DiskFacts(900 << 20, False, 100_000 << 20, rate))
     assert case.only_finding("disk-nearly-full")
 
@@ -440,13 +440,13 @@ def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
     assert (
         case.only_finding("replica-left-over").command == f"{remove} --partition 0 --delete-files"
     )
-    # One finding and one command for all that a storage has left over.
+    # One finding and one command for all leftover partitions of a storage.
     case.replica(SPARE, number=1, last_id=90, last_session_id=6)
     found = case.only_finding("replica-left-over")
     assert (found.subject, found.partition) == (SPARE, None)
     assert found.command == f"{remove} --partition 0-1 --delete-files"
     case.storage(SPARE, replicas={0: ReplicaFacts(last_id=90, last_session_id=6)})
-    # Until its owner has left it out, it is on its way.
+    # Until its owner excludes the replica, the replica is being moved.
     case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
     assert case.found() == [("session-replicas-outdated", "0")]
 
@@ -615,12 +615,12 @@ def test_lost_metadata_is_reported(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.partition(metadata=PartitionMetadata())
     found = case.only_finding("metadata-lost")
-    # What is left of the old znodes has to go first: over it nothing is rebuilt.
+    # The remaining old znodes must be deleted first: they prevent a rebuild.
     delete = f"waltz-core cluster delete pay --connect {CONNECT}"
     assert found.command == f"{delete} && {REBUILD}"
     for step in ("Stop all servers and storages", "delete the old znodes", "waits for them"):
         assert step in found.sentence
-    # Of a cluster on this machine all steps are known.
+    # For a cluster on this machine, all steps are known.
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))
     assert case.only_finding("metadata-lost").command == (
         f"waltz-core local down --keep-zookeeper --directory here/.waltz && {delete} && "
@@ -635,7 +635,7 @@ def test_an_interrupted_rebuild_continues(case):
     found = case.only_finding("rebuilding-unfinished")
     assert found.subject == "0"
     assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
-    # It is reported also while nothing is assigned, as when the command has just made the nodes.
+    # The finding is reported even if no partition is assigned, as right after the creation.
     case.cluster(assigned_replicas={0: (), 1: (A, B, C)})
     case.storage(A, replicas={1: ReplicaFacts(last_session_id=7, last_id=90)})
     assert " --replicas COUNT --storage " in case.only_finding("rebuilding-unfinished").command
@@ -653,7 +653,7 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
         f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
     )
     assert f" && {rebuild} --only-znodes && {{ {rebuild} & " in found.command
-    # This finding also covers the end of its processes.
+    # This finding also covers the processes that have ended.
     case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
     assert case.only_finding("cluster-lost")
 
@@ -697,8 +697,8 @@ def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(c
         "storages. Hint: "
     )
     for times in (
-        {A: (30, 180_000)},  # nothing to compare it with
-        {A: (30, 49_000), **usual},  # not noticed
+        {A: (30, 180_000)},  # no other storage to compare with
+        {A: (30, 49_000), **usual},  # not much slower
         {A: (9, 180_000), **usual},  # too few seconds
         {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
         usual,
@@ -752,7 +752,7 @@ def test_storages_with_different_archives_are_reported(archive):
         f"(none), but the other storages archive to {URL}. Hint: set the"
         in diagnose(archive.facts)[0].sentence
     )
-    # Of a storage that does not answer it is not known.
+    # Unknown for a storage that does not answer.
     archive.storage(A, failure="refused", replicas={})
     archive.storage(B, archive=ArchiveFacts(URL))
     assert ("archive-settings-differ", A) not in archive.found()
@@ -770,7 +770,7 @@ def test_storages_without_the_archive_of_the_cluster_are_reported(archive):
     assert archive.only_finding("archive-url-missing").command == (
         f"waltz-core local down {directory} && waltz-core local up {directory} --archive URL"
     )
-    # Without a storage that answers it is not known.
+    # Unknown if no storage answers.
     for address in (A, B, C, SPARE):
         archive.storage(address, admin_failure="refused")
     assert "archive-url-missing" not in [name for name, _ in archive.found()]
@@ -789,7 +789,7 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     found = archive.only_finding("archive-unavailable")
     assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in found.sentence
     assert found.command == f"waltz-core archive status --connect {CONNECT}"
-    # That the archive lags is a consequence, also of a single failure of each storage.
+    # The lag of the archive is a consequence, even of a single failure of each storage.
     archive.partition(0, oldest_unarchived_age_s=100 * HOUR_S)
     assert archive.only_finding("archive-unavailable")
     archive.storage(A, archive=failed)
@@ -797,7 +797,7 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     found = archive.only_finding("archive-unavailable")
     assert f"storages {A}, {B} could not write to the archive 1 times" in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 600_000))
-    # Another storage has archived everything meanwhile.
+    # In the meantime, another storage has archived everything.
     archive.partition(0, oldest_unarchived_age_s=0.0, marker=marker_archived_to(90))
     assert archive.found() == []
 
@@ -809,12 +809,12 @@ def test_a_damaged_file_of_the_archive_is_reported(archive):
     found = archive.only_finding("archive-damaged")
     assert "missing or corrupt (object 7: expected CRC 1, found 2). Hint:" in found.sentence
     assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
-    # One that a read has found stays, also when everything is archived.
+    # Damage that a read has found stays, even if everything is archived.
     archive.partition(0, oldest_unarchived_age_s=0.0, marker=marker_archived_to(90))
     damaged = ArchiveFacts(URL, 600_000, read_damage="object 8: bad")
     archive.storage(A, archive=damaged)
     assert "object 8: bad" in archive.only_finding("archive-damaged").sentence
-    # Another storage has found the same file.
+    # Another storage has found damage in the same file.
     archive.storage(C, archive=damaged)
     assert (
         f"storages {A}, {C} found that a file" in archive.only_finding("archive-damaged").sentence
@@ -832,7 +832,7 @@ def test_an_archive_that_lags_is_reported(archive):
     assert "the oldest was committed 1.3 h ago." in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
     assert archive.found() == []  # with a greater `archive_age_ms`
-    # A partition of which nothing is archived yet.
+    # A partition without any archived transaction.
     archive.partition(1, marker=OPEN, oldest_unarchived_age_s=4 * HOUR_S)
     assert "partition 1: 91 committed" in archive.only_finding("archive-lagging").sentence
     archive.partition(1, oldest_unarchived_age_s=None)

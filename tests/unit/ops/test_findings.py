@@ -30,7 +30,7 @@ def test_a_finding_shows_the_value_of_each_field(name):
     )
 
 
-# Values of a row's fields. The diagnosis composes whole commands; its tests check them.
+# Values of a row's fields. The tests of the diagnosis check composed commands.
 VALUES = {
     "connect": "zk1:2181/waltz/payments",
     "connect_with_tls_file": "'zk1:2181/waltz/payments?tls=FILE'",

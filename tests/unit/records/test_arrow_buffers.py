@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.records.arrow_buffers`; what its arrays hold, tests of batches show."""
+"""Imports of `waltz_core.records.arrow_buffers`; test_batches.py tests the arrays."""
 
 import subprocess
 import sys

@@ -61,7 +61,7 @@ def decode(payload: bytes, *, rows_max: int = 20_000) -> batches.AppendRows:
 def stream(
     schema: pa.Schema, *columns: object, options: object = None, batch_count: int = 1
 ) -> bytes:
-    """Write an Arrow stream, right or wrong, in which each batch has the same rows."""
+    """Write a valid or invalid Arrow stream in which each batch has the same rows."""
     sink = pa.BufferOutputStream()
     arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
     with pa.ipc.new_stream(sink, schema, options=options) as writer:
@@ -132,7 +132,7 @@ def test_the_encoding_of_a_batch_does_not_depend_on_the_environment(
 
 
 def test_precomputed_checksums_are_sent_unchanged() -> None:
-    """The server finds what has changed in a row since."""
+    """The server detects rows that have changed since the checksum was computed."""
     data = pa.array([b"a", b"b" * 5_000])
     rows = pa.RecordBatch.from_pydict({"data": data, "crc": batches.data_crcs(data)})
     assert decode(batches.encode_append_arrow(rows)).data.to_pylist() == data.to_pylist()
@@ -147,7 +147,7 @@ def test_strings_are_encoded_as_payloads() -> None:
 
 
 def test_a_null_list_that_spans_values_has_no_locks() -> None:
-    """Arrow allows a null slot with values under it; they must not leak into the next row."""
+    """Arrow allows values under a null slot; they must not be added to the next row."""
     offsets = pa.array([0, 2, 3], pa.int32())
     spanning = pa.ListArray.from_arrays(
         offsets, pa.array([7, 8, 9], pa.int32()), mask=pa.array([True, False])
@@ -271,10 +271,10 @@ def test_invalid_contents_are_rejected(
 @pytest.mark.parametrize(
     ("offsets", "wrong"),
     [
-        ((0, 500, 501), (0, 502, 501)),  # of data: a row that ends before it begins
-        ((0, 500, 501), (0, 500, 5_000_000)),  # beyond the data that are there
+        ((0, 500, 501), (0, 502, 501)),  # data: a row that ends before it begins
+        ((0, 500, 501), (0, 500, 5_000_000)),  # beyond the end of the data
         ((0, 500, 501), (-1, 500, 501)),
-        ((0, 1, 1), (0, 1, 1_000_000)),  # of write locks
+        ((0, 1, 1), (0, 1, 1_000_000)),  # write locks
         ((0, 1, 1), (0, 1, -1)),
         ((0, 1, 1), (0, 2, 1)),
     ],
@@ -282,7 +282,7 @@ def test_invalid_contents_are_rejected(
 def test_offsets_out_of_bounds_are_rejected(
     offsets: tuple[int, ...], wrong: tuple[int, ...]
 ) -> None:
-    """They are no sums of lengths in a stream, but whatever its maker wrote: never memory's."""
+    """The sender chooses the offsets; they must not lead to reads outside of the buffer."""
     payload = stream(batches.APPEND_SCHEMA, *GOOD)
     right = struct.pack("<3i", *offsets)
     assert payload.count(right) == 1
@@ -291,7 +291,7 @@ def test_offsets_out_of_bounds_are_rejected(
 
 
 def crc_of_rows(crcs: checksum.U32, lengths: checksum.I64) -> int:
-    """Return the CRC of all rows one after the other, from those of each."""
+    """Return the CRC of all rows in sequence, from the CRC of each row."""
     both = zip(crcs.tolist(), lengths.tolist(), strict=True)
     return reduce(lambda run, row: checksum.combine(run, *row), both, 0)
 
@@ -360,7 +360,7 @@ def test_other_streams_are_rejected(payload: bytes, problem: str) -> None:
 
 def test_every_truncation_is_rejected() -> None:
     payload = encode_data([b"abc", b"d"])
-    end = len(payload) - 8  # The end mark of the stream may be missing.
+    end = len(payload) - 8  # The end marker of the stream may be missing.
     for length in range(end):
         with pytest.raises(BadRequest):
             decode(payload[:length])

@@ -98,13 +98,13 @@ def test_a_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.DataOb
 def test_crcs_are_verified_exactly_if_all_records_are_intact(
     rows: list[bytes], data: st.DataObject
 ) -> None:
-    """The single check of an append must agree with the two functions that name the fault."""
+    """The combined check of an append must agree with the two functions that locate an error."""
     first = TransactionId(data.draw(st.integers(0, 5)))
     records, lengths = run_of(rows, first=data.draw(st.integers(0, 5)))
     changed = bytearray(records)
     for position in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=2)):
         changed[position] ^= 1 << data.draw(st.integers(0, 7))
-    if data.draw(st.booleans()):  # a border elsewhere: next to empty rows, bytes may still add up
+    if data.draw(st.booleans()):  # a shifted boundary; with empty rows it may be valid
         border = data.draw(st.integers(0, lengths.size - 1))
         shift = min(data.draw(st.integers(0, 3)), int(lengths[border]) - 40)
         lengths = lengths.copy()
@@ -124,7 +124,7 @@ def test_crcs_are_verified_exactly_if_all_records_are_intact(
 
 
 def test_a_wrong_stated_length_is_detected_despite_a_valid_crc() -> None:
-    """A reader of the file goes by what it states, and would be lost from there on."""
+    """A reader of the file trusts the stated length, and would not find the next record."""
     records, lengths = run_of([b"first", b"other", b"third"])
     start, end = int(lengths[0]), int(lengths[:2].sum())
     for stated in (4, 6):
@@ -157,7 +157,7 @@ def test_the_first_of_several_bad_records_is_returned() -> None:
 
 
 def test_wrong_record_lengths_are_found() -> None:
-    """The bytes are intact, the run's lengths are not those of its records."""
+    """The bytes are intact, but the lengths of the run differ from those of its records."""
     records, lengths = run_of([b"aa", b"bb"])
     shifted = lengths + np.array([1, -1])
     assert raw_records.first_bad_record(records, shifted) == 0
@@ -190,7 +190,7 @@ def test_lengths_round_trip(values: list[int]) -> None:
 
 
 def test_a_record_of_waltz_0_13_may_be_larger_than_one_of_this_version() -> None:
-    """Otherwise no client could read it, and no replica copy it."""
+    """Otherwise no client could read the record, and no replica could copy it."""
     length = raw_records.RECORD_BYTES_MAX + 1
     packed = struct.pack(">i", length)
     assert raw_records.lengths_from_wire(packed, length).tolist() == [length]

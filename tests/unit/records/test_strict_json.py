@@ -54,7 +54,7 @@ def test_nan_and_infinity_in_a_text_are_errors_with_their_position(
 def test_valid_escaped_characters_do_not_start_the_slow_error_search(
     decode: Callable[[bytes], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That takes seconds for a MiB, in which a server would do nothing else."""
+    """Such a search takes seconds for 1 MiB, and would block a server."""
     monkeypatch.setattr(strict_json, "_find_wrong_part", None)
     text = rb'["\ud83d\ude00", "\\ud800", 0.5, 1]'
     assert decode(text) == ["\U0001f600", r"\ud800", 0.5, 1]

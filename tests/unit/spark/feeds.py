@@ -1,4 +1,4 @@
-"""A log in memory for change feeds, and their rows by the definition, in plain Python."""
+"""A log in memory for change feeds, and a reference implementation of their rows."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 class Transaction(NamedTuple):
-    """What a transaction of a log has."""
+    """The header and payload of a transaction."""
 
     header: int
     data: bytes
@@ -135,7 +135,7 @@ def unpack(data: bytes) -> Any:
     """Return a payload; None if it is damaged."""
     try:
         return msgpack.unpackb(data)
-    except (msgpack.UnpackException, ValueError):  # the latter for no bytes at all
+    except (msgpack.UnpackException, ValueError):  # ValueError for an empty payload
         return None
 
 

@@ -1,4 +1,4 @@
-"""How a read is split into tasks at the borders of archived objects."""
+"""The split of a read into tasks at the boundaries of archived objects."""
 
 import pytest
 from pyspark import cloudpickle

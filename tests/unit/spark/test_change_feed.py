@@ -1,4 +1,4 @@
-"""Rows of a change feed: their kinds and payloads, transactions that are no changes, options."""
+"""Rows of a change feed: kinds and payloads, transactions without changes, and options."""
 
 import json
 from datetime import UTC, date, datetime

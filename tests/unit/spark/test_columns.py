@@ -65,7 +65,7 @@ def schema(**columns: str) -> StructType:
             PLAIN,
             ("log has no column 'write_lock'; did you mean 'write_locks'? Hint: rename the column"),
         ),
-        # Packed with the others, it would be payload, and nothing locked.
+        # Packed with the other columns, it would be payload, and no lock would be written.
         *(
             ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{meant}'?")
             for name, meant in (
@@ -256,7 +256,7 @@ def test_log_columns_are_not_packed() -> None:
 
 
 def test_rows_from_the_spool_have_the_schema_of_other_rows() -> None:
-    """Rows that were spooled and rows that were not travel in one batch."""
+    """One batch can contain rows from the spool and other rows."""
     fields = [pa.field("id", pa.int64(), nullable=False), pa.field("data", pa.binary())]
     batch = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([b"x"])], schema=pa.schema(fields))
     options = replace(
@@ -275,7 +275,7 @@ def test_rows_from_the_spool_have_the_schema_of_other_rows() -> None:
 
 
 def test_rows_without_a_lock_are_distributed_starting_at_the_task_number() -> None:
-    """Tasks of one row each spread over all partitions."""
+    """Tasks with one row each use all partitions."""
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b"]})
     for task in range(6):
         rows = row_converter(first_turn=task)
@@ -324,7 +324,7 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
 
 
 def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
-    """Writers with other partitions would put the same key elsewhere, where locks do not see it."""
+    """Otherwise two writers could append a key to two partitions, without a lock conflict."""
     (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
     with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):

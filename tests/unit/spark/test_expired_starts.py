@@ -1,4 +1,4 @@
-"""A read of a log that begins above 0 starts there, or reports what has expired."""
+"""A read of a log that begins above 0 starts there, or reports expired transactions."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Feed states: each state of the file that a task may find, and kills; the directory."""
+"""Feed states: files in any state that a task may find, killed tasks, and the directory."""
 
 import os
 import shutil
@@ -189,7 +189,7 @@ def test_a_state_file_in_use_is_not_changed(file: Path) -> None:
 
 def test_an_incomplete_task_keeps_the_previous_mark(file: Path) -> None:
     micro_batch(file, -1, 19)
-    for begin in (19, -1):  # it continues, and it returns
+    for begin in (19, -1):  # continue, and return to an earlier mark
         rows = reader(Log(LOG, batch_rows=1), begin, 30, file).rows()
         next(rows)
         rows.close()  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ def test_a_killed_task_keeps_the_previous_mark(file: Path) -> None:
 def test_a_task_with_a_deleted_file_does_not_change_the_new_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy in the middle of a transaction is what a kill leaves."""
+    """A copy in the middle of a SQLite transaction has the state after a kill."""
     monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA cache_size = -16")
     paused = open_cached_state(file)
     assert paused is not None
@@ -276,7 +276,7 @@ def test_a_log_is_read_from_its_first_available_id(file: Path) -> None:
     assert found == rows_between(expected_rows(LOG, first=15), 14, 20)
     assert log.reads == [(15, 20)]
     assert rows_of(reader(log, 14, 22, file, first=15).rows())[: len(found)] == found
-    # A state before it misses what has expired, as the feed does.
+    # An earlier state lacks the expired transactions, as does the feed.
     assert rows_of(reader(log, 34, 36, file, first=30).rows())
     assert log.reads[2:] == [(30, 34), (35, 36)]
 
@@ -395,7 +395,7 @@ def test_without_a_temporary_directory_the_state_is_not_shared(
     monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     def fail() -> str:
-        raise FileNotFoundError("no usable temporary directory")  # a full disk is one, too
+        raise FileNotFoundError("no usable temporary directory")  # also raised for a full disk
 
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", fail)
     assert state_file_path("x") is None

@@ -1,4 +1,4 @@
-"""Options of format("waltz"): each invalid one is an error that names it and the fix."""
+"""Options of format("waltz"): the error for an invalid option names the option and the fix."""
 
 from collections.abc import Callable
 

@@ -118,7 +118,7 @@ def test_columns_that_may_be_null_are_not_declared_not_null(mode: str) -> None:
             plain.reader(log_columns_ddl((name, kind, False)))
     with pytest.raises(BadRequest, match="'data_error' of the log: expected type string"):
         plain.reader(log_columns_ddl(("data_error", INT, True)))
-    # Without keys the name is the user's.
+    # Without keys, users can use this name for their columns.
     WaltzDataSource(CONNECT | {"dataFormat": "json"}).reader(
         log_columns_ddl(("data_error", INT, True))
     )
@@ -134,7 +134,7 @@ KINDS = {
 
 
 def ddl_schema(ddl: str) -> StructType:
-    """Spark parses DDL in Java only."""
+    """Parse a DDL schema; Spark itself parses DDL only in Java."""
     fields = [each.split() for each in ddl.split(",")]
     return log_columns_ddl(*((name, KINDS[kind], True) for name, kind in fields))
 
@@ -235,7 +235,7 @@ def test_failfast_names_a_decrypted_payload_that_cannot_be_unpacked(directory: P
 
 
 class Log(RandomLog):
-    """Rejects no row, whatever the last byte of its ciphertext is."""
+    """Accepts every row, independently of the last byte of its ciphertext."""
 
     def __init__(self, seed: int, *, loss: float) -> None:
         super().__init__(seed, loss=loss)
@@ -302,7 +302,7 @@ def test_the_key_column_selects_the_key_of_each_row(directory: Path) -> None:
     rows = [b"1", b"2", b"3"]
     options = write_options(directory, encryptionKeyIdColumn="customer")
     log = Log(0, loss=0.0)
-    with RowSpool() as spool:  # an attempt that runs again spools its rows
+    with RowSpool() as spool:  # a repeated attempt spools its rows
         spool.put(row_converter(options).convert(frame(rows, ["a", "b", "a"])))
         list(Appender(log, options).send(spool.take()))
     assert [each[4:6] for each in log.payloads] == [b"\x01a", b"\x01b", b"\x01a"]

@@ -183,7 +183,7 @@ def test_a_write_registers_the_schema_of_its_columns_on_the_driver(registry):
     reader = Avro(registry.url)
     assert reader.deserialize(first) == {"id": 1, "item": "ring", "price": dt.date(2020, 1, 1)}
     assert options.registry.schema.schema_id == 1
-    # Tasks need no registry to write, nor to find their rows in the log.
+    # Tasks need no registry to write rows, or to find their rows in the log.
     keys = RowKeys(parse_write(options_for(registry, identityColumns="id,price", **SUBJECT)))
     assert keys.keys_of_record(0, 0, first) == keys.keys_of_record(0, 5, first)
 

@@ -42,7 +42,7 @@ CONNECT = "zk:2181/w/x"
 
 
 class Progress(dict[str, Any]):
-    """The parts of a progress that matter here."""
+    """The used parts of a query progress."""
 
     def __init__(self, query: "Query", *ends: object) -> None:
         super().__init__(sources=[{"endOffset": end} for end in ends])
@@ -97,7 +97,7 @@ def listener(client: WaltzClient, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def offset(client: WaltzClient, *marks: int) -> str:
-    """Return an offset as a progress has it."""
+    """Return an offset in the format of a query progress."""
     return json.dumps(encode_offset(dict(enumerate(marks)), client.cluster().key))
 
 
@@ -231,7 +231,7 @@ def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
     for _ in range(2):
         assert lag("transactions", "balances", 0) is None
     monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", 0.2)
-    query_metrics._connects["other:2181/w"] = None  # its log answers
+    query_metrics._connects["other:2181/w"] = None  # the other log answers
     wait_until("the other log answers", lambda: lag("transactions", "balances", 0) == 0)
     del query_metrics._connects["other:2181/w"], query_metrics._scrape._requests["other:2181/w"]
     assert lag("transactions", "balances", 0) is None

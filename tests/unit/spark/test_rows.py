@@ -125,7 +125,7 @@ def test_only_values_that_cannot_be_converted_become_null(data_format: str) -> N
     assert good.tolist() == is_whole.tolist()
 
 
-# Types that are cast on the way, and some that are not, with values of theirs.
+# Types that are cast during conversion, and other types, with sample values.
 PARTS: list[tuple[pa.DataType, st.SearchStrategy[object]]] = [
     (pa.int32(), st.integers(-(1 << 31), (1 << 31) - 1)),
     (pa.int64(), st.integers(-(1 << 63), (1 << 63) - 1)),
@@ -309,7 +309,7 @@ def test_mode_permissive_rejects_columns_that_are_not_null(
         check_nullable("a", kind, nullable=nullable)
     assert f"column {name} is NOT NULL in the schema" in str(caught.value)
     as_struct = types.StructType([types.StructField("a", kind, nullable=nullable)])
-    check_nullable("a", as_struct.toNullable(), nullable=True)  # what the hint says
+    check_nullable("a", as_struct.toNullable(), nullable=True)  # as the hint suggests
 
 
 def test_reader_and_writer_reject_types_before_any_task() -> None:
@@ -329,7 +329,7 @@ def test_reader_and_writer_reject_types_before_any_task() -> None:
             BadRequest, match=f"column '{name}' is NOT NULL in the schema, but it is"
         ):
             source.reader(wrong)
-    source._parse_write_options(never)  # what is written may well be without nulls
+    source._parse_write_options(never)  # written columns may be declared as not null
     keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
     for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):
         with pytest.raises(BadRequest, match="but dataFormat=msgpack does not support keys"):

@@ -1,4 +1,4 @@
-"""How a finished write recognizes its rows, and the error for other rows."""
+"""The hash by which a finished write recognizes its rows, and the error for other rows."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def test_different_rows_have_different_hashes(one: list[Row], other: list[Row]) 
 
 
 def test_the_row_sum_is_the_same_in_every_version() -> None:
-    """Records of finished writes keep it."""
+    """The hash is stored in records of finished writes."""
     found = hash_of([batch_of([(b"Monday", 7, 3), (b"", 0, None), (b"x" * 5_000, -1, 0)])])
     assert found.as_fields() == {"rows": 3, "rows_hash": "679d80a9b48c1a9d"}
 

@@ -50,7 +50,7 @@ def test_offsets_never_go_back(cluster: Cluster) -> None:
 
 
 def test_the_end_may_be_requested_before_the_start_is_known(cluster: Cluster) -> None:
-    """PySpark does so with availableNow."""
+    """With `availableNow`, PySpark requests the end first."""
     reader = old_reader_of()
     end = reader.latestOffset()
     assert end == offset(10, 10)
@@ -87,7 +87,7 @@ def test_another_log_is_read_from_its_start_if_data_loss_is_allowed(cluster: Clu
 def test_the_first_marks_are_confirmed_by_a_quorum(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else shows a reader whose start is unknown that a server is not the owner now."""
+    """Without a known start, only a quorum shows that a server is no longer the owner."""
     requests = []
     given = WaltzStreamReader._request_marks
 

@@ -1,4 +1,4 @@
-"""The rules of another follower of an Iceberg table; how names and errors are recognized."""
+"""Stored rules of another follower of an Iceberg table; parsing of names and errors."""
 
 import pytest
 from pyspark.errors import PySparkException
@@ -47,7 +47,7 @@ def test_a_table_name_is_split_into_its_parts(text: str, parts: list[str]):
 
 
 def test_a_name_that_sql_does_not_accept_is_reported_as_such():
-    """Not as a Spark without a library of Delta, which cannot parse the statement either."""
+    """The error differs from that of Spark without Delta, which also rejects the statement."""
     with pytest.raises(BadConfig, match=r"or the name of a table, found 'a b'. Hint: .* backticks"):
         merged_table.MergedDeltaTable(None, "a b", ID, ["id"])
 

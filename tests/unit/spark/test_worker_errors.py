@@ -1,4 +1,4 @@
-"""How an error of a worker reaches the user."""
+"""The path of an error from a Spark worker to the user."""
 
 import os
 from collections.abc import Iterator
@@ -106,10 +106,10 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
         f"(org.apache.spark.sql.AnalysisException) {SOURCE}{OURS}{JAVA}",
         f"[STREAM_FAILED] Query [id = a, runId = b] terminated with exception: {SOURCE}{OURS}",
         f"[PYTHON_STREAMING_DATA_SOURCE_RUNTIME_ERROR] Failed when perform planPartitions: {OURS}",
-        # With a stack before it.
+        # After a stack trace.
         WORKER + STACK + OURS,
         f"{SOURCE}{STACK}  [Previous line repeated 3 more times]\n{OURS}",
-        # Ours, raised over another one.
+        # A Waltz error that was raised while another error was handled.
         f"KeyError: 1\n\nDuring handling of the above exception, another:\n\n{STACK}{OURS}",
     ],
 )
@@ -129,7 +129,7 @@ def test_the_waltz_error_at_the_end_of_a_text_is_used(text: str) -> None:
 def test_a_later_error_takes_precedence(between: str) -> None:
     text = f"{WORKER}{OURS}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
     assert trailing_error(text) is None
-    assert type(error_of(RuntimeError(text))) is errors.LockFailed  # it is inside
+    assert type(error_of(RuntimeError(text))) is errors.LockFailed  # contains a Waltz error
 
 
 @pytest.mark.parametrize(

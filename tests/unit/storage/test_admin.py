@@ -65,7 +65,7 @@ ONLY_REPLICA = ZooKeeperState(True, True, 7, ("a:1",), 1)
 
 
 class Terminal:
-    """The machine, and the answers to the errands that it may have."""
+    """The machine for administration requests, and the results of its tasks."""
 
     def __init__(self, **answers):
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
@@ -98,7 +98,7 @@ class Terminal:
         return run.task
 
     def ask(self, message, **options):
-        """Post a message, carry out whatever it needs, return the answer."""
+        """Post a message, carry out its tasks, and return the answer."""
         self.post(message, **options)
         while self.open:
             self.carry_out()
@@ -372,7 +372,7 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     terminal.open.reverse()
     terminal.carry_out()
     assert terminal.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
-    terminal.carry_out(DiskFailed("no"))  # a waiting request continues all the same
+    terminal.carry_out(DiskFailed("no"))  # a waiting request continues nevertheless
     assert terminal.carry_out() == admin_tasks.SetAvailableTask(1, False)
     assert terminal.carry_out() == admin_tasks.MarkSuspectTask(2)
     assert [(sender, answer.sequence) for sender, answer in terminal.answered[1:]] == [
@@ -393,7 +393,7 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     terminal.perform(terminal.machine.step(AdminDisconnected(1), 0))
     assert [type(run.task) for run in terminal.open] == [
         admin_tasks.SetAvailableTask
-    ]  # it is under way
+    ]  # the task is running
     while terminal.open:
         terminal.carry_out()
     done = [
@@ -472,7 +472,7 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
             port._accept(link)
             received, _ = link.start.call_args.args
             received([wire.MarkSuspect(2, 2, True)])
-            audited.begin.call_args.args[0](None)  # its line is written
+            audited.begin.call_args.args[0](None)  # the line of the request is written
             await asyncio.sleep(0)
             audited.end.assert_not_called()
             port.stop()

@@ -1,4 +1,4 @@
-"""Upkeep of a storage directory: reports and changes that the engine's tests do not cover."""
+"""Administration of a storage directory: reports and changes; test_storage_engine.py has others."""
 
 from pathlib import Path
 
@@ -128,7 +128,7 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
     monkeypatch.setattr(
         "waltz_core.storage.service.storage_engine.PartitionLog.open", raise_bad_format
     )
-    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # is done all the same
+    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # succeeds nevertheless
     assert replica_status_of(engine, 1, is_served=False).reason == "rotten"
 
 
@@ -184,7 +184,7 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
 
 @pytest.mark.parametrize("is_found", [True, False])
 def test_a_copy_without_space_does_not_use_the_reserve(is_found):
-    """Whether that is seen before it is written, or in the middle of that."""
+    """The shortage is detected before the write or during it."""
     engine, disk = full_engine()
     copy, size = copy_of(OwnerSession(5, 1)), 3 * 44 + 3 * 8 + 64
     disk.capacity_bytes += size - is_found

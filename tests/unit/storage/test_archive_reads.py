@@ -77,7 +77,7 @@ class ArchivedLog:
         return found
 
     def read(self):
-        """Carry out the reads of the archive; return how many there were."""
+        """Carry out the reads of the archive; return their number."""
         reads = [each.read for each in self.bench.only(service_effects.ReadArchive)]
         self.bench.effects = [
             each for each in self.bench.effects if not isinstance(each, service_effects.ReadArchive)
@@ -232,7 +232,7 @@ def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
 
 
 def test_an_archive_of_another_log_is_not_read(archived):
-    """The mark of a rolled-back ZooKeeper, for example: neither the owner nor a reader gets it."""
+    """For example after a rollback of ZooKeeper: neither owner nor readers get these records."""
     later = archived.bench.owned(7, connection=2)
     uploaded = archived.uploaded
     mark = later.make(SetArchived, uploaded.last, bytes(16), 0, uploaded.file_crc, uploaded.name)

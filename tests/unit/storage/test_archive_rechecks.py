@@ -1,4 +1,4 @@
-"""Reads of the archive that have found damage are repeated until the file is right."""
+"""Reads of damaged archive files are repeated until the file is repaired."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.storage.process.archive_rechecks import recheck
 
-OBJECT = 51  # transactions of each
+OBJECT = 51  # transactions per object
 
 
 class Case:

@@ -345,7 +345,7 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
 
 @pytest.mark.parametrize("is_uploading", [False, True])
 def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploading):
-    """The owner has abandoned it."""
+    """The owner has abandoned the collection."""
     bench = make()
     owner = fill_log(bench)
     bench.send(1, range_to(owner, 5))
@@ -711,7 +711,7 @@ def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_pat
 
 
 def test_replacing_an_archived_object_uses_bounded_memory(make, monkeypatch):
-    """A client may name any IDs; only the manifest shows that no object has them."""
+    """A client may request any IDs; only the manifest shows that no object has them."""
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     monkeypatch.setattr("waltz_core.storage.service.archive_jobs.REPLACED_BYTES_MAX", 900)
     bench = make(archive=OLD)

@@ -1,4 +1,4 @@
-"""The control file and the slots: the newer structure counts, a crash leaves the older one."""
+"""The control file and the slots: the newest structure is used, or the older one after a crash."""
 
 import os
 import threading
@@ -245,7 +245,7 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
 
 @pytest.mark.parametrize("spoiled", ["newest", "older"])
 def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
-    """A misdirected write of our own bytes: valid, but not there."""
+    """A misdirected write of a valid slot to the wrong position."""
     disk = new_disk()
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
@@ -256,7 +256,7 @@ def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
     disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
     again = SlotFile.open(disk, ROOT, 2)
     assert (again.slot.promised, again.fell_back) == (6 if spoiled == "newest" else 9, True)
-    # The next one goes where the other one should be: the slot that counts stays.
+    # The next write replaces the misdirected slot, and the current slot is kept.
     again.write(Slot(2, promised=12))
     kept = disk.visible_content(SLOTS)[other : other + SLOT_BLOCK_BYTES]
     assert kept == content[other : other + SLOT_BLOCK_BYTES]

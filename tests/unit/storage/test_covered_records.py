@@ -144,7 +144,7 @@ def append_ours(world, session, mark, batches_count=1):
 
 
 def record_bytes(world):
-    """Return the records in the file, counted or not."""
+    """Return all records in the file, including covered records."""
     return (world.directory / "0" / f"{0:019d}.seg").read_bytes()[128:]
 
 
@@ -162,7 +162,7 @@ def test_batch_ends_depend_on_ids_and_marks_and_not_on_reopenings(empty_world):
 
 
 def test_batches_of_large_records_fit_into_a_frame(empty_world):
-    """Otherwise no replica could copy them."""
+    """Otherwise no replica could copy the batches."""
     empty_world.run_0_13(1, BEFORE_FIRST, records(0, 900, bytes(20_000)))
     sizes, first = [], 0
     while first < 900:
@@ -178,7 +178,7 @@ def test_batches_of_large_records_fit_into_a_frame(empty_world):
 
 @pytest.mark.parametrize("count", [2, 7, 20])
 def test_batches_of_records_replaced_by_0_13_are_rebuilt(empty_world, count):
-    """0.13 ignores batches: one of ours above the mark may belong to replaced records."""
+    """0.13 ignores batches: a batch above the mark may belong to replaced records."""
     append_ours(empty_world, 1, BEFORE_FIRST)
     append_ours(empty_world, 2, 4, batches_count=2)
     last = 4 + count
@@ -199,7 +199,7 @@ def test_a_mark_of_0_13_is_not_reported_as_confirmed(world):
 
 
 def test_a_log_below_its_mark_reports_no_session(empty_world):
-    """0.13 sets its mark before it has filled the log up: the log is unknown, not short."""
+    """0.13 sets its mark before it copies records: such a log is unknown, not short."""
     empty_world.run_0_13(3, 7, records(0, 5))
     assert empty_world.log.prepare(4, NONCE).last_session == NO_SESSION
     empty_world.run_0_13(5, 7, records(5, 3))
@@ -232,7 +232,7 @@ def test_covered_records_can_get_other_batches(world):
 
 
 def test_a_damaged_record_is_covered_and_stays_damaged(world):
-    """It is below the confirmed mark: if it counted as another one, nothing could be appended."""
+    """The record is below the confirmed mark: if it counted as different, appends would fail."""
     (path,) = (world.directory / "0").glob("*.seg")
     content = path.read_bytes()
     position = content.index(records(3, 1)[0]) + 37
@@ -250,7 +250,7 @@ def test_a_damaged_record_is_covered_and_stays_damaged(world):
 
 
 def test_a_mark_inside_of_a_batch_truncates_the_records_above_it(world):
-    """The mark is decided below the end: records above it are removed when the mark is set."""
+    """The decided mark is below the end of the log; setting it removes the records above it."""
     last, chain = cover(world, 7)
     assert (last, world.log.chain) == (7, chain)
     assert record_bytes(world) == all_records(9)
@@ -298,7 +298,7 @@ def test_nonconsecutive_batches_are_rejected_and_cover_nothing(world):
     cover(world)
     batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
     first, lengths, data, chain, (entry,) = batches[0]
-    other = b"\1" * len(chain)  # the same records, after some that are missing here
+    other = b"\1" * len(chain)  # the same records, after records that are missing here
     crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
     behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
     for start, before, placed in ((1, chain, entry), (first, other, entry), (first, other, behind)):
@@ -335,7 +335,7 @@ def test_a_later_session_finds_all_records_with_batches(world):
 
 @pytest.mark.parametrize("added", [None, 2])
 def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
-    """This version after a clean stop, or 0.13, which appends some."""
+    """This version after a clean stop, or 0.13, which appends records."""
     cover(world)
     if added is None:
         world.stop()
@@ -417,7 +417,7 @@ def test_unbatched_records_of_an_earlier_version_get_batches(empty_world):
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty_world, restarts):
-    """Another replica has the same records in adopted batches: both would vote for the cut."""
+    """Another replica has adopted the same records: both would vote for the truncation."""
     empty_world.log.prepare(2, NONCE)
     first, second = other_batches(records(0, 10), (6, 4), 2)
     append(empty_world, first)

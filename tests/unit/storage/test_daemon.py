@@ -12,7 +12,7 @@ from waltz_core.storage.process.storage_daemon import StorageDaemon
 
 
 class Link:
-    """A connection; notes when it is admitted."""
+    """A connection that records its admission."""
 
     def __init__(self, name, admitted, *, is_closed=False):
         self.name = name
@@ -24,7 +24,7 @@ class Link:
 
 
 def test_early_connections_are_admitted_in_order_unless_closed():
-    """A later connection of one server has the higher number, and supersedes the earlier one."""
+    """A later connection of a server gets a higher number and supersedes the earlier one."""
     admitted = []
     daemon = StorageDaemon.__new__(StorageDaemon)
     daemon._is_assigned = asyncio.Event()
@@ -78,7 +78,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("what", ["room", "close"])
 def test_a_hanging_disk_does_not_block_the_shutdown(tmp_path, what):
-    """The next process needs its locks; a thread that hangs on a disk may never return."""
+    """The next process needs the locks; a thread that hangs on a disk may never return."""
     command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), what]
     ended = subprocess.run(
         command, timeout=TEST_TIMEOUT_S, check=False, capture_output=True, text=True

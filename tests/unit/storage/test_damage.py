@@ -164,7 +164,7 @@ def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
 
 
 class LogWithLostBlocks(Log):
-    """Batches 0..29 and 30..59 in one segment, and 60..69 in the next; nothing has rotted."""
+    """Batches 0..29 and 30..59 in one segment, and 60..69 in the next, without corruption."""
 
     def __init__(self):
         self.disk = new_disk()
@@ -174,7 +174,7 @@ class LogWithLostBlocks(Log):
 
 @pytest.mark.parametrize("pieces", [(39,), (26, 39), (22, 31, 33, 39), tuple(range(21, 40))])
 def test_lost_blocks_are_overwritten_in_parts(pieces):
-    """However much of a block a piece has: the rest of it reads as zeros, until its turn comes."""
+    """A piece may cover a part of a block; the rest reads as zeros until it is repaired, too."""
     log = LogWithLostBlocks()
     first, last = SEGMENT_HEADER_BYTES + RECORD_BYTES * 21, SEGMENT_HEADER_BYTES + RECORD_BYTES * 40
     log.disk.make_unreadable(log.path, first + 30, last - 30)
@@ -185,7 +185,7 @@ def test_lost_blocks_are_overwritten_in_parts(pieces):
         at = end + 1
     outside = [one for one in damaged if one.last < 21 or one.first > 39]
     assert len(outside) == len(damaged), "none of what was filled is damaged"
-    for one in outside:  # it shared a block with them
+    for one in outside:  # the record shared a block with them
         assert 12 < one.first <= one.last < 49
         log.fill(*one, slot=Slot(2, damaged=(one,)))
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]

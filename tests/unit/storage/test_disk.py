@@ -168,7 +168,7 @@ def test_a_new_file_atomically_replaces_an_older_one(disk_and_directory):
 
 
 def test_a_file_gets_its_name_after_its_content():
-    """Rule 4: whichever step fails, there is the old file or the new one."""
+    """Rule 4: after a failure at any step, either the old or the new file exists."""
     for step in range(1, 20):
         disk = new_disk()
         create_durably(disk, ROOT, [("a", b"old"), ("b", b"old")])
@@ -241,7 +241,7 @@ def test_an_error_of_the_system_names_the_call_and_the_file(tmp_path, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fail)
-        # A sync that finds no room has lost what it was to write: that is no full disk only.
+        # A sync without space has lost data: this is more than a full disk.
         full = number in {errno.ENOSPC, errno.EDQUOT} and call not in {"fdatasync", "pread"}
         with pytest.raises(NoSpace if full else DiskFailed, match=f"{tmp_path}/f: ") as caught:
             CALLS[call](file)
@@ -556,7 +556,7 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
 
 @pytest.mark.parametrize("has_cut", [False, True])
 def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
-    """In pieces that no folio fits, on the disk that the tests run on; a cut is a new end."""
+    """The pieces match no folio; after a truncation, the newest part is at the new end."""
     kept, size = MIB, 1_088_001
     file = RealDisk(page_cache_bytes_max=kept).open(tmp_path / "f", create=True)
     for count in (16, 14) if has_cut else (16,):
@@ -571,7 +571,7 @@ def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
     if all(in_memory):
         pytest.skip("a file system in memory")
     assert in_memory[-1]
-    # Less than a step is not given back, nor is a folio in which a step ends.
+    # Less than one step is not released, nor a folio in which a step ends.
     assert sum(in_memory) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
@@ -580,7 +580,7 @@ def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
     content = os.urandom(8 * mmap.PAGESIZE)
     file.pwrite([content], 0)
     file.sync()
-    file.pwrite([b"z"], 4 * MIB)  # what is not synced is written first, or stays
+    file.pwrite([b"z"], 4 * MIB)  # unsynced pages are written first, or kept
     file.drop_cached(0, 5 * MIB)
     in_memory = pages_in_memory(tmp_path / "f")[:8]
     assert file.pread(len(content), 0) == content
@@ -592,7 +592,7 @@ def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
 
 
 def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
-    """Whatever it was written by: the system has it in folios that may be larger than a piece."""
+    """The page cache has the file in folios, which may be larger than a piece."""
     file, written, piece = RealDisk().open(tmp_path / "f", create=True), 2 * MIB, MIB // 4
     size = 3 * written
     for at in range(100, size, written):
@@ -624,6 +624,6 @@ def pages_in_memory(path):
         found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
         address = ctypes.c_void_p(ctypes.addressof(first))
         failed = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), found)
-        del first  # else the mapping could not be closed
+        del first  # otherwise the mapping could not be closed
     assert not failed
     return [bool(each & 1) for each in found]

@@ -1,4 +1,4 @@
-"""Space of a directory: the reserve, and when appends are rejected."""
+"""Disk space of a directory: the reserve, and the rejection of appends."""
 
 from pathlib import Path
 from threading import Thread
@@ -130,7 +130,7 @@ def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
 
 
 class ReleasingThread(SimDisk):
-    """Has another thread give the reserve back while one fills it."""
+    """A disk on which another thread releases the reserve while one thread fills it."""
 
     space = None
 
@@ -140,7 +140,7 @@ class ReleasingThread(SimDisk):
             space, self.space = self.space, None
             self.rival = Thread(target=space.release_reserve)
             self.rival.start()
-            self.rival.join(0.05)  # it may not get through before the reserve is filled
+            self.rival.join(0.05)  # the thread must wait until the reserve is filled
         return file
 
 
@@ -213,7 +213,7 @@ def test_the_fill_rate_covers_the_last_day():
     assert rate_at(1, 10) == 240
     assert rate_at(2, 10) == 120
     assert rate_at(3, 0) == 0
-    # What the first hours have written is forgotten after a day, also that nothing was removed.
+    # After a day the rate no longer includes the first hours.
     last = DAY_MS // SAMPLE_INTERVAL_MS + 5
     rates = [rate_at(hour, 5_000) for hour in range(4, last)]
     assert rates[0] == 30_000

@@ -126,7 +126,7 @@ def test_the_position_is_found_despite_an_unreadable_entry(damaged):
     for position, entry in enumerate(entries):
         if position not in {damaged, damaged + 1}:
             assert lineage.position_of(entry.last) == position
-    # Whether the bad one holds these IDs is not known, so it is not passed over.
+    # The unreadable entry may contain these IDs, so the search does not skip it.
     assert lineage.position_of(entries[damaged].last) in {damaged, damaged + 1}
 
 

@@ -1,4 +1,4 @@
-"""The lock files: the newest bytes count, also when others are damaged."""
+"""The lock files: the newest blocks are returned, even if other files are damaged."""
 
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.storage.disk.file_system import RealDisk

@@ -80,7 +80,7 @@ def test_the_start_is_a_batch_end_at_or_after_the_end_of_the_removed_segment(wor
 
 def test_the_start_is_not_the_end_of_a_reconstructed_batch(world):
     log, archived = world.log, confirm_mark(world)
-    lineage = log._files.segments.all[1].lineage  # the border is within its first batch
+    lineage = log._files.segments.all[1].lineage  # the boundary is within its first batch
     lost = lineage.entry(0)
     reconstructed = lost._replace(session_id=RECONSTRUCTED, chain=Chain(bytes(16)))
     lineage.rewrite(0, [reconstructed])
@@ -169,7 +169,7 @@ def test_damage_below_the_start_is_forgotten(world):
 
 
 def steps_of(world, change):
-    """Run a change with the power lost before each of its steps, and open the log again."""
+    """For each step of a change, lose the power before this step and open the log again."""
     steps = 0
     while True:
         world.disk.left = steps

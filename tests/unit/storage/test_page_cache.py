@@ -36,7 +36,7 @@ def test_old_pages_are_released_in_steps_and_the_newest_are_kept():
     assert released_ranges(tail, (0, MIB)) == [], "overwriting does not move the end"
     dropped = released_ranges(tail, *pieces(5 * STEP_BYTES, start=newest))
     assert [start + size for start, size in dropped] == [n * STEP_BYTES for n in range(1, 6)]
-    # Each begins earlier than the last one ended: that may have ended within a folio.
+    # Each range begins before the end of the last one, which may be within a folio.
     expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
     assert [start for start, _ in dropped] == expected
     tail.truncate(2 * MIB)
@@ -58,7 +58,7 @@ def test_only_sequentially_written_pages_are_released():
     assert released_ranges(RecentPages(0), (100, 9 * MIB)) == [(100, 9 * MIB)]
     dropped = released_ranges(RecentPages(0), *pieces(4 * MIB, start=100 * MIB))
     assert min(start for start, _ in dropped) == 100 * MIB
-    # A repair, and then the end.
+    # A repair, and then an append at the end.
     assert released_ranges(RecentPages(0), (5 * MIB, 100), (90 * MIB, 2 * MIB)) == [
         (90 * MIB, 2 * MIB)
     ]

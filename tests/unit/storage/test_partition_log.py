@@ -32,13 +32,13 @@ class PowerLost(Exception):
 
 
 class CrashDisk(RealDisk):
-    """A real disk that records what is synced, can lose the rest, and fails on demand."""
+    """A real disk that tracks synced data, can lose unsynced data, and fails on demand."""
 
     def __init__(self):
         super().__init__()
         self.synced = {}
         self.fail = {}
-        self.left = None  # changes that are still made before the power loss
+        self.left = None  # the number of changes until the power loss
 
     def step(self):
         if self.left is not None:
@@ -255,7 +255,7 @@ def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
     sizes = [segment.size_bytes for segment in world.log._files.segments.all]
     assert sizes == [128 + 93 * 21] * 9 + [128 + 93 * 11]
     assert [segment.first for segment in world.log._files.segments.all] == list(range(0, 200, 21))
-    assert world.log.slot.acked.transaction_id == BEFORE_FIRST  # the batch had not ended
+    assert world.log.slot.acked.transaction_id == BEFORE_FIRST  # the batch was incomplete
     world.append([1])
     world.crash()
     assert world.log.max_id == 200
@@ -298,7 +298,7 @@ def test_a_read_detects_corruption_that_is_skipped_and_repaired(world):
 
 
 def test_losses_next_to_a_repair_are_found_after_a_crash(world):
-    """Its block may be released for the repair, with what else was in it."""
+    """A repair may release the block, together with other records in it."""
     written = world.append([3, 4] * 20)
     flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -313,7 +313,7 @@ def test_losses_next_to_a_repair_are_found_after_a_crash(world):
 
 
 def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
-    """The marker cannot move any more, so it does not show records that would be lost after it."""
+    """The acked marker cannot move any more, so it would not reveal records lost after it."""
     written = world.append([3, 4] * 20)
     flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -368,7 +368,7 @@ def overwrite_record(world, transaction_id):
     ("change", "damaged", "suspect"), [(flip_bit, ((5, 5),), False), (overwrite_record, (), True)]
 )
 def test_corruption_of_a_synced_record_above_the_marker_is_damage(world, change, damaged, suspect):
-    """Another record in its place has a right checksum: the batch shows it."""
+    """Another record at this position has a valid checksum, but does not match its batch."""
     for _ in range(3):
         world.append([4])
     change(world, 5)
@@ -437,7 +437,7 @@ def test_missing_index_files_are_rebuilt(world, names, suspect):
     for path in found:
         path.unlink()
     world.crash()
-    assert world.log.suspect == suspect  # bounds and sessions of batches are lost with a .chn
+    assert world.log.suspect == suspect  # a lost .chn has bounds and sessions of batches
     assert world.all_records() == written
     read = world.log.read_range(0, 149, 1 << 20, whole_batches=True)
     assert read.records == written
@@ -548,7 +548,7 @@ def test_records_written_by_0_13_between_two_runs_are_adopted(world):
     assert world.all_records() == written + more
     world.crash()
     assert (world.log.max_id, world.log.suspect) == (6, False)
-    # Also the second time: only what was adopted is bounded again, whatever ends where.
+    # The same holds the second time: only adopted records get new batches.
     *before, adopted = world.log.lineage(0, 6)[1]
     assert tuple(before) == ours
     assert (adopted.first, adopted.last, adopted.session_id) == (5, 6, NO_SESSION)
@@ -568,7 +568,7 @@ def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
 
 @pytest.mark.parametrize("is_opened", [False, True])
 def test_records_of_0_13_are_adopted_after_an_incomplete_mark(world, monkeypatch, is_opened):
-    """The slot names a structure that we were about to write; then a 0.13 storage writes one."""
+    """The slot refers to a control structure that was not written; then 0.13 writes one."""
     written = world.append([5])
     monkeypatch.setattr(world.control, "set_marks", lambda *_: (_ for _ in ()).throw(PowerLost))
     with pytest.raises(PowerLost):
@@ -716,7 +716,7 @@ def test_a_truncation_stopped_by_a_wrong_index_is_completed_first(world):
     base = world.log.chain_at(5)
     with pytest.raises(DiskFailed, match=r"cannot truncate the log: .* wrong from record 6 on"):
         world.log.truncate(2, 5, 5, base)
-    # The intent is durable: a session that kept all ten would lose them at the next opening.
+    # The intent is durable: the next opening would truncate the ten records of a session.
     with pytest.raises(DiskFailed, match="until it is opened again"):
         world.log.prepare(3, NONCE)
     world.crash()
@@ -765,7 +765,7 @@ def test_only_the_same_request_finishes_a_truncation_that_ran_out_of_space(world
     for session, last in ((1, 5), (2, 4), (2, 6)):
         with pytest.raises(DiskFailed, match="a write failed in this store session"):
             world.log.truncate(session, last, 3, chain)
-    world.log.mark_acked()  # the marker stays where it is
+    world.log.mark_acked()  # the acked marker does not move
     world.crash()
     assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 

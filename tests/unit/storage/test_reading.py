@@ -17,7 +17,7 @@ FIRSTS = (0, 5, 8)
 
 
 class Log:
-    """Batches 0..2, 3..4 | 5..7 | 8..11 in three segments, and what is read of them."""
+    """Batches 0..2, 3..4 | 5..7 | 8..11 in three segments, with a reader."""
 
     batches = ([3, 2], [3], [4])
 
@@ -131,7 +131,7 @@ def test_headers_are_those_of_the_records_and_stop_before_damage(log):
 
 
 def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
-    """Thousands of headers may be in gigabytes of records: the reader would time out first."""
+    """Thousands of headers may span gigabytes of records; a single read would time out."""
     monkeypatch.setattr(reading, "READ_BYTES", 2 * RECORD_BYTES)
     monkeypatch.setattr(reading, "HEADERS_READ_BYTES_MAX", 3 * RECORD_BYTES)
     read = log.reader.read_headers(1, 11, 1 << 20)
@@ -151,7 +151,7 @@ class LargeLog(Log):
     batches = ([5] * 20, [3])
 
     def lose(self, suffix, first, last):
-        """Lose the sectors of some bytes of the first segment, and what was in them."""
+        """Lose the sectors of a byte range of the first segment."""
         path = ROOT / segment_name(0, suffix)
         first, last = first // 512 * 512, last // 512 * 512 + 511
         self.disk.overwrite(path, first, bytes(last - first + 1))
@@ -295,7 +295,7 @@ def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large_log):
     path = ROOT / segment_name(0, ".seg")
     for number in (11, 60):
         large_log.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
-    assert large_log.read(0, 99) == 99  # readers are given what is in memory
+    assert large_log.read(0, 99) == 99  # readers get the cached pages
     assert large_log.slots.slot.damaged == ()
     at = 0
     while at < 100:
@@ -311,7 +311,7 @@ def test_verifying_drops_blocks_only_up_to_its_position(large_log):
 
 
 def test_pages_that_cannot_be_dropped_are_read_from_memory(large_log, monkeypatch):
-    """A file that cannot be opened again shows it when it is read; the drop is a hint."""
+    """Dropping pages is only a hint; a file that cannot be opened fails when it is read."""
 
     def refuse(_file, _offset, _size):
         raise DiskFailed("cannot open a file: input/output error")

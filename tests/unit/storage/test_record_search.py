@@ -1,4 +1,4 @@
-"""Searching records in bytes by their content, and after holes first by the index."""
+"""Search for records by their content, and after damage first with the index."""
 
 import tracemalloc
 from random import Random
@@ -80,7 +80,7 @@ def with_later_records(offset):
 
 
 def test_damage_ends_at_a_record_that_the_index_confirms():
-    # From the middle of 8 to the middle of 12; there would be room for those before.
+    # Overwrites the middle of 8 up to the middle of 12; earlier records would have space.
     assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
 
 
@@ -88,7 +88,7 @@ def test_records_missing_in_the_index_are_found():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip_bits(SEG, offset_of(3) + 40)
-    for transaction_id in (4, 5):  # that of 6 is right, and 4 leads there
+    for transaction_id in (4, 5):  # the offset of 6 is right, and record 4 leads to it
         disk.flip_bits(IDX, SEGMENT_HEADER_BYTES + 8 * transaction_id + 7)
     assert search_of(disk)(3) == (4, offset_of(4))
     disk.flip_bits(SEG, offset_of(5) + 40)
@@ -152,7 +152,7 @@ def test_an_empty_index_is_read_once(monkeypatch):
     behind = search_of(disk)
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
     assert requests == [17, 0, 0]
-    # The same search, which has the positions that were found, is used again.
+    # The search stores the positions that it has found.
     disk.write_durably(
         IDX,
         known[: SEGMENT_HEADER_BYTES + 8 * 3] + bytes(8) + known[SEGMENT_HEADER_BYTES + 8 * 4 :],
@@ -178,7 +178,7 @@ def test_record_positions_do_not_depend_on_the_step_size(monkeypatch, step):
     found = 0
     for size in (0, 35, 36, 37, 400):
         for fill in (0, 1, 255):
-            # Small numbers in all places, so that many of them look like IDs and lengths.
+            # Small numbers everywhere, so that many of them look like IDs and lengths.
             data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))
             for after in (0, 5, 1 << 40):
                 for space in (size, 40, 3000):

@@ -175,7 +175,7 @@ def test_a_fallback_to_the_older_slot_rejects_all_earlier_sessions():
     assert slot.suspect
     assert slot.promised == 5
     assert slot.nonce not in {b"", bytes(16)}
-    # Once more, before any session has come: no owner can have been promised a later one.
+    # The same again before any session: no owner can have a later promise.
     content = disk.visible_content(ROOT / SLOTS_NAME)
     older = min((0, 1), key=lambda position: Slot.decode(_block(content, position)).sequence)
     disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
@@ -192,7 +192,7 @@ def with_lost_newer_slot(disk, lost_promise, **older):
 
 
 def test_a_session_found_only_in_the_log_counts_as_promised():
-    """The lost slot may have been the only one with its promise; its batches are in the log."""
+    """The lost slot may have had the only promise, but the batches are in the log."""
     disk = new_disk()
     with_lost_newer_slot(disk, NO_SESSION, promised=0, last_session=0)
     segments, slots = open_disk(disk)
@@ -297,7 +297,7 @@ def test_files_without_their_segment_are_removed():
 
 @pytest.mark.parametrize("last", [3, 4, 6])
 def test_a_batch_of_an_abandoned_file_is_ignored_after_a_crash(last):
-    """Its cut was not synced, and the next segment begins where it does."""
+    """The truncation of the file was not synced, and the next segment begins at the same ID."""
     disk = new_disk()
     _, records, entries = write_log(disk, [3], [2])
     segment = open_segment(disk)
@@ -336,7 +336,7 @@ ADOPTED = INFO._replace(session_id=5, low_water_mark=11, local_low_water_mark=11
 
 
 def adopt_0_13_log(spoil=lambda _disk: None):
-    """Return the batches and the slot of a 0.13 directory in which something may have rotted."""
+    """Return the batches and the slot of an adopted 0.13 directory, optionally with corruption."""
     disk = new_disk()
     make_segments(disk, [6], [6])
     for first in (0, 6):
@@ -355,7 +355,7 @@ def adopt_0_13_log(spoil=lambda _disk: None):
     ids=["record", "index"],
 )
 def test_corruption_before_the_adoption_does_not_change_the_chain(spoil, damaged):
-    """Otherwise no replica could be made equal to this one, nor it to them."""
+    """Otherwise this replica could not be compared with the other replicas."""
     entries, slot = adopt_0_13_log(spoil)
     assert (entries, slot.damaged, slot.suspect) == (adopt_0_13_log()[0], damaged, False)
 
@@ -398,7 +398,7 @@ def test_a_damaged_record_above_a_0_13_mark_is_not_a_torn_tail():
     rot_record(disk, 0, 7)
     disk.write_durably(
         path_of(0, ".seg"), disk.visible_content(path_of(0, ".seg"))[:-1]
-    )  # this one was torn
+    )  # this record is torn
     info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
     segments, slots = open_disk(disk, info=info)
     assert (segments.last_id, slots.slot.damaged) == (10, (IdRange(7, 7),))
@@ -421,7 +421,7 @@ def test_an_oversized_0_13_transaction_is_not_a_torn_tail():
 
 
 def test_a_session_of_0_13_overrides_an_earlier_promise():
-    """Its nonce is that of another owner, of an older session."""
+    """The nonce belongs to another owner of an older session."""
     disk = new_disk()
     write_log(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
     slot = open_disk(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
@@ -429,7 +429,7 @@ def test_a_session_of_0_13_overrides_an_earlier_promise():
 
 
 def test_a_truncation_intent_older_than_records_of_0_13_is_dropped():
-    """0.13 ignores it, and acknowledges records that follow those that were to be cut."""
+    """0.13 ignores the intent, and acknowledges records after those that should be truncated."""
     disk = new_disk()
     intent = TruncateIntent(2, None)
     _, records, _ = write_log(disk, [3, 2], [4], acked=1, truncate=intent, old_sequence=3)
@@ -440,7 +440,7 @@ def test_a_truncation_intent_older_than_records_of_0_13_is_dropped():
 
 
 def interrupted_openings(prepare, survival, info=INFO):
-    """Lose the power at each step of an opening in turn; yield what the next opening finds."""
+    """Lose the power at each step of an opening; yield the result of the next opening."""
     for step in range(1, 80):
         disk = new_disk()
         prepare(disk)
@@ -460,7 +460,7 @@ def interrupted_openings(prepare, survival, info=INFO):
 
 
 def test_an_adoption_interrupted_at_any_step_keeps_the_records_of_0_13():
-    """Only its session shows that it has written; the slot must not have that session too soon."""
+    """Only the session shows that 0.13 has written; the slot must not store it too early."""
     more, lengths = make_run(5, [20] * 4)
 
     def run_0_13(disk):
@@ -513,7 +513,7 @@ def test_all_files_are_prefetched_before_the_first_is_read():
 
 
 def synced_by_opening(disk, **wanted):
-    """Open a log, and return what was synced for that: suffixes of files, SLOTS_NAME, "names"."""
+    """Open a log, and return the syncs: suffixes of files, SLOTS_NAME, or "names"."""
     before = len(disk.trace)
     for each in open_log(disk, ROOT, BLANK, INFO, trust_fsync=True, is_name_durable=True, **wanted):
         each.close()
@@ -611,7 +611,7 @@ def test_an_interrupted_opening_keeps_the_fallback_flag():
 
 @pytest.mark.parametrize("acked", [0, 2])
 def test_a_replica_without_batches_is_suspect_after_an_interrupted_opening(acked):
-    """Rule 6: nothing in its files is wrong any more once the `.chn` was rebuilt."""
+    """Rule 6: after the `.chn` is rebuilt, the files themselves do not show the loss."""
 
     def without_batches(disk):
         write_log(disk, [3, 2], [4], acked=acked)
@@ -622,7 +622,7 @@ def test_a_replica_without_batches_is_suspect_after_an_interrupted_opening(acked
 
 
 def test_batches_rebuilt_after_a_fallback_are_marked_as_reconstructed():
-    """Rule 5: for an older slot, the writes of our last session look like those of Waltz 0.13."""
+    """Rule 5: compared with an older slot, the last session's writes look like those of 0.13."""
     disk = new_disk()
     write_log(disk, [3, 2], [4], old_sequence=3)
     _, slots = open_disk(disk, info=INFO._replace(sequence=3))
@@ -663,7 +663,7 @@ def test_an_opening_that_fails_at_any_step_leaves_no_file_open():
 @pytest.mark.parametrize("acked", [1, 3])
 @pytest.mark.parametrize("lost", [(9, 9), (100, 100), (150, 170), (199, 199)])
 def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked):
-    """Whether its last record begins in them or not, and whether it is read again or not."""
+    """The last record may or may not begin in these sectors, or be readable later."""
     disk = new_disk()
     _, records, entries = write_log(disk, [100, 100], [4], acked=acked)
     path = path_of(0, ".seg")
@@ -677,7 +677,7 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
     (damage,) = slots.slot.damaged or (None,)
     if damage is None:
         assert last < 99 or (last < 199 and acked > 1), "it was read"
-    else:  # nothing but what shares a page with it is missed
+    else:  # only records in the same page are missing
         assert damage.first <= first
         assert last <= damage.last
         assert damage.last - damage.first <= last - first + 2 * (4096 // RECORD_BYTES + 1)
@@ -703,7 +703,7 @@ def test_without_an_index_an_older_segment_is_scanned():
 
 
 def test_a_log_with_lost_records_and_lost_index_is_not_opened():
-    """A record after the hole could not be distinguished from one within the data of another."""
+    """A record after the damage could not be distinguished from data inside another record."""
     disk = new_disk()
     write_log(disk, [200, 200], [4], acked=1)
     path = path_of(0, ".seg")
@@ -718,7 +718,7 @@ def test_a_log_with_lost_records_and_lost_index_is_not_opened():
 
 
 def test_a_log_with_unreadable_sectors_at_its_end_is_not_opened():
-    """What is not confirmed is cut where it is not whole; a drive that stutters reports nothing."""
+    """Incomplete unconfirmed data is truncated; a temporary read error reports no damage."""
     disk = new_disk()
     write_log(disk, [3], [20, 20], acked=2)
     path = path_of(3, ".seg")
@@ -755,7 +755,7 @@ def test_batches_after_the_last_record_are_truncated():
 
 
 def test_a_damaged_batch_before_the_newest_segment_is_not_torn():
-    """After a failed write a roll moves no marker; the file shows what was synced."""
+    """A new segment after a failed write does not move the acked marker; the old file is synced."""
     disk = new_disk()
     segments, records, entries = write_log(disk, [3, 2, 1], acked=1)
     segments.add(5, entries[-1].chain)
@@ -766,7 +766,7 @@ def test_a_damaged_batch_before_the_newest_segment_is_not_torn():
 
 
 def test_a_torn_batch_across_two_segments_is_truncated_without_suspicion():
-    """What lies in the older file was synced there; the batch was not, and was not acknowledged."""
+    """The part in the older file was synced; the batch was not synced or acknowledged."""
     disk = new_disk()
     segments, records, entries = write_log(disk, [3, 2], acked=2)
     more, lengths, _ = make_batches(5, [2], entries[-1].chain)

@@ -1,4 +1,4 @@
-"""Removal of replicas: what it leaves, and what it does not complete."""
+"""Removal of replicas: remaining files, and interrupted removals."""
 
 import struct
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_wiping_a_replica_keeps_its_promise_and_flags(disk, control):
 
 @pytest.mark.parametrize("intent", [KEPT_WIPE, REMOVED_WIPE])
 def test_each_step_is_durable_before_the_next(disk, control, intent):
-    """A file system may keep names in any order but for a sync of the directory between them.
+    """A file system may persist names in any order, unless the directory is synced in between.
 
     A log that comes back without its slots could not be opened, or be trusted again.
     """

@@ -1,4 +1,4 @@
-"""The schedule of the scrub: which partition, when, and how fast."""
+"""The schedule of the scrub: order of partitions, times, and rate."""
 
 import pytest
 from hypothesis import given

@@ -173,11 +173,11 @@ def test_confirmed_damage_is_kept_and_repaired_durably(bad):
 
 
 def test_intact_records_with_a_wrong_id_do_not_end_damage():
-    """A misdirected write: what lies over the beginning are later records, which stay where they
+    """A misdirected write: later records overwrite the beginning, and also exist where they
     belong, too (seed 520000203)."""
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [30])
-    page_offset = offset_of(0) + 17  # as wherever the page begins
+    page_offset = offset_of(0) + 17  # a page may begin anywhere in a record
     disk.overwrite(SEG, page_offset, disk.visible_content(SEG)[offset_of(12) : offset_of(18) + 30])
     segment = open_segment(disk)
     assert segment.recover(0, 29, is_last=True) == ((IdRange(0, 6),), False)
@@ -198,7 +198,7 @@ def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
 
 
 def test_an_impossible_gap_of_ids_allocates_no_memory():
-    """As when all segments between two are missing, or the name of a file is wrong."""
+    """For example if all segments between two are missing, or a file has a wrong name."""
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     segment = open_segment(disk)

@@ -115,7 +115,7 @@ def test_a_truncation_may_cross_segments_and_be_repeated(last_to_keep):
 
 
 def test_an_unknown_segment_is_removed_by_a_truncation():
-    """It got its name before its creation failed; otherwise the next opening would use it."""
+    """The file got its name before its creation failed; the next opening must not use it."""
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     new_segment(disk, 3, entries[0].chain).close()

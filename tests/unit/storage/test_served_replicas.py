@@ -30,7 +30,7 @@ from waltz_sim.world.simulated_disk import SimDisk
         ((), (), (), None),
         ((0, 2), (0, 2), (0, 2), None),
         ((0,), (0, 1), (0, 1, 2), REOPEN_S_MIN),  # one could not be opened
-        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # one was taken away, and its owner counts on it
+        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # one was unassigned, and its owner still uses it
         ((0, 1), (0, 2), (0, 1, 2), REOPEN_S_MIN),
         ((0,), (0,), (0, 1), REOPEN_S_MAX),
         ((), (), (1,), REOPEN_S_MAX),
@@ -50,7 +50,7 @@ ADDRESS = "here:1"
 
 
 class Directory:
-    """An engine that has only the list of local partitions and of those that are offline."""
+    """An engine that has only lists of local partitions and of offline partitions."""
 
     partition_count = 4
     has_failed = has_lost_files = False
@@ -93,7 +93,7 @@ class Directory:
 
 
 class Metadata:
-    """ZooKeeper's word on which partitions' sessions still name this storage."""
+    """ZooKeeper metadata: the partitions whose sessions still include this storage."""
 
     def __init__(self, *named):
         self.named = set(named)
@@ -109,11 +109,11 @@ class Metadata:
 
 
 class Follower:
-    """A `ServedReplicas` that follows; `looked` waits until it has served what it should."""
+    """A `ServedReplicas` that follows assignments; `looked` waits for the next complete check."""
 
     def __init__(self, engine, coordinator):
         self.dropped = []
-        self.hanging = set()  # whose work does not end
+        self.hanging = set()  # partitions whose work does not end
         self._looked = asyncio.Event()
         self.serving = ServedReplicas(
             engine,
@@ -229,7 +229,7 @@ def test_partitions_are_opened_by_all_opener_threads_concurrently():
     opened = []
 
     def call(partition_id):
-        together.wait(timeout=TEST_TIMEOUT_S)  # breaks, and fails, when fewer come
+        together.wait(timeout=TEST_TIMEOUT_S)  # the barrier fails if fewer threads arrive
         opened.append(partition_id)
 
     run_concurrently(call, range(2 * OPENERS_COUNT))

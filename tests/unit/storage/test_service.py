@@ -76,12 +76,12 @@ class FailingFile:
 
 
 class FailingDisk(RealDisk):
-    """A real disk that raises an error at the next call of a name."""
+    """A real disk that raises a given error at the next call of a given function."""
 
     def __init__(self):
         super().__init__()
         self.next_errors = {}
-        self.free = None  # the free space that it reports, if that is not the real one
+        self.free = None  # the reported free space, or None for the real one
 
     def free_bytes(self, directory):
         return super().free_bytes(directory) if self.free is None else self.free
@@ -96,7 +96,7 @@ class FailingDisk(RealDisk):
 
 
 class Bench:
-    """A service whose effects are recorded, and whose work waits to be run."""
+    """A service with recorded effects; the test runs the queued work."""
 
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
         self.disk = FailingDisk()
@@ -138,7 +138,7 @@ class Bench:
         return count
 
     def ask(self, connection, message):
-        """Return the one answer to a request; no connection has asked for notices."""
+        """Return the answer to a request; no other message may be sent."""
         before = len(self.answers())
         self.send(connection, message)
         self.finish()
@@ -283,7 +283,7 @@ def test_the_same_owner_may_reconnect(bench):
 
 
 def test_late_messages_of_a_superseded_connection_are_ignored(bench):
-    """The disk hangs, the owner dials again, and then what it had sent at first is read."""
+    """The disk hangs, the owner reconnects, and then the storage reads earlier requests."""
     owner = OwnerSession(5)
     bench.send(2, prepare(owner))
     bench.send(1, prepare(owner))
@@ -298,7 +298,7 @@ def test_a_reconnecting_owner_is_not_rejected_as_another_owner(bench):
     """An owner halts its partition permanently if its session is promised to another owner."""
     owner = OwnerSession(5)
     bench.send(1, prepare(owner))
-    bench.send(1, prepare(owner))  # the first one is under way, this one waits
+    bench.send(1, prepare(owner))  # the first request is running, this one waits
     bench.send(2, prepare(owner))
     bench.finish()
     answered = [(each, type(answer)) for each, answer in bench.answers()]
@@ -423,7 +423,7 @@ def test_all_appends_that_wait_are_synced_once(bench):
         (appends[0].sequence, 1),
         *((each.sequence, 9) for each in appends[1:]),
     ]
-    # Two groups cost what two appends cost, not what five do.
+    # Two groups take as many syncs as two appends.
     before = bench.log.sync_count
     bench.ask(1, owner.append())
     assert one_group == 2 * (bench.log.sync_count - before)
@@ -466,7 +466,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     bench.send(1, old.append())
     assert bench.answers(1)[-1].promised == 6
     bench.finish()
-    # What was under way is on disk, and the new session receives it.
+    # The running append is on disk, and the new session finds it.
     prepared = bench.answers(2)[-1]
     assert (prepared.synced_max, prepared.last_session) == (0, 5)
     assert bench.service.queue_limits.owner_bytes == 0
@@ -490,7 +490,7 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     owner = bench.owned(5, engaged=False)
     reader = OwnerSession(5)
     request = range_of(reader, 0, 9, reader=True)
-    assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
+    assert bench.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
     assert bench.ask(7, open_request()) == SuccessResponse(-1, -1, -1)
     assert bench.refusal(7, request) is errors.NotMounted
     bench.ask(1, owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN))
@@ -513,7 +513,7 @@ def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
     owner = bench.owned(5)
     bench.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
     request = OwnerSession(5).make(LockBlocksRequest, 100)
-    assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
+    assert bench.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
     bench.ask(7, open_request())
     assert bench.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
     assert bench.refusal(7, OwnerSession(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
@@ -582,7 +582,7 @@ def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
 
 
 def test_many_reads_of_clients_do_not_pause_the_owner(make):
-    """Otherwise a tenant could stop the appends and heartbeats of all sessions."""
+    """Otherwise a client could stop the appends and heartbeats of all sessions."""
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.ask(1, owner.append())
@@ -667,7 +667,7 @@ def test_the_acked_marker_moves_when_a_log_becomes_idle(bench):
     bench.ask(1, owner.append())
     bench.now_ms += 1000
     bench.send(1, owner.append())
-    bench.step(Wakeup())  # at work: its turn comes again
+    bench.step(Wakeup())  # the partition is busy and gets another turn
     bench.finish()
     assert bench.service.wake_at_ms == bench.now_ms + 1000
 
@@ -795,7 +795,7 @@ def test_a_failed_read_is_reported_without_ending_the_session(bench):
 
 
 def tick(bench):
-    """Let time pass up to the next thing that is due; return the work that it brings."""
+    """Advance the time to the next wake-up; return the new work."""
     bench.now_ms = max(bench.now_ms, bench.service.wake_at_ms)
     before = len(bench.works)
     bench.step(Wakeup())
@@ -955,7 +955,7 @@ def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by
             bench.send(2, prepare(OwnerSession(2)))
         case "scrub":
             bench.step(service.ScrubRequested(0))
-        case "append":  # its file is not open any more, and not to be found
+        case "append":  # the file is closed and cannot be opened again
             bench.disk.next_errors["pwrite"] = DiskFailed("opening: no such file")
             bench.send(1, owner.append())
         case "marker":

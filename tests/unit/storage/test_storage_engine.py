@@ -148,7 +148,7 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
         engine.close()
     engine = open_engine(tmp_path)
     assert engine.log(1).prepare(8, KEY).suspect
-    engine.unassign(1, deletes_files=False)  # The control file forgets it: now it may be a new one.
+    engine.unassign(1, deletes_files=False)  # The control file forgets it.
     shutil.rmtree(tmp_path / "1")
     log = engine.assign(1)
     assert (log.suspect, log.promised) == (False, -1)
@@ -194,7 +194,7 @@ def test_an_absent_partition_cannot_be_administered(tmp_path):
 
 
 def engine_with_lost_slots(tmp_path, *, blocks):
-    """Return an engine whose partition 1 has lost some of its control slots; 2 is whole."""
+    """Return an engine whose partition 1 has lost control slots; partition 2 is intact."""
     engine = open_engine(tmp_path)
     engine.assign(2)
     engine.assign(1).prepare(5, KEY)
@@ -204,7 +204,7 @@ def engine_with_lost_slots(tmp_path, *, blocks):
 
 
 def spoil_slots(tmp_path, blocks):
-    """Change a bit of each, or change it back."""
+    """Flip a bit in each block; a second call restores the blocks."""
     path = tmp_path / "1" / "waltz-x.ctl"
     content = bytearray(path.read_bytes())
     for block in blocks:
@@ -258,7 +258,7 @@ def test_a_directory_outside_the_cluster_is_unchanged(tmp_path):
 def test_the_availability_of_a_repaired_partition_can_be_changed(tmp_path):
     engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     assert 1 in engine.open_errors
-    spoil_slots(tmp_path, (0, 1))  # an operator has brought it back
+    spoil_slots(tmp_path, (0, 1))  # an operator has restored the file
     engine.set_available(1, is_available=False)
     assert not engine.is_available(1)
     assert engine.assign(1).promised == 5
@@ -281,7 +281,7 @@ def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
         engine.assign(1)
     engine.abandon()
     file = disk.open(Path("/waltz/waltz-storage.ctl"))
-    file.pwrite([file.pread(1000, 0)], 0)  # not failed, but killed
+    file.pwrite([file.pread(1000, 0)], 0)  # a write of a killed process
     file.close()
     engine = open_engine(Path("/waltz"), disk=disk)
     assert engine.assigned_partitions() == [1]

@@ -53,7 +53,7 @@ def test_uploads_are_counted_by_their_result():
     metrics, storage_metrics = new_metrics()
     job = SimpleNamespace(partition_id=3, record_count=5, record_bytes=220, replaced_object=None)
     storage_metrics.count_upload(job, NewManifest(4, bytes(16), 9, "m", 1))
-    job = SimpleNamespace(**vars(job) | {"replaced_object": object()})  # it is counted already
+    job = SimpleNamespace(**vars(job) | {"replaced_object": object()})  # counted already
     storage_metrics.count_upload(job, NewManifest(4, bytes(16), 9, "m", 2))
     storage_metrics.count_upload(job, ArchiveUnavailable("cannot write m"))
     assert metrics.value("waltz_storage_archived_transactions_total", partition=3) == 5

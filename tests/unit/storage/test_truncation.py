@@ -78,7 +78,7 @@ def test_a_truncation_without_space_is_repeated_after_any_step():
             lacked += 1
             truncation.carry_out(segments, slot.truncate)
         except DiskFailed:
-            continue  # a sync that finds no room has failed for good
+            continue  # a sync without space is a permanent failure
         else:
             break
         assert segments.read(0, 5)[0] == records[: 6 * RECORD_BYTES]

@@ -140,7 +140,7 @@ def test_reads_are_always_bounded(log, monkeypatch):
         (outcome,) = run(log, message).outcomes
         assert outcome.count >= 1
     assert requests == [RANGE_BYTES_MAX, BATCHES_BYTES_MAX, 1]
-    # However small its records are, the lineage of an answer fits into a message.
+    # The lineage of an answer fits into a message even for small records.
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
 
 
@@ -168,7 +168,7 @@ def test_record_locations_are_returned_and_counted_as_read(log):
 def test_the_number_of_calls_does_not_depend_on_the_number_of_records(log, form):
     owner = OwnerSession(5)
     append = owner.append
-    run(log, append(3_000), append(100))  # the fixed costs of the first call
+    run(log, append(3_000), append(100))  # excludes the fixed costs of the first call
     counts = []
     for first, count in ((3_100, 2_000), (5_100, 100)):
         message = append(count)
@@ -287,7 +287,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
 
 @pytest.mark.parametrize("reserve_bytes", [2 * NEW_FILES_BYTES, 0])
 def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_bytes):
-    """It may not fail on the way: the log could not be used before it is opened again."""
+    """A reset must not fail halfway: the log could not be used until it is reopened."""
     disk = SimDisk()
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
     engine = StorageEngine.open(

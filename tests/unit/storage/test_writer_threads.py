@@ -34,7 +34,7 @@ def work(do: Callable[[], WorkResult] = WorkResult) -> Work:
 
 
 class Recorder:
-    """Keeps the outcomes that it received, and on which thread."""
+    """Records the outcomes, and the thread that reported each of them."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[Work, WriteOutcome]] = []

@@ -1,4 +1,4 @@
-"""An object store that answers each request alike, for the errors of its clients."""
+"""An object store that gives the same answer to each request, for tests of client errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

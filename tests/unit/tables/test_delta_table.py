@@ -1,4 +1,4 @@
-"""A Delta table of a follower: rows and marks in one commit, the fence, commits of others."""
+"""A followed Delta table: commits with rows and marks, fencing, and commits of others."""
 
 import json
 import re
@@ -24,7 +24,7 @@ COLUMNS = [*SCHEMA.names, "partition", "transaction_id", DELETED]
 
 
 def changes(*rows: tuple, schema: pa.Schema = SCHEMA) -> pa.Table:
-    """Return changes: the columns of the schema, the place, and whether it is a delete."""
+    """Return changes: the columns of the schema, partition and ID, and whether it is a delete."""
     fields = [*schema, ("partition", pa.int32()), ("transaction_id", pa.int64())]
     fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
     names = [*schema.names, "partition", "transaction_id", DELETED]
@@ -198,7 +198,7 @@ def test_changes_that_the_table_rejects_are_a_permanent_error(
 def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     path: Path, table: FollowedDeltaTable, is_restore: bool
 ):
-    """Spark's `MERGE` may succeed after it; then the driver may be killed before it reads again."""
+    """A `MERGE` of Spark may succeed after such a commit, and the driver may be killed then."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     if is_restore:
         DeltaTable(path).restore(0)
@@ -220,7 +220,7 @@ def test_a_commit_between_the_newest_two_of_the_follower_is_found(
 def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
     path: Path, table: FollowedDeltaTable
 ):
-    """Spark's auto compaction has the metadata of the session."""
+    """Auto compaction of Spark copies the metadata of the session."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     table.marks(START)
     table.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))

@@ -160,7 +160,7 @@ def test_the_ten_minutes_begin_with_the_last_commit():
 
 
 def test_without_an_end_the_follower_waits_after_it_has_reached_the_end_of_the_log():
-    """Also if there are more transactions then: the interval limits the number of versions."""
+    """This holds even if there are more transactions: the interval limits the versions."""
     log, table = LogInMemory([("a", 1)] * 4), StoredVersions()
     log.on_wait = lambda: log.partitions[0].append(("b", 1))
     changes = log.changes
@@ -254,7 +254,7 @@ KEYS = st.tuples(st.sampled_from("ab"), st.none() | st.integers(0, 9))
 )
 @example([("a", 1), ("a", 2), ("a", 3)], [(3, 2)])
 def test_concurrent_followers_produce_a_replay_of_the_log(partition, turns):
-    """Before a commit of one, the other may run: with batches of some size, up to some mark."""
+    """Before each commit of one follower, the other may run with any batch size up to any mark."""
     log, table = LogInMemory(partition), StoredVersions()
     order = iter(turns)
 
@@ -348,7 +348,7 @@ def test_a_start_is_only_accepted_for_a_table_without_marks():
     start = TableMarks("f", KEY, {0: 0})
     follower(log, table, start).run({0: 0})
     assert (marks_of(table), table[0].rows) == ([{0: 0}], {})
-    follower(log, table, start).run({0: 2})  # it has applied nothing yet
+    follower(log, table, start).run({0: 2})  # the follower has not applied transactions yet
     assert table[-1].rows == {"b": 2, "c": 3}
     with pytest.raises(
         BadConfig,
@@ -519,7 +519,7 @@ def test_one_read_serves_several_tables_with_separate_marks():
     follower(log, old, count_max=3).run({0: 1, 1: 0})
     before = list(old)
     log.read.clear()
-    # A table that is added later is behind: the other one waits for it.
+    # A table that is added later lags, so the other table waits for it.
     steps: list[tuple[int, int]] = []
     loop = follower_of(
         log, [progress(old), progress(new)], on_progress=lambda *each: steps.append(each)

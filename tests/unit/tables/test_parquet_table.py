@@ -1,4 +1,4 @@
-"""A table of Parquet files of a follower: complete batches are a replay, whenever it is killed."""
+"""A followed table of Parquet files: after any kill, complete batches are a replay of the log."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ READ = pa.schema([("partition", pa.int32()), ("transaction_id", pa.int64()), *SC
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulates a killed process."""
 
 
 class ArrowLog:
@@ -84,7 +84,7 @@ def uri(
     host, port = server.get_host_and_port()
     options = {"endpoint_override": f"{host}:{port}", "scheme": "http", "region": "us-east-1"}
     arrow_fs.S3FileSystem(**options, allow_bucket_creation=True).create_dir("lake")
-    # The server's objects outlive it.
+    # The objects remain after the server has stopped.
     yield f"s3://lake/{tmp_path.name}/table?" + "&".join(
         f"{key}={value}" for key, value in options.items()
     )
@@ -187,7 +187,7 @@ def test_a_follower_that_is_killed_at_any_change_of_the_store_continues(
                 break
         found = content(table)
         assert found == replayed(LOG)[: len(found)]
-        if found and Path(table).exists():  # no reader sees a part of a batch
+        if found and Path(table).exists():  # readers do not see incomplete batches
             read = ds.dataset(table, format="parquet", partitioning="hive").to_table()
             assert sorted(read["_transaction_id"].to_pylist()) == [row[0] for row in found]
         follow(table, LOG)
@@ -311,7 +311,7 @@ def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
 
 
 def test_the_newest_batches_may_be_deleted(tmp_path: Path):
-    """Their rows and their marks are gone together, so the follower writes them again."""
+    """Rows and marks of the batches are deleted together, so the follower writes them again."""
     uri = str(tmp_path)
     follow(uri, LOG)
     for file in (*tmp_path.glob("batch=3/*"), *tmp_path.glob("batch=2/*")):

@@ -231,7 +231,7 @@ Function = Callable[[pa.Table], object]
 
 @pytest.fixture
 def rules_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Function], ChangeRules]:
-    """Return rules with a changes function, which this module then has."""
+    """Return rules with a changes function, which is added to this module."""
 
     def rules(function: Function) -> ChangeRules:
         monkeypatch.setattr(sys.modules[__name__], "changed", function, raising=False)
@@ -260,7 +260,7 @@ def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(
 
 
 def _with(rows: pa.Table, name: str, values: list, kind: pa.DataType) -> pa.Table:
-    """Return rows with another column, or with other values; `values` is of one row."""
+    """Return rows with an added or replaced column; `values` has the value of one row."""
     column = pa.array(values * rows.num_rows, kind)
     return rows.drop_columns([name] if name in rows.schema.names else []).append_column(
         name, column

@@ -1,4 +1,4 @@
-"""Marks of a table: their form in a commit, and the batch that a table needs next."""
+"""Marks of a table: format in a commit, and the next batch that a table needs."""
 
 import json
 

@@ -41,7 +41,7 @@ MAY_APPEND, MAY_ADMINISTER = require_all(APPEND), require_all(ADMINISTER)
 
 @pytest.fixture(autouse=True)
 def long_timeout(monkeypatch):
-    """Wait for the thread also on a busy machine."""
+    """Wait long enough for the thread on a busy machine."""
     monkeypatch.setattr(audit_log, "CLOSE_S_MAX", TEST_TIMEOUT_S)
 
 
@@ -67,7 +67,7 @@ async def begin_request(request):
 
 
 def deny(log, peer=PEER, message=APPEND_3, requirement=MAY_APPEND):
-    """Deny a request; return whether it has a line of its own."""
+    """Deny a request; return whether the denial has a separate line."""
     put, lines = log._put, []
     log._put = lambda line: (lines.append(line), put(line))
     log.deny(peer, requirement, message, error="no", is_enforced=True)
@@ -156,7 +156,7 @@ async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path)
 async def test_denials_leave_room_in_the_file_for_administrative_requests(
     tmp_path, caplog, monkeypatch
 ):
-    """With a full disk no administrative request would begin."""
+    """On a full disk, no administrative request could start."""
     path = tmp_path / "audit"
     async with open_log(path) as log:
         monkeypatch.setattr(audit_log, "DENIALS_FILE_BYTES_MAX", 1_000)
@@ -208,7 +208,7 @@ async def test_hostile_texts_do_not_change_the_lines(tmp_path):
         for each in long:
             assert await begin_request(log.request(PEER, MAY_ADMINISTER, each)) is None
     assert max(map(len, (tmp_path / "long").read_bytes().splitlines())) < 3_000
-    # The ranges of millions of partitions would take seconds, in which a daemon does nothing else.
+    # Formatting ranges of millions of partitions would block a daemon for seconds.
     assert lines_of(tmp_path / "long")[1]["object"] == "50000 partitions"
 
 

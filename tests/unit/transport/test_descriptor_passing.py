@@ -1,4 +1,4 @@
-"""One process passes an open file to another one, with checks of the receiver."""
+"""Passing of an open file from one process to another, with checks of the receiver."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ def path(tmp_path):
 
 @contextlib.asynccontextmanager
 async def serve_file(name, path):
-    """Offer one file, under the question b"this"."""
+    """Serve one file under the request b"this"."""
 
     async def open_asked(question):
         if question != b"this":
@@ -51,7 +51,7 @@ async def serve_file(name, path):
 
 
 def run(name, path, call):
-    """Call on a thread while the file is offered; return what it returns."""
+    """Call a function on a thread while the file is served; return its result."""
 
     async def main():
         async with serve_file(name, path), asyncio.timeout(TEST_TIMEOUT_S):
@@ -70,8 +70,8 @@ def read_file(name, question=b"this"):
 
 
 def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, name):
-    run(name, path, lambda: read_file(name))  # the first loop of a process keeps files of its own
-    gc.collect()  # what other tests have left is closed before anything is counted
+    run(name, path, lambda: read_file(name))  # the first loop of a process opens other files
+    gc.collect()  # closes files of other tests before the count
     count = len(os.listdir("/proc/self/fd"))
     found = run(
         name, path, lambda: [read_file(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)]
@@ -195,7 +195,7 @@ def test_a_file_opened_after_the_timeout_is_closed(path, name):
     async def open_slowly(_question):
         late_s[0] = (
             2 * descriptor_passing.REQUEST_TIMEOUT_S
-        )  # which has passed, as the loop's clock has it
+        )  # the timeout has passed on the loop's clock
         for _ in range(5):
             await asyncio.sleep(0)
         return await asyncio.to_thread(os.open, path, os.O_RDONLY)
@@ -209,14 +209,14 @@ def test_a_file_opened_after_the_timeout_is_closed(path, name):
             assert await asyncio.to_thread(read_file, name) == b"here"
             offered.cancel()
 
-    asyncio.run(main())  # its loop uses its own clock
+    asyncio.run(main())  # this loop uses a modified clock
 
 
 def test_a_name_in_use_is_not_taken_over(tmp_path, path, name):
 
     async def main():
         async with serve_file(name, path), serve_file(name, tmp_path / "none") as second:
-            await second  # it has stopped, and no other is worse off
+            await second  # the second server has stopped without affecting the first one
             return await asyncio.to_thread(read_file, name)
 
     assert net.run(main()) == b"here"

@@ -1,4 +1,4 @@
-"""Lookups of host names: one for each name at a time, on a thread of its own."""
+"""Lookups of host names: one at a time for each name, on a separate thread."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ from waltz_core.wire.messages import WireProtocol
 
 
 class Dns:
-    """Answers lookups of localhost at once, those of `slow-...` when they may end."""
+    """Answers lookups of localhost at once, and those of `slow-...` when the test permits it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.requested_hosts: list[str] = []
@@ -37,7 +37,7 @@ class Dns:
 
 @pytest.fixture
 def dns(monkeypatch: pytest.MonkeyPatch):
-    """Yield a substitute of DNS whose lookups have all ended at the end."""
+    """Yield a fake DNS, and check that all its lookups have ended."""
     fake_dns = Dns(monkeypatch)
     yield fake_dns
     fake_dns.may_end.set()
@@ -134,7 +134,7 @@ def test_a_dial_tries_each_address(dns: Dns):
             link.abort("seen")
         finally:
             await listener.close()
-        # A refusal by one of several addresses is not the refusal of a dead process.
+        # A refused connection to one of several addresses does not prove a dead process.
         with pytest.raises(Unreachable) as caught:
             await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
         assert not isinstance(caught.value.__cause__, ConnectionRefusedError)

@@ -23,7 +23,7 @@ CHUNK = bytes(1024 * 1024)
 
 
 class App:
-    """Pages: one answers at once, `/wait` waits for `go`, and `/endless` never ends."""
+    """An application: `/wait` waits for `go`, `/endless` never ends, other pages answer at once."""
 
     def __init__(self):
         self.go = asyncio.Event()
@@ -108,7 +108,7 @@ def test_a_request_may_take_longer_than_it_may_take_to_arrive(monkeypatch):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(get("/wait"))
         silent, silent_writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await silent.read() == b""  # it was closed, and so would be the other one
+        assert await silent.read() == b""  # the port closed it, and would close the other one
         silent_writer.close()
         app.go.set()
         found = await answer(reader)
@@ -164,9 +164,7 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch, tmp_path, is_t
         writer.close()
         return sent_count
 
-    assert (
-        run_with_port(scenario, ssl=ours) < 64
-    )  # what the sockets of the system and one buffer hold
+    assert run_with_port(scenario, ssl=ours) < 64  # the capacity of the sockets and one buffer
 
 
 class Clock:

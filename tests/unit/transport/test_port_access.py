@@ -1,4 +1,4 @@
-"""The principal of a connection over real sockets, and what a port permits to it."""
+"""The principal of a connection over real sockets, and its permissions at a port."""
 
 import contextlib
 import dataclasses
@@ -448,7 +448,7 @@ def test_a_token_of_another_length_is_a_protocol_error(protocol):
 
 
 # ---------------------------------------------------------------------------------------------
-# the place of a token
+# the position of a token
 
 
 @pytest.mark.parametrize("tls_part", ["", "tls=unverified&", "tls=OFF&"])
@@ -525,7 +525,7 @@ APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"", 0)
 
 
 class AccessOfConnection:
-    """The access of one connection, and why it was ended."""
+    """The access of one connection, and the reason for its end."""
 
     def __init__(self, *, is_enforced=True, permissions=GRANTED, token=SECRET):
         self.now_ms, self.ended = NOW_MS, []
@@ -586,7 +586,7 @@ async def test_the_verb_is_required_for_each_listed_partition():
 
 @run_on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
-    """A request of 16 MiB names four million; to check each would stop a server for seconds."""
+    """A request of 16 MiB names four million partitions; checking each would block a server."""
     access, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing_verb
 
     def counted(granted, requirement, partition):
@@ -797,7 +797,7 @@ def revision(**changes):
             revision(tokens={hash_of(SECRET): StoredToken("t1", "ann", NOW_MS + 1)}),
             "permissions of ann",
         ),
-        (  # whose client IDs are not those that are mounted
+        (  # with client IDs other than the mounted ones
             revision(
                 tokens={hash_of(SECRET): StoredToken("t1", "bob", NOW_MS + 1)},
                 groups={"etl": ("spark-etl", "bob")},
@@ -854,7 +854,7 @@ async def test_an_expired_token_ends_its_connection_soon():
 
 @run_on_loop
 async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
-    """Over a real socket: a peer that does not read gets none of them after the revocation."""
+    """A peer that does not read gets no further bytes after the revocation."""
     connect = trusting_connect_string(files, f"&token_file={token_file}")
     async with open_port(files, access="on") as port:
         port.apply(GRANTED)

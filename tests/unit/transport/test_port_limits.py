@@ -111,7 +111,7 @@ async def test_handshakes_alternate_between_hosts_with_pauses():
         begin_one()
         started += [name for name, turn in added.items() if turn.done() and name not in started]
     assert started == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
-    # No pause before the first one and after those that have closed; one after the last one.
+    # No pause before the first handshake or after closed connections; one after the last.
     pause = port_limits.HANDSHAKE_PAUSE_S
     assert pauses_s == [0, pause, 0, pause, 0, pause, pause]
 
@@ -136,7 +136,7 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
     files, caplog, monkeypatch
 ):
     tls._LAST_LOGGED.clear()
-    # On a busy machine dials are slow, so the time of the rate stands still.
+    # On a busy machine dials are slow, so the clock of the rate is stopped.
     stopped = functools.partial(HandshakeLimits, clock_s=lambda: 0.0)
     monkeypatch.setattr(tls_port, "HandshakeLimits", stopped)
     async with open_port(files, handshake_burst_max=10, handshakes_per_s_max=1) as port:
@@ -310,7 +310,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
             side._on_tick()
         assert "anonymous exceeds its limit of 1 connections" in sides[1].closed_reason
         assert [each.is_closed for each in sides] == [False, True, True]
-        # A token that comes later makes it one of another principal.
+        # A token that arrives later changes the principal of the connection.
         links[0].send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await links[0].receive()
         links.append(await dial_port(port, files))

@@ -29,7 +29,7 @@ BEGIN_S = 10.0
 
 
 class Connection:
-    """The access of a connection, what was passed on, and when."""
+    """The access of a connection, with the forwarded requests and their times."""
 
     def __init__(self, quota=None, **limits):
         self.loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ async def test_requests_wait_in_order_and_the_connection_is_not_read():
     assert connection.throttle.is_pausing
     assert 10 <= len(connection.passed) < 15
     await pass_time(0.2)
-    connection.throttle.receive(appends(16, 16))  # it was in a buffer
+    connection.throttle.receive(appends(16, 16))  # the request was buffered
     await pass_time(2)
     assert not connection.throttle.is_pausing
     assert connection.sequences == [*range(1, 17)]
@@ -182,7 +182,7 @@ async def test_ranges_are_charged_when_sent_at_a_part_of_the_rate():
     connection.throttle.receive([ranged])
     _, retry_ms, _ = connection.passed[2]
     assert 1_400 <= retry_ms <= 1_600
-    assert connection.passed[2][0] is ranged  # `denial` finds its error
+    assert connection.passed[2][0] is ranged  # `denial` finds the error of this object
 
 
 async def feed(connection, frames, *, count=1_000):
@@ -315,7 +315,7 @@ async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
     assert request_mount(connection, 1) is None
     answer_mount(connection, 1)
     assert request_mount(connection, 1) is None
-    answer_with_error(connection, 1)  # the earlier one may still be there
+    answer_with_error(connection, 1)  # the earlier mount may still exist
     assert request_mount(connection, 2) == 1_000
     await pass_time(2)
     assert request_mount(connection, 1, wants_feed=False) is None
@@ -401,7 +401,7 @@ async def test_a_higher_limit_resumes_a_feed_soon():
     connection = Connection(bytes_per_s=1_000)
     connection.quota.charge_sent_bytes(
         1_000_000, connection.now_ns
-    )  # a large range, which is paid for in 1,000 s
+    )  # a large range, which takes 1,000 s at this rate
     connection.throttle.on_feed_sent(10_000)
     await pass_time(10)
     assert connection.throttle.is_pausing_feeds

@@ -112,7 +112,7 @@ def test_settings_override_the_connect_string(files, tmp_path):
     context = tls.dial_context(config, connect)
     assert context is not None
     assert not context.check_hostname
-    # The connect string supplies what the daemon's settings lack.
+    # The connect string supplies settings that the daemon does not have.
     both = server(
         connect=f"{CONNECT}?tls={files.authorities}",
         tls_certificate=files.certificate,
@@ -418,7 +418,7 @@ def test_a_certificate_for_another_host_is_reported_at_the_start(
 
 
 def test_a_certificate_that_peers_reject_is_reported_at_the_start(tmp_path, caplog):
-    key = ec.generate_private_key(ec.SECP256K1())  # no curve of TLS 1.3, nor of our contexts
+    key = ec.generate_private_key(ec.SECP256K1())  # not a curve of TLS 1.3 or of the contexts here
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waltz")])
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), 1)

@@ -1,4 +1,4 @@
-"""Handshakes over real sockets: which peers are accepted, and what each side reports."""
+"""Handshakes over real sockets: accepted and rejected peers, and the errors on both sides."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ SMALL = [Appended(1, n, 3, n) for n in range(4_000)]
 
 
 async def send_and_return(files):
-    """Send more than any buffer holds; return what arrives, and what is returned."""
+    """Send more data than the buffers hold, both ways; return what both sides receive."""
     async with (
         open_port(listen_context(files)) as (peer, _, address),
         dial(address, dial_context(files)) as link,
@@ -184,7 +184,7 @@ async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
     async with daemon_of_0_13(protocol, tmp_path) as (address, hellos):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid"):
             await net.dial(protocol, address, ssl=tls.dial_context_for("on"))
-        # Which versions both speak is another question.
+        # The common versions do not matter here.
         with contextlib.suppress(RemoteProtocolError):
             async with dial(address, tls.dial_context_for("unverified"), protocol):
                 pass
@@ -194,7 +194,7 @@ async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
 
 @run_on_loop
 async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
-    """Its connector checks nothing, and presents an unsigned certificate on request."""
+    """A 0.13 client verifies nothing, and presents a self-signed certificate on request."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -300,7 +300,7 @@ async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, logg
 
 
 def hello_of_tls_1_1():
-    """A ClientHello that offers nothing newer, as a client of that time sends it."""
+    """A ClientHello that offers no newer version, as old clients send it."""
     ciphers = struct.pack(">H2H", 4, 0xC013, 0x002F)
     body = struct.pack(">H", 0x0302) + bytes(32) + b"\0" + ciphers + b"\1\0"
     handshake = b"\1" + len(body).to_bytes(3, "big") + body
@@ -338,7 +338,7 @@ async def test_replaced_files_are_used_if_they_are_valid(tmp_path, logged):
     before = tls.dial_context(ClientConfig(**used.settings), "")
     async with open_port(ports) as (_, _, address), dial(address, dials) as kept:
         shutil.copyfile(new.certificate, used.certificate)
-        tls.reload_files(config, ports, dials)  # of two files that belong together one is there
+        tls.reload_files(config, ports, dials)  # only one of two files that belong together exists
         assert "tls.reload_failed error=setting tls_certificate: " in logged()
         async with dial(address, before):
             pass
@@ -383,7 +383,7 @@ async def test_a_port_in_transition_accepts_tls_and_plain_tcp(files, logged, tra
         assert sorted(each.principal for each in peer.links) == ["anonymous", "localhost"]
         with pytest.raises(TlsFailed, match=r"expects a certificate"):
             await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
-    # Of a plain peer the operator must learn before the transition ends.
+    # Operators must know about peers with plain TCP before the transition ends.
     assert ("tls.plain_tcp_accepted peer=127.0.0.1" in logged()) == (transition == "dial")
 
 
@@ -399,7 +399,7 @@ async def test_a_port_in_transition_rejects_other_protocols(files, logged):
 
 
 class ManInTheMiddle:
-    """A man in the middle: `attack` answers a connection; the first bytes of all are kept."""
+    """A man in the middle: `attack` answers each connection; the first bytes are recorded."""
 
     def __init__(self, attack):
         self.first_bytes = []
@@ -507,7 +507,7 @@ async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch,
         connections = [await asyncio.open_connection(ANY, listener.port) for _ in range(100)]
         hello = hello_of_tls_1_1()
         for number, (_, writer) in enumerate(connections):
-            writer.write(hello[: number % len(hello)])  # also nothing at all
+            writer.write(hello[: number % len(hello)])  # includes zero bytes
         await poll_until(lambda: listener._tls_port._limits._count == len(connections))
         for context in (dial_context(files), None):
             async with dial(address, context) as link:
@@ -561,7 +561,7 @@ async def test_a_slow_client_hello_takes_three_turns(files):
         others_count = 0
         for each in range(0, 60, 4):
             writer.write(hello[each : each + 4])
-            async with dial(address, dial_context(files)):  # meanwhile the bytes have arrived
+            async with dial(address, dial_context(files)):  # in the meantime the bytes have arrived
                 others_count += 1
         writer.write(hello[60:])
         await reader.readexactly(1)
@@ -749,7 +749,7 @@ async def test_a_closing_port_drops_connections_in_their_handshake(files):
 
 
 class FailingLoop:
-    """A loop whose system has no descriptor for the first connection."""
+    """A loop that has no free descriptor for the first connection."""
 
     def __init__(self, loop):
         self._loop = loop

@@ -31,7 +31,7 @@ def req_id(sequence: int, client_id: int = 17) -> ReqId:
 
 
 def append_of(*req_ids: ReqId) -> AppendRaw:
-    """Return an append of one record for each request ID; of the records, only the start counts."""
+    """Return an append with one record for each request ID; only the record prefixes are valid."""
     records = [RECORD_PREFIX.pack(at, each.to_bytes(), 0, 0, 0) + b"crc!" for at, each in
                enumerate(req_ids)]  # fmt: skip
     lengths = np.array([len(each) for each in records], dtype=">i4").tobytes()

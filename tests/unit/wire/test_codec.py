@@ -1,4 +1,4 @@
-"""Frames and versions of the codec, and what it rejects."""
+"""Frames and versions of the codec, and rejected messages."""
 
 import dataclasses
 import struct

@@ -116,7 +116,7 @@ def test_a_frame_of_another_protocol_ends_the_connection(start):
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
 def test_the_error_reports_a_peer_that_uses_tls(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
-    # Later it would be anything, and is reported as it is.
+    # Later bytes could be anything, and are reported unchanged.
     _, listener = pair()
     assert "expected a frame of protocol 'S' version 4" in failure(listener, start + bytes(2))
 
@@ -157,7 +157,7 @@ def test_a_hello_has_a_smaller_limit():
 
 
 def test_a_connection_without_a_partial_payload_has_no_buffer():
-    """Of ten thousand connections nearly all are idle, or wait for the rest of a header."""
+    """Nearly all of ten thousand connections are idle, or wait for the rest of a header."""
     dialler, listener = pair()
     hello = bytes(dialler.first_bytes())
     fresh = storage(is_listener=True)
@@ -208,7 +208,7 @@ def test_frames_of_all_sizes_are_decoded_from_any_split(step):
     ]
     stream = memoryview(b"".join(send_bytes(dialler, message) for message in messages))
     if step == 1:
-        stream = stream[:300]  # what is checked is the cut in headers
+        stream = stream[:300]  # tests splits within headers
         messages = []
     received = []
     for at in range(0, len(stream), step):
@@ -222,7 +222,7 @@ def test_a_large_frame_is_read_into_a_separate_buffer():
     first, second = append_raw(b"a" * 300_000), append_raw(b"b" * 300_000)
     stream = send_bytes(dialler, first) + send_bytes(dialler, second)
     received = listener.receive(stream)
-    # Every field of the first is still what it was after the second one came (rule 6).
+    # The second frame does not change the fields of the first one (rule 6).
     assert received == [first, second]
     room = listener.get_buffer()
     room[: len(stream[:1000])] = stream[:1000]

@@ -1,4 +1,4 @@
-"""The byte layout of each kind of field, and which bytes are rejected."""
+"""The byte layout of each kind of field, and rejected bytes."""
 
 import struct
 import zlib
