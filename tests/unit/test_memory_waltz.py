@@ -157,16 +157,16 @@ def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memor
     async def begin():
         return await waltz_memory.async_client()
 
-    with asyncio.Runner() as own:
-        client = own.run(begin())
+    with asyncio.Runner() as runner:
+        client = runner.run(begin())
         for wrong in (append(client), client.close()):
             with (
                 pytest.raises(errors.UsageError, match="was opened on another event loop"),
                 ThreadPoolExecutor(1) as another,  # this thread has a loop
             ):
                 another.submit(asyncio.run, wrong).result()
-        assert own.run(append(client)) == 0
-        own.run(client.close())
+        assert runner.run(append(client)) == 0
+        runner.run(client.close())
 
 
 def test_callbacks_of_the_other_client_class_are_rejected(waltz_memory):
@@ -378,12 +378,12 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
         for timeout_ms in (100, 1_000, 10_000, 100_000):
             context = RecordingContext(0)
             context.timeout_ms = timeout_ms
-            with pytest.raises(errors.Unavailable) as late:
+            with pytest.raises(errors.Unavailable) as timeout_error:
                 client.submit(context).result()
             if "lock failure" in context.hooks:
                 break
             # On a busy machine the append was not rejected yet: the next one has more time.
-        assert isinstance(late.value, errors.ViewBehind)
+        assert isinstance(timeout_error.value, errors.ViewBehind)
         assert (ledger.applied_ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
         ledger.wait_until(lambda: ledger.applied_ids == [0, won])

@@ -123,8 +123,11 @@ def test_wrong_requests_are_rejected_as_json():
         check_schema("Error", missing.body)
         wrong_key = await client.append(row("x"), key="a b")
         assert (wrong_key.status, wrong_key.body["found"]) == (400, "a b")
-        elsewhere = await client.get("/v2/marks")
-        assert (elsewhere.status, elsewhere.headers["content-type"]) == (404, "application/json")
+        unknown_path = await client.get("/v2/marks")
+        assert (unknown_path.status, unknown_path.headers["content-type"]) == (
+            404,
+            "application/json",
+        )
         wrong_method = await client.get("/v1/transactions")
         assert (wrong_method.status, wrong_method.headers["allow"]) == (405, "POST")
         assert (await client.get("/v1/marks/")).status == 404
@@ -282,9 +285,9 @@ def test_a_range_is_read_in_pieces():
             assert answer.body["next"] > first
             first = answer.body["next"]
         assert found == list(range(7))
-        odd = await client.get("/v1/partitions/1/transactions?first=0&last=1&header=1,5")
-        (only,) = odd.body["transactions"]
-        assert (only["transaction_id"], only["header"], odd.body["next"]) == (1, 1, 2)
+        filtered = await client.get("/v1/partitions/1/transactions?first=0&last=1&header=1,5")
+        (only,) = filtered.body["transactions"]
+        assert (only["transaction_id"], only["header"], filtered.body["next"]) == (1, 1, 2)
         assert base64.b64decode(only["data"]) == b"x" * 300_000
 
     with_gateway(scenario)

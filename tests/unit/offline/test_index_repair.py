@@ -41,10 +41,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("hurt", DAMAGES.values(), ids=DAMAGES)
-def test_a_rebuilt_index_equals_the_index_of_the_storage(disk, hurt):
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_rebuilt_index_equals_the_index_of_the_storage(disk, damage):
     good = disk.visible_content(INDEX)
-    hurt(disk)
+    damage(disk)
     before = disk.files()
     dry = repair_index(disk, SEGMENT, dry_run=True)
     assert not dry.is_valid

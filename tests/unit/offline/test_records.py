@@ -80,12 +80,12 @@ def test_a_gap_ends_at_the_next_valid_record(monkeypatch, seed, block):
     samples = sample_records(30, seed=seed)
     low = rng.randrange(29)
     high = rng.randrange(low, 29)
-    hurt = [
+    damaged = [
         *samples[:low],
         *(bytes(len(one)) for one in samples[low : high + 1]),
         *samples[high + 1 :],
     ]
-    found, gaps = ids(walk_records(CountingFile(b"".join(hurt)), 0))
+    found, gaps = ids(walk_records(CountingFile(b"".join(damaged)), 0))
     assert found == [*range(low), *range(high + 1, 30)]
     start = 128 + len(b"".join(samples[:low]))
     end = start + len(b"".join(samples[low : high + 1]))
@@ -103,9 +103,9 @@ def test_a_torn_end_is_a_gap_without_a_next_record():
 
 def test_a_wrong_crc_alone_does_not_end_a_run():
     samples = sample_records(5)
-    hurt = bytearray(b"".join(samples))
-    hurt[len(samples[0]) + 36] ^= 1
-    (run,) = walk_records(CountingFile(bytes(hurt)), 0)
+    damaged = bytearray(b"".join(samples))
+    damaged[len(samples[0]) + 36] ^= 1
+    (run,) = walk_records(CountingFile(bytes(damaged)), 0)
     assert run.length == 5
     assert not has_valid_crc(run.data[run.bounds[1] : run.bounds[2]])
 

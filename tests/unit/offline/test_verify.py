@@ -237,9 +237,9 @@ OTHER_FILES = {
 KINDS = RECORDS | OTHER_FILES
 
 
-@pytest.mark.parametrize(("hurt", "sentences"), KINDS.values(), ids=KINDS)
-def test_each_kind_of_damage_is_reported_once_at_its_position(storage, hurt, sentences):
-    hurt(storage)
+@pytest.mark.parametrize(("damage", "sentences"), KINDS.values(), ids=KINDS)
+def test_each_kind_of_damage_is_reported_once_at_its_position(storage, damage, sentences):
+    damage(storage)
     wrong, _ = verification_texts(storage)
     for found_text, sentence in zip(wrong, sentences, strict=False):
         assert found_text.startswith(sentence)

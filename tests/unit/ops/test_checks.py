@@ -76,14 +76,16 @@ def test_a_server_that_does_not_answer_or_serve_is_reported(case):
 
 
 def test_a_storage_without_its_registered_identity_or_an_answer_is_reported(case):
-    never = f"storage {A} is not registered: it has never started, or it is a Waltz 0.13 storage"
+    unregistered = (
+        f"storage {A} is not registered: it has never started, or it is a Waltz 0.13 storage"
+    )
     case.storage(A, registered_storage_id=None, storage_id="aa")
-    assert text(case) == never
+    assert text(case) == unregistered
     case.storage(A, storage_id=None)
     assert failed_checks(case) == []  # a 0.13 storage, and a healthy one
     case.storage(A, failure="refused")
     both = [each.text for each in check_cluster(case.facts.cluster, (0, 1))]
-    assert both == [never, f"storage {A} does not answer: refused"]
+    assert both == [unregistered, f"storage {A} does not answer: refused"]
     case.storage(A, failure="", registered_storage_id="aa", admin_failure="refused", replicas={})
     assert text(case) == f"storage {A} does not answer at its admin port: refused"
     case.storage(A, belongs_to_cluster=False)

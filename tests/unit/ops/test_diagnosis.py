@@ -689,8 +689,8 @@ def test_a_server_that_others_cannot_connect_to_is_reported():
 
 
 def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(case):
-    usual = {B: (30, 2_000), C: (30, 3_000)}
-    case.server(1, append_latencies={A: (30, 180_000), **usual})
+    other_latencies = {B: (30, 2_000), C: (30, 3_000)}
+    case.server(1, append_latencies={A: (30, 180_000), **other_latencies})
     case.server(2, append_latencies={A: (10, 100_000)})
     assert case.only_finding("storage-slow").sentence.startswith(
         f"storage {A} takes 160 ms to answer an append, 64 times as long as the other "
@@ -698,10 +698,10 @@ def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(c
     )
     for times in (
         {A: (30, 180_000)},  # no other storage to compare with
-        {A: (30, 49_000), **usual},  # not much slower
-        {A: (9, 180_000), **usual},  # too few seconds
+        {A: (30, 49_000), **other_latencies},  # not much slower
+        {A: (9, 180_000), **other_latencies},  # too few seconds
         {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
-        usual,
+        other_latencies,
     ):
         case.server(1, append_latencies=times)
         case.server(2, append_latencies={})

@@ -140,10 +140,10 @@ def test_a_damaged_block_ends_the_search_after_correct_blocks(sizes, damage):
         first += size
     data = bytearray(b"".join(each for _, _, each in parts))
     position = damage.draw(st.integers(0, len(data) - 1))
-    how = damage.draw(st.sampled_from(("flip", "cut", "drop")))
-    if how == "flip":
+    damage_kind = damage.draw(st.sampled_from(("flip", "cut", "drop")))
+    if damage_kind == "flip":
         data[position] ^= damage.draw(st.integers(1, 255))
-    elif how == "cut":
+    elif damage_kind == "cut":
         del data[position:]
     else:
         del data[position : position + damage.draw(st.integers(1, 80))]

@@ -132,12 +132,12 @@ def test_a_wrong_stated_length_is_detected_despite_a_valid_crc() -> None:
         at = RECORD_PREFIX.size - 8
         assert int.from_bytes(body[at : at + 4], "big") == 5
         body[at : at + 4] = stated.to_bytes(4, "big")
-        lie = records[:start] + bytes(body) + crc32(body).to_bytes(4, "big") + records[end:]
-        assert raw_records.first_bad_record(lie, lengths) == 1
-        assert raw_records.verified_crcs(lie, lengths, TransactionId(0)) is None
+        forged = records[:start] + bytes(body) + crc32(body).to_bytes(4, "big") + records[end:]
+        assert raw_records.first_bad_record(forged, lengths) == 1
+        assert raw_records.verified_crcs(forged, lengths, TransactionId(0)) is None
         with by_arrays():
-            assert raw_records.first_bad_record(lie, lengths) == 1
-            assert raw_records.verified_crcs(lie, lengths, TransactionId(0)) is None
+            assert raw_records.first_bad_record(forged, lengths) == 1
+            assert raw_records.verified_crcs(forged, lengths, TransactionId(0)) is None
 
 
 def test_crcs_are_not_verified_by_the_crc_of_another_run() -> None:

@@ -63,14 +63,14 @@ def test_valid_escaped_characters_do_not_start_the_slow_error_search(
 @pytest.mark.parametrize("decode", [from_json, exact_from_json])
 def test_a_lone_surrogate_is_an_error_with_its_position(decode: Callable[[bytes], object]) -> None:
     assert decode(rb'["\ud83d\ude00", "\\ud800"]') == ["\U0001f600", r"\ud800"]
-    for text, where in (
+    for text, position in (
         (rb'{"a": [1, "\udfff"]}', "$.a[1]"),
         (rb'{"a": {"\uD83d": 1}}', "a key of $.a"),
         (rb'"\ude00\ud83d"', "$"),
     ):
         with pytest.raises(ValueError, match="found an unpaired surrogate") as caught:
             decode(text)
-        assert f" at {where}," in str(caught.value)
+        assert f" at {position}," in str(caught.value)
     with pytest.raises(ValueError, match="can't decode"):
         decode(b'"\xed\xa0\x80"')
     with pytest.raises(ValueError, match=r"found an unpaired surrogate at \$\.a, which"):

@@ -157,19 +157,19 @@ def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "columns", "meant"),
+    ("name", "columns", "expected"),
     [
         ("id", ["ID", "id"], ["id"]),
         ("Id", ["ID", "amount"], ["ID"]),
         ("id", ["amount"], []),
     ],
 )
-def test_a_required_column_is_found_in_any_case(name, columns, meant):
-    assert columns_matching(name, columns) == meant
+def test_a_required_column_is_found_in_any_case(name, columns, expected):
+    assert columns_matching(name, columns) == expected
     fields = [pa.field(each, pa.int64()) for each in columns]
     unpacker = Unpacker(fields, "json", required=[name])
     _, good = unpacker.readable_columns(pa.array([b"{}"]))
-    assert good.tolist() == [not meant]
+    assert good.tolist() == [not expected]
 
 
 def test_a_required_column_that_a_payload_lacks_is_an_error() -> None:

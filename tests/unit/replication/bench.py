@@ -41,7 +41,7 @@ class Bench:
         self.limits = limits
         self.reported = []  # effects towards the owner, and reports
         self.sent = []  # (replica, message), all there ever were
-        self.questions = deque()  # effects towards the coordinator
+        self.zookeeper_requests = deque()  # effects for the coordinator
         self.requests = {}  # replica -> queue of requests
         self.dials = deque()
         self.numbers = 0
@@ -61,7 +61,7 @@ class Bench:
         for effect in effects:
             match effect:
                 case session_events.ReadMetadata() | session_events.WriteMetadata():
-                    self.questions.append(effect)
+                    self.zookeeper_requests.append(effect)
                 case session_events.OpenReplica():
                     self.requests[effect.replica] = deque()
                     self.dials.append(effect)
@@ -75,7 +75,7 @@ class Bench:
                     self.reported.append(effect)
         return effects
 
-    def own(self, generation=1, replicas=None):
+    def take_ownership(self, generation=1, replicas=None):
         self.step(session_events.TakeOwnership(generation, tuple(replicas or self.names)))
 
     def wait(self, ms):
@@ -112,9 +112,9 @@ class Bench:
         self.step(session_events.ReplicaResponded(message.session_id, replica, answer))
         return message, answer
 
-    def ask_zookeeper(self, outcome="ok"):
+    def answer_zookeeper(self, outcome="ok"):
         """Answer the oldest request: "ok", "lost" (done without an answer) or "away" (not done)."""
-        effect = self.questions.popleft()
+        effect = self.zookeeper_requests.popleft()
         if outcome == "away":
             self.step(session_events.MetadataOutcomeUnknown(effect.attempt, "away"))
             return effect
@@ -138,7 +138,7 @@ class Bench:
             self.step(session_events.MetadataWritten(effect.attempt, *versions))
         return effect
 
-    def run(self, *, questions=True):
+    def run(self, *, answers_zookeeper=True):
         """Continue until there is no work left except waiting."""
         while True:
             ready = [
@@ -150,8 +150,8 @@ class Bench:
                 self.connect()
             elif ready:
                 self.deliver(ready[0])
-            elif questions and self.questions:
-                self.ask_zookeeper()
+            elif answers_zookeeper and self.zookeeper_requests:
+                self.answer_zookeeper()
             else:
                 return
 
@@ -163,17 +163,17 @@ class Bench:
 
     def open(self, generation=1, replicas=None):
         """Own the partition and let the session open."""
-        self.own(generation, replicas)
+        self.take_ownership(generation, replicas)
         self.run_for(self.limits.opening_grace_ms)
         assert self.store.open_session_id is not None
 
     def decide(self):
         """Own the partition, up to the write of the decided states to ZooKeeper."""
-        self.own()
-        self.ask_zookeeper()
-        self.ask_zookeeper()
-        self.run(questions=False)
-        assert isinstance(self.questions[0], session_events.WriteMetadata)
+        self.take_ownership()
+        self.answer_zookeeper()
+        self.answer_zookeeper()
+        self.run(answers_zookeeper=False)
+        assert isinstance(self.zookeeper_requests[0], session_events.WriteMetadata)
 
     def step_until(self, is_reached):
         """Step until a condition holds."""
@@ -183,7 +183,7 @@ class Bench:
             elif ready := [name for name in self.names if self.requests.get(name)]:
                 self.deliver(ready[0])
             else:
-                self.ask_zookeeper()
+                self.answer_zookeeper()
 
     def reopen(self):
         """Let the next session open after one was lost."""

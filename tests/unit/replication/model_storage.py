@@ -275,13 +275,15 @@ class ModelStorage:
             records.append(bytes(message.records[at : at + length]))
             at += length
         for line in message.lineage:
-            mine, records = (
+            matching, records = (
                 records[: line.last - line.first + 1],
                 records[line.last - line.first + 1 :],
             )
-            chain = next_chain(self.chain, line.first, line.last, line.session_id, crcs_of(mine))
+            chain = next_chain(
+                self.chain, line.first, line.last, line.session_id, crcs_of(matching)
+            )
             assert chain == line.chain, "the owner's chain is wrong"
-            disk.entries.append(Entry(line, tuple(mine)))
+            disk.entries.append(Entry(line, tuple(matching)))
         assert not records
         if self.fails_next_sync:
             self.fails_next_sync = False

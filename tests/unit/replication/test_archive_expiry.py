@@ -58,7 +58,7 @@ def test_an_expiry_is_recorded_and_then_announced(bench):
     assert (expiry.before, expiry.before_ms, expiry.retention_ms) == (2, 77, 0)
     assert not bench.store.is_expiry_done(2, 77)
     finish(bench, replica, expiry)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert bench.marker.archived == mark
     assert not bench.store.is_expiry_done(2, 77)
     bench.run()
@@ -116,15 +116,15 @@ def test_nothing_is_recorded_if_nothing_expires(bench):
     bench.run()
     assert bench.marker.archived == mark
     assert bench.store.is_expiry_done(2, 0)
-    assert not bench.questions
+    assert not bench.zookeeper_requests
 
 
 @pytest.mark.parametrize("outcome", ["away", "lost"])
 def test_an_expiry_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     replica, expiry = request(bench)
     finish(bench, replica, expiry)
-    bench.run(questions=False)
-    bench.ask_zookeeper(outcome)
+    bench.run(answers_zookeeper=False)
+    bench.answer_zookeeper(outcome)
     assert not bench.store.is_expiry_done(2, 0)
     bench.run_for(5_000)
     assert first_of(bench) == 2
@@ -135,7 +135,7 @@ def test_an_expiry_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outco
 def test_another_session_in_zookeeper_ends_this_one_before_the_expiry_is_recorded(bench):
     replica, expiry = request(bench)
     finish(bench, replica, expiry)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     bench.claim_elsewhere(5)
     kept = bench.marker = replace(bench.marker, archived=None)
     bench.run()

@@ -53,8 +53,10 @@ def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
     assert (compared.first, compared.last) == (3, 3)
     assert bench.sent[-1][0] != replica
     assert bench.marker.archived is None
-    bench.run(questions=False)
-    assert bench.questions[0].marker.archived == ArchivedMark(3, chain_at(bench, 3), 9, 0, 7, "m1")
+    bench.run(answers_zookeeper=False)
+    assert bench.zookeeper_requests[0].marker.archived == ArchivedMark(
+        3, chain_at(bench, 3), 9, 0, 7, "m1"
+    )
     assert announced_marks(bench) == []
     bench.run()
     assert bench.marker.archived.last == 3
@@ -230,8 +232,8 @@ def test_results_of_other_attempts_and_replicas_are_ignored(bench):
 def test_a_mark_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     replica, request = begin(bench)
     finish(bench, replica, request)
-    bench.run(questions=False)
-    bench.ask_zookeeper(outcome)
+    bench.run(answers_zookeeper=False)
+    bench.answer_zookeeper(outcome)
     assert announced_marks(bench) == []
     bench.append(1)
     bench.run_for(5_000)
@@ -243,7 +245,7 @@ def test_a_mark_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome)
 def test_another_session_in_zookeeper_ends_this_one_before_the_mark_is_recorded(bench):
     replica, request = begin(bench)
     finish(bench, replica, request)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     bench.claim_elsewhere(5)
     bench.run()
     assert bench.marker.archived is None
@@ -349,7 +351,7 @@ def test_garbage_is_collected_when_a_mark_is_recorded_and_then_every_hour(bench)
     bench.silent = {A, B, C}
     finish(bench, replica, request, last=3)
     bench.silent = set()
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert not collections(bench), "the write of the mark has no known outcome"
     bench.run()
     ((_, collection),) = collections(bench)

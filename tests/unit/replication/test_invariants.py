@@ -64,8 +64,8 @@ def test_a_connected_rejected_replica_is_detected(bench):
 def test_a_mark_before_the_decision_is_detected():
     bench = Bench()
     bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
+    bench.answer_zookeeper()
     bench.store.session.repairs.goal = None
     bench.store.session.replicas[A].stage = ReplicaStage.READY
     with pytest.raises(AssertionError):

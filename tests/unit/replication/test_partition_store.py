@@ -40,7 +40,7 @@ def test_session_opened_is_reported_after_the_second_compare_and_set():
     assert not bench.all_reported(SessionOpened)
     assert not bench.all_sent(wire.Engage)
     assert bench.store.open_session_id is None
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
     assert len(bench.all_reported(SessionOpened)) == 1
     assert len(bench.all_sent(wire.Engage)) == 3
 
@@ -49,10 +49,10 @@ def test_session_opened_is_reported_after_the_second_compare_and_set():
 def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench = Bench()
     bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper(outcome)
+    bench.answer_zookeeper()
+    bench.answer_zookeeper(outcome)
     bench.wait(100)
-    assert isinstance(bench.ask_zookeeper(), session_events.ReadMetadata)
+    assert isinstance(bench.answer_zookeeper(), session_events.ReadMetadata)
     bench.run_for(20)
     assert bench.store.open_session_id == 0
     # A claim that failed is repeated, and a claim that succeeded is not.
@@ -63,7 +63,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
 def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_reported(outcome):
     bench = Bench()
     bench.decide()
-    bench.ask_zookeeper(outcome)
+    bench.answer_zookeeper(outcome)
     assert not bench.all_reported(SessionOpened)
     bench.wait(3000)
     assert not bench.all_reported(SessionOpened)
@@ -75,23 +75,23 @@ def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_report
 def test_a_failed_write_of_states_is_retried_after_a_pause():
     bench = Bench()
     bench.decide()
-    bench.ask_zookeeper("away")
+    bench.answer_zookeeper("away")
     asked_ms = bench.now_ms
     bench.step(session_events.Wakeup())
     bench.lose(C)
-    bench.run(questions=False)
-    assert not bench.questions
-    while not bench.questions:
+    bench.run(answers_zookeeper=False)
+    assert not bench.zookeeper_requests
+    while not bench.zookeeper_requests:
         bench.now_ms = bench.store.wake_at_ms
         bench.step(session_events.Wakeup())
     assert bench.now_ms > asked_ms
-    assert len(bench.questions) == 1
+    assert len(bench.zookeeper_requests) == 1
 
 
 def test_a_lost_claim_is_repeated_with_another_session_id():
     bench = Bench()
     bench.own()
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
     bench.claim_elsewhere(7)
     bench.reopen()
     assert bench.store.open_session_id == 8
@@ -101,10 +101,10 @@ def test_states_are_not_written_over_the_claim_of_another_process():
     bench = Bench()
     bench.decide()
     bench.claim_elsewhere(7)
-    theirs = bench.metadata
-    while bench.questions:
-        bench.ask_zookeeper()
-    assert bench.metadata == theirs
+    their_metadata = bench.metadata
+    while bench.zookeeper_requests:
+        bench.answer_zookeeper()
+    assert bench.metadata == their_metadata
     assert bench.store.session is None
     assert not bench.all_reported(SessionOpened)
     bench.reopen()
@@ -224,7 +224,9 @@ def test_the_session_after_the_loss_of_a_replica_continues_without_it(bench):
 def test_an_intermediate_session_of_another_owner_clears_unbroken(bench):
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
-    assert isinstance(bench.questions[0], session_events.WriteMetadata), "it reads after a conflict"
+    assert isinstance(bench.zookeeper_requests[0], session_events.WriteMetadata), (
+        "it reads after a conflict"
+    )
     bench.reopen()
     assert bench.store.open_session_id == 2
     assert not bench.all_reported(SessionOpened)[-1].follows_own_session
@@ -235,7 +237,7 @@ def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroke
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     while bench.metadata.session_id != 2:
-        bench.ask_zookeeper()
+        bench.answer_zookeeper()
     for name in (A, B):
         bench.lose(name)
     bench.own(replicas=(C, B, A))
@@ -264,9 +266,9 @@ def open_until_settlement_reads(bench):
     """Open a session that has to read from a replica; return this replica."""
     opened_count = len(bench.all_reported(SessionOpened))
     while len(bench.all_reported(SessionOpened)) == opened_count:
-        bench.run(questions=False)
-        if bench.questions:
-            bench.ask_zookeeper()
+        bench.run(answers_zookeeper=False)
+        if bench.zookeeper_requests:
+            bench.answer_zookeeper()
         else:
             bench.wait(bench.limits.opening_grace_ms)
     supplier, message = bench.sent[-1]
@@ -434,13 +436,13 @@ def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
     bench.open()
     bench.down = set()
     bench.wait(3000)
-    bench.run(questions=False)
-    assert bench.questions, "the third replica wants to join"
+    bench.run(answers_zookeeper=False)
+    assert bench.zookeeper_requests, "the third replica wants to join"
     for _ in range(30):
-        while bench.questions:
-            bench.ask_zookeeper("away")
+        while bench.zookeeper_requests:
+            bench.answer_zookeeper("away")
         bench.submit()
-        bench.run(questions=False)
+        bench.run(answers_zookeeper=False)
         bench.wait(bench.limits.useful_session_ms)
     assert bench.store.open_session_id == 0
     assert bench.store.high_water_mark == 29
@@ -454,7 +456,7 @@ def test_marks_are_proved_only_by_a_quorum():
     bench = Bench()
     bench.step(session_events.ProveMark(5))
     bench.own()
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     bench.step(session_events.ProveMark(6))
     assert bench.all_reported(MarkProofFailed) == [MarkProofFailed(5), MarkProofFailed(6)]
     bench.reopen()
@@ -496,12 +498,12 @@ def test_earlier_zookeeper_requests_are_not_awaited():
     """An answer to an older attempt does not answer the current request."""
     bench = Bench()
     bench.own()
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
     bench.step(session_events.ReassignReplicas((C, B, A)))
-    written, _ = bench.questions
+    written, _ = bench.zookeeper_requests
     assert isinstance(written, session_events.WriteMetadata)
-    bench.ask_zookeeper()
-    assert len(bench.questions) == 1
+    bench.answer_zookeeper()
+    assert len(bench.zookeeper_requests) == 1
     assert not bench.reports("session.claimed")
     bench.reopen()
     assert bench.store.open_session_id == 1
@@ -512,8 +514,8 @@ def test_late_answers_to_an_abandoned_write_are_ignored():
     """The result of the write is read; a late answer may refer to another attempt."""
     bench = Bench()
     bench.own()
-    bench.ask_zookeeper()
-    effect = bench.ask_zookeeper("away")
+    bench.answer_zookeeper()
+    effect = bench.answer_zookeeper("away")
     assert isinstance(effect, session_events.WriteMetadata)
     for late in (
         session_events.MetadataWritten(effect.attempt, 1, 1),
@@ -521,7 +523,7 @@ def test_late_answers_to_an_abandoned_write_are_ignored():
     ):
         bench.step(late)
         assert bench.store.session is None
-        assert not bench.questions
+        assert not bench.zookeeper_requests
     bench.reopen()
     assert bench.store.open_session_id == 0
 
@@ -565,8 +567,8 @@ def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
     bench.append()
     bench.down = {B}
     bench.step(session_events.ReassignReplicas((A, B, D)))
-    while bench.questions:
-        bench.ask_zookeeper()
+    while bench.zookeeper_requests:
+        bench.answer_zookeeper()
     while bench.dials:
         bench.connect()
     for name in (A, C):

@@ -77,7 +77,7 @@ def test_a_replica_is_not_truncated_to_match_a_log_other_than_the_goal(bench):
     bench.down = set()
     bench.sent.clear()
     bench.step(session_events.Checkpoint())
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
     while bench.dials:
         bench.connect()
     for name in (C, A, B):
@@ -187,7 +187,7 @@ def test_a_goal_is_chosen_again_when_no_replica_has_it():
         elif ready := [name for name in bench.names if bench.requests.get(name)]:
             bench.deliver(ready[-1])
         else:
-            bench.ask_zookeeper()
+            bench.answer_zookeeper()
     only_source = next(
         name
         for name, one in bench.store.session.replicas.items()
@@ -231,8 +231,8 @@ def test_a_replica_that_diverges_below_its_mark_is_rejected():
     for _ in range(8):
         other.submit(2)
     other.run()
-    mine = bench.storages[C].disk
-    bench.storages[C].disk = replace(mine, entries=other.storages[C].disk.entries, confirmed=15)
+    diverged = bench.storages[C].disk
+    bench.storages[C].disk = replace(diverged, entries=other.storages[C].disk.entries, confirmed=15)
     bench.step(session_events.Checkpoint())
     bench.run_for(100)
     assert "no common end of a batch" in bench.reports("replica.rejected")[-1]["reason"]

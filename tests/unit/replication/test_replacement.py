@@ -55,7 +55,7 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     assert (message.object, message.first, message.last) == ("o1", 0, 1)
     assert (message.archived, message.chain, message.manifest) == (3, mark.chain, mark.manifest)
     report_written(bench, replica, message)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert bench.marker.archived == mark
     assert bench.store.replacement_outcome(OBJECT) is None, "ZooKeeper does not have it"
     bench.run()
@@ -187,8 +187,8 @@ def test_one_replacement_is_under_way_and_another_one_follows(bench):
 @pytest.mark.parametrize("outcome", ["away", "lost"])
 def test_a_replacement_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     report_written(bench, *request(bench))
-    bench.run(questions=False)
-    bench.ask_zookeeper(outcome)
+    bench.run(answers_zookeeper=False)
+    bench.answer_zookeeper(outcome)
     assert bench.store.replacement_outcome(OBJECT) is None
     bench.run_for(5_000)
     assert bench.marker.archived.manifest == "r1"

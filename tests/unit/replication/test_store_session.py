@@ -38,8 +38,8 @@ def test_prepare_is_sent_first_with_session_nonce_and_storage_id():
     bench = Bench()
     del bench.storage_ids[C]
     bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
+    bench.answer_zookeeper()
     for _ in range(3):
         bench.connect()
     prepares = dict(bench.sent)
@@ -256,13 +256,13 @@ def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_has_recorded_
     bench.append(2, batches=20)
     bench.down = set()
     bench.wait(3000)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert bench.logs()[C] == bench.logs()[A]
     assert stage(bench, C) is ReplicaStage.READY
     assert bench.store.readable_replicas == [A, B]
     # The late replica does not count towards the quorum, and receives only committed batches.
     bench.submit()
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert bench.storages[C].last == 40
     bench.submit()
     bench.deliver(A)
@@ -293,8 +293,8 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
         bench.append()
     # If it were dropped, it could return only in another session. So it has to wait.
     assert bench.store.open_session_id == session
-    (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
-    assert owing == (C, 4 * LIMITS.answer_ms_max)
+    (waiting,) = bench.store.replica_waits_ms(bench.now_ms).items()
+    assert waiting == (C, 4 * LIMITS.answer_ms_max)
     assert not [
         one for one in bench.reports("replica.disconnected") if one["reason"] == "no answer"
     ]
@@ -313,9 +313,9 @@ def test_a_lost_late_replica_rejoins_in_the_next_session():
     bench.open()
     bench.down = set()
     bench.wait(3000)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert stage(bench, C) is ReplicaStage.READY
-    bench.questions.clear()
+    bench.zookeeper_requests.clear()
     bench.store.session.writing = None
     bench.lose(C)
     assert bench.store.open_session_id == 0
@@ -428,7 +428,7 @@ def test_an_answer_without_a_request_ends_the_connection(bench, answer, problem)
 def test_answers_of_an_older_session_are_dropped(bench, late):
     restart(bench)
     bench.step(late)
-    bench.ask_zookeeper()  # the claim
+    bench.answer_zookeeper()  # the claim
     dialing = len(bench.reported), len(bench.sent)
     bench.step(late)
     assert (len(bench.reported), len(bench.sent)) == dialing
@@ -448,7 +448,7 @@ def test_a_promise_to_a_later_session_ends_this_session(bench):
     bench.step(session_events.ReplicaResponded(0, A, nack))
     assert "bound to 7" in bench.all_reported(SessionClosed)[0].reason
     bench.wait(30)
-    assert isinstance(bench.questions[0], session_events.ReadMetadata)
+    assert isinstance(bench.zookeeper_requests[0], session_events.ReadMetadata)
 
 
 def test_a_replica_that_has_lost_its_promise_joins_the_next_session():

@@ -407,9 +407,12 @@ def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
 def test_a_batch_that_cannot_be_decoded_is_reported() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
-    junk = b"no arrow"
+    invalid_payload = b"no arrow"
     world.pipeline.receive(
-        A, AppendBatch(req_id, -1, junk, zlib.crc32(junk)), cost_bytes=50, now_ms=0
+        A,
+        AppendBatch(req_id, -1, invalid_payload, zlib.crc32(invalid_payload)),
+        cost_bytes=50,
+        now_ms=0,
     )
     assert error_codes(world.turn()) == [errors.BadRequest.code]
 

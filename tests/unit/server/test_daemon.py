@@ -144,10 +144,10 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
 ) -> None:
     coordinator, server = server_that_rechecks(monkeypatch)
     reached = dict.fromkeys(STORAGES[1:], False)
-    looks = asyncio.Semaphore(0)
+    checks = asyncio.Semaphore(0)
 
     async def check() -> list[tuple[str, bool]]:
-        looks.release()
+        checks.release()
         return [(STORAGES[0], True), *((str(each), reached[each]) for each in reached)]
 
     server.check_connectivity = check  # type: ignore[method-assign]
@@ -155,15 +155,15 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
     assert await server._hand_over_partition(PartitionId(0), Generation(1))
     # In the meantime a command prefers another partition; this must not restore the failing one.
     await server.prefer([PartitionId(3)], [])
-    looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    restore_task = asyncio.get_running_loop().create_task(server._run_preference_restore())
     for _ in range(3):
-        await looks.acquire()
+        await checks.acquire()
     assert coordinator.preferred == [(1, 0), (1, 3)]
     reached[STORAGES[1]] = True
     while len(coordinator.preferred) < 3:
-        await looks.acquire()
+        await checks.acquire()
     assert coordinator.preferred == [(1, 0), (1, 3), (1, 0, 3)]
-    looking.cancel()
+    restore_task.cancel()
 
 
 @run_on_loop
@@ -171,22 +171,22 @@ async def test_a_preference_that_was_removed_is_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     coordinator, server = server_that_rechecks(monkeypatch)
-    looked = asyncio.Event()
+    checked = asyncio.Event()
 
     async def check() -> list[tuple[str, bool]]:
         # While the storages are queried, a command removes the preference.
         await server.prefer([], [PartitionId(0)])
-        looked.set()
+        checked.set()
         return [(str(each), True) for each in STORAGES]
 
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])
     assert await server._hand_over_partition(PartitionId(0), Generation(1))
-    looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
-    await looked.wait()
+    restore_task = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    await checked.wait()
     await pass_turns()
     assert coordinator.preferred == [(1, 0), (1,)]
-    looking.cancel()
+    restore_task.cancel()
 
 
 @run_on_loop

@@ -61,7 +61,7 @@ class World:
     """The failure detector of one server, and the servers that it has removed."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.taken_out: list[ServerDescriptor] = []
+        self.removed: list[ServerDescriptor] = []
         self.failures = 0
         self.links: list[net.Link] = []
         self.detector = FailureDetector(ME, tasks, self.remove_dead)
@@ -70,7 +70,7 @@ class World:
         if self.failures:
             self.failures -= 1
             raise CoordinatorUnavailable("not now")
-        self.taken_out.append(dead)
+        self.removed.append(dead)
 
     async def listen(self, port: int | None = None) -> Listener:
         """Listen at a port, or again at the port of an earlier listener."""
@@ -99,15 +99,15 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
         listener, other = await servers.reached()
         dials = DIALS[0]
         await listener.close()
-        await poll_until(lambda: servers.taken_out)
+        await poll_until(lambda: servers.removed)
         assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
         # The server may be alive: it must be reached before it can be declared dead again.
         await wait_for_dials()
-        assert servers.taken_out == [other]
+        assert servers.removed == [other]
         listener = await servers.listen(listener.port)
         await poll_until(lambda: len(servers.links) == 2)
         await listener.close()
-        await poll_until(lambda: len(servers.taken_out) == 2)
+        await poll_until(lambda: len(servers.removed) == 2)
 
 
 @run_on_loop
@@ -117,8 +117,8 @@ async def test_a_dead_server_is_removed_by_its_current_descriptor():
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
         servers.detector.watch_servers(view_of(now))
         await listener.close()
-        await poll_until(lambda: servers.taken_out)
-        assert servers.taken_out == [now]
+        await poll_until(lambda: servers.removed)
+        assert servers.removed == [now]
         assert len(servers.links) == 1
 
 
@@ -128,7 +128,7 @@ async def test_a_removal_that_did_not_reach_zookeeper_is_retried():
         servers.failures = 2
         listener, _ = await servers.reached()
         await listener.close()
-        await poll_until(lambda: servers.taken_out)
+        await poll_until(lambda: servers.removed)
         assert servers.failures == 0
 
 
@@ -141,7 +141,7 @@ async def test_a_lost_connection_alone_logs_nothing():
             await poll_until(lambda count=count: len(servers.links) == count)
             servers.links[-1].abort("for the test")
         await poll_until(lambda: len(servers.links) == 4)
-        assert servers.taken_out == []
+        assert servers.removed == []
         await listener.close()
 
 
@@ -150,7 +150,7 @@ async def test_a_server_that_was_never_reached_is_not_declared_dead():
     async with world() as servers:
         servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await wait_for_dials()
-        assert servers.taken_out == []
+        assert servers.removed == []
 
 
 @run_on_loop
@@ -178,7 +178,7 @@ async def test_a_hanging_server_that_accepts_connections_is_not_removed():
             silent.bind((HOST, listener.port))
             silent.listen()
             await wait_for_dials()
-            assert servers.taken_out == []
+            assert servers.removed == []
             servers.detector.stop()
 
 
@@ -189,15 +189,15 @@ async def test_a_dying_server_that_accepts_one_more_connection_is_removed():
     async with world() as servers:
         listener, _ = await servers.reached()
         await listener.close()
-        with socket.socket() as dying:
-            dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            dying.bind((HOST, listener.port))
-            dying.listen()
-            dying.setblocking(False)
-            taken, _ = await asyncio.get_running_loop().sock_accept(dying)
+        with socket.socket() as closing_socket:
+            closing_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            closing_socket.bind((HOST, listener.port))
+            closing_socket.listen()
+            closing_socket.setblocking(False)
+            taken, _ = await asyncio.get_running_loop().sock_accept(closing_socket)
         taken.close()
-        await poll_until(lambda: servers.taken_out)
-        assert [each.server_id for each in servers.taken_out] == [OTHER]
+        await poll_until(lambda: servers.removed)
+        assert [each.server_id for each in servers.removed] == [OTHER]
 
 
 @run_on_loop
@@ -233,5 +233,5 @@ async def test_a_server_that_has_left_is_not_monitored():
         await poll_until(lambda: servers.links[0].is_closed)
         await listener.close()
     # All watches have ended; otherwise the block would not end.
-    assert servers.taken_out == []
+    assert servers.removed == []
     assert DIALS[0] == 1

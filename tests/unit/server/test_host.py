@@ -124,15 +124,15 @@ def test_unchanged_metrics_are_not_updated_again() -> None:
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
     """A late replica delays no commit, so only this metric shows that it hangs."""
     caplog.set_level("INFO")
-    owed_since, metrics = {}, Metrics("server")
+    waiting_since, metrics = {}, Metrics("server")
     waits = ReplicaWaitReporter(
-        PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics
+        PartitionId(3), lambda now: {r: now - at for r, at in waiting_since.items()}, metrics
     )
 
     def wait_s() -> float:
         return metrics.value("waltz_server_replica_wait_seconds", partition=3, replica=A_REPLICA)
 
-    owed_since[A_REPLICA] = 1_000
+    waiting_since[A_REPLICA] = 1_000
     waits.publish(1_500)
     assert (wait_s(), waits.silent) == (0, set())
     waits.publish(4_000)
@@ -141,7 +141,7 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
         waits.publish(now_ms)
     assert (wait_s(), waits.silent) == (11, {A_REPLICA})
     assert metrics.value("waltz_server_events_total", event="replica.silent") == 1
-    owed_since[A_REPLICA] = 12_900
+    waiting_since[A_REPLICA] = 12_900
     waits.publish(13_000)
     assert (wait_s(), waits.silent) == (0, set())
     assert [each.message for each in caplog.records] == [
@@ -183,7 +183,7 @@ def new_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
         FeedCache(1 << 16),
         LargeBatchThrottle(),
     )
-    own = {
+    own_services = {
         "metrics": Metrics("server"),
         "tasks": None,
         "failed": failures.append,
@@ -191,7 +191,7 @@ def new_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
         "ssl": None,
     }
     return (
-        Host(PartitionId(0), partition, store, SimpleNamespace(**own, **services)),
+        Host(PartitionId(0), partition, store, SimpleNamespace(**own_services, **services)),
         partition,
         failures,
     )

@@ -159,11 +159,11 @@ def test_appends_with_the_same_locks_in_any_order_share_a_queue() -> None:
     world = World()
     world.single(write=[HOT, COLD])
     world.turn()
-    same = [world.single(BOB, write=locks) for locks in ([HOT, COLD], [COLD, HOT])]
+    same_locks = [world.single(BOB, write=locks) for locks in ([HOT, COLD], [COLD, HOT])]
     other = world.single(BOB, write=[HOT, COLD], read=[7])
     world.turn()
     answered = results(world.commit())
-    assert [req_id in answered for req_id in (*same, other)] == [True, False, True]
+    assert [req_id in answered for req_id in (*same_locks, other)] == [True, False, True]
 
 
 def test_a_disconnected_writer_delays_no_other() -> None:
@@ -186,11 +186,11 @@ def test_the_queue_with_the_earliest_deadline_is_notified_first() -> None:
     began_ms = world.now_ms
     world.single(mark=0, write=[COLD])
     world.turn()
-    quick = [world.single(BOB, mark=0, write=[COLD]) for _ in range(2)]
+    expired_marks = [world.single(BOB, mark=0, write=[COLD]) for _ in range(2)]
     world.turn()
     world.now_ms += 1
-    assert quick[0] in results(world.commit())
-    assert list(results(world.turn_when_paced())) == [quick[1]]
+    assert expired_marks[0] in results(world.commit())
+    assert list(results(world.turn_when_paced())) == [expired_marks[1]]
     assert world.now_ms == began_ms + 1 + NOTIFY_FACTOR
     while slow[1] not in (answered := results(world.turn_when_paced())):
         assert answered == {}

@@ -110,8 +110,10 @@ def test_with_writer_distances_a_lock_has_the_id_of_its_writer() -> None:
     world = World()
     world.query_locks()
     packed = struct.pack(">4i", 21, 22, 23, 21)
-    apart = encode(TransactionId(4), end(MARK), end(3).chain, packed, bytes([5, 4, 0, 2]))
-    world.answer(blocks(0, 3) + apart)
+    block_with_distances = encode(
+        TransactionId(4), end(MARK), end(3).chain, packed, bytes([5, 4, 0, 2])
+    )
+    world.answer(blocks(0, 3) + block_with_distances)
     world.run()
     assert [world.table.estimate(each) for each in (21, 22, 23)] == [MARK - 2, MARK - 4, MARK]
     assert world.estimates_of_writers(3) == [3]

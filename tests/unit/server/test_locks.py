@@ -171,8 +171,8 @@ def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
     table = LockTable(11, TransactionId(3))
     validate(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
     assert set(table._slots.tolist()) <= {3, 4, 5}
-    untouched = set(range(11)) - set(slot_indices([1], 11).ravel().tolist())
-    assert {int(table._slots[slot]) for slot in untouched} <= {3}
+    unchanged = set(range(11)) - set(slot_indices([1], 11).ravel().tolist())
+    assert {int(table._slots[slot]) for slot in unchanged} <= {3}
 
 
 @pytest.mark.parametrize("lock", [0, 1, -1, 7, 2**31 - 1, -(2**31)])

@@ -719,9 +719,9 @@ def test_a_feed_mount_that_outlives_its_generation_is_rejected() -> None:
 def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
     world = world_with_mount()
     mount = world.mount(BOB, B, feed=True)
-    stranger = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
+    unknown_mount = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
     # A client whose mount ended with an earlier ownership mounts again: it was not notified.
-    assert world.error(stranger) == errors.NotMounted.code
+    assert world.error(unknown_mount) == errors.NotMounted.code
     world.send(B, messages.FeedRequest(mount, -2))
     ahead = world.send(B, messages.FeedRequest(mount, 7))
     codes = [each.error_code for each in world.of(messages.ErrorResponse)]

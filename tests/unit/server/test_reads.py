@@ -292,8 +292,8 @@ def test_a_feed_and_a_reader_may_wait_for_the_same_fetch() -> None:
     fetch = fetch_of(each.request_headers(TransactionId(0), TransactionId(9)))
     assert each.request_headers(TransactionId(0), TransactionId(9)) == []
     found = each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
-    (stretch,) = found
-    assert (stretch.first, stretch.size) == (0, 10)
+    (feed_headers,) = found
+    assert (feed_headers.first, feed_headers.size) == (0, 10)
 
 
 def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
@@ -318,8 +318,8 @@ def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
         for first, session in ((0, SessionId(4)), (1, RECONSTRUCTED))
     )
     answer = dataclasses.replace(headers(fetch, 2), lineage=lineage)
-    (stretch,) = each.on_range_fetched(fetch.token, answer, 0)
-    assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
+    (feed_headers,) = each.on_range_fetched(fetch.token, answer, 0)
+    assert (feed_headers.first, len(feed_headers.headers), feed_headers.chain_at) == (0, 40, 0)
 
 
 def test_feed_headers_have_the_chain_of_their_last_batch_end() -> None:
@@ -344,9 +344,9 @@ def test_feed_headers_have_the_chain_of_their_last_batch_end() -> None:
         )
     assert each.cache_reads()["feed", "hit"] == 0
     for first, last, chain_at in ((0, 9, 9), (0, 5, 2), (1, 1, 1), (3, 5, -1), (4, 9, 9)):
-        stretch = each.read_cached(TransactionId(first), TransactionId(last))
-        assert stretch is not None
-        assert stretch.chain_at == chain_at, (first, last)
+        feed_headers = each.read_cached(TransactionId(first), TransactionId(last))
+        assert feed_headers is not None
+        assert feed_headers.chain_at == chain_at, (first, last)
     assert each.read_cached(TransactionId(10), TransactionId(12)) is None
     assert each.cache_reads()["feed", "miss"] == 1
 

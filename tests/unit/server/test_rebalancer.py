@@ -25,22 +25,22 @@ async def run_balancers(zookeeper, *, servers, reporting, unavailable=None):
 
     The partitions of a server in `unavailable` do not open, so they cause no load.
     """
-    ill = set() if unavailable is None else unavailable
+    unavailable_servers = set() if unavailable is None else unavailable
     await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), CLUSTER_KEY))
-    inbox, rounds, works, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
+    inbox, rounds, balancers, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
     for server_id in servers:
         coordinator = zookeeper.coordinator(ROOT)
         coordinator.keep_owners()
         await coordinator.register_server(server_descriptor(server_id))
-        works.append(coordinator.follow_servers(inbox))
+        balancers.append(coordinator.follow_servers(inbox))
         by_server[server_id] = coordinator
 
     def loads_of(server_id):
         rounds(len(rounds.values))
         now = asyncio.get_running_loop().time()
-        mine = inbox.values[-1].partitions_of(server_id) if inbox.values else {}
-        rate = 0.0 if server_id in ill else 1.0
-        return {partition: RATES[partition] * now * rate for partition in mine}
+        partitions = inbox.values[-1].partitions_of(server_id) if inbox.values else {}
+        rate = 0.0 if server_id in unavailable_servers else 1.0
+        return {partition: RATES[partition] * now * rate for partition in partitions}
 
     for server_id in reporting:
         balancing = Rebalancer(
@@ -48,10 +48,10 @@ async def run_balancers(zookeeper, *, servers, reporting, unavailable=None):
             by_server[server_id],
             lambda each=server_id: loads_of(each),
             PACE,
-            lambda each=server_id: each not in ill,
+            lambda each=server_id: each not in unavailable_servers,
         )
-        works.append(balancing.run())
-    return inbox, rounds, works
+        balancers.append(balancing.run())
+    return inbox, rounds, balancers
 
 
 async def wait_for_rounds(rounds):
@@ -66,10 +66,10 @@ def owners(view):
 
 def test_the_leader_moves_other_partitions_away_from_a_hot_one():
     async def scenario():
-        inbox, rounds, works = await run_balancers(
+        inbox, rounds, balancers = await run_balancers(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
         )
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
             await wait_for_rounds(rounds)
@@ -82,8 +82,8 @@ def test_the_leader_moves_other_partitions_away_from_a_hot_one():
 def test_no_partition_moves_to_a_server_without_load_reports():
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, rounds, works = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        inbox, rounds, balancers = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
@@ -97,11 +97,11 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
 
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, rounds, works = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
+        inbox, rounds, balancers = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
         nodes = zookeeper.coordinator(ROOT).loads._nodes
         damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
         await nodes.put_ephemeral(nodes.paths.load(2), damaged, nodes.paths.loads)
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await wait_for_rounds(rounds)
         assert (
@@ -115,10 +115,10 @@ def test_no_partition_moves_to_a_server_that_cannot_serve():
     async def scenario():
         unavailable = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, rounds, works = await run_balancers(
+        inbox, rounds, balancers = await run_balancers(
             zookeeper, servers=(1, 2), reporting=(1, 2), unavailable=unavailable
         )
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}

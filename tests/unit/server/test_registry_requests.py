@@ -178,8 +178,10 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     requester = Requester("mine")
     for name in ("a", "b"):
         await requests.answer(request(OPERATIONS.BEGIN, name), requester)
-    over = b'{"keep_ms": 0}'
-    await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), requester)
+    expired_arguments = b'{"keep_ms": 0}'
+    await requests.answer(
+        request(OPERATIONS.BEGIN, "expired", arguments=expired_arguments), requester
+    )
     await requests.answer(request(OPERATIONS.BEGIN, "c"), requester)  # removes the expired one
     assert await write_registry.read("expired") is None
     with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
@@ -434,13 +436,13 @@ async def test_another_server_answers_if_one_does_not():
             assert (await requests.read("w")).marks == MARKS
             assert (await requests.enter("w", 0, "r")).state.attempt == number + 1
         await servers[2].stop()
-        short, more_links = requests_of(
+        short_timeout, more_links = requests_of(
             directory, config=ClientConfig(request_timeout_ms=100, retry_interval_ms_min=5)
         )
         with pytest.raises(
             errors.Unreachable, match="answer a request about an exactly-once write within 100 ms:"
         ):
-            await short.read("w")
+            await short_timeout.read("w")
         await links.close("over")
         await more_links.close("over")
 
@@ -463,21 +465,21 @@ async def test_zookeeper_is_used_only_if_no_server_supports_the_requests(monkeyp
         is_new = property(lambda link: link.address == owner_of_new.address)
         monkeypatch.setattr(ServerLink, "supports_registry", is_new)
         both, links = requests_of(Owners(owner_of_old, owner_of_new))
-        alone, other_links = requests_of(Owners(owner_of_old))
+        old_only, other_links = requests_of(Owners(owner_of_old))
         state = await both.begin("w", MARKS, 1_000)
         assert opened == []
-        assert await alone.begin("w", MARKS, 1_000) == state
+        assert await old_only.begin("w", MARKS, 1_000) == state
         assert opened == [1]
-        entered = await alone.enter("w", 3, "one")
+        entered = await old_only.enter("w", 3, "one")
         assert (entered.state.client_id, entered.identity.proof) == (1, bytes(16))
-        await alone.check("w", 3, 1)
-        assert (await alone.tasks("w", "two")) == ((3,), {3: 1})
-        assert await alone.read("w") == state
-        assert (await alone.finish("w", {"rows": 2}, 5)).is_done
-        await alone.forget("w")
-        assert await alone.read("w") is None
+        await old_only.check("w", 3, 1)
+        assert (await old_only.tasks("w", "two")) == ((3,), {3: 1})
+        assert await old_only.read("w") == state
+        assert (await old_only.finish("w", {"rows": 2}, 5)).is_done
+        await old_only.forget("w")
+        assert await old_only.read("w") is None
         assert opened == [1]
-        await alone.close()
+        await old_only.close()
         for each, server in ((links, new), (other_links, old)):
             await each.close("over")
             await server.stop()

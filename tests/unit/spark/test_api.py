@@ -55,13 +55,13 @@ def test_invalid_marks_are_reported_with_the_expected_type(marks: object, found:
     caught.match(found)
 
 
-@pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
-def test_an_argument_other_than_a_data_frame_is_reported(what: object) -> None:
+@pytest.mark.parametrize("argument", [None, [(1, "a")], "df"])
+def test_an_argument_other_than_a_data_frame_is_reported(argument: object) -> None:
     with pytest.raises(
         BadRequest,
-        match=f"argument df of append: expected a Spark DataFrame, found {type(what).__name__}",
+        match=f"argument df of append: expected a Spark DataFrame, found {type(argument).__name__}",
     ):
-        append(what, "localhost:2181/waltz")  # type: ignore[arg-type]
+        append(argument, "localhost:2181/waltz")  # type: ignore[arg-type]
 
 
 def frame(*columns: str, **settings: str) -> SimpleNamespace:
@@ -123,10 +123,10 @@ def test_spark_reads_the_results_from_the_result_directory(
 
 def test_the_error_for_a_session_without_java_names_its_type(tmp_path: Path) -> None:
     program = "import waltz_spark; waltz_spark.session(master='local[1]')"
-    of_no_java = {**os.environ, "JAVA_HOME": str(tmp_path)}
+    environment = {**os.environ, "JAVA_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=of_no_java,
+        env=environment,
         stderr=subprocess.PIPE,
         text=True,
         check=False,

@@ -115,11 +115,13 @@ def test_every_row_gets_one_outcome_in_order(seed: int) -> None:
     pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
     reported_count = list(Appender(log, OPTIONS).send(convert_rows(piece) for piece in pieces))
     for partition in range(3):
-        mine = [data for p, data in rows if p == partition]
-        assert log.taken.get(partition, []) == [data for data in mine if not data.endswith(b"!")]
+        rows_of_partition = [data for p, data in rows if p == partition]
+        assert log.taken.get(partition, []) == [
+            data for data in rows_of_partition if not data.endswith(b"!")
+        ]
         answered = [a for a in reported_count if a.partition == partition]
         names = [name for a in answered for name in a.identity.column("name").to_pylist()]
-        assert sorted(names) == sorted(data.decode() for data in mine)
+        assert sorted(names) == sorted(data.decode() for data in rows_of_partition)
         for a in answered:
             committed = a.reasons == TAKEN
             assert (a.transaction_ids[committed] >= 0).all()

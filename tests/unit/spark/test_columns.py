@@ -67,8 +67,8 @@ def schema(**columns: str) -> StructType:
         ),
         # Packed with the other columns, it would be payload, and no lock would be written.
         *(
-            ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{meant}'?")
-            for name, meant in (
+            ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{expected_hash}'?")
+            for name, expected_hash in (
                 ("WRITE_LOCKS", "write_locks"),
                 ("Append_Locks", "append_locks"),
                 ("write_lock", "write_locks"),
@@ -283,12 +283,12 @@ def test_rows_without_a_lock_are_distributed_starting_at_the_task_number() -> No
         assert found == [turn % 4 for turn in range(task, task + 4)]
 
 
-SOME = replace(PLAIN, partitions=(1, 3))
+CHOSEN_PARTITIONS = replace(PLAIN, partitions=(1, 3))
 
 
 def test_rows_without_a_lock_are_distributed_over_the_given_partitions() -> None:
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b", b"c"]})
-    rows = row_converter(SOME, first_turn=3)
+    rows = row_converter(CHOSEN_PARTITIONS, first_turn=3)
     shaped = rows.convert(batch)
     assert shaped.partitions.tolist() == [3, 1, 3]
     assert shaped.append.column("client_high_water_mark").to_pylist() == [13, 11, 13]
@@ -312,15 +312,15 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
         "'partitions', 1, 3, found partition 2 of row 1 .* Hint: set a partition in column "
         "'partition'",
     ):
-        row_converter(SOME).convert(batch)
+        row_converter(CHOSEN_PARTITIONS).convert(batch)
     named = batch.append_column("partition", pa.array([None, 3], pa.int32()))
-    assert row_converter(SOME).convert(named).partitions.tolist() == [1, 3]
+    assert row_converter(CHOSEN_PARTITIONS).convert(named).partitions.tolist() == [1, 3]
     outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
     with pytest.raises(
         BadRequest,
         match=r"column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
     ):
-        row_converter(SOME).convert(outside)
+        row_converter(CHOSEN_PARTITIONS).convert(outside)
 
 
 def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
@@ -328,4 +328,4 @@ def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
     (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
     with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):
-        row_converter(replace(SOME, partition_by="key")).convert(batch)
+        row_converter(replace(CHOSEN_PARTITIONS, partition_by="key")).convert(batch)

@@ -189,8 +189,8 @@ def test_a_write_registers_the_schema_of_its_columns_on_the_driver(registry):
 
 
 def test_identity_columns_alone_determine_the_row_hash(registry):
-    given_ = options_for(registry, identityColumns="id,price", **SUBJECT)
-    options, append = resolve_and_convert(given_, ROWS)
+    write_options = options_for(registry, identityColumns="id,price", **SUBJECT)
+    options, append = resolve_and_convert(write_options, ROWS)
     registry.fault = "reset"
     keys = RowKeys(options)
     (one, two) = append.column("data").to_pylist()
@@ -219,17 +219,17 @@ def test_columns_are_written_with_a_registered_version(registry):
         {"name": "more", "type": "string", "default": "x"},
     ]
     registry.put("orders-value", json.dumps({"type": "record", "name": "R", "fields": fields}))
-    given_ = options_for(registry, schemaVersion="latest", **SUBJECT)
-    _, append = resolve_and_convert(given_, ROWS)
+    write_options = options_for(registry, schemaVersion="latest", **SUBJECT)
+    _, append = resolve_and_convert(write_options, ROWS)
     found = [Avro(registry.url).deserialize(each) for each in append.column("data").to_pylist()]
     assert found[0] == {"id": 1, "item": "ring", "price": dt.date(2020, 1, 1), "more": "x"}
     large = ROWS.set_column(0, "id", pa.array([1, 1 << 40]))
     with pytest.raises(BadRequest, match="field 'id': 1099511627776 is out of the range of int"):
-        resolve_and_convert(given_, large)
+        resolve_and_convert(write_options, large)
     with pytest.raises(
         BadRequest, match="column 'nothing': subject 'orders-value' has no such field"
     ):
-        resolve_and_convert(given_, ROWS.append_column("nothing", pa.array([1, 2])))
+        resolve_and_convert(write_options, ROWS.append_column("nothing", pa.array([1, 2])))
 
 
 def test_protobuf_writes_a_message_of_the_registered_file(registry):
@@ -242,8 +242,8 @@ def test_protobuf_writes_a_message_of_the_registered_file(registry):
             "lines": pa.array([[{"sku": "x"}], []], pa.list_(pa.struct([("sku", pa.string())]))),
         }
     )
-    given_ = options_for(registry, "protobuf", **SUBJECT)
-    _, append = resolve_and_convert(given_, batch)
+    write_options = options_for(registry, "protobuf", **SUBJECT)
+    _, append = resolve_and_convert(write_options, batch)
     first, second = append.column("data").to_pylist()
     assert first[:7] == b"\0\0\0\0\1\0\x08"
     assert Protobuf(registry.url).deserialize(first)["lines"] == [{"sku": "x", "count": 0}]
@@ -251,7 +251,7 @@ def test_protobuf_writes_a_message_of_the_registered_file(registry):
     back = read(options_for(registry, "protobuf"), columns, append.column("data"))
     assert back.to_pylist() == batch.to_pylist()
     assert "at" not in Protobuf(registry.url).deserialize(second)
-    refunds = given_ | {"schemaMessage": "shop.Refund"}
+    refunds = write_options | {"schemaMessage": "shop.Refund"}
     assert (
         resolve_and_convert(refunds, batch.select(["id"]))[1].column("data")[0].as_py()[5:7]
         == b"\2\2"
@@ -360,9 +360,9 @@ def test_driver_and_tasks_read_credentials_from_a_file(registry, tmp_path):
     registry.user = "waltz:a secret"
     file = tmp_path / "auth"
     file.write_text(registry.user)
-    given_ = options_for(registry, schemaRegistryAuthFile=str(file))
-    options, append = resolve_and_convert(given_ | SUBJECT, ROWS)
-    assert read(given_, "id long", append.column("data")).to_pydict() == {"id": [1, 2]}
+    write_options = options_for(registry, schemaRegistryAuthFile=str(file))
+    options, append = resolve_and_convert(write_options | SUBJECT, ROWS)
+    assert read(write_options, "id long", append.column("data")).to_pydict() == {"id": [1, 2]}
     assert "secret" not in repr(options)
     assert b"secret" not in CPickleSerializer().dumps(options)
 

@@ -316,20 +316,20 @@ def test_reader_and_writer_reject_types_before_any_task() -> None:
     connect = {"path": "zk1:2181/waltz/none", "dataFormat": "msgpack"}
     source = WaltzDataSource(connect)
     log = types.StructField("header", INT, nullable=False)  # the log has no null there
-    never = types.StructType([log, types.StructField("a", INT, nullable=False)])
+    not_nullable = types.StructType([log, types.StructField("a", INT, nullable=False)])
     permissive = WaltzDataSource(connect | {"mode": "PERMISSIVE"})
     with pytest.raises(BadRequest, match="column 'a' is NOT NULL in the schema"):
-        permissive.reader(never)
+        permissive.reader(not_nullable)
     with pytest.raises(BadRequest, match="column 'a' is NOT NULL in the schema"):
-        permissive.streamReader(never).initialOffset()
-    source.reader(never)  # checked row by row
+        permissive.streamReader(not_nullable).initialOffset()
+    source.reader(not_nullable)  # checked row by row
     for name, kind in (("commit_time", types.TimestampType()), ("_corrupt_record", STRING)):
-        wrong = types.StructType([*never, types.StructField(name, kind, nullable=False)])
+        wrong = types.StructType([*not_nullable, types.StructField(name, kind, nullable=False)])
         with pytest.raises(
             BadRequest, match=f"column '{name}' is NOT NULL in the schema, but it is"
         ):
             source.reader(wrong)
-    source._parse_write_options(never)  # written columns may be declared as not null
+    source._parse_write_options(not_nullable)  # written columns may be declared as not null
     keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
     for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):
         with pytest.raises(BadRequest, match="but dataFormat=msgpack does not support keys"):

@@ -19,7 +19,7 @@ from waltz_spark.writer.rows_hash import RowsHash, hash_rows
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
 PACKED = replace(PLAIN, data_format="msgpack")
-IDENTIFIED = replace(PACKED, identity_columns=("id", "day"))
+WITH_IDENTITY_COLUMNS = replace(PACKED, identity_columns=("id", "day"))
 PARTITIONS = 4
 Row = tuple[bytes, int, int | None]  # payload, header, partition
 
@@ -106,13 +106,13 @@ def test_the_hash_includes_the_partition_but_not_locks_and_marks() -> None:
             }
         )
 
-    elsewhere = next(
+    other_partition = next(
         n
         for n in range(8, 99)
         if partition_of_hash(n, PARTITIONS) != partition_of_hash(7, PARTITIONS)
     )
-    assert hash_with_lock(7, 2) == hash_with_lock(elsewhere, 2)
-    assert hash_with_lock(7, None) != hash_with_lock(elsewhere, None)
+    assert hash_with_lock(7, 2) == hash_with_lock(other_partition, 2)
+    assert hash_with_lock(7, None) != hash_with_lock(other_partition, None)
     assert hash_of_columns({"data": [b"x"]}) != hash_with_lock(7, None), "round robin is no place"
 
 
@@ -124,7 +124,7 @@ def test_identity_columns_replace_the_row_in_the_sum() -> None:
             "amount": [amount],
             "header": pa.array([3], pa.int32()),
         }
-        return hash_of_columns(columns, IDENTIFIED)
+        return hash_of_columns(columns, WITH_IDENTITY_COLUMNS)
 
     assert hash_of_row(1, "Monday", 2.5) == hash_of_row(1, "Monday", 7.5)
     assert (

@@ -51,8 +51,8 @@ class ArchivedLog:
     def __init__(self, bench, directory):
         self.bench = bench
         fill_log(bench, batches=ROWS // 2)
-        self.whole = bench.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
-        self.headers = raw_records.headers_of(self.whole.records, self.whole.lengths)
+        self.all_records = bench.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
+        self.headers = raw_records.headers_of(self.all_records.records, self.all_records.lengths)
         self.owner = bench.owned(6)
         self.store = ArchiveStore(f"file://{directory}/archive")
         job = request(bench, self.owner, range_to(self.owner, ROWS - 1))
@@ -118,9 +118,9 @@ def test_a_reader_receives_removed_records_unchanged(archived, first, last):
     end = min(last, ROWS - 1)
     assert (found.first, found.count) == (first, end - first + 1)
     offset, stop = (
-        int(each) for each in raw_records.offsets_of(archived.whole.lengths)[[first, end + 1]]
+        int(each) for each in raw_records.offsets_of(archived.all_records.lengths)[[first, end + 1]]
     )
-    assert bytes(found.records) == archived.whole.records[offset:stop]
+    assert bytes(found.records) == archived.all_records.records[offset:stop]
     assert [each.first for each in found.lineage] == list(range(first // 2 * 2, end + 1, 2))
 
 
@@ -135,8 +135,8 @@ def test_a_reader_gets_the_headers_of_removed_records(archived):
 def test_the_owner_gets_the_lineage_of_removed_batches(archived):
     found = archived.lineage(3, 9)
     assert isinstance(found, LineageResponse)
-    assert found.lineage == archived.whole.entries[1:5]
-    assert found.chain_before == archived.whole.entries[0].chain
+    assert found.lineage == archived.all_records.entries[1:5]
+    assert found.chain_before == archived.all_records.entries[0].chain
 
 
 def test_a_copy_does_not_read_the_archive(archived):

@@ -33,8 +33,8 @@ def test_a_chain_is_followed_to_the_first_batch_that_does_not_continue():
     chain = next_chain(whole[0].chain, 4, 4, whole[1].session_id, crcs[16:20])
     leaves_one_out = [whole[0], whole[1]._replace(first=4, last=4, chain=chain)]
     assert check_chain(leaves_one_out, 0, GENESIS_CHAIN, crcs) == 1
-    lied = [whole[0], whole[1]._replace(session_id=7), whole[2]]
-    assert check_chain(lied, 0, GENESIS_CHAIN, crcs) == 1
+    changed = [whole[0], whole[1]._replace(session_id=7), whole[2]]
+    assert check_chain(changed, 0, GENESIS_CHAIN, crcs) == 1
 
 
 def test_a_batch_that_differs_from_its_header_is_rejected():

@@ -108,24 +108,24 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
 
 def test_one_sync_covers_all_earlier_writes(tmp_path):
     control = open_control(RealDisk(), tmp_path)
-    began, go_on, syncs = threading.Event(), threading.Event(), []
+    started, may_continue, syncs = threading.Event(), threading.Event(), []
     file = control._file
 
     def slow_sync():
         syncs.append(control._written_count)
-        began.set()
-        assert go_on.wait(TEST_TIMEOUT_S)
+        started.set()
+        assert may_continue.wait(TEST_TIMEOUT_S)
         file.sync()
 
     control._file = SimpleNamespace(pwrite=file.pwrite, sync=slow_sync, close=file.close)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(control.set_marks, 0, 7, 40)
-        assert began.wait(TEST_TIMEOUT_S)
+        assert started.wait(TEST_TIMEOUT_S)
         others = [pool.submit(control.set_marks, each, 7, 41) for each in (1, 2)]
         until = time.monotonic() + TEST_TIMEOUT_S
         while control._written_count < 3:
             assert time.monotonic() < until
-        go_on.set()
+        may_continue.set()
         assert [each.result(TEST_TIMEOUT_S).sequence for each in (first, *others)] == [1, 1, 1]
     assert syncs == [1, 3]
     control.close()
@@ -251,9 +251,9 @@ def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
     slots.write(Slot(2, promised=6))
     slots.write(Slot(2, promised=9))
     content, newest = disk.visible_content(SLOTS), slots._position
-    victim = newest if spoiled == "newest" else 1 - newest
-    other = SLOT_BLOCK_BYTES * (1 - victim)
-    disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
+    lost_file = newest if spoiled == "newest" else 1 - newest
+    other = SLOT_BLOCK_BYTES * (1 - lost_file)
+    disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * lost_file, content[other : other + SLOT_BLOCK_BYTES])
     again = SlotFile.open(disk, ROOT, 2)
     assert (again.slot.promised, again.fell_back) == (6 if spoiled == "newest" else 9, True)
     # The next write replaces the misdirected slot, and the current slot is kept.

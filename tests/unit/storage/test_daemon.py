@@ -29,12 +29,12 @@ def test_early_connections_are_admitted_in_order_unless_closed():
     daemon = StorageDaemon.__new__(StorageDaemon)
     daemon._is_assigned = asyncio.Event()
     daemon._early_links, daemon._links, daemon._numbers = [], {}, itertools.count(1)
-    first, dead, second = (
+    first, closed, second = (
         Link("first", admitted),
         Link("dead", admitted, is_closed=True),
         Link("second", admitted),
     )
-    for link in (first, dead, second):
+    for link in (first, closed, second):
         daemon._accept(link)
     assert admitted == []
     daemon._on_assignment_checked()
@@ -76,10 +76,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("what", ["room", "close"])
-def test_a_hanging_disk_does_not_block_the_shutdown(tmp_path, what):
+@pytest.mark.parametrize("hanging_call", ["room", "close"])
+def test_a_hanging_disk_does_not_block_the_shutdown(tmp_path, hanging_call):
     """The next process needs the locks; a thread that hangs on a disk may never return."""
-    command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), what]
+    command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), hanging_call]
     ended = subprocess.run(
         command, timeout=TEST_TIMEOUT_S, check=False, capture_output=True, text=True
     )

@@ -183,9 +183,9 @@ def test_lost_blocks_are_overwritten_in_parts(pieces):
     for end in pieces:
         damaged = log.fill(at, end, slot=Slot(2, damaged=damaged))
         at = end + 1
-    outside = [one for one in damaged if one.last < 21 or one.first > 39]
-    assert len(outside) == len(damaged), "none of what was filled is damaged"
-    for one in outside:  # the record shared a block with them
+    outside_range = [one for one in damaged if one.last < 21 or one.first > 39]
+    assert len(outside_range) == len(damaged), "none of what was filled is damaged"
+    for one in outside_range:  # the record shared a block with them
         assert 12 < one.first <= one.last < 49
         log.fill(*one, slot=Slot(2, damaged=(one,)))
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]

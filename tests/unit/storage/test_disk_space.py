@@ -138,9 +138,9 @@ class ReleasingThread(SimDisk):
         file = super().open(path, **how)
         if self.space is not None and path == RESERVE:
             space, self.space = self.space, None
-            self.rival = Thread(target=space.release_reserve)
-            self.rival.start()
-            self.rival.join(0.05)  # the thread must wait until the reserve is filled
+            self.thread = Thread(target=space.release_reserve)
+            self.thread.start()
+            self.thread.join(0.05)  # the thread must wait until the reserve is filled
         return file
 
 
@@ -149,7 +149,7 @@ def test_the_reserve_is_not_released_while_another_thread_fills_it():
     disk.make_directory(ROOT)
     space = disk.space = DiskSpace(disk, ROOT, 4_000)
     space.fill_reserve()
-    disk.rival.join()
+    disk.thread.join()
     assert (space.reserved_bytes, disk.exists(RESERVE), space.is_short) == (0, False, True)
     space.recheck()
     assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)

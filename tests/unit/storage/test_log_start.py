@@ -172,7 +172,7 @@ def steps_of(world, change):
     """For each step of a change, lose the power before this step and open the log again."""
     steps = 0
     while True:
-        world.disk.left = steps
+        world.disk.steps_left = steps
         try:
             change(world.log)
         except PowerLost:
@@ -180,7 +180,7 @@ def steps_of(world, change):
             world.crash()
             yield steps
             continue
-        world.disk.left = None
+        world.disk.steps_left = None
         assert steps > 5
         return
 
@@ -226,7 +226,7 @@ def test_opening_a_log_completes_a_reset_interrupted_at_any_step(tmp_path):
         world.log.prepare(1, NONCE)
         for _ in range(4):
             world.append([4])
-        world.disk.left = steps
+        world.disk.steps_left = steps
         try:
             world.log.reset(1, NO_LOG)
         except PowerLost:
@@ -237,7 +237,7 @@ def test_opening_a_log_completes_a_reset_interrupted_at_any_step(tmp_path):
                 assert log.prepare(2, NONCE).synced_max == 4000
             world.close()
             continue
-        world.disk.left = None
+        world.disk.steps_left = None
         world.close()
         break
     assert ends == {(15, False), (4000, True)}

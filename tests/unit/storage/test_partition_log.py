@@ -37,14 +37,14 @@ class CrashDisk(RealDisk):
     def __init__(self):
         super().__init__()
         self.synced = {}
-        self.fail = {}
-        self.left = None  # the number of changes until the power loss
+        self.failures = {}
+        self.steps_left = None  # the number of changes until the power loss
 
     def step(self):
-        if self.left is not None:
-            if self.left == 0:
+        if self.steps_left is not None:
+            if self.steps_left == 0:
                 raise PowerLost
-            self.left -= 1
+            self.steps_left -= 1
 
     def sync_directory(self, directory):
         self.step()
@@ -84,26 +84,26 @@ class CrashDisk(RealDisk):
                     file.write(bytes(keep - file.tell()))
             self.synced[path] = keep
 
-    def trip(self, what, path):
-        error = self.fail.get((what, path.suffix))
+    def raise_failure(self, call, path):
+        error = self.failures.get((call, path.suffix))
         if error is not None:
-            raise error(f"{what} {path}")
+            raise error(f"{call} {path}")
 
 
 class CrashFile(RealFile):
     def pwrite(self, parts, offset):
-        self.disk.trip("write", self._path)
+        self.disk.raise_failure("write", self._path)
         self.disk.step()
         super().pwrite(parts, offset)
 
     def sync(self):
-        self.disk.trip("sync", self._path)
+        self.disk.raise_failure("sync", self._path)
         self.disk.step()
         super().sync()
         self.disk.synced[self._path] = self.size()
 
     def truncate(self, size):
-        self.disk.trip("truncate", self._path)
+        self.disk.raise_failure("truncate", self._path)
         self.disk.step()
         super().truncate(size)
         self.disk.synced[self._path] = min(size, self.disk.synced.get(self._path, 0))
@@ -132,10 +132,10 @@ class World:
         return self.log
 
     def crash(self, rng=None):
-        self.disk.left = None
+        self.disk.steps_left = None
         self.log.abandon()
         self.control.close()
-        self.disk.fail.clear()
+        self.disk.failures.clear()
         if rng is not None:
             self.disk.lose_unsynced(rng)
         return self.open()
@@ -317,10 +317,10 @@ def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
     written = world.append([3, 4] * 20)
     flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
-    world.disk.fail["sync", ".seg"] = DiskFailed
+    world.disk.failures["sync", ".seg"] = DiskFailed
     with pytest.raises(DiskFailed):
         world.append([1])
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(BadRequest, match="a write has failed in this store session"):
         world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
     assert world.log.damaged == (IdRange(130, 130),)
@@ -330,10 +330,10 @@ def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
 def test_a_close_marks_the_end_as_clean_unless_a_write_has_failed(world, has_failed):
     world.append([5])
     if has_failed:
-        world.disk.fail["sync", ".seg"] = DiskFailed
+        world.disk.failures["sync", ".seg"] = DiskFailed
         with pytest.raises(DiskFailed):
             world.append([3])
-        world.disk.fail.clear()
+        world.disk.failures.clear()
     world.close()
     world.settings = replace(world.settings, trust_fsync=False)
     assert world.open().suspect == has_failed
@@ -602,10 +602,10 @@ def test_a_clock_that_is_set_back_does_not_stop_the_acked_marker(world):
 def test_a_full_disk_rejects_the_append_and_leaves_the_log_as_it_was(world):
     written = world.append([5])
     for suffix in (".seg", ".idx", ".chn"):
-        world.disk.fail[("write", suffix)] = NoSpace
+        world.disk.failures[("write", suffix)] = NoSpace
         with pytest.raises(NoSpace):
             world.append([60], size=53)
-        del world.disk.fail[("write", suffix)]
+        del world.disk.failures[("write", suffix)]
         assert world.log.max_id == 4
     assert world.all_records() == written
     written += world.append([5])
@@ -619,10 +619,10 @@ def test_a_full_disk_rejects_the_append_and_leaves_the_log_as_it_was(world):
 )
 def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, what):
     written = world.append([5])
-    world.disk.fail[what] = DiskFailed
+    world.disk.failures[what] = DiskFailed
     with pytest.raises(DiskFailed):
         world.append([3])
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed):
         world.append([1])
     with pytest.raises(DiskFailed):
@@ -655,7 +655,7 @@ def test_a_damaged_batch_does_not_prevent_a_new_segment(world):
 def test_a_failed_truncation_makes_the_replica_suspect(world):
     world.append([5])
     for what in ("sync", "truncate"):
-        world.disk.fail[(what, ".seg")] = DiskFailed
+        world.disk.failures[(what, ".seg")] = DiskFailed
     with pytest.raises(DiskFailed, match="cannot be truncated"):
         world.append([3])
     world.crash()
@@ -664,10 +664,10 @@ def test_a_failed_truncation_makes_the_replica_suspect(world):
 
 def test_a_log_with_failed_slots_rejects_requests_until_reopened(world):
     written = world.append([5])
-    world.disk.fail[("sync", ".ctl")] = DiskFailed
+    world.disk.failures[("sync", ".ctl")] = DiskFailed
     with pytest.raises(DiskFailed):
         world.log.prepare(2, NONCE)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed):
         world.log.prepare(3, NONCE)
     with pytest.raises(DiskFailed):
@@ -680,10 +680,10 @@ def test_a_log_with_failed_slots_rejects_requests_until_reopened(world):
 def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
     world.append([5])
     marker = world.log.slot.acked
-    world.disk.fail[("sync", ".idx")] = DiskFailed
+    world.disk.failures[("sync", ".idx")] = DiskFailed
     with pytest.raises(DiskFailed):
         world.log.mark_acked()
-    world.disk.fail.clear()  # The next sync of the file reports a false success.
+    world.disk.failures.clear()  # The next sync of the file reports a false success.
     world.log.mark_acked()
     assert world.log.slot.acked == marker
     world.log.prepare(2, NONCE)
@@ -733,10 +733,10 @@ def test_a_truncation_without_space_is_completed_first(world, what):
     written = world.all_records()
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))
-    world.disk.fail[what] = NoSpace
+    world.disk.failures[what] = NoSpace
     with pytest.raises(NoSpace):
         world.log.truncate(*cut)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     has_begun = world.log.slot.truncate is not None
     assert has_begun == (what != FULL[0])
     if has_begun:
@@ -758,10 +758,10 @@ def test_only_the_same_request_finishes_a_truncation_that_ran_out_of_space(world
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     chain = world.log.chain_at(3)
-    world.disk.fail[("write", ".chn")] = NoSpace
+    world.disk.failures[("write", ".chn")] = NoSpace
     with pytest.raises(NoSpace):
         world.log.truncate(2, 5, 3, chain)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     for session, last in ((1, 5), (2, 4), (2, 6)):
         with pytest.raises(DiskFailed, match="a write failed in this store session"):
             world.log.truncate(session, last, 3, chain)
@@ -774,12 +774,12 @@ def test_a_truncation_that_fails_twice_for_space_waits_for_a_reopening(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))
-    world.disk.fail[("write", ".chn")] = NoSpace
+    world.disk.failures[("write", ".chn")] = NoSpace
     with pytest.raises(NoSpace):
         world.log.truncate(*cut)
     with pytest.raises(DiskFailed, match="partition 0: cannot truncate"):
         world.log.truncate(*cut)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed):
         world.log.truncate(*cut)
     world.crash()
@@ -792,10 +792,10 @@ def test_records_of_a_failed_sync_are_ignored_if_the_truncation_fails(world):
     entries = make_entries(records, lengths, 5, world.log.chain, 1, [3])
     world.log.append(1, 5, lengths, records, world.log.chain, entries)
     spoil_offset(world, 5)
-    world.disk.fail[("sync", ".seg")] = DiskFailed
+    world.disk.failures[("sync", ".seg")] = DiskFailed
     with pytest.raises(DiskFailed, match="cannot be truncated"):
         world.log.sync()
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed, match="until it is opened again"):
         world.log.prepare(2, NONCE)
     assert world.log.synced_max == 4

@@ -25,11 +25,11 @@ class Log:
         self.disk = new_disk()
         self.segments, self.records, self.entries = make_segments(self.disk, *self.batches)
         self.slots = SlotFile.create(self.disk, ROOT, Slot(2))
-        self.written = []
+        self.written_slots = []
         self.reader = LogReader(2, self.segments, self.slots, self.write_slot)
 
     def write_slot(self, slot):
-        self.written.append(slot)
+        self.written_slots.append(slot)
         self.slots.write(slot)
 
     def rot(self, transaction_id, at=44):
@@ -68,7 +68,7 @@ def test_a_read_returns_at_least_one_record_within_its_limit(log):
     assert log.read(2, 11, 3 * RECORD_BYTES) == 4
     assert log.read(2, 11, 4 * RECORD_BYTES - 1) == 4
     assert log.read(7, 11, 1) == 7
-    assert log.written == []
+    assert log.written_slots == []
 
 
 def test_a_read_of_whole_batches_begins_and_ends_with_a_batch(log):
@@ -94,7 +94,7 @@ def test_a_damaged_record_is_recorded_once_and_skipped(log, at):
     with pytest.raises(ChecksumMismatch, match=r"records 6\.\.6 are damaged"):
         log.read(6, 11)
     assert log.read(7, 11) == 11
-    assert len(log.written) == 1
+    assert len(log.written_slots) == 1
     assert SlotFile.open(log.disk, ROOT, 2).slot.damaged == (IdRange(6, 6),)
 
 
@@ -177,7 +177,7 @@ def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large
     large_log.lose(".seg", 1_024, 1_024)
     assert large_log.read(0, 99) == 13
     assert large_log.slots.slot.damaged == (IdRange(14, 23),)
-    assert len(large_log.written) == 1
+    assert len(large_log.written_slots) == 1
     assert "a sector cannot be read" in large_log.reader.take_disk_errors()[0]
     with pytest.raises(ChecksumMismatch, match=r"14\.\.23 are damaged"):
         large_log.read(14, 99)

@@ -518,8 +518,8 @@ def synced_by_opening(disk, **wanted):
     for each in open_log(disk, ROOT, BLANK, INFO, trust_fsync=True, is_name_durable=True, **wanted):
         each.close()
     steps = [step.removesuffix(".tmp").split() for step in disk.trace[before:]]
-    files = [name.removeprefix(f"{0:019d}") for what, name in steps if what == "sync"]
-    return sorted(files) + ["names"] * sum(what == "syncdir" for what, _ in steps)
+    files = [name.removeprefix(f"{0:019d}") for call, name in steps if call == "sync"]
+    return sorted(files) + ["names"] * sum(call == "syncdir" for call, _ in steps)
 
 
 def test_a_new_log_takes_a_sync_for_each_file_and_two_for_their_names():
@@ -682,8 +682,8 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
         assert last <= damage.last
         assert damage.last - damage.first <= last - first + 2 * (4096 // RECORD_BYTES + 1)
         assert len(disk.visible_content(path)) == SEGMENT_HEADER_BYTES + 200 * RECORD_BYTES
-        around = ((0, damage.first - 1), (damage.last + 1, 203))
-        for low, high in around:
+        intact_ranges = ((0, damage.first - 1), (damage.last + 1, 203))
+        for low, high in intact_ranges:
             found = segments.read(low, high)[0] if low <= high else b""
             assert found == records[low * RECORD_BYTES : (high + 1) * RECORD_BYTES]
     slots.close()

@@ -73,9 +73,9 @@ class Directory:
     def has_lost_files_of(self, partition_id):
         return partition_id in self.files_error
 
-    def stop_serving(self, partition_id, why):
+    def stop_serving(self, partition_id, reason):
         self.files_error.add(partition_id)
-        self.open_errors[partition_id] = why
+        self.open_errors[partition_id] = reason
 
     def assigned_partitions(self):
         return sorted(self.stored_here)
@@ -95,26 +95,26 @@ class Directory:
 class Metadata:
     """ZooKeeper metadata: the partitions whose sessions still include this storage."""
 
-    def __init__(self, *named):
-        self.named = set(named)
-        self.meanwhile = lambda: None  # happens during the query
-        self.is_away = False
+    def __init__(self, *session_members):
+        self.session_members = set(session_members)
+        self.during_read = lambda: None  # happens during the query
+        self.is_unavailable = False
 
     async def read_partition(self, partition_id):
-        self.meanwhile()
-        if self.is_away:
+        self.during_read()
+        if self.is_unavailable:
             raise CoordinatorUnavailable("away")
-        states = {ADDRESS: None} if partition_id in self.named else {}
+        states = {ADDRESS: None} if partition_id in self.session_members else {}
         return SimpleNamespace(metadata=SimpleNamespace(states=states))
 
 
 class Follower:
-    """A `ServedReplicas` that follows assignments; `looked` waits for the next complete check."""
+    """A `ServedReplicas` that follows assignments; `wait_for_check` waits for the next one."""
 
     def __init__(self, engine, coordinator):
         self.dropped = []
         self.hanging = set()  # partitions whose work does not end
-        self._looked = asyncio.Event()
+        self._checked = asyncio.Event()
         self.serving = ServedReplicas(
             engine,
             coordinator,
@@ -136,17 +136,17 @@ class Follower:
 
     async def assigned(self, *partitions):
         self.serving.set_assignments(ReplicaAssignments({ADDRESS: partitions}))
-        return await self.looked()
+        return await self.wait_for_check()
 
-    async def looked(self):
-        self._looked.clear()
+    async def wait_for_check(self):
+        self._checked.clear()
         self.serving.recheck()
         async with asyncio.timeout(TEST_TIMEOUT_S):
-            await self._looked.wait()
+            await self._checked.wait()
         return sorted(self.serving.logs)
 
     async def follow(self):
-        await self.serving.follow(self._looked.set)
+        await self.serving.follow(self._checked.set)
 
 
 @asynccontextmanager
@@ -168,10 +168,10 @@ async def test_an_offline_replica_is_not_served_even_if_assigned():
         assert await follower.assigned(0, 1) == [0]
         assert (follower.serving.offline, follower.serving.unserved_partitions) == ((1,), [])
         engine.offline = {0}
-        assert await follower.looked() == [1]
+        assert await follower.wait_for_check() == [1]
         assert follower.dropped == [0]
         engine.offline = set()
-        assert await follower.looked() == [0, 1]
+        assert await follower.wait_for_check() == [0, 1]
 
 
 @run_on_loop
@@ -181,11 +181,11 @@ async def test_a_removed_replica_that_is_a_session_member_is_served_unless_offli
     async with following(engine, coordinator) as follower:
         assert await follower.assigned(0) == [0, 1]
         assert sorted(engine.opened) == [0, 1]
-        coordinator.is_away = True
-        assert await follower.looked() == [0, 1], "nothing changes without a notice"
-        coordinator.is_away = False
-        coordinator.named = {2}
-        assert await follower.looked() == [0]
+        coordinator.is_unavailable = True
+        assert await follower.wait_for_check() == [0, 1], "nothing changes without a notice"
+        coordinator.is_unavailable = False
+        coordinator.session_members = {2}
+        assert await follower.wait_for_check() == [0]
         assert follower.dropped == [1]
 
 
@@ -200,36 +200,36 @@ def test_the_process_ends_if_only_a_restart_helps():
         async with following(engine) as follower:
             assert await follower.assigned(0) == [], "that is tried again"
             engine.has_failed = True
-            await follower.looked()
+            await follower.wait_for_check()
 
     with pytest.raises(ExceptionGroup) as failure:
         asyncio.run(main())
     assert failure.group_contains(DiskFailed, match="partition 0")
 
 
-@pytest.mark.parametrize("what", ["offline", "abandoned"])
+@pytest.mark.parametrize("change", ["offline", "abandoned"])
 @run_on_loop
-async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
+async def test_a_replica_removed_during_the_request_is_not_opened_again(change):
     engine, coordinator = Directory(0, 1), Metadata(1)
 
     def remove_replica():
-        if what == "offline":
+        if change == "offline":
             engine.offline.add(1)
         else:
             engine.stored_here.discard(1)
 
-    coordinator.meanwhile = remove_replica
+    coordinator.during_read = remove_replica
     async with following(engine, coordinator) as follower:
         assert await follower.assigned(0) == [0]
         assert engine.opened == [0], "and above all it is not held again"
 
 
 def test_partitions_are_opened_by_all_opener_threads_concurrently():
-    together = threading.Barrier(OPENERS_COUNT)
+    barrier = threading.Barrier(OPENERS_COUNT)
     opened = []
 
     def call(partition_id):
-        together.wait(timeout=TEST_TIMEOUT_S)  # the barrier fails if fewer threads arrive
+        barrier.wait(timeout=TEST_TIMEOUT_S)  # the barrier fails if fewer threads arrive
         opened.append(partition_id)
 
     run_concurrently(call, range(2 * OPENERS_COUNT))
@@ -282,9 +282,9 @@ async def test_a_partition_with_missing_files_is_dropped_and_not_opened_again():
         assert await follower.assigned(0, 1) == [0, 1]
         follower.serving.stop_serving(0, DiskFailed("gone"))
         await poll_until(lambda: follower.dropped == [0])
-        assert await follower.looked() == [1]
+        assert await follower.wait_for_check() == [1]
         assert follower.serving.unserved_partitions == [0]
         assert follower.serving.unserved_reasons == {"0": "gone"}
         assert engine.opened == [0, 1]
         engine.files_error.clear()
-        assert await follower.looked() == [0, 1]
+        assert await follower.wait_for_check() == [0, 1]

@@ -63,15 +63,15 @@ class FailingFile:
         return getattr(self._file, name)
 
     def sync(self):
-        self._disk.meet("sync")
+        self._disk.raise_next_error("sync")
         self._file.sync()
 
     def pwrite(self, parts, offset):
-        self._disk.meet("pwrite")
+        self._disk.raise_next_error("pwrite")
         self._file.pwrite(parts, offset)
 
     def pread(self, size, offset):
-        self._disk.meet("pread")
+        self._disk.raise_next_error("pread")
         return self._file.pread(size, offset)
 
 
@@ -81,12 +81,16 @@ class FailingDisk(RealDisk):
     def __init__(self):
         super().__init__()
         self.next_errors = {}
-        self.free = None  # the reported free space, or None for the real one
+        self.reported_free_bytes = None  # the reported free space, or None for the real one
 
     def free_bytes(self, directory):
-        return super().free_bytes(directory) if self.free is None else self.free
+        return (
+            super().free_bytes(directory)
+            if self.reported_free_bytes is None
+            else self.reported_free_bytes
+        )
 
-    def meet(self, call):
+    def raise_next_error(self, call):
         error = self.next_errors.pop(call, None)
         if error is not None:
             raise error
@@ -113,14 +117,16 @@ class Bench:
         self.service = StorageService(StorageIdentity(KEY, 4, STORAGE_ID), **options)
         self.now_ms = 1_000_000
         self.effects = []
-        self.works = []
+        self.work_items = []
         self.log = self.engine.assign(0)
         self.step(service.PartitionOpened(self.log))
 
     def step(self, event):
         wanted = self.service.step(event, self.now_ms)
         self.effects += wanted
-        self.works += [each.work for each in wanted if isinstance(each, service_effects.RunWork)]
+        self.work_items += [
+            each.work for each in wanted if isinstance(each, service_effects.RunWork)
+        ]
         return wanted
 
     def send(self, connection, *messages):
@@ -131,8 +137,8 @@ class Bench:
     def finish(self):
         """Run the queued work and the work that it causes; return the number of pieces."""
         count = 0
-        while self.works:
-            work = self.works.pop(0)
+        while self.work_items:
+            work = self.work_items.pop(0)
             self.step(service.WorkDone(work, work.run()))
             count += 1
         return count
@@ -163,7 +169,7 @@ class Bench:
         ]
         return found if connection is None else [m for c, m in found if c == connection]
 
-    def only(self, kind):
+    def effects_of(self, kind):
         return [each for each in self.effects if isinstance(each, kind)]
 
     def owned(self, session_id=1, connection=1, *, engaged=True):
@@ -252,7 +258,7 @@ def test_the_error_for_an_outdated_session_has_the_promised_session(bench, rival
     bench.owned(5)
     answer = bench.ask(2, prepare(OwnerSession(**{"session_id": 5} | rival)))
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
-    assert bench.only(service_effects.CloseConnection) == []
+    assert bench.effects_of(service_effects.CloseConnection) == []
 
 
 def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
@@ -276,7 +282,7 @@ def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
 def test_the_same_owner_may_reconnect(bench):
     owner = bench.owned(5, connection=1)
     assert isinstance(bench.ask(2, prepare(owner)), Prepared)
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     assert bench.refusal(1, owner.append()) is errors.SessionFenced
     owner.next_id, owner.chain = 0, GENESIS_CHAIN
     assert isinstance(bench.ask(2, owner.append()), Appended)
@@ -310,7 +316,7 @@ def test_a_reconnecting_owner_is_not_rejected_as_another_owner(bench):
 def test_a_connection_may_continue_with_a_later_session(bench):
     bench.owned(5, connection=1)
     later = bench.owned(6, connection=1)
-    assert bench.only(service_effects.CloseConnection) == []
+    assert bench.effects_of(service_effects.CloseConnection) == []
     assert isinstance(bench.ask(1, later.append()), Appended)
 
 
@@ -321,7 +327,7 @@ def test_a_partition_that_is_not_assigned_here_is_rejected(bench):
 def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
     bench.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
     assert bench.refusal(1, prepare(OwnerSession(5))) is DiskFailed
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     assert bench.refusal(1, OwnerSession(5).make(Heartbeat)) is errors.SessionFenced
     # The rejected session stays fenced: an earlier session is rejected, too.
     assert bench.refusal(2, prepare(OwnerSession(4))) is errors.SessionFenced
@@ -414,7 +420,7 @@ def test_all_appends_that_wait_are_synced_once(bench):
     appends = [owner.append(2) for _ in range(5)]
     bench.send(1, appends[0])
     bench.send(1, *appends[1:])
-    assert [len(work.requests) for work in bench.works] == [1]
+    assert [len(work.requests) for work in bench.work_items] == [1]
     before = bench.log.sync_count
     assert bench.finish() == 2
     one_group = bench.log.sync_count - before
@@ -462,7 +468,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     bench.send(2, prepare(new))
     rejections = bench.answers(1)[-4:]
     assert all(each.error_code == errors.SessionFenced.code for each in rejections)
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     bench.send(1, old.append())
     assert bench.answers(1)[-1].promised == 6
     bench.finish()
@@ -526,9 +532,9 @@ def test_a_reader_never_sees_unsynced_records(bench):
     owner = bench.owned(5)
     bench.send(7, open_request())
     bench.send(1, owner.append())
-    append = bench.works[0]
+    append = bench.work_items[0]
     bench.send(7, range_of(OwnerSession(5), 0, 9, reader=True))
-    assert bench.works == [append]
+    assert bench.work_items == [append]
     bench.finish()
     assert bench.answers(7)[-1].count == 1
 
@@ -570,12 +576,12 @@ def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
-    assert [each.connection for each in bench.only(service_effects.PauseReading)] == [1]
-    assert bench.only(service_effects.ResumeReading) == []
+    assert [each.connection for each in bench.effects_of(service_effects.PauseReading)] == [1]
+    assert bench.effects_of(service_effects.ResumeReading) == []
     if is_gone:
         bench.step(service.Disconnected(1))
     bench.finish()
-    resumed = [each.connection for each in bench.only(service_effects.ResumeReading)]
+    resumed = [each.connection for each in bench.effects_of(service_effects.ResumeReading)]
     assert resumed == ([] if is_gone else [1])
     assert bench.service.queue_limits.owner_bytes == 0
     assert bench.log.synced_max == (0 if is_gone else 7)
@@ -593,9 +599,9 @@ def test_many_reads_of_clients_do_not_pause_the_owner(make):
     )
     bench.send(8, range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1))
     bench.send(1, owner.append(data=bytes(500)))
-    assert [each.connection for each in bench.only(service_effects.PauseReading)] == [7, 8]
+    assert [each.connection for each in bench.effects_of(service_effects.PauseReading)] == [7, 8]
     bench.finish()
-    assert [each.connection for each in bench.only(service_effects.ResumeReading)] == [7, 8]
+    assert [each.connection for each in bench.effects_of(service_effects.ResumeReading)] == [7, 8]
     assert bench.service.queue_limits.reader_bytes == 0
 
 
@@ -623,8 +629,8 @@ def test_a_second_failed_sync_ends_the_process(bench):
     assert rejections[0].error_code == DiskFailed.code
     assert "x.seg" in rejections[0].message
     assert {each.error_code for each in rejections[1:]} == {DiskFailed.code}
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
-    assert bench.only(service_effects.EndProcess) == []
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
+    assert bench.effects_of(service_effects.EndProcess) == []
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
     bench.ask(7, open_request())
     assert bench.refusal(7, range_of(OwnerSession(5), 0, 1, reader=True)) is errors.NotMounted
@@ -634,7 +640,7 @@ def test_a_second_failed_sync_ends_the_process(bench):
     assert bench.ask(2, kept.append()).synced_max == 2
     bench.disk.next_errors["sync"] = DiskFailed("sync of y.seg: Input/output error")
     assert bench.refusal(2, kept.append()) is DiskFailed
-    (end,) = bench.only(service_effects.EndProcess)
+    (end,) = bench.effects_of(service_effects.EndProcess)
     assert "y.seg" in end.reason
 
 
@@ -644,7 +650,7 @@ def test_a_full_disk_rejects_appends_and_still_reads(bench):
     kept = (owner.next_id, owner.chain)
     bench.disk.next_errors["pwrite"] = NoSpace("x.seg: no space left")
     assert bench.refusal(1, owner.append()) is NoSpace
-    assert bench.only(service_effects.CloseConnection) == []
+    assert bench.effects_of(service_effects.CloseConnection) == []
     assert bench.ask(1, range_of(owner, 0, 1)).count == 2
     owner.next_id, owner.chain = kept
     assert bench.ask(1, owner.append()).synced_max == 2
@@ -656,10 +662,10 @@ def test_the_acked_marker_moves_when_a_log_becomes_idle(bench):
     bench.ask(1, owner.append(2))
     assert bench.service.wake_at_ms == bench.now_ms + 1000
     bench.step(Wakeup())  # too early
-    assert bench.works == []
+    assert bench.work_items == []
     bench.now_ms += 1000
     bench.step(Wakeup())
-    assert [work.requests for work in bench.works] == [()]
+    assert [work.requests for work in bench.work_items] == [()]
     assert bench.log.slot.acked.transaction_id == BEFORE_FIRST
     bench.finish()
     assert bench.log.slot.acked.transaction_id == 1
@@ -680,20 +686,20 @@ def test_a_dropped_partition_is_not_served_any_more(bench):
     assert bench.service.partitions == (0,)
     bench.send(1, owner.append(), owner.append())
     bench.step(service.PartitionDropped(0))
-    assert bench.only(service_effects.PartitionIdle) == []
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert bench.effects_of(service_effects.PartitionIdle) == []
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     bench.finish()
-    assert [each.log for each in bench.only(service_effects.PartitionIdle)] == [bench.log]
+    assert [each.log for each in bench.effects_of(service_effects.PartitionIdle)] == [bench.log]
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
     bench.step(service.PartitionOpened(bench.log))
     assert bench.owned(6, connection=2).next_id == 1
     bench.step(service.PartitionDropped(0))
-    assert len(bench.only(service_effects.PartitionIdle)) == 2
+    assert len(bench.effects_of(service_effects.PartitionIdle)) == 2
 
 
 def test_rejections_are_reported(bench):
     bench.refusal(1, prepare(OwnerSession(5, partition_id=3)))
-    (report,) = bench.only(Report)
+    (report,) = bench.effects_of(Report)
     assert report.name == "storage.request_rejected"
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
@@ -729,7 +735,7 @@ def reported_damage(bench, connection=1):
 
 
 def reports(bench, name):
-    return [dict(each.fields) for each in bench.only(Report) if each.name == name]
+    return [dict(each.fields) for each in bench.effects_of(Report) if each.name == name]
 
 
 def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
@@ -786,7 +792,9 @@ def test_a_failed_read_is_reported_without_ending_the_session(bench):
     assert len(reports(bench, "storage.read_failed")) == 3
     assert "x.seg" in reports(bench, "storage.read_failed")[0]["error"]
     assert (
-        bench.only(service_effects.EndProcess) == bench.only(service_effects.CloseConnection) == []
+        bench.effects_of(service_effects.EndProcess)
+        == bench.effects_of(service_effects.CloseConnection)
+        == []
     )
     assert bench.ask(1, owner.append()).synced_max == 6
 
@@ -797,9 +805,9 @@ def test_a_failed_read_is_reported_without_ending_the_session(bench):
 def tick(bench):
     """Advance the time to the next wake-up; return the new work."""
     bench.now_ms = max(bench.now_ms, bench.service.wake_at_ms)
-    before = len(bench.works)
+    before = len(bench.work_items)
     bench.step(Wakeup())
-    return bench.works[before:]
+    return bench.work_items[before:]
 
 
 def test_a_log_is_scrubbed_in_pieces(make):
@@ -823,13 +831,13 @@ def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.ScrubRequested(3))
-    assert bench.works == [], "that partition is not served"
+    assert bench.work_items == [], "that partition is not served"
     bench.send(1, owner.append())
     bench.step(service.ScrubRequested(0))
-    assert [work.piece for work in bench.works] == [None]
+    assert [work.piece for work in bench.work_items] == [None]
     bench.send(1, owner.append())
-    bench.step(service.WorkDone(bench.works[0], bench.works.pop(0).run()))
-    assert [work.piece.first for work in bench.works] == [0]
+    bench.step(service.WorkDone(bench.work_items[0], bench.work_items.pop(0).run()))
+    assert [work.piece.first for work in bench.work_items] == [0]
     bench.finish()
     assert bench.answers(1)[-1].synced_max == 7
     assert reports(bench, "storage.scrub_finished") == [{"partition": 0}]
@@ -843,7 +851,7 @@ def test_the_acked_marker_moves_despite_a_scrub(bench):
     assert bench.log.slot.acked.transaction_id == -1
     bench.now_ms += 1_000
     bench.step(Wakeup())
-    assert [(work.requests, work.piece) for work in bench.works] == [((), None)]
+    assert [(work.requests, work.piece) for work in bench.work_items] == [((), None)]
     bench.finish()
     assert bench.log.slot.acked.transaction_id == 1
 
@@ -866,7 +874,7 @@ def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
     (work,) = tick(bench)
     bench.step(service.PartitionDropped(0))
     bench.step(service.WorkDone(work, work.run()))
-    assert [each.log for each in bench.only(service_effects.PartitionIdle)] == [bench.log]
+    assert [each.log for each in bench.effects_of(service_effects.PartitionIdle)] == [bench.log]
     assert bench.service.scrub_states(bench.now_ms) == []
 
 
@@ -886,19 +894,21 @@ def test_free_space_is_checked_until_there_is_enough(make):
     for free, is_short in ((50, True), (167, True), (168, False)):
         bench.disk.free = free
         assert tick(bench) == []
-        look = bench.only(service_effects.CheckSpace)[-1]
+        look = bench.effects_of(service_effects.CheckSpace)[-1]
         look.space.recheck()
         bench.step(service.SpaceChecked())
         assert look.space.is_short == is_short
-    assert len(bench.only(service_effects.CheckSpace)) == 3
-    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
+    assert len(bench.effects_of(service_effects.CheckSpace)) == 3
+    names = [
+        each.name for each in bench.effects_of(Report) if each.name.startswith("storage.disk_")
+    ]
     assert names == ["storage.disk_full", "storage.disk_space_available"], "each once"
     assert bench.ask(1, owner.append(2)).synced_max == 1
     wake_at_ms = bench.service.wake_at_ms
     tick(bench)
     bench.finish()
     assert wake_at_ms is not None
-    assert len(bench.only(service_effects.CheckSpace)) == 3
+    assert len(bench.effects_of(service_effects.CheckSpace)) == 3
 
 
 def test_a_slot_write_without_space_fails_and_keeps_the_reserve(make):
@@ -962,9 +972,9 @@ def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by
             bench.now_ms += 2_000
             bench.step(Wakeup())
     bench.finish()
-    (gone,) = bench.only(service_effects.DropPartition)
+    (gone,) = bench.effects_of(service_effects.DropPartition)
     assert gone.log is bench.log
-    names = [each.name for each in bench.only(Report)]
+    names = [each.name for each in bench.effects_of(Report)]
     assert names.count("storage.files_replaced") == 1
     assert {"storage.disk_failed", "storage.scrub_skipped", "storage.damage_found"}.isdisjoint(
         names
@@ -976,8 +986,8 @@ def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by
     other = dataclasses.replace(prepare(OwnerSession(2)), partition_id=1)
     assert isinstance(bench.ask(4, other), Prepared)
     bench.step(service.PartitionDropped(0))
-    assert bench.only(service_effects.PartitionIdle)[-1].log is bench.log
-    assert not bench.only(service_effects.EndProcess)
+    assert bench.effects_of(service_effects.PartitionIdle)[-1].log is bench.log
+    assert not bench.effects_of(service_effects.EndProcess)
 
 
 def test_a_repaired_replica_is_reported(bench):
@@ -990,6 +1000,8 @@ def test_a_repaired_replica_is_reported(bench):
     mark = later.make(SetLowWaterMark, later.next_id - 1, later.chain)
     assert isinstance(bench.ask(2, mark), ReplicaEnd)
     (repaired,) = [
-        dict(each.fields) for each in bench.only(Report) if each.name == "storage.replica_repaired"
+        dict(each.fields)
+        for each in bench.effects_of(Report)
+        if each.name == "storage.replica_repaired"
     ]
     assert repaired == {"partition": 0, "session": 2, "last_before": 2, "last": 4}

@@ -118,8 +118,8 @@ async def test_a_hanging_piece_delays_neither_other_pieces_nor_the_shutdown():
         return WorkResult()
 
     writers = WriterThreads(2, recorder)
-    stuck, other = work(hang), work()
-    writers.run(stuck)
+    hanging, other = work(hang), work()
+    writers.run(hanging)
     writers.run(other)
     await poll_until(lambda: recorder.outcomes)
     assert recorder.outcomes[0][0] is other
@@ -127,7 +127,7 @@ async def test_a_hanging_piece_delays_neither_other_pieces_nor_the_shutdown():
     assert len(recorder.outcomes) == 1
     held.set()
     await poll_until(lambda: len(recorder.outcomes) == 2)
-    assert recorder.outcomes[1][0] is stuck
+    assert recorder.outcomes[1][0] is hanging
 
 
 def test_an_outcome_after_the_end_of_the_loop_is_dropped():

@@ -153,7 +153,7 @@ def test_a_repeated_run_writes_nothing_and_a_later_one_continues(uri: str):
     assert content(uri) == replayed([*LOG, (9, "more")])
 
 
-def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
+def kill_at_call(monkeypatch: pytest.MonkeyPatch, fatal: int, moment: str) -> None:
     """Kill the process before or after a call that changes the store; the first has number 0."""
     numbers = count()
 
@@ -161,7 +161,7 @@ def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
         @wraps(method)
         def called(*args: Any) -> Any:
             is_fatal = next(numbers) == fatal
-            if is_fatal and when == "before":
+            if is_fatal and moment == "before":
                 raise Killed
             result = method(*args)
             if is_fatal:
@@ -174,14 +174,14 @@ def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
         monkeypatch.setattr(ArchiveStore, name, counted(getattr(ArchiveStore, name)))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_follower_that_is_killed_at_any_change_of_the_store_continues(
-    uri: str, monkeypatch: pytest.MonkeyPatch, when: str
+    uri: str, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
     for fatal in count():
         table = uri.replace("table", f"table{fatal}", 1)
         with monkeypatch.context() as patch:
-            arm(patch, fatal, when)
+            kill_at_call(patch, fatal, moment)
             with suppress(Killed):
                 follow(table, LOG[:5])
                 break

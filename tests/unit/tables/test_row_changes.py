@@ -246,9 +246,9 @@ NAME = f"{__name__}:changed"
 def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(rules_with):
     def function(rows: pa.Table) -> pa.Table:
         """Return a delete of the row and an insert, for each transaction."""
-        twice = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
+        duplicated = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
         flags = [True] * rows.num_rows + [False] * rows.num_rows
-        return twice.append_column(DELETED, pa.array(flags, pa.bool_()))
+        return duplicated.append_column(DELETED, pa.array(flags, pa.bool_()))
 
     rules = rules_with(function)
     assert rules.function.columns.names == ["id"]
@@ -267,51 +267,56 @@ def _with(rows: pa.Table, name: str, values: list, kind: pa.DataType) -> pa.Tabl
     )
 
 
-WHOLE = f"result of the changes function {NAME}: expected "
+PREFIX = f"result of the changes function {NAME}: expected "
 FILE = "test_row_changes.py"
-OF_ROWS = f"result of the changes function {NAME} for transactions from partition 0, transaction 0 "
+ROWS_PREFIX = (
+    f"result of the changes function {NAME} for transactions from partition 0, transaction 0 "
+)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda rows: rows.to_pylist(), f"{WHOLE}a pyarrow.Table, found list"),
+        (lambda rows: rows.to_pylist(), f"{PREFIX}a pyarrow.Table, found list"),
         (
             lambda rows: rows.drop_columns(["partition"]),
-            f"{WHOLE}a column 'partition' of type int32, found the columns header, id, op,",
+            f"{PREFIX}a column 'partition' of type int32, found the columns header, id, op,",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [0], pa.int32()),
-            f"{WHOLE}a column 'transaction_id' of type int64, found int32",
+            f"{PREFIX}a column 'transaction_id' of type int64, found int32",
         ),
         (
             lambda rows: rows.append_column("id", rows["id"]),
-            f"{WHOLE}different names of columns, found",
+            f"{PREFIX}different names of columns, found",
         ),
-        (lambda rows: _with(rows, DELETED, [1], pa.int8()), f"{WHOLE}true or false in column"),
+        (
+            lambda rows: _with(rows, DELETED, [1], pa.int8()),
+            f"{PREFIX}true or false in column",
+        ),
         (
             lambda rows: rows.select(["partition", "transaction_id"]),
             f"changes function {NAME}: expected columns of the table in its result without trans",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [1], pa.int64()),
-            f"{OF_ROWS}on: expected changes only for .* found partition 0, transaction 1",
+            f"{ROWS_PREFIX}on: expected changes only for .* found partition 0, transaction 1",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [None], pa.int64()),
-            f"{OF_ROWS}on: expected partition and transaction_id in each row, found a null",
+            f"{ROWS_PREFIX}on: expected partition and transaction_id in each row, found a null",
         ),
         (
             lambda rows: _with(rows, DELETED, [None], pa.bool_()),
-            f"{OF_ROWS}on: expected true or false in column '_deleted'",
+            f"{ROWS_PREFIX}on: expected true or false in column '_deleted'",
         ),
         (
             lambda rows: rows if not rows.num_rows else rows.drop_columns(["op"]),
-            f"{OF_ROWS}on: expected the columns _deleted, .*, op, .*, found",
+            f"{ROWS_PREFIX}on: expected the columns _deleted, .*, op, .*, found",
         ),
         (
             lambda rows: rows if not rows.num_rows else _with(rows, "op", [5], pa.int64()),
-            f"{OF_ROWS}on: expected type string of column 'op', found int64",
+            f"{ROWS_PREFIX}on: expected type string of column 'op', found int64",
         ),
         (
             lambda rows: rows.slice(0, 0 if not rows.num_rows else 1 // 0),

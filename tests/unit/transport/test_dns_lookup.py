@@ -106,7 +106,7 @@ def test_valid_host_names_are_accepted(host: str):
 
 
 @pytest.mark.parametrize(
-    ("host", "why"),
+    ("host", "reason"),
     [
         ("", "expected a host name"),
         ("a b", "expected a host name"),
@@ -120,8 +120,8 @@ def test_valid_host_names_are_accepted(host: str):
         ("a.b." * 80, "at most 253 bytes"),
     ],
 )
-def test_invalid_host_names_are_rejected(host: str, why: str):
-    with pytest.raises(ValueError, match=why):
+def test_invalid_host_names_are_rejected(host: str, reason: str):
+    with pytest.raises(ValueError, match=reason):
         check_host(host)
 
 

@@ -23,10 +23,10 @@ CHUNK = bytes(1024 * 1024)
 
 
 class App:
-    """An application: `/wait` waits for `go`, `/endless` never ends, other pages answer at once."""
+    """Pages: `/wait` waits for `may_answer`, `/endless` never ends, others answer at once."""
 
     def __init__(self):
-        self.go = asyncio.Event()
+        self.may_answer = asyncio.Event()
         self.sent_count = self.ended_count = 0
 
     async def __call__(self, scope, receive, send):
@@ -37,7 +37,7 @@ class App:
             if not message.get("more_body"):
                 break
         if scope["path"] == "/wait":
-            await self.go.wait()
+            await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while scope["path"] == "/endless":
             await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
@@ -71,9 +71,9 @@ def run_with_port(scenario, **more):
 def tls_contexts(directory):
     """Return the contexts of a server and of a client."""
     files = create_certificates(directory)
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ours.load_cert_chain(files.certificate, files.key)
-    return ours, ssl.create_default_context(cafile=files.authorities)
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(files.certificate, files.key)
+    return server_context, ssl.create_default_context(cafile=files.authorities)
 
 
 async def answer(reader):
@@ -110,7 +110,7 @@ def test_a_request_may_take_longer_than_it_may_take_to_arrive(monkeypatch):
         silent, silent_writer = await asyncio.open_connection("127.0.0.1", port)
         assert await silent.read() == b""  # the port closed it, and would close the other one
         silent_writer.close()
-        app.go.set()
+        app.may_answer.set()
         found = await answer(reader)
         writer.close()
         return found

@@ -511,12 +511,12 @@ GRANTED = dataclasses.replace(
     ),
 )
 # The token of another principal, and a key that has issued other proofs.
-OTHERS = dataclasses.replace(
+OTHER_GRANTS = dataclasses.replace(
     GRANTED,
     grants=(Grant("ann", False, APPEND, None),),
     tokens={hash_of(SECRET): StoredToken("t1", "ann", NOW_MS + 1)},
 )
-MOUNTING = dataclasses.replace(
+MOUNT_PERMISSIONS = dataclasses.replace(
     GRANTED, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
 )
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -633,7 +633,7 @@ def mount_with_proof(access, client_id):
 
 @run_on_loop
 async def test_a_mount_needs_the_proof_of_its_client_id():
-    access, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
+    access, others = AccessOfConnection(), AccessOfConnection(permissions=OTHER_GRANTS)
     for client_id in (5, FIRST_ISSUED_ID, FIRST_ISSUED_ID + 1):
         assert access.denial(mount_with_proof(access, client_id)) is None
     for denied in (
@@ -654,7 +654,7 @@ async def test_zookeeper_issued_ids_need_no_proof_while_0_13_is_accepted():
     accepting = dataclasses.replace(
         GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
     )
-    for permissions, expected in ((accepting, type(None)), (MOUNTING, ClientIdDenied)):
+    for permissions, expected in ((accepting, type(None)), (MOUNT_PERMISSIONS, ClientIdDenied)):
         access = AccessOfConnection(permissions=permissions)
         old = MountRequest(ReqId(5, 2, 3, 4), 0, 0)
         for mount in (old, mount_of(5)):
@@ -668,7 +668,7 @@ async def test_zookeeper_issued_ids_need_no_proof_while_0_13_is_accepted():
 
 @run_on_loop
 async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accepted_any_more():
-    accepting = dataclasses.replace(MOUNTING, accepts_0_13=True)
+    accepting = dataclasses.replace(MOUNT_PERMISSIONS, accepts_0_13=True)
     for mount, reason in (
         (mount_of(5), ["client IDs without a proof of their principal are no longer accepted"]),
         (mount_of(5, b"x" * 16), []),  # a task of an earlier version, with a proof now
@@ -678,7 +678,7 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
         access.access.bound_principal(mount)
         access.port.apply(dataclasses.replace(accepting, revision=7))
         assert access.ended == []
-        access.port.apply(dataclasses.replace(MOUNTING, revision=8))
+        access.port.apply(dataclasses.replace(MOUNT_PERMISSIONS, revision=8))
         assert access.ended == reason
 
 
@@ -757,11 +757,11 @@ async def test_the_first_revision_ends_connections_without_any_permission():
         known = made.port.add_connection(None, "a:2", made.ended.append)
         known.principal = "ann"
         assert made.access.has_permission
-        made.port.apply(OTHERS)
+        made.port.apply(OTHER_GRANTS)
     assert enforced.ended == ["anonymous has no permission"]
     assert report.ended == []
     permitted = AccessOfConnection(
-        permissions=dataclasses.replace(OTHERS, grants=(anonymous,)), token=None
+        permissions=dataclasses.replace(OTHER_GRANTS, grants=(anonymous,)), token=None
     )
     assert permitted.ended == []
 

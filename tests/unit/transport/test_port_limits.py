@@ -182,15 +182,15 @@ def test_unauthorized_links_are_limited_in_total_and_by_host():
     )
     unauthorized = [OneLink(is_unauthorized=True) for _ in range(6)]
     assert [limits.add_link(each) for each in unauthorized] == [""] * 5 + [rejection]
-    elsewhere = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
-    assert [limits.add_link(each) for each in elsewhere] == [""] * 5 + [rejection]
+    links_of_other_hosts = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
+    assert [limits.add_link(each) for each in links_of_other_hosts] == [""] * 5 + [rejection]
     unauthorized[3].is_unauthorized = False  # its token was accepted
     assert limits.add_link(unauthorized[5]) == ""
     others = [OneLink() for _ in range(30)]
     assert [limits.add_link(each) for each in others] == [""] * 29 + [
         "the limit of connections is reached"
     ]
-    for each in (*unauthorized, *elsewhere, *others):
+    for each in (*unauthorized, *links_of_other_hosts, *others):
         limits.remove_link(each)
     assert limits._unauthorized == {}
     assert limits.add_link(unauthorized[0]) == ""

@@ -285,7 +285,7 @@ def test_invalid_tls_values_are_rejected(settings, problem):
         ClientConfig(**settings)
 
 
-OUTSIDE = {"listen_host": "10.1.2.3"}
+NETWORK_ADDRESS = {"listen_host": "10.1.2.3"}
 PROTECTED = {"tls": "on", "access": "on"}
 
 
@@ -328,7 +328,7 @@ def test_a_daemon_on_a_network_address_requires_protection(caplog, host):
 )
 def test_the_error_names_each_missing_setting(settings, missing):
     with pytest.raises(BadConfig, match=f"requires {missing}. Hint:.* insecure_network = true"):
-        tls.check_network(server(**OUTSIDE, **settings))
+        tls.check_network(server(**NETWORK_ADDRESS, **settings))
 
 
 def test_open_znodes_of_permissions_are_logged(caplog):
@@ -407,14 +407,14 @@ def test_other_errors_than_tls_are_reported_unchanged():
     ],
 )
 def test_a_certificate_for_another_host_is_reported_at_the_start(
-    tmp_path, caplog, hosts, settings, complaint
+    tmp_path, caplog, hosts, settings, message
 ):
     shown = create_certificates(tmp_path, hosts=hosts)
     for make_config in (server, storage):
         caplog.clear()
         assert tls.listen_context(make_config(**shown.settings, **settings)) is not None
-        assert ("tls.certificate_mismatch" in caplog.text) == bool(complaint)
-        assert complaint in caplog.text
+        assert ("tls.certificate_mismatch" in caplog.text) == bool(message)
+        assert message in caplog.text
 
 
 def test_a_certificate_that_peers_reject_is_reported_at_the_start(tmp_path, caplog):

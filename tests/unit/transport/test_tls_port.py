@@ -144,7 +144,7 @@ async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
 # ---------------------------------------------------------------------------------------------
 # a 0.13 peer (docs/design/wire-format.md 1.2 and 1.3)
 
-ORIGINALS = {
+HELLOS_OF_0_13 = {
     WireProtocol.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
     WireProtocol.STORAGE: ((0,), "Waltz Storage Server"),
     WireProtocol.ADMIN: ((0,), "Waltz Storage Admin Server"),
@@ -163,7 +163,7 @@ async def daemon_of_0_13(protocol, directory):
     hellos = []
 
     async def greet(reader, writer):
-        writer.write(hello_of_0_13(*ORIGINALS[protocol]))
+        writer.write(hello_of_0_13(*HELLOS_OF_0_13[protocol]))
         head = await reader.readexactly(7)
         hellos.append(head + await reader.readexactly(struct.unpack(">i", head[3:])[0]))
         while await reader.read(1024):
@@ -178,7 +178,7 @@ async def daemon_of_0_13(protocol, directory):
         yield f"{ANY}:{server.sockets[0].getsockname()[1]}", hellos
 
 
-@pytest.mark.parametrize("protocol", ORIGINALS)
+@pytest.mark.parametrize("protocol", HELLOS_OF_0_13)
 @run_on_loop
 async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
     async with daemon_of_0_13(protocol, tmp_path) as (address, hellos):

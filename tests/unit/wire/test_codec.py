@@ -118,7 +118,7 @@ def test_a_memoryview_of_larger_items_is_a_local_error():
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "reason"),
     [
         (b"", "an empty payload"),
         (b"\xff", "no message with type 255"),
@@ -141,8 +141,8 @@ def test_a_memoryview_of_larger_items_is_a_local_error():
         (b"\x4c" + bytes(36) + struct.pack(">i", 65_537) + bytes(48 * 65_537), "at most 65536"),
     ],
 )
-def test_invalid_messages_are_reported_as_peer_errors(data, why):
-    with pytest.raises(RemoteProtocolError, match=why):
+def test_invalid_messages_are_reported_as_peer_errors(data, reason):
+    with pytest.raises(RemoteProtocolError, match=reason):
         codec.decode(WireProtocol.STORAGE, 1, memoryview(data))
 
 

@@ -29,13 +29,13 @@ def test_record_locations_round_trip(locations):
 
 @settings(max_examples=30)
 @given(st.binary(max_size=100), st.integers(0, 1000))
-def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
+def test_invalid_bytes_are_rejected_or_consistent(data, records_bytes):
     try:
-        found = decode_locations(junk, records_bytes)
+        found = decode_locations(data, records_bytes)
     except BadFormat:
         return
     assert sum(place.size for place in found) == records_bytes
-    assert encode_locations(found) == junk
+    assert encode_locations(found) == data
 
 
 @pytest.mark.parametrize(
