@@ -235,7 +235,7 @@ def test_the_error_states_when_to_retry():
     assert error_headers(errors.LockFailed("x")) == {}
 
 
-def test_a_rejected_request_states_what_was_expected_and_found():
+def test_the_error_for_an_invalid_request_has_expected_and_found_values():
     named = {"expected": "a number", "hint": "Use 7."}
     error = errors.RequestRejected("field a", found=[1] * 500, **named)
     fields = error_fields(error)

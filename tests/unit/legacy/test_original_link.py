@@ -28,7 +28,7 @@ def messages_sent_by(effects):
     ]
 
 
-def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
+def test_mounts_share_a_sequence_and_answers_are_routed_by_partition():
     link = LegacyServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)

@@ -65,7 +65,7 @@ def test_a_correct_index_is_unchanged(disk):
 
 
 @pytest.mark.parametrize("survival", list(Survival))
-def test_a_crash_at_any_step_leaves_the_old_index_or_the_new_one(disk, survival):
+def test_a_crash_at_any_step_leaves_either_the_old_or_the_new_index(disk, survival):
     good = disk.visible_content(INDEX)
     contents = disk.durable_contents()
     seen = set()

@@ -38,7 +38,7 @@ def ids(parts):
     return found, [one for one in parts if isinstance(one, Gap)]
 
 
-def test_all_records_come_in_order_with_their_bytes():
+def test_all_records_are_returned_in_order_with_their_bytes():
     samples = sample_records(50, first=7)
     (run,) = walk_records(CountingFile(b"".join(samples)), 7)
     assert (run.first, run.offset, run.length) == (7, 128, 50)

@@ -21,7 +21,7 @@ def lengths_of(rows: list[bytes]) -> checksum.I64:
 
 
 @given(st.binary(max_size=500), st.binary(max_size=500))
-def test_crc32_is_that_of_zlib(first: bytes, second: bytes) -> None:
+def test_crc32_equals_the_crc_of_zlib(first: bytes, second: bytes) -> None:
     assert checksum.crc32(first) == oracle(first)
     assert checksum.crc32(second, checksum.crc32(first)) == oracle(first + second)
 

@@ -109,7 +109,7 @@ def test_the_first_available_id_never_decreases(bench):
     assert failure["reason"] == "expected a first available ID in 2..4, found 1"
 
 
-def test_nothing_is_recorded_if_nothing_expires(bench):
+def test_an_expiry_without_objects_is_not_recorded(bench):
     mark = bench.marker.archived
     replica, expiry = request(bench)
     finish(bench, replica, expiry, first=0, manifest="")

@@ -120,7 +120,7 @@ def test_a_late_rejection_of_an_abandoned_attempt_is_ignored(bench):
     ]
 
 
-def test_nothing_is_requested_while_an_attempt_is_under_way_or_when_all_is_archived(bench):
+def test_no_attempt_starts_during_another_or_without_new_batches(bench):
     replica, request = begin(bench)
     bench.append(1)
     bench.run_for(10 * INTERVAL_MS)
@@ -328,7 +328,7 @@ def test_storages_of_an_older_version_receive_no_archive_requests():
     assert bench.store.wake_at_ms > bench.now_ms
 
 
-def test_without_the_setting_nothing_is_archived():
+def test_without_an_archive_interval_no_range_is_archived():
     bench = Bench()
     bench.open()
     bench.append(2)
@@ -433,7 +433,7 @@ def test_a_failed_collection_is_reported_and_archiving_continues(bench, fault):
     assert not bench.reports("archive.failed")
 
 
-def test_nothing_is_collected_while_a_replica_is_absent(bench):
+def test_no_garbage_is_collected_while_a_replica_is_absent(bench):
     bench.lose(C)
     bench.down.add(C)
     bench.reopen()
@@ -449,7 +449,7 @@ def test_nothing_is_collected_while_a_replica_is_absent(bench):
     assert len(collections(bench)) == 1
 
 
-def test_nothing_is_collected_if_a_log_begins_above_the_recorded_mark(bench):
+def test_no_garbage_is_collected_if_a_log_begins_above_the_mark(bench):
     """ZooKeeper was rolled back: the archive may have the records before that start."""
     replica, request = begin(bench)
     each = bench.store.session.replicas[C]

@@ -17,7 +17,7 @@ def bench():
     return bench
 
 
-def test_a_correct_machine_passes(bench):
+def test_a_correct_machine_violates_no_invariant(bench):
     assert bench.store.high_water_mark == 1
     check(bench.store)
     idle = Bench().store

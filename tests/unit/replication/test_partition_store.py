@@ -176,7 +176,7 @@ def test_commits_need_a_quorum_and_come_in_order(bench):
 
 
 @pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
-def test_nothing_is_committed_by_fewer_than_a_majority(count, quorum):
+def test_fewer_replicas_than_a_majority_commit_no_batch(count, quorum):
     bench = Bench(*(A, B, C, D, E)[:count])
     bench.open()
     bench.submit()
@@ -186,7 +186,7 @@ def test_nothing_is_committed_by_fewer_than_a_majority(count, quorum):
 
 
 @pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
-def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
+def test_fewer_replicas_than_a_majority_open_no_session(count, quorum):
     names = (A, B, C, D, E)[:count]
     bench = Bench(*names)
     bench.down = set(names[quorum - 1 :])
@@ -297,7 +297,7 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     assert not bench.all_reported(SessionOpened)[-1].follows_own_session
 
 
-def test_unknown_outcomes_that_have_expired_stay_unknown():
+def test_outcomes_of_expired_batches_remain_unknown():
     bench = with_foreign_ids_in_doubt()
     supplier = open_until_settlement_reads(bench)
     while bench.all_sent(wire.LineageRequest)[-1].first != 0:

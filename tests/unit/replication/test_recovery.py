@@ -79,7 +79,7 @@ def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     assert recovery.decide_mark() == 0
 
 
-def test_an_unknown_replica_stays_unknown_and_a_shorter_log_is_unknown():
+def test_a_suspect_answer_or_a_shorter_log_makes_a_replica_unknown():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
     recovery.on_prepared(A, prepared(9, suspect=True), OWN_ID)
     recovery.on_prepared(A, prepared(9), OWN_ID)

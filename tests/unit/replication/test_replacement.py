@@ -148,7 +148,7 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     assert f"{first}: {expected}" in reason
 
 
-def test_a_request_for_an_object_that_is_already_replaced_changes_nothing(bench):
+def test_a_request_for_a_replaced_object_has_no_effect(bench):
     mark = bench.marker.archived
     report_written(bench, *request(bench), manifest="")
     bench.run()
@@ -172,7 +172,7 @@ def test_a_replacement_and_an_attempt_exclude_each_other(bench):
     assert attempts(bench)[-1][1].manifest == "r1"
 
 
-def test_one_replacement_is_under_way_and_another_one_follows(bench):
+def test_replacements_run_one_after_the_other(bench):
     replica, message = request(bench)
     other = ReplaceArchivedObject("o2", 2, 3, 78)
     bench.step(other)

@@ -212,7 +212,7 @@ def test_reconstructed_batches_of_a_source_are_not_copied():
     assert replica.payloads() == [0]
 
 
-def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated():
+def test_a_copy_with_another_chain_than_decided_is_repeated():
     replica = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     target = storage((1, [0]), (1, [1]), (1, [2]), window=1)

@@ -73,7 +73,7 @@ def test_an_undecidable_recovery_is_reported_once(bench):
     assert bench.reports("recovery.waiting") == [{"session": 1, "untrusted": (B, C)}]
 
 
-def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_when_not():
+def test_an_unacknowledged_tail_is_kept_only_while_a_voter_is_unknown():
     for down, mark in (([], -1), ([C], 1)):
         bench = Bench()
         bench.open()
@@ -95,7 +95,7 @@ def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_wh
         assert len(logs[A]) == opened.high_water_mark + 1
 
 
-def test_a_rolled_back_replica_is_filled_up_and_counts_again(bench):
+def test_a_rolled_back_replica_is_repaired_and_counts_again(bench):
     bench.append(2, batches=6)
     old = bench.storages[A].disk
     bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True)
@@ -518,7 +518,7 @@ def test_a_storage_at_the_address_of_another_is_not_trusted():
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_the_time_of_each_append_is_kept_and_a_slow_one_is_reported_with_its_replica():
+def test_slow_appends_are_reported_with_their_replica():
     bench = Bench(limits=replace(LIMITS, slow_append_ms=250))
     bench.open()
     bench.submit()

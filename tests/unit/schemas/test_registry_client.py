@@ -61,7 +61,7 @@ def test_registering_a_known_schema_returns_its_id_and_an_incompatible_one_is_re
     assert len(registry.subjects["orders-value"]) == 2
 
 
-def test_references_come_before_the_schemas_that_use_them(registry):
+def test_references_precede_the_schemas_that_use_them(registry):
     registry.put("x", '"first"')
     registry.put("y", '"second"', references=[{"name": "X", "subject": "x", "version": 1}])
     both = [

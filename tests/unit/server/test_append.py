@@ -387,7 +387,7 @@ def test_a_row_over_the_limit_is_not_appended_and_writes_no_lock(
     }
 
 
-def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
+def test_an_append_with_a_wrong_checksum_is_rejected() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
     world.pipeline.receive(
@@ -890,7 +890,7 @@ def test_a_retry_of_a_lost_append_is_accepted_even_after_other_appends() -> None
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> None:
+def test_after_another_owners_session_all_locks_count_as_written() -> None:
     world = World()
     world.pipeline.on_session_closed()
     world.open(7, settled=-1, follows_own_session=False)

@@ -339,7 +339,7 @@ def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
 
 
 @pytest.mark.parametrize("mark", [0, 5])
-def test_gathered_appends_are_lost_with_their_session_even_after_foreign_writes(mark):
+def test_gathered_appends_are_lost_with_their_session(mark):
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()

@@ -133,7 +133,7 @@ async def test_a_removal_that_did_not_reach_zookeeper_is_retried():
 
 
 @run_on_loop
-async def test_a_lost_connection_alone_logs_nothing():
+async def test_a_lost_connection_alone_is_not_logged():
     async with world() as servers:
         listener = await servers.listen()
         servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))

@@ -49,7 +49,7 @@ def batch(size: int) -> AppendBatch:
     return AppendBatch(REQ, -1, bytes(size), 0)
 
 
-def test_requests_over_the_count_wait_and_pause_reading() -> None:
+def test_requests_over_the_count_limit_wait_and_pause_reading() -> None:
     each = flow(count=2)
     each.receive(A, [FlushRequest(REQ)] * 3)
     assert len(each.admit(A)) == 2
@@ -61,7 +61,7 @@ def test_requests_over_the_count_wait_and_pause_reading() -> None:
     assert each.in_flight_count(A) == 2
 
 
-def test_requests_over_the_bytes_wait() -> None:
+def test_requests_over_the_byte_limit_wait() -> None:
     each = flow(in_flight_bytes=1_000)
     each.receive(A, [batch(800), batch(800), batch(800)])
     (first,) = each.admit(A)
@@ -71,7 +71,7 @@ def test_requests_over_the_bytes_wait() -> None:
     assert len(each.admit(A)) == 1
 
 
-def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> None:
+def test_a_range_is_charged_for_its_answer_up_to_half_of_the_limit() -> None:
     each = flow(in_flight_bytes=40_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
     each.receive(A, [ask] * 3)
@@ -174,7 +174,7 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
         lambda many: AddPreferredRequest(REQ, many),
     ],
 )
-def test_compressed_numbers_count_with_their_full_size(request_of) -> None:
+def test_compressed_numbers_are_charged_with_their_full_size(request_of) -> None:
     """As Python numbers, a frame of 256 KiB takes ten times as much memory."""
     each = flow(in_flight_bytes=1 << 20)
     each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
@@ -197,7 +197,7 @@ SIZED = {
     [each for each in message_classes(WireProtocol.CLIENT) if each.requires is not ANSWER],
     ids=lambda each: each.__name__,
 )
-def test_every_request_counts_with_all_its_fields(request_class) -> None:
+def test_every_request_is_charged_for_all_its_fields(request_class) -> None:
     """A request may wait for a long time, and the peer chooses its size."""
     hints = get_type_hints(request_class, include_extras=True)
     kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}

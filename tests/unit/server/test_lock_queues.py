@@ -166,7 +166,7 @@ def test_appends_with_the_same_locks_in_any_order_share_a_queue() -> None:
     assert [req_id in answered for req_id in (*same_locks, other)] == [True, False, True]
 
 
-def test_a_disconnected_writer_delays_no_other() -> None:
+def test_a_disconnected_writer_does_not_delay_others() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()

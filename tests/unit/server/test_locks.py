@@ -46,7 +46,7 @@ def table_at(mark: int) -> LockTable:
     return LockTable(SLOT_COUNT, TransactionId(mark))
 
 
-def test_a_lock_passes_if_its_estimate_is_at_most_the_mark() -> None:
+def test_a_lock_is_accepted_if_its_estimate_is_at_most_the_mark() -> None:
     table = table_at(5)
     assert validate(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
     found = validate(table, {"w": [2]}, mark=4, high=9)

@@ -477,7 +477,7 @@ def test_a_mount_waits_for_the_appends_in_flight() -> None:
     assert world.reason(req_id) is RowOutcomeCode.COMMITTED
 
 
-def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
+def test_a_mount_during_a_lost_session_is_answered_by_the_next_one() -> None:
     world = world_with_mount()
     world.append()
     world.run()
@@ -1088,7 +1088,7 @@ def test_a_wrong_bound_of_an_expiry_is_rejected(bounds: tuple[int, int]) -> None
     )
 
 
-def test_nothing_expires_of_a_partition_without_an_archive() -> None:
+def test_a_partition_without_an_archive_rejects_an_expiry() -> None:
     world = world_with_mount()
     request = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 0))
     assert world.error(request) == errors.BadRequest.code

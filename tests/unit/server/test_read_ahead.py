@@ -54,7 +54,7 @@ def test_all_partitions_share_the_budget() -> None:
     ("after", "is_wanted"),
     [(0, False), (1, True), (NEAR_DISTANCE_MAX, True), (NEAR_DISTANCE_MAX + 1, False)],
 )
-def test_a_request_that_follows_another_closely_is_read_ahead(after: int, is_wanted: bool) -> None:
+def test_sequential_requests_are_read_ahead(after: int, is_wanted: bool) -> None:
     ahead = ReadAhead(CacheBudget(1 << 20))
     ahead.note_fetched_up_to(TransactionId(100))
     assert ahead.is_wanted(TransactionId(100 + after)) is is_wanted

@@ -544,7 +544,7 @@ def fail_rounds(each: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[obje
 DAMAGED = ["!object a: bad", "!object a: wrong", "!object a: lost"]
 
 
-def test_the_error_of_a_request_has_a_reason_of_damage_if_there_is_one() -> None:
+def test_the_error_of_a_request_prefers_damage_as_its_reason() -> None:
     each = reads()
     fetch = fetch_of(request_range(each, 0, 9))
     rounds = [["gone", "!object a: bad", "away"]] * ROUNDS_MAX

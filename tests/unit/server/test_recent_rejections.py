@@ -139,7 +139,7 @@ def test_rejections_by_lost_predecessors_are_dropped() -> None:
 # --- how many, and for how long
 
 
-def test_the_newest_hundred_are_kept_newest_first() -> None:
+def test_the_newest_hundred_rejections_are_listed_newest_first() -> None:
     world = World()
     world.single(write=[5])
     world.turn()

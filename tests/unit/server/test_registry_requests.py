@@ -325,7 +325,7 @@ async def _outcome(answering):
 
 
 @run_on_loop
-async def test_expired_writes_are_removed_by_one_task_however_many_requests_cause_it():
+async def test_concurrent_requests_share_one_task_to_remove_expired_writes():
     """A request must not cause much more work than its own."""
     requests, write_registry = await with_requests()
     started, may_end = [], asyncio.Event()

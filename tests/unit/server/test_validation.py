@@ -156,7 +156,7 @@ def test_large_batches_carry_no_lock_distances() -> None:
     assert list(few.writers) == list(range(DISTANCES_TRANSACTIONS_MAX))
 
 
-def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
+def test_all_locks_of_an_accepted_batch_are_reported() -> None:
     pending = with_locks([[1], [2]], [[9], []], [[], [3]])
     in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
     piece = validate_rows(pending, 2, LockTable(1009, BEFORE_FIRST), in_flight)

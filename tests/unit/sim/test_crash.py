@@ -107,7 +107,7 @@ def test_a_rename_may_leave_both_names_or_none():
     assert files_after_crash(disk, KeepAll()) == {ROOT / "g": b"a"}
 
 
-def test_a_lost_directory_loses_its_content():
+def test_a_directory_lost_in_a_crash_loses_its_content():
     disk = new_recording_disk(b"a")
     disk.inner.make_directory(ROOT / "e")
     disk.changes.append(MakeDirectory(ROOT / "e"))

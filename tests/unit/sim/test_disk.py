@@ -106,7 +106,7 @@ def test_after_a_failed_sync_the_next_one_reports_a_false_success(disk):
     assert disk.visible_content(PATH)[:1] == b"a"
 
 
-def test_a_failed_write_leaves_its_first_half_and_no_partial_sector(disk):
+def test_a_failed_write_keeps_its_first_half_in_whole_sectors(disk):
     disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"bbbb"], SECTOR_BYTES - 2)
@@ -183,7 +183,7 @@ def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     file.sync()
 
 
-def test_a_disk_with_false_syncs_has_synced_nothing(disk):
+def test_a_disk_with_false_syncs_loses_all_data(disk):
     disk.is_lying = True
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)

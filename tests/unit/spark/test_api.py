@@ -68,7 +68,7 @@ def frame(*columns: str, **settings: str) -> SimpleNamespace:
     return SimpleNamespace(columns=list(columns), sparkSession=SimpleNamespace(conf=settings))
 
 
-def test_marks_cannot_be_given_twice() -> None:
+def test_marks_cannot_be_given_as_option_and_argument() -> None:
     marks = {"high_water_marks": {0: 1}, "ClientHighWaterMarks": '{"0": 2}'}
     with pytest.raises(
         BadConfig,

@@ -139,7 +139,7 @@ def test_a_stream_continues_at_the_first_available_id_and_reports_it(
     assert spans == [(0, FIRST, 10), (1, 0, 10)]
 
 
-def test_a_micro_batch_that_has_expired_reads_nothing(cluster: Cluster) -> None:
+def test_an_expired_micro_batch_reads_no_rows(cluster: Cluster) -> None:
     reader = reader_of(pollInterval="0", failOnDataLoss="false")
     start = reader.initialOffset()
     end = reader.latestOffset(start, ReadMaxRows(4))

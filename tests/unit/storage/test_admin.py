@@ -299,7 +299,7 @@ def test_the_only_replica_in_sync_is_not_marked_as_suspect_without_force():
 @pytest.mark.parametrize(
     "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
 )
-def test_nothing_is_deleted_while_zookeeper_is_unavailable(message):
+def test_no_replica_is_deleted_while_zookeeper_is_unavailable(message):
     terminal = Terminal(FindZooKeeperState=CoordinatorUnavailable("ZooKeeper is away"))
     assert error_text(terminal.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
     assert terminal.changes == []

@@ -218,7 +218,7 @@ def test_a_clock_behind_the_commit_stamps_does_not_stop_a_started_range(make, mo
     assert [len(each.batches) for each in job.runs] == [1, 1, 1]
 
 
-def test_an_old_batch_is_archived_whatever_its_size(make):
+def test_an_old_batch_of_any_size_is_archived(make):
     ages = [bench_age - STAMP_MS for bench_age in (STAMP_MS + 1_000, STAMP_MS + 1 << 50)]
     for age_ms, is_archived in zip(ages, (True, False), strict=True):
         bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=age_ms))
@@ -548,7 +548,7 @@ def test_segments_over_the_age_are_removed_but_never_the_newest(make):
 
 
 @pytest.mark.parametrize("limits", [{}, {"bytes_max": 1 << 30, "age_ms_max": 1 << 60}])
-def test_without_a_limit_or_below_it_nothing_is_removed(make, limits):
+def test_segments_within_the_retention_limits_are_not_removed(make, limits):
     bench, owner = bench_with_segments(make, **limits)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
@@ -685,7 +685,7 @@ def archived_in(bench, owner, store, *ends):
     return uploaded, [each for each in store.list_names("") if each.endswith(".parquet")]
 
 
-def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_path, monkeypatch):
+def test_an_object_of_any_size_is_rewritten_from_the_log(make, tmp_path, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=0))
     owner = fill_log(bench, batches=6)

@@ -21,7 +21,7 @@ from waltz_core.storage.files.format import (
 RECORD_BYTES = 60
 
 
-def test_a_chain_is_followed_to_the_first_batch_that_does_not_continue():
+def test_the_chain_check_stops_at_the_first_batch_that_does_not_match():
     records, lengths, entries = make_batches(4, [3, 2, 1], KEY)
     check_batches(4, lengths, records, KEY, entries)
     segments, _, whole = make_segments(new_disk(), [3, 2, 1])
@@ -86,7 +86,7 @@ def test_a_reconstructed_chain_does_not_prove_records():
 
 
 @pytest.mark.parametrize("is_unreadable", [False, True])
-def test_damage_found_during_a_repair_waits_for_its_own_repair(is_unreadable):
+def test_damage_found_during_a_repair_is_repaired_separately(is_unreadable):
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 40])
     path, position = ROOT / segment_name(0, ".seg"), 128 + 36 * RECORD_BYTES + 44

@@ -195,7 +195,7 @@ def test_a_missing_or_truncated_file_with_partitions_is_rejected(tmp_path, size)
         assert path.stat().st_size == size
 
 
-def test_a_crash_during_its_creation_leaves_no_file_or_a_complete_one():
+def test_a_crash_during_the_creation_leaves_no_file_or_a_complete_file():
     for steps in range(1, 10):
         disk = new_disk()
         disk.plan_fault(disk.step_count + steps, DiskFault.POWER_LOSS)
@@ -294,7 +294,7 @@ def test_slots_that_cannot_be_read_leave_no_file_open():
     SlotFile.open(disk, ROOT, 2).close()
 
 
-def test_a_slot_write_releases_lost_sectors_of_its_own_block_only(monkeypatch):
+def test_a_slot_write_releases_only_lost_sectors_of_its_block(monkeypatch):
     disk = new_disk()
     slots = SlotFile.create(disk, ROOT, Slot(2))
     abandoned = []

@@ -294,7 +294,7 @@ def test_new_records_replace_only_those_above_the_mark(world):
     assert b"else" in world.content()
 
 
-def test_nonconsecutive_batches_are_rejected_and_cover_nothing(world):
+def test_nonconsecutive_batches_are_rejected(world):
     cover(world)
     batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
     first, lengths, data, chain, (entry,) = batches[0]
@@ -310,7 +310,7 @@ def test_nonconsecutive_batches_are_rejected_and_cover_nothing(world):
     assert record_bytes(world) == world.content() == all_records(9)
 
 
-def test_nothing_below_the_confirmed_mark_is_truncated(world):
+def test_records_below_the_confirmed_mark_are_not_truncated(world):
     cover(world)
     (wrong,) = other_batches([*records(0, 3), *records(3, 4, b"else")], (7,), 2)
     with pytest.raises(DataLoss, match="below the low-water mark 5"):

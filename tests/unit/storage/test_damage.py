@@ -149,7 +149,7 @@ def test_a_repair_does_not_wait_for_a_damaged_adjacent_batch(log):
 
 
 @pytest.mark.parametrize("spoiled", [(0, 1), (2,)])
-def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
+def test_adjacent_lost_batches_or_a_lost_last_batch_cannot_be_proved(log, spoiled):
     for position in spoiled:
         spoil_batch(log, position)
     log.disk.flip_bits(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
@@ -230,7 +230,7 @@ def test_lost_blocks_of_batches_are_rebuilt(position):
     assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]
 
 
-def test_a_segments_header_is_kept_when_its_block_is_released():
+def test_a_segment_header_is_kept_when_its_block_is_released():
     log = LogWithLostBlocks()
     before = log.disk.visible_content(log.path)
     log.disk.make_unreadable(log.path, 0, 0)

@@ -104,7 +104,7 @@ def file_with_unreadable_block(unreadable_blocks, tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
-def test_an_error_without_a_byte_range_releases_nothing(
+def test_an_error_without_a_byte_range_releases_no_block(
     unreadable_blocks, file_with_unreadable_block, number
 ):
     unreadable_blocks.number = number

@@ -123,7 +123,7 @@ def test_the_error_for_a_read_below_the_start_names_the_first_id(world, first):
     assert log.verify(0, 1000) > start + 1, "the scrub begins at the start"
 
 
-def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
+def test_segments_above_the_archived_or_confirmed_mark_are_not_removed(world):
     log = world.log
     before = file_names(world)
     assert not log.remove_oldest(end_of(log, log.max_id)), "no mark is confirmed"
@@ -140,7 +140,7 @@ def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
     assert log.start.transaction_id == -1
 
 
-def test_nothing_is_truncated_below_the_start(world):
+def test_a_truncation_below_the_start_is_rejected(world):
     remove_all(world)
     log = world.log
     start = log.start

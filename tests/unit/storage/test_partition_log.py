@@ -312,7 +312,7 @@ def test_losses_next_to_a_repair_are_found_after_a_crash(world):
     assert world.log.damaged == (IdRange(138, 139),)
 
 
-def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
+def test_repairs_are_rejected_after_a_failed_write_in_the_session(world):
     """The acked marker cannot move any more, so it would not reveal records lost after it."""
     written = world.append([3, 4] * 20)
     flip_bit(world, 130, 44)
@@ -343,7 +343,7 @@ def test_a_close_marks_the_end_as_clean_unless_a_write_has_failed(world, has_fai
 # ---- after a crash
 
 
-def test_a_torn_tail_is_truncated_and_an_unsynced_batch_is_kept_whole_or_not(world):
+def test_an_unsynced_batch_is_kept_or_truncated_completely(world):
     world.append([4])
     world.append([4, 4], sync=False)
     path = world.directory / "0" / f"{0:019d}.seg"
@@ -599,7 +599,7 @@ def test_a_clock_that_is_set_back_does_not_stop_the_acked_marker(world):
 # ---- a disk that fails
 
 
-def test_a_full_disk_rejects_the_append_and_leaves_the_log_as_it_was(world):
+def test_an_append_on_a_full_disk_does_not_change_the_log(world):
     written = world.append([5])
     for suffix in (".seg", ".idx", ".chn"):
         world.disk.failures[("write", suffix)] = NoSpace

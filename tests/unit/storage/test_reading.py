@@ -107,7 +107,7 @@ def test_a_read_of_whole_batches_stops_before_the_batch_with_the_damage(log):
 
 
 @pytest.mark.parametrize(("at", "mask"), [(7, 8), (0, 1)])
-def test_a_wrong_index_is_repaired_and_nothing_is_damaged(log, at, mask):
+def test_a_wrong_index_is_repaired_without_recording_damage(log, at, mask):
     path = ROOT / segment_name(5, ".idx")
     before = log.disk.visible_content(path)
     log.rot_index(6, at, mask)
@@ -117,7 +117,7 @@ def test_a_wrong_index_is_repaired_and_nothing_is_damaged(log, at, mask):
     assert log.disk.visible_content(path) == before
 
 
-def test_headers_are_those_of_the_records_and_stop_before_damage(log):
+def test_header_reads_match_the_records_and_stop_before_damage(log):
     read = log.reader.read_headers(2, 9, 1 << 20)
     run, lengths = log.segments.read(2, 9)
     assert (read.first, read.record_count, read.headers) == (2, 8, headers_of(run, lengths))
@@ -130,7 +130,7 @@ def test_headers_are_those_of_the_records_and_stop_before_damage(log):
         log.reader.read_headers(6, 9, 1 << 20)
 
 
-def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
+def test_headers_of_large_records_are_returned_in_several_answers(log, monkeypatch):
     """Thousands of headers may span gigabytes of records; a single read would time out."""
     monkeypatch.setattr(reading, "READ_BYTES", 2 * RECORD_BYTES)
     monkeypatch.setattr(reading, "HEADERS_READ_BYTES_MAX", 3 * RECORD_BYTES)
@@ -163,7 +163,7 @@ def large_log():
     return LargeLog()
 
 
-def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large_log):
+def test_a_temporary_read_failure_is_not_recorded_as_damage(large_log):
     for count in range(1, 9):
         large_log.disk.plan_read_failure(count)
         assert large_log.read(20, 60) == 60
@@ -172,7 +172,7 @@ def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large_log):
     assert large_log.slots.slot.damaged == ()
 
 
-def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large_log):
+def test_only_records_in_unreadable_sectors_are_damaged(large_log):
     # Bytes 1024..1535 are in the records 14..23: the first begins at 968, the last ends at 1568.
     large_log.lose(".seg", 1_024, 1_024)
     assert large_log.read(0, 99) == 13

@@ -83,7 +83,7 @@ def test_a_log_that_was_truncated_is_not_read_beyond_its_end():
     assert scrub.positions == {}
 
 
-def test_at_rate_zero_only_requested_passes_run():
+def test_with_rate_zero_only_requested_passes_run():
     scrub = new_scrub(1, 2, bytes_per_s=0)
     assert scrub.wake_at_ms is None
     scrub.request([2], 70)

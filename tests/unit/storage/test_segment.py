@@ -112,7 +112,7 @@ def test_batches_of_another_segment_are_rejected():
 # ---- cutting and filling
 
 
-def test_a_truncation_keeps_what_is_below_it_and_the_next_append_continues_there():
+def test_appends_continue_after_a_truncation():
     disk = new_disk()
     segment = new_segment(disk)
     records, entries = fill_segment(segment, [3, 2, 4])
@@ -208,7 +208,7 @@ def test_an_impossible_gap_of_ids_allocates_no_memory():
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_bytes_after_an_older_segment_are_truncated_only_where_all_of_it_was_found(is_damaged):
+def test_extra_bytes_are_truncated_only_after_a_complete_segment(is_damaged):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.write_durably(SEG, disk.visible_content(SEG) + b"more")
@@ -232,7 +232,7 @@ def test_a_wrong_index_is_detected_and_repaired():
 
 
 @pytest.mark.parametrize("position", [0, 5])
-def test_an_index_that_leads_out_of_the_file_allocates_no_memory(position):
+def test_an_index_with_offsets_beyond_the_file_allocates_no_memory(position):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     # The first offset becomes 0, or the last one grows by 2**62.

@@ -881,7 +881,7 @@ def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
 # ---- room
 
 
-def test_free_space_is_checked_until_there_is_enough(make):
+def test_free_space_is_rechecked_until_it_suffices(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5)
     kept = (owner.next_id, owner.chain)

@@ -57,7 +57,7 @@ def run(log, *messages, **options):
     return work.run(**options)
 
 
-def test_a_group_counts_what_it_has_appended_and_times_its_one_sync(log):
+def test_a_group_counts_its_appends_and_measures_its_sync(log):
     owner = OwnerSession(5)
     moments = iter((10.0, 10.5))
     result = run(log, owner.append(3), owner.append(2), clock_s=lambda: next(moments))
@@ -84,7 +84,7 @@ def test_the_lock_blocks_of_a_group_are_kept_and_reported(log):
     assert none.blocks == b""
 
 
-def test_a_group_that_was_rejected_whole_is_not_synced(log):
+def test_a_group_without_accepted_appends_is_not_synced(log):
     owner = OwnerSession(5)
     owner.append()
     result = run(log, owner.append(), owner.append())

@@ -79,7 +79,7 @@ def test_a_rerun_without_transactions_commits_nothing():
     assert marks_of(table)[-1] == {0: 3}
 
 
-def test_a_run_ends_at_its_marks_also_if_the_log_has_more():
+def test_a_run_ends_at_its_marks_even_if_the_log_continues():
     log, table = LogInMemory([("a", 1), ("a", 2), ("a", 3)], [("b", 1)]), StoredVersions()
     follower(log, table).run({0: 1, 1: -1})
     assert marks_of(table)[-1] == {0: 1, 1: -1}
@@ -327,7 +327,7 @@ def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
     assert table[-1].operation == operation
 
 
-def test_a_table_is_finished_at_the_end_also_without_transactions():
+def test_a_table_is_finished_at_the_end_even_without_transactions():
     table = StoredVersions()
     follower(LogInMemory([]), table).run({0: -1})
     assert marks_of(table) == [{0: -1}]
@@ -357,7 +357,7 @@ def test_a_start_is_only_accepted_for_a_table_without_marks():
         follower(log, table, start).run({0: 2})
 
 
-def test_a_start_is_stored_in_a_table_of_the_user_also_without_transactions():
+def test_a_start_is_stored_in_an_existing_table_without_transactions():
     log = LogInMemory([("a", 1), ("b", 2)])
     table = StoredVersions([Version({}, {}, "CREATE TABLE")])
     follower(log, table, TableMarks("f", KEY, {0: 1})).run({0: 1})

@@ -44,7 +44,7 @@ def columns_of(*payloads: Any, known: pa.Schema = NONE) -> pa.Table:
     return found.select(found.schema.names[3:])
 
 
-def test_the_type_of_a_column_is_that_of_its_first_value():
+def test_the_first_value_determines_the_type_of_a_column():
     found = columns_of(
         {"id": 1, "text": None, "flag": True},
         {"id": 2, "text": "a", "list": [None, 1.5], "map": {"a": None, "b": [{"c": 1}]}},
@@ -70,7 +70,7 @@ def test_the_type_of_a_column_is_that_of_its_first_value():
     assert found["list"].to_pylist() == [None, [None, 1.5], []]
 
 
-def test_known_columns_stay_and_grow():
+def test_known_columns_are_kept_and_extended():
     known = pa.schema([("a", pa.int64()), ("b", pa.struct([("x", pa.int64())])), ("c", pa.int32())])
     found = columns_of({"b": {"y": 1}, "d": "x", "c": 7}, known=known)
     grown = pa.struct([("x", pa.int64()), ("y", pa.int64())])

@@ -144,7 +144,7 @@ def test_each_batch_is_a_directory_with_its_marks(uri: str):
     assert open_table(uri).columns() == SCHEMA
 
 
-def test_a_repeated_run_writes_nothing_and_a_later_one_continues(uri: str):
+def test_a_repeated_run_writes_no_batch_and_a_later_run_continues(uri: str):
     follow(uri, LOG)
     before = complete(uri)
     assert follow(uri, LOG).marks == {0: 6}
@@ -205,7 +205,7 @@ def test_files_of_a_batch_that_is_not_complete_are_removed(uri: str):
     assert content(uri) == replayed(LOG)
 
 
-def test_a_second_follower_writes_no_batch_twice(tmp_path: Path):
+def test_a_second_follower_does_not_repeat_batches(tmp_path: Path):
     uri = str(tmp_path)
     follow(uri, LOG[:3])
     first, second = open_table(uri), open_table(uri)

@@ -100,7 +100,7 @@ def test_a_table_continues_from_its_marks_and_a_new_one_from_the_start():
     assert marks_to_continue_from(encode_marks(table), 42, start) == table
 
 
-def test_a_table_that_has_lost_its_marks_does_not_start_again():
+def test_a_table_without_its_marks_does_not_start_from_the_beginning():
     with pytest.raises(BadFormat, match=r"follower 'f': expected .* for version 42, found none"):
         marks_to_continue_from(None, 42, TableMarks("f", KEY, {}))
 
@@ -194,5 +194,5 @@ def test_a_limit_is_fully_used_and_distributed_by_lag(starts, data, count_max):
             assert abs(found[each] - starts[each] - share) <= 1
 
 
-def test_an_end_before_its_start_counts_as_no_lag():
+def test_a_partition_whose_end_is_before_its_start_has_no_lag():
     assert divide_by_lag({0: 9, 1: 0}, {0: 4, 1: 30}, 10) == {0: 9, 1: 10}

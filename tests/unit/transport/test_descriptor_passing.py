@@ -69,7 +69,7 @@ def read_file(name, question=b"this"):
         return file.read()
 
 
-def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, name):
+def test_a_file_is_passed_for_each_request(path, name):
     run(name, path, lambda: read_file(name))  # the first loop of a process opens other files
     gc.collect()  # closes files of other tests before the count
     count = len(os.listdir("/proc/self/fd"))
@@ -93,7 +93,7 @@ def test_a_passed_file_stays_readable_and_is_not_inherited(path, name):
     assert not descriptor_passing.is_offered(name)
 
 
-def test_a_missing_file_is_not_handed_over(tmp_path, name):
+def test_a_missing_file_is_not_passed(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
         descriptor_passing.request_descriptor(name, b"this", timeout_s=TEST_TIMEOUT_S)
     path = tmp_path / "none"
@@ -222,7 +222,7 @@ def test_a_name_in_use_is_not_taken_over(tmp_path, path, name):
     assert net.run(main()) == b"here"
 
 
-def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
+def test_without_abstract_socket_names_no_file_is_served(name, monkeypatch):
     monkeypatch.setattr(descriptor_passing, "IS_SUPPORTED", False)
     net.run(descriptor_passing.serve_descriptors(name, 4, None))
     assert not descriptor_passing.is_offered(name)

@@ -140,7 +140,7 @@ def test_the_number_of_connections_is_limited():
     assert served_again[0] == OK
 
 
-def test_requests_of_clients_that_have_disconnected_count():
+def test_running_requests_of_disconnected_clients_count_towards_the_limit():
     async def scenario(port, app):
         for number in range(CONNECTIONS_MAX + 1):
             _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -100,7 +100,7 @@ def test_a_connection_has_any_number_of_requests():
     assert run_with_port(scenario) == [b"2", b"2", b"2", b"0", b"0"]
 
 
-def test_a_request_may_take_longer_than_it_may_take_to_arrive(monkeypatch):
+def test_the_arrival_timeout_does_not_limit_the_processing_of_a_request(monkeypatch):
     monkeypatch.setattr(http_port, "RECEIVE_S_MAX", 0.05)
     monkeypatch.setattr(http_port, "CHECK_INTERVAL_S", 0.01)
 

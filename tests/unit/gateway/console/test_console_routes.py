@@ -110,7 +110,7 @@ def test_the_policy_permits_only_files_of_the_gateway():
 
 
 @pytest.mark.parametrize("path", ["/", "/console"])
-def test_the_roots_lead_to_the_console(path):
+def test_root_paths_redirect_to_the_console(path):
     async def scenario(_world, gateway):
         status, headers, _ = await exchange(gateway, "GET", path)
         assert (status, headers["location"]) == (307, "/console/")
@@ -147,7 +147,7 @@ def test_only_the_files_of_the_console_exist(path):
 # --- the content of the files
 
 
-def test_the_pages_name_no_other_origin():
+def test_pages_reference_no_other_origin():
     for name in FILES:
         text = (PAGES / name).read_text(encoding="utf-8")
         found = re.findall(r"(?:https?:|wss?:)?//[a-z0-9][^\s\"'`]*\.[^\s\"'`]*", text)
