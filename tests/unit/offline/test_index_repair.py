@@ -53,7 +53,7 @@ def test_a_rebuilt_index_equals_the_index_of_the_storage(disk, damage):
     assert disk.visible_content(INDEX) == good
     assert disk.open_count == 0
     disk.lose_power(Survival.NOTHING, Random(1))
-    assert disk.visible_content(INDEX) == good, "it was durable"
+    assert disk.visible_content(INDEX) == good, "the new index was durable"
     assert repair_index(disk, SEGMENT, dry_run=False).is_valid
 
 

@@ -35,4 +35,4 @@ def check_understood(line: str) -> None:
         try:
             parse_command(words)
         except click.UsageError as error:
-            raise AssertionError(f"not understood: {line}: {error.format_message()}") from None
+            raise AssertionError(f"invalid command: {line}: {error.format_message()}") from None

@@ -119,6 +119,6 @@ def next_owner_of(bench):
     other.storages, other.storage_ids = bench.storages, bench.storage_ids
     other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
     other.check_replica_states(bench)
-    other.own(generation=2)
+    other.take_ownership(generation=2)
     other.reopen()
     return other

@@ -85,7 +85,7 @@ def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(benc
         progress(bench, replica, replace(request, attempt=9))
         progress(bench, next(name for name in bench.names if name != replica), request)
         bench.wait(2 * INTERVAL_MS - 1_000)
-        assert not bench.reports("archive.failed"), "the other reports are of no attempt"
+        assert not bench.reports("archive.failed"), "the other reports belong to no attempt"
         progress(bench, replica, request)
     bench.wait(NO_PROGRESS_MS_MAX - 1)
     assert not bench.reports("archive.failed")
@@ -671,7 +671,7 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     other = bench.other_server()
     other.metadata, other.metadata_version = PartitionMetadata(0, 60), 0
     other.marker = PartitionMarker(MarkerState.NEW, archived=ORIGIN)
-    other.own()
+    other.take_ownership()
     other.run_for(3_000)
     assert other.store.open_session_id is None
     assert (
@@ -696,7 +696,7 @@ def returning_owner():
     remove_archived(other, 8, (A, B, C))
     bench.check_replica_states(other)
     bench.lose(A)
-    bench.own(generation=3)
+    bench.take_ownership(generation=3)
     return bench
 
 
@@ -840,9 +840,9 @@ def lag(bench):
 
 def test_the_backlog_is_the_reported_backlog_plus_later_appends(bench):
     record_bytes = len(bench.storages[A].disk.entries[0].records[0])
-    assert lag(bench)[:2] == (6, 6 * record_bytes), "by the average of the session"
+    assert lag(bench)[:2] == (6, 6 * record_bytes), "estimated from the average of the session"
     replica, request = begin(bench)
-    assert lag(bench)[2] == INTERVAL_MS, "since it was noticed"
+    assert lag(bench)[2] == INTERVAL_MS, "the age starts when the backlog is noticed"
     report = {"unarchived_last": 5, "unarchived_bytes": 900, "unarchived_age_ms": 50_000}
     finish(bench, replica, request, last=-1, manifest="", **report)
     assert lag(bench) == (6, 900, 50_000)
@@ -851,7 +851,9 @@ def test_the_backlog_is_the_reported_backlog_plus_later_appends(bench):
     replica, request = begin(bench)
     finish(bench, replica, request, last=3, unarchived_last=5, unarchived_bytes=900)
     bench.run()
-    assert lag(bench)[:2] == (4, 300 + 2 * record_bytes), "4 of the 6 reported ones are archived"
+    assert lag(bench)[:2] == (4, 300 + 2 * record_bytes), (
+        "4 of the 6 reported transactions are archived"
+    )
     finish(bench, *attempts(bench)[-1])
     bench.run()
     assert lag(bench) == (0, 0, None)

@@ -63,7 +63,7 @@ def test_a_connected_rejected_replica_is_detected(bench):
 
 def test_a_mark_before_the_decision_is_detected():
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.answer_zookeeper()
     bench.answer_zookeeper()
     bench.store.session.repairs.goal = None

@@ -48,7 +48,7 @@ def test_session_opened_is_reported_after_the_second_compare_and_set():
 @pytest.mark.parametrize("outcome", ["lost", "away"])
 def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.answer_zookeeper()
     bench.answer_zookeeper(outcome)
     bench.wait(100)
@@ -90,7 +90,7 @@ def test_a_failed_write_of_states_is_retried_after_a_pause():
 
 def test_a_lost_claim_is_repeated_with_another_session_id():
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.answer_zookeeper()
     bench.claim_elsewhere(7)
     bench.reopen()
@@ -114,7 +114,7 @@ def test_states_are_not_written_over_the_claim_of_another_process():
 def test_a_later_generation_in_zookeeper_is_not_overwritten():
     bench = Bench()
     bench.metadata = PartitionMetadata(5, 7, {})
-    bench.own(generation=4)
+    bench.take_ownership(generation=4)
     bench.run()
     assert "generation of the partition is 5" in bench.all_reported(OwnershipReleased)[0].reason
     assert bench.metadata.session_id == 7
@@ -123,7 +123,7 @@ def test_a_later_generation_in_zookeeper_is_not_overwritten():
 
 def test_an_open_partition_without_states_is_rejected_and_checked_again():
     bench = Bench(state=MarkerState.OPEN)
-    bench.own()
+    bench.take_ownership()
     bench.run()
     assert "lost or rolled back" in bench.reports("partition.open_failed")[0]["reason"]
     assert not bench.sent
@@ -139,7 +139,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     donor.append()
     bench = Bench()
     bench.storages[A].disk.entries = donor.storages[A].disk.entries
-    bench.own()
+    bench.take_ownership()
     bench.run()
     assert bench.store.open_session_id is None
     reason = bench.reports("partition.open_failed")[0]["reason"]
@@ -150,7 +150,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
 def test_a_partition_of_waltz_0_13_is_adopted_only_with_all_replicas():
     bench = Bench(state=None)
     bench.down = {C}
-    bench.own()
+    bench.take_ownership()
     bench.run_for(1000)
     assert bench.store.open_session_id is None
     assert not bench.all_sent(wire.SetLowWaterMark)
@@ -190,7 +190,7 @@ def test_fewer_replicas_than_a_majority_open_no_session(count, quorum):
     names = (A, B, C, D, E)[:count]
     bench = Bench(*names)
     bench.down = set(names[quorum - 1 :])
-    bench.own()
+    bench.take_ownership()
     for _ in range(3):
         bench.run()
         bench.wait(LIMITS.opening_grace_ms)
@@ -225,7 +225,7 @@ def test_an_intermediate_session_of_another_owner_clears_unbroken(bench):
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     assert isinstance(bench.zookeeper_requests[0], session_events.WriteMetadata), (
-        "it reads after a conflict"
+        "the owner reads the metadata after a conflict"
     )
     bench.reopen()
     assert bench.store.open_session_id == 2
@@ -240,7 +240,7 @@ def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroke
         bench.answer_zookeeper()
     for name in (A, B):
         bench.lose(name)
-    bench.own(replicas=(C, B, A))
+    bench.take_ownership(replicas=(C, B, A))
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
     assert opened.session_id == 3
@@ -258,7 +258,7 @@ def with_foreign_ids_in_doubt():
     other.append(2)
     bench.check_replica_states(other)
     bench.lose(A)
-    bench.own(generation=3)
+    bench.take_ownership(generation=3)
     return bench
 
 
@@ -317,7 +317,7 @@ def test_a_new_owner_learns_the_last_commit_stamp_of_the_log(bench):
     bench.now_ms = 7_000
     bench.append()
     other = bench.other_server()
-    other.own(generation=2)
+    other.take_ownership(generation=2)
     other.reopen()
     assert other.all_reported(SessionSettled) == [SessionSettled(1, 2, 7_000)]
 
@@ -325,7 +325,7 @@ def test_a_new_owner_learns_the_last_commit_stamp_of_the_log(bench):
 def test_a_replica_that_does_not_answer_settlement_reads_is_dropped(bench):
     bench.append()
     other = bench.other_server()
-    other.own(generation=2)
+    other.take_ownership(generation=2)
     supplier = open_until_settlement_reads(other)
     other.silent.add(supplier)
     other.run()
@@ -392,7 +392,7 @@ def test_a_long_time_without_a_quorum_releases_the_partition():
     bench = Bench()
     bench.down = {A, B}
     begun_ms = bench.now_ms
-    bench.own()
+    bench.take_ownership()
     while not bench.all_reported(OwnershipReleased):
         bench.run()
         bench.now_ms = bench.store.wake_at_ms
@@ -404,14 +404,14 @@ def test_a_long_time_without_a_quorum_releases_the_partition():
 
 def test_a_queued_zookeeper_request_does_not_release_the_partition():
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.wait(60_000)
     assert not bench.all_reported(OwnershipReleased)
     bench.run()
     assert bench.store.open_session_id == 0
     # From then on the timeout applies again.
     bench.down = {A, B}
-    bench.own(2)
+    bench.take_ownership(2)
     for _ in range(11):
         bench.run()
         bench.wait(bench.limits.useful_session_ms)
@@ -437,7 +437,7 @@ def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
     bench.down = set()
     bench.wait(3000)
     bench.run(answers_zookeeper=False)
-    assert bench.zookeeper_requests, "the third replica wants to join"
+    assert bench.zookeeper_requests, "the third replica is ready to join"
     for _ in range(30):
         while bench.zookeeper_requests:
             bench.answer_zookeeper("away")
@@ -455,7 +455,7 @@ def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
 def test_marks_are_proved_only_by_a_quorum():
     bench = Bench()
     bench.step(session_events.ProveMark(5))
-    bench.own()
+    bench.take_ownership()
     bench.run(answers_zookeeper=False)
     bench.step(session_events.ProveMark(6))
     assert bench.all_reported(MarkProofFailed) == [MarkProofFailed(5), MarkProofFailed(6)]
@@ -497,7 +497,7 @@ def test_a_batch_submitted_after_the_end_of_the_session_is_dropped(bench):
 def test_earlier_zookeeper_requests_are_not_awaited():
     """An answer to an older attempt does not answer the current request."""
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.answer_zookeeper()
     bench.step(session_events.ReassignReplicas((C, B, A)))
     written, _ = bench.zookeeper_requests
@@ -513,7 +513,7 @@ def test_earlier_zookeeper_requests_are_not_awaited():
 def test_late_answers_to_an_abandoned_write_are_ignored():
     """The result of the write is read; a late answer may refer to another attempt."""
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.answer_zookeeper()
     effect = bench.answer_zookeeper("away")
     assert isinstance(effect, session_events.WriteMetadata)
@@ -538,10 +538,10 @@ def test_a_partition_that_is_released_closes_its_session_and_connections(bench):
 
 
 def test_a_repeated_assignment_has_no_effect(bench):
-    bench.own()
+    bench.take_ownership()
     bench.step(session_events.ReassignReplicas((A, B, C)))
     assert bench.store.open_session_id == 0
-    bench.own(generation=2)
+    bench.take_ownership(generation=2)
     bench.reopen()
     assert bench.metadata.generation == 2
 
@@ -654,7 +654,7 @@ def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
     bench.metadata, bench.marker = old
     bench.store = bench._new_store(bench.limits)
     bench.requests.clear()
-    bench.own(generation=2)
+    bench.take_ownership(generation=2)
     bench.run_for(100)
     assert bench.store.open_session_id is None
     assert "rolled back" in bench.reports("partition.open_failed")[0]["reason"]

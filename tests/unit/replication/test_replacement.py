@@ -57,7 +57,9 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     report_written(bench, replica, message)
     bench.run(answers_zookeeper=False)
     assert bench.marker.archived == mark
-    assert bench.store.replacement_outcome(OBJECT) is None, "ZooKeeper does not have it"
+    assert bench.store.replacement_outcome(OBJECT) is None, (
+        "ZooKeeper has not recorded the replacement"
+    )
     bench.run()
     assert bench.marker.archived == mark._replace(manifest="r1", manifest_crc=8)
     assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, replica, ())

@@ -37,7 +37,7 @@ def stage(bench, replica):
 def test_prepare_is_sent_first_with_session_nonce_and_storage_id():
     bench = Bench()
     del bench.storage_ids[C]
-    bench.own()
+    bench.take_ownership()
     bench.answer_zookeeper()
     bench.answer_zookeeper()
     for _ in range(3):
@@ -298,7 +298,9 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     assert not [
         one for one in bench.reports("replica.disconnected") if one["reason"] == "no answer"
     ]
-    assert bench.metadata.states[C] != ReplicaState(0, UNRESOLVED), "it lacks what is committed"
+    assert bench.metadata.states[C] != ReplicaState(0, UNRESOLVED), (
+        "the replica lacks committed batches"
+    )
     bench.silent = set()
     bench.run()
     assert bench.store.replica_waits_ms(bench.now_ms) == {}
@@ -360,7 +362,7 @@ def test_a_replica_that_is_a_little_slow_is_fed_from_memory(bench):
     bench.silent = {C}
     for _ in range(14):
         bench.append()
-    assert bench.store.session.replicas[C].next_id < 14, "it was not sent all of them"
+    assert bench.store.session.replicas[C].next_id < 14, "the replica was not sent all appends"
     bench.silent = set()
     bench.run()
     assert bench.logs()[C] == bench.logs()[A]
@@ -453,7 +455,7 @@ def test_a_promise_to_a_later_session_ends_this_session(bench):
 
 def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.step_until(lambda: bench.requests.get(A))
     message = bench.requests[A].popleft()
     assert isinstance(message, wire.Prepare)
@@ -468,7 +470,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
 def test_a_disk_failure_during_prepare_is_not_reported_as_a_fence():
     """The storage has promised this session, but could not store the promise on its disk."""
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.step_until(lambda: all(bench.requests.get(name) for name in (A, B, C)))
     for name in (A, B):
         message = bench.requests[name].popleft()
@@ -505,7 +507,7 @@ def test_a_promise_above_the_known_later_promise_ends_the_session(bench):
 def test_a_storage_at_the_address_of_another_is_not_trusted():
     """A storage identifies itself only in its answer; its log may belong to another replica."""
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.step_until(lambda: bench.requests.get(A))
     bench.storages[A].disk.storage_id = b"another-storage!"
     message = bench.requests[A].popleft()

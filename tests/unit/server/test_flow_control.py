@@ -86,7 +86,7 @@ def test_over_the_memory_limit_a_connection_has_one_read_in_progress() -> None:
     each = flow(in_flight_bytes=80_000, memory_bytes=25_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
     each.receive(A, [ask] * 5)
-    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last of them is over the limit"
+    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last one is over the limit"
     each.receive(B, [ask] * 5)
     (first,) = each.admit(B)
     assert each.admit(B) == []

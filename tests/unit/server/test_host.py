@@ -69,7 +69,7 @@ async def test_the_archive_lag_is_exported_if_an_archive_is_used() -> None:
     assert 'waltz_server_unarchived_seconds{partition="0"}' not in metrics.page().decode()
     world.store.archive_backlog = ArchiveBacklog(7, None, loop_clock_ms() - 5_000)
     assert metric_values()[:2] == [-1, 7]
-    assert isnan(metric_values()[2]), "no storage has reported it"
+    assert isnan(metric_values()[2]), "no storage has reported a backlog"
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) >= 5
     mark = ArchivedMark(TransactionId(9), GENESIS_CHAIN, 5, TransactionId(3), 77, "m")
     world.store.archived_mark, world.store.archive_backlog = mark, ArchiveBacklog(0, 0, None)

@@ -177,7 +177,7 @@ def test_a_disconnected_writer_does_not_delay_others() -> None:
     world.pipeline.close(B)
     answered = results(world.commit())
     assert committed in answered
-    assert set(gone) <= answered.keys(), "they have no client, and leave at once"
+    assert set(gone) <= answered.keys(), "rejections without a client are removed at once"
     assert world.pipeline.due_ms(world.now_ms) is None
 
 

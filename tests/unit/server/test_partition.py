@@ -1281,7 +1281,7 @@ def test_replicas_are_reported_with_the_archived_mark() -> None:
     chain = GENESIS_CHAIN
     world.store.archived_mark = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
-    assert answer.unarchived_bytes == -1, "not known"
+    assert answer.unarchived_bytes == -1, "the size is unknown"
     assert answer.archive_interval_ms == 7
     world.store.archive_backlog = replication.ArchiveBacklog(1, 55, 3)
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))

@@ -310,7 +310,7 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
     if is_left:
         assert [each.result() for each in listings] == [errors.Unreachable] * 3
         assert len(most) == CONCURRENT_READS_MAX, (
-            "the rest of the first one, and the others, are not read"
+            "the remaining tasks and the other requests are not read"
         )
     else:
         assert [each.result() for each in listings] == [None] * 3

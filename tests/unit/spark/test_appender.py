@@ -248,7 +248,7 @@ def test_rejected_rows_are_computed_again(seed: int) -> None:
         names = answered.identity.column("name").to_pylist()
         for name, reason in zip(names, answered.reasons.tolist(), strict=True):
             key = name.rstrip("!")
-            assert key not in ends, "every row ends once"
+            assert key not in ends, "every row has one outcome"
             ends[key] = reason == TAKEN
             assert answered.attempt >= answered.retries + 1
     assert len(ends) == len(rows)

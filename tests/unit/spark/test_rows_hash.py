@@ -113,7 +113,9 @@ def test_the_hash_includes_the_partition_but_not_locks_and_marks() -> None:
     )
     assert hash_with_lock(7, 2) == hash_with_lock(other_partition, 2)
     assert hash_with_lock(7, None) != hash_with_lock(other_partition, None)
-    assert hash_of_columns({"data": [b"x"]}) != hash_with_lock(7, None), "round robin is no place"
+    assert hash_of_columns({"data": [b"x"]}) != hash_with_lock(7, None), (
+        "a round-robin partition is not hashed"
+    )
 
 
 def test_identity_columns_replace_the_row_in_the_sum() -> None:

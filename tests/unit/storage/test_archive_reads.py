@@ -78,7 +78,7 @@ class ArchivedLog:
 
     def read(self):
         """Carry out the reads of the archive; return their number."""
-        reads = [each.read for each in self.bench.only(service_effects.ReadArchive)]
+        reads = [each.read for each in self.bench.effects_of(service_effects.ReadArchive)]
         self.bench.effects = [
             each for each in self.bench.effects if not isinstance(each, service_effects.ReadArchive)
         ]
@@ -211,7 +211,7 @@ def test_an_object_store_failure_is_reported_once_for_all_reads(archived):
     for number, kind in enumerate(kinds):
         bench.send(7, range_of(archived.owner, number, 9, whole_batches=False, reader=True))
         bench.finish()
-        (effect,) = bench.only(service_effects.ReadArchive)
+        (effect,) = bench.effects_of(service_effects.ReadArchive)
         bench.effects.clear()
         bench.step(service.ArchiveAnswered(effect.read, kind(f"cannot read {number}")))
         found = reports(bench, "storage.archive_read_failed")
@@ -305,7 +305,7 @@ def test_reads_from_the_archive_are_limited_and_block_no_connection(archived):
         bench.send(7, message)
         bench.finish()
     assert bench.service.queue_limits.reader_bytes == 0
-    assert not bench.only(service_effects.PauseReading)
+    assert not bench.effects_of(service_effects.PauseReading)
     (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
     assert rejected.sequence == messages[-1].sequence
     error = error_from_code(rejected.error_code, rejected.message)

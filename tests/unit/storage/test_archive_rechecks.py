@@ -58,7 +58,7 @@ def test_damage_is_cleared_after_the_archived_file_is_repaired(case):
     assert case.recheck() == 1
     assert case.log.manifest.newest_objects[0].name in case.access.read_damage
     case.paths[0].write_bytes(case.data)
-    assert case.recheck() == 0, "also at the other place"
+    assert case.recheck() == 0, "cleared at both positions"
     assert case.access.read_damage == ""
 
 
@@ -67,7 +67,7 @@ def test_damage_is_kept_while_the_object_store_is_unavailable(case, monkeypatch)
         raise ArchiveUnavailable("no route")
 
     case.missing.rename(case.paths[1])
-    assert case.recheck(last=-1) == 2, "the session does not have it as archived"
+    assert case.recheck(last=-1) == 2, "the archived mark of the session is below the object"
     asyncio.run(recheck(case.access, {}, case.threads))
     monkeypatch.setattr(ArchiveStore, "open", unavailable)
     assert case.recheck() == 2

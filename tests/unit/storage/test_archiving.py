@@ -409,7 +409,7 @@ def test_a_collection_is_not_reported_to_an_owner_whose_session_has_ended(make, 
     bench.step(service.FilesCollected(effect.job, BadRequest("found a later session")))
     assert not [each for number in (1, 2) for each in collection_notices(bench, number)]
     assert not reports(bench, "storage.garbage_collection_failed"), (
-        "the later owner explains its files"
+        "the later owner collects its own garbage"
     )
 
 
@@ -584,7 +584,7 @@ def test_retention_is_checked_again_with_the_mark_of_a_later_session(make):
     while bench.now_ms < next_ms:
         tick(bench)
         bench.finish()
-    assert removed_starts(bench)[len(before) :], "appends have made the log too large again"
+    assert removed_starts(bench)[len(before) :], "appends have exceeded the size limit again"
     later = bench.owned(7, 2)
     before = removed_starts(bench)
     for _ in range(6):
@@ -696,7 +696,7 @@ def test_an_object_of_any_size_is_rewritten_from_the_log(make, tmp_path, monkeyp
     store.delete(name)
     bench.service._archive._limits = ArchiveLimits(object_bytes=1, age_ms=1 << 60)
     count = len(notices(bench))
-    message = replacement_of(owner, 2, 9, made=made, name=name, attempt=7)
+    message = replacement_of(owner, 2, 9, mark=made, name=name, attempt=7)
     job = request(bench, owner, message)
     assert [len(each.batches) for each in job.runs] == [1, 1, 1, 1]
     again = upload(store, KEY, job)
@@ -716,7 +716,7 @@ def test_replacing_an_archived_object_uses_bounded_memory(make, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.service.archive_jobs.REPLACED_BYTES_MAX", 900)
     bench = make(archive=OLD)
     owner = fill_log(bench, batches=20)
-    assert request(bench, owner, replacement_of(owner, 0, 39, made=MADE)) is None
+    assert request(bench, owner, replacement_of(owner, 0, 39, mark=MADE)) is None
     assert "expected whole batches with transactions 0..39, found batches up to 7" in (
         notices(bench)[-1].error
     )
@@ -733,8 +733,8 @@ def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
         (7, 9, "expected a batch that begins at transaction 7"),
         (4, 7, "4..7 were requested, but the log of this storage begins at 6"),
     ):
-        request(bench, owner, replacement_of(owner, first, last, made=MADE))
+        request(bench, owner, replacement_of(owner, first, last, mark=MADE))
         assert reason in notices(bench)[-1].error
         assert notices(bench)[-1].manifest == ""
     assert len(reports(bench, "storage.object_replacement_failed")) == 4
-    assert "found 3..2" in str(rejection(bench, replacement_of(owner, 3, 2, made=MADE)))
+    assert "found 3..2" in str(rejection(bench, replacement_of(owner, 3, 2, mark=MADE)))

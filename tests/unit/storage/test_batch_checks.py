@@ -105,7 +105,7 @@ def test_the_batch_before_an_id_ends_directly_before_it():
     assert entry_before(segments, 0) is None
     assert entry_before(segments, 3) == entries[0]
     assert entry_before(segments, 5) == entries[1]
-    assert entry_before(segments, 4) is None, "no batch that ends theres at 3"
+    assert entry_before(segments, 4) is None, "no batch ends at 3"
     position = LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
     disk.flip_bits(ROOT / segment_name(0, ".chn"), position)
-    assert entry_before(segments, 5) is None, "it cannot be read"
+    assert entry_before(segments, 5) is None, "the batch entry is unreadable"

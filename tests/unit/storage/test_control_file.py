@@ -103,7 +103,7 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
     trusted = again.info(1)
     again.close()
     disk.lose_power(Survival.NOTHING, Random(1))
-    assert open_control(disk).info(1) == trusted, "what is trusted is durable"
+    assert open_control(disk).info(1) == trusted, "trusted state is durable"
 
 
 def test_one_sync_covers_all_earlier_writes(tmp_path):
@@ -207,7 +207,7 @@ def test_a_crash_during_the_creation_leaves_no_file_or_a_complete_file():
         else:
             assert steps > 4
             return
-    pytest.fail("it was never made without a crash")
+    pytest.fail("no creation completed without a crash")
 
 
 # ---- our slots
@@ -308,7 +308,7 @@ def test_a_slot_write_releases_only_lost_sectors_of_its_block(monkeypatch):
         assert disk.visible_content(SLOTS)[position : position + SLOT_BYTES] == slots.slot.encode()
         assert abandoned.pop() == (position, SLOT_BYTES)
     slots.write(Slot(2))
-    assert abandoned == [], "the write went through"
+    assert abandoned == [], "the write succeeded"
     monkeypatch.setattr(SimFile, "discard_unreadable", lambda *_: False)
     disk.plan_fault_at_call({"write"}, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed, match="write"):

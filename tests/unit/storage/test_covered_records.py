@@ -219,7 +219,7 @@ def test_covered_records_can_get_other_batches(world):
     append(world, second)
     append(world, third)
     world.log.append(2, *fourth)
-    assert (world.log.max_id, world.log.synced_max) == (11, 9), "from here on as in any log"
+    assert (world.log.max_id, world.log.synced_max) == (11, 9), "later appends work as in any log"
     world.log.sync()
     world.log.set_low_water_mark(2, 11, world.log.chain)
     world.log.engage(2, 11)
@@ -412,7 +412,9 @@ def test_unbatched_records_of_an_earlier_version_get_batches(empty_world):
     assert not empty_world.log.slot.is_unbatched
     assert not empty_world.log.suspect
     prepared = empty_world.log.prepare(7, NONCE)
-    assert (prepared.synced_max, prepared.last_session) == (9, NO_SESSION), "it is below its mark"
+    assert (prepared.synced_max, prepared.last_session) == (9, NO_SESSION), (
+        "the log is below its mark"
+    )
 
 
 @pytest.mark.parametrize("restarts", [False, True])

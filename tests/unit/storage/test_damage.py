@@ -95,7 +95,7 @@ def spoil_batch(log, position):
 def test_a_damaged_batch_is_rebuilt_from_repaired_records(log):
     spoil_batch(log, 1)
     left = log.fill(4, 5)
-    assert left == (IdRange(1, 1), IdRange(6, 6)), "what is left of it is waited for"
+    assert left == (IdRange(1, 1), IdRange(6, 6)), "the rest of the damage remains"
     with pytest.raises(ChecksumMismatch):
         log.segments.entries(4, 4, 1)
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
@@ -145,7 +145,7 @@ def test_a_repair_does_not_wait_for_a_damaged_adjacent_batch(log):
     spoil_batch(log, 1)
     assert log.fill(1, 1) == (IdRange(4, 6),)
     spoil_batch(log, 2)
-    assert log.fill(1, 1) == (IdRange(4, 6),), "nor does it look at the log's end"
+    assert log.fill(1, 1) == (IdRange(4, 6),), "the repair does not read the end of the log"
 
 
 @pytest.mark.parametrize("spoiled", [(0, 1), (2,)])
@@ -184,7 +184,7 @@ def test_lost_blocks_are_overwritten_in_parts(pieces):
         damaged = log.fill(at, end, slot=Slot(2, damaged=damaged))
         at = end + 1
     outside_range = [one for one in damaged if one.last < 21 or one.first > 39]
-    assert len(outside_range) == len(damaged), "none of what was filled is damaged"
+    assert len(outside_range) == len(damaged), "no repaired record is damaged"
     for one in outside_range:  # the record shared a block with them
         assert 12 < one.first <= one.last < 49
         log.fill(*one, slot=Slot(2, damaged=(one,)))

@@ -181,7 +181,7 @@ def test_a_file_gets_its_name_after_its_content():
         else:
             assert step > 8
             return
-    pytest.fail("it never came to its end")
+    pytest.fail("no call completed without a fault")
 
 
 def test_only_one_opener_can_lock_a_whole_file(disk_and_directory):
@@ -347,7 +347,7 @@ def test_a_file_that_cannot_be_opened_again_is_a_failed_read_or_a_failed_write(t
     file.close()
     with pytest.raises(DiskFailed, match="is closed") as caught:
         file.pread(4, 0)
-    assert not isinstance(caught.value, ReadFailed), "that is a bug of ours, not the disk's"
+    assert not isinstance(caught.value, ReadFailed), "this is a bug of Waltz, not a disk failure"
 
 
 def test_a_file_closed_during_a_call_keeps_its_descriptor_until_the_end(tmp_path, monkeypatch):

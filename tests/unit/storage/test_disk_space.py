@@ -39,7 +39,7 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
         space.check_append(6_001)
     assert space.is_short
     assert space.reserved_bytes == 4_000
-    assert disk.step_count == steps, "nothing was written"
+    assert disk.step_count == steps, "no byte was written"
 
 
 def test_appends_wait_until_a_released_reserve_is_restored():
@@ -196,7 +196,9 @@ def test_free_space_of_a_large_disk_is_queried_rarely():
     space.check_append(3_000)
     with pytest.raises(NoSpace):
         space.check_append(10_001)
-    assert request_mock.call_count == 5, "half of the 6,000 that were left may be written unasked"
+    assert request_mock.call_count == 5, (
+        "half of the remaining 6,000 bytes may be written without a query"
+    )
 
 
 def test_the_fill_rate_covers_the_last_day():

@@ -69,7 +69,7 @@ def test_the_start_is_a_batch_end_at_or_after_the_end_of_the_removed_segment(wor
     assert log.remove_oldest(archived)
     assert file_names(world) == before[1:]
     second = int(before[1][:-4])
-    assert second % 4 != 0, "the border is within a batch"
+    assert second % 4 != 0, "the boundary is within a batch"
     assert log.start == end_of(log, second + 4 - second % 4 - 1)
     first = log.start.transaction_id + 1
     read = log.read_range(first, log.max_id, 1 << 20, whole_batches=True)

@@ -20,7 +20,7 @@ def released_ranges(tail, *writes):
     for at, size in writes:
         tail.note_write(at, size)
         found.append(tail.take_droppable())
-    assert tail.take_droppable() is None, "once"
+    assert tail.take_droppable() is None, "each range is returned once"
     return [each for each in found if each is not None]
 
 

@@ -456,7 +456,7 @@ def interrupted_openings(prepare, survival, info=INFO):
         if not is_cut:
             assert step > 5
             return
-    pytest.fail("it was never opened without a crash")
+    pytest.fail("no opening completed without a crash")
 
 
 def test_an_adoption_interrupted_at_any_step_keeps_the_records_of_0_13():
@@ -654,7 +654,7 @@ def test_an_opening_that_fails_at_any_step_leaves_no_file_open():
             assert disk.open_count == open_count
             assert step > 10
             return
-    pytest.fail("it was never opened without an error")
+    pytest.fail("no opening completed without an error")
 
 
 # ---- batches that are lost, or left over
@@ -676,7 +676,7 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
     assert not slots.slot.suspect
     (damage,) = slots.slot.damaged or (None,)
     if damage is None:
-        assert last < 99 or (last < 199 and acked > 1), "it was read"
+        assert last < 99 or (last < 199 and acked > 1), "the record was read"
     else:  # only records in the same page are missing
         assert damage.first <= first
         assert last <= damage.last

@@ -51,7 +51,7 @@ def test_a_segment_gets_its_name_only_when_it_is_complete():
         else:
             assert step > 12
             return
-    pytest.fail("it was never made without a crash")
+    pytest.fail("no creation completed without a crash")
 
 
 def test_synced_records_are_read_back_after_a_power_loss():

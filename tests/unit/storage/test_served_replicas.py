@@ -182,7 +182,9 @@ async def test_a_removed_replica_that_is_a_session_member_is_served_unless_offli
         assert await follower.assigned(0) == [0, 1]
         assert sorted(engine.opened) == [0, 1]
         coordinator.is_unavailable = True
-        assert await follower.wait_for_check() == [0, 1], "nothing changes without a notice"
+        assert await follower.wait_for_check() == [0, 1], (
+            "the replicas do not change without a notification"
+        )
         coordinator.is_unavailable = False
         coordinator.session_members = {2}
         assert await follower.wait_for_check() == [0]
@@ -198,7 +200,7 @@ def test_the_process_ends_if_only_a_restart_helps():
 
     async def main():
         async with following(engine) as follower:
-            assert await follower.assigned(0) == [], "that is tried again"
+            assert await follower.assigned(0) == [], "the opening is retried"
             engine.has_failed = True
             await follower.wait_for_check()
 
@@ -221,7 +223,7 @@ async def test_a_replica_removed_during_the_request_is_not_opened_again(change):
     coordinator.during_read = remove_replica
     async with following(engine, coordinator) as follower:
         assert await follower.assigned(0) == [0]
-        assert engine.opened == [0], "and above all it is not held again"
+        assert engine.opened == [0], "the replica is not created again"
 
 
 def test_partitions_are_opened_by_all_opener_threads_concurrently():
@@ -259,7 +261,9 @@ async def test_a_hanging_drop_delays_only_its_partition():
         assert await follower.assigned(2, 3) == [0, 2, 3]
         assert follower.dropped == [1]
         assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
-        assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
+        assert await follower.assigned(0, 2) == [0, 2], (
+            "the partition is dropped before it is opened again"
+        )
         follower.serving.on_partition_idle(0)
         await poll_until(lambda: engine.opened.count(0) == 2)
         assert follower.dropped == [1, 3, 0]

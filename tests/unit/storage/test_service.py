@@ -753,7 +753,9 @@ def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
     with flipped_byte(bench.engine.directory / "0", 5):
         bench.ask(2, range_of(reader, 4, 5, reader=True))
         bench.ask(2, range_of(reader, 4, 5, reader=True))
-    assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
+    assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], (
+        "all known damage is reported when it grows"
+    )
     assert [each["ids"] for each in reports(bench, "storage.damage_found")] == ["3..3", "5..5"]
 
 
@@ -780,7 +782,9 @@ def test_unrepaired_damage_is_reported_again_after_each_pass(bench):
             while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
                 tick(bench)
                 bench.finish()
-    assert reported_damage(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
+    assert reported_damage(bench) == [[3, 3]] * 4, (
+        "damage is reported when found, and after each pass"
+    )
 
 
 def test_a_failed_read_is_reported_without_ending_the_session(bench):
@@ -831,7 +835,7 @@ def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.ScrubRequested(3))
-    assert bench.work_items == [], "that partition is not served"
+    assert bench.work_items == [], "this partition is not served"
     bench.send(1, owner.append())
     bench.step(service.ScrubRequested(0))
     assert [work.piece for work in bench.work_items] == [None]
@@ -885,14 +889,14 @@ def test_free_space_is_rechecked_until_it_suffices(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5)
     kept = (owner.next_id, owner.chain)
-    bench.disk.free = 50
+    bench.disk.reported_free_bytes = 50
     for _ in range(2):
         assert bench.refusal(1, owner.append(2)) is NoSpace
         assert "need 168 bytes" in bench.answers(1)[-1].message
         owner.next_id, owner.chain = kept
     assert bench.log.max_id == -1
     for free, is_short in ((50, True), (167, True), (168, False)):
-        bench.disk.free = free
+        bench.disk.reported_free_bytes = free
         assert tick(bench) == []
         look = bench.effects_of(service_effects.CheckSpace)[-1]
         look.space.recheck()
@@ -902,7 +906,9 @@ def test_free_space_is_rechecked_until_it_suffices(make):
     names = [
         each.name for each in bench.effects_of(Report) if each.name.startswith("storage.disk_")
     ]
-    assert names == ["storage.disk_full", "storage.disk_space_available"], "each once"
+    assert names == ["storage.disk_full", "storage.disk_space_available"], (
+        "each event is reported once"
+    )
     assert bench.ask(1, owner.append(2)).synced_max == 1
     wake_at_ms = bench.service.wake_at_ms
     tick(bench)
@@ -916,14 +922,14 @@ def test_a_slot_write_without_space_fails_and_keeps_the_reserve(make):
     owner = bench.owned(5, engaged=False)
     bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
     mark = owner.make(SetLowWaterMark, -1, owner.chain)
-    assert bench.refusal(1, mark) is DiskFailed, "a slot that cannot be written is not tried again"
+    assert bench.refusal(1, mark) is DiskFailed, "a failed slot write is not retried"
     assert bench.engine.space.reserved_bytes == 4_096
 
 
 def test_a_failed_scrub_on_a_full_disk_ends_no_session(make):
     bench = make(reserve_bytes=4_096)
     bench.ask(1, bench.owned(5).append(6))
-    bench.disk.free = 0
+    bench.disk.reported_free_bytes = 0
     bench.step(service.ScrubRequested())
     bench.finish()
     assert reports(bench, "storage.scrub_finished")

@@ -71,7 +71,7 @@ def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     assert sorted(engine.logs) == [4]
     before = len(disk.trace)
     engine.assign_new([2, 4, 7])
-    assert len(disk.trace) == before, "they were held already"
+    assert len(disk.trace) == before, "the partitions existed already"
     for partition_id in (2, 7):
         engine.assign(partition_id)
     engine.abandon()
@@ -218,7 +218,7 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
         engine.log(1)
     with pytest.raises(BadFormat):
         engine.set_available(1, is_available=False)
-    assert engine.log(2).max_id == -1, "others are open"
+    assert engine.log(2).max_id == -1, "other partitions are open"
     engine.re_seed(1)
     log = engine.assign(1)
     assert (log.max_id, log.suspect, log.slot.nonce) == (-1, True, b"\xff" * 16)

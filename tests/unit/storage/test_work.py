@@ -251,7 +251,7 @@ def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
     assert (log.max_id, result.failure, space.reserved_bytes) == (-1, None, 4_096)
     space.recheck()
-    assert space.is_short, "of what the group lacks"
+    assert space.is_short, "space is short because of the rejected group"
     disk.capacity_bytes += 1
     space.recheck()
     assert not space.is_short

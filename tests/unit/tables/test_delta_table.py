@@ -119,7 +119,7 @@ def test_a_commit_of_another_program_supersedes_the_follower(path: Path, table: 
 def test_the_error_names_the_follower_of_the_other_commit(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="other")
     second = open_table(path)
-    assert second.marks(other).has_rows, "so it needs a start"
+    assert second.marks(other).has_rows, "the table needs a start"
     assert second.apply(None, other)
     assert table.marks(START).others == [OtherCommit(1, "WRITE", "other")]
 

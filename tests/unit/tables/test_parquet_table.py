@@ -381,7 +381,7 @@ def test_keys_and_deletes_are_rejected(tmp_path: Path):
         BadRequest, match="partition 0, transaction 1: expected no delete, found one"
     ):
         table.apply(changes, START)
-    assert list(tmp_path.glob("batch=*")) == [], "a first batch that fails leaves no table"
+    assert list(tmp_path.glob("batch=*")) == [], "a failed first batch creates no table"
     table.finish()
     assert complete(str(tmp_path)) == {0: []}
 
