@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
-from tests.unit.tables.answering_store import store_with_answer
+from tests.unit.tables.fake_object_store import store_with_answer
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
 from waltz_core.tables.delta_errors import library_error
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema

@@ -16,7 +16,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as arrow_fs
 
-from tests.unit.tables.answering_store import store_with_answer
+from tests.unit.tables.fake_object_store import store_with_answer
 from waltz_core.archive.store import ArchiveStore, StoreSink
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
