@@ -48,7 +48,7 @@ def test_redials_back_off_and_the_backoff_resets_after_success(session):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "tainted"),
+    ("kind", "fields", "damaged"),
     [
         (wire.Prepare, (bytes(16),) * 3 + (1,), False),
         (wire.LineageRequest, (0, 1), False),

@@ -76,7 +76,7 @@ def request(bench, owner, message):
     """Send a request to archive; return the job to upload, if any."""
     bench.send(1, message)
     bench.finish()
-    jobs = bench.only(service_effects.UploadRange)
+    jobs = bench.effects_of(service_effects.UploadRange)
     bench.effects = [
         each for each in bench.effects if not isinstance(each, service_effects.UploadRange)
     ]
@@ -142,8 +142,8 @@ def test_other_work_runs_between_the_pieces_of_a_range(make, monkeypatch):
     owner = fill_log(bench, batches=6)
     bench.send(1, range_to(owner, 11), owner.append(), owner.append())
     order = []
-    while bench.works:
-        work = bench.works.pop(0)
+    while bench.work_items:
+        work = bench.work_items.pop(0)
         order.append("piece" if work.piece is not None else "append")
         bench.step(service.WorkDone(work, work.run()))
     assert order == ["piece", "append", *["piece"] * 5]
@@ -157,7 +157,7 @@ def test_pieces_are_read_at_the_rate_and_a_pause_is_reported_as_progress(make, m
     bench.send(1, range_to(owner, 7))
     bench.finish()
     notified_ms = [began_ms]
-    while not (uploads := bench.only(service_effects.UploadRange)):
+    while not (uploads := bench.effects_of(service_effects.UploadRange)):
         bench.now_ms = bench.service.wake_at_ms
         notified = len(progress_of(bench))
         bench.step(Wakeup())
@@ -293,7 +293,7 @@ def test_one_range_is_read_or_uploaded_at_a_time(make):
         bench.send(1, range_to(owner, 1))
     bench.finish()
     order = []
-    while jobs := bench.only(service_effects.UploadRange)[len(order) :]:
+    while jobs := bench.effects_of(service_effects.UploadRange)[len(order) :]:
         job = jobs[0].job
         order.append(job.partition_id)
         bench.step(service.UploadDone(job, MADE))
@@ -322,7 +322,7 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
         bench.finish()
     ENDINGS[ending](bench)
     bench.finish()
-    uploads = bench.only(service_effects.UploadRange)
+    uploads = bench.effects_of(service_effects.UploadRange)
     assert len(uploads) == is_uploading
     if ending == "drop":
         bench.step(service.PartitionOpened(bench.log))
@@ -331,11 +331,11 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     bench.send(3, range_to(later, 5))
     bench.finish()
     if is_uploading:
-        assert len(bench.only(service_effects.UploadRange)) == 1
+        assert len(bench.effects_of(service_effects.UploadRange)) == 1
         bench.step(service.UploadDone(uploads[0].job, MADE))
         bench.finish()
         assert not notices(bench, 1)
-    job = bench.only(service_effects.UploadRange)[-1].job
+    job = bench.effects_of(service_effects.UploadRange)[-1].job
     assert job.session_id == 7
     bench.step(service.UploadDone(job, MADE))
     assert [each.session_id for each in notices(bench, 3)] == [7]
@@ -353,11 +353,11 @@ def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploadi
         bench.finish()
     bench.send(1, range_to(owner, 5, attempt=2))
     bench.finish()
-    jobs = [each.job for each in bench.only(service_effects.UploadRange)]
+    jobs = [each.job for each in bench.effects_of(service_effects.UploadRange)]
     if is_uploading:
         bench.step(service.UploadDone(jobs[0], MADE))
         bench.finish()
-        jobs = [each.job for each in bench.only(service_effects.UploadRange)][1:]
+        jobs = [each.job for each in bench.effects_of(service_effects.UploadRange)][1:]
     (job,) = jobs
     assert job.attempt == 2
     bench.step(service.UploadDone(job, MADE))
@@ -384,7 +384,7 @@ def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
     bench = make()
     owner = fill_log(bench)
     assert isinstance(bench.ask(1, collection_of(owner)), SuccessResponse)
-    (effect,) = bench.only(service_effects.CollectFiles)
+    (effect,) = bench.effects_of(service_effects.CollectFiles)
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
     assert effect.job == GarbageCollectionJob(5, NONCE, 3, recorded)
     bench.step(service.FilesCollected(effect.job, outcome))
@@ -403,7 +403,7 @@ def test_a_collection_is_not_reported_to_an_owner_whose_session_has_ended(make, 
     bench = make()
     owner = fill_log(bench)
     bench.send(1, collection_of(owner))
-    (effect,) = bench.only(service_effects.CollectFiles)
+    (effect,) = bench.effects_of(service_effects.CollectFiles)
     ENDINGS[ending](bench)
     bench.finish()
     bench.step(service.FilesCollected(effect.job, BadRequest("found a later session")))
@@ -423,14 +423,14 @@ def test_a_collection_and_an_upload_wait_for_each_other(make):
     bench.ask(1, second.append(2))
     bench.send(1, collection_of(owner))
     assert request(bench, second, range_to(second, 1)) is None
-    (effect,) = bench.only(service_effects.CollectFiles)
+    (effect,) = bench.effects_of(service_effects.CollectFiles)
     bench.step(service.FilesCollected(effect.job, CollectedGarbage(0, 0, 0, False)))
     bench.finish()
-    (upload,) = bench.only(service_effects.UploadRange)
+    (upload,) = bench.effects_of(service_effects.UploadRange)
     bench.send(1, collection_of(owner, attempt=4))
-    assert len(bench.only(service_effects.CollectFiles)) == 1
+    assert len(bench.effects_of(service_effects.CollectFiles)) == 1
     bench.step(service.UploadDone(upload.job, MADE))
-    assert bench.only(service_effects.CollectFiles)[1].job.attempt == 4
+    assert bench.effects_of(service_effects.CollectFiles)[1].job.attempt == 4
 
 
 # ---- stores that hang
@@ -454,7 +454,7 @@ def three_jobs(make):
     for owner in owners:
         bench.send(1, range_to(owner, 1))
     bench.finish()
-    return bench, bench.only(service_effects.UploadRange)[0].job
+    return bench, bench.effects_of(service_effects.UploadRange)[0].job
 
 
 def test_the_owners_of_all_jobs_are_notified_of_progress_at_intervals(make):
@@ -488,12 +488,12 @@ def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make)
     assert reports(bench, "storage.archive_stalled") == [{"partition": 0, "ms": STALLED_MS}]
     assert len(progress_of(bench)) == notified
     bench.finish()
-    assert len(bench.only(service_effects.UploadRange)) == 1, "memory is bounded"
+    assert len(bench.effects_of(service_effects.UploadRange)) == 1, "memory is bounded"
     assert bench.service.archive_running_since_ms == began_ms
     bench.step(service.UploadDone(job, ArchiveUnavailable("timed out")))
     for partition_id in (1, 2):
         bench.finish()
-        job = bench.only(service_effects.UploadRange)[-1].job
+        job = bench.effects_of(service_effects.UploadRange)[-1].job
         assert job.partition_id == partition_id
         bench.step(service.UploadDone(job, MADE))
     assert [each.error for each in notices(bench)] == ["timed out", "", ""]
@@ -556,8 +556,8 @@ def test_segments_within_the_retention_limits_are_not_removed(make, limits):
     bench.now_ms += INTERVAL_MS
     bench.step(Wakeup())
     pieces = []
-    while bench.works:
-        work = bench.works.pop(0)
+    while bench.work_items:
+        work = bench.work_items.pop(0)
         pieces.append(work.piece)
         bench.step(service.WorkDone(work, work.run()))
     assert any(isinstance(each, RetentionPiece) for each in pieces) == bool(limits)
@@ -629,7 +629,7 @@ def test_objects_expire_for_the_owner_and_it_is_reported(make, kind):
     bench = make()
     owner = fill_log(bench)
     assert isinstance(bench.ask(1, expiry_of(owner)), SuccessResponse)
-    (effect,) = bench.only(service_effects.WriteExpiry)
+    (effect,) = bench.effects_of(service_effects.WriteExpiry)
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
     assert effect.job == ExpiryJob(5, NONCE, 3, recorded, 4, 77, 60_000)
     bench.step(service.ExpiryWritten(effect.job, outcome))
@@ -646,7 +646,7 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     bench = make()
     owner = fill_log(bench)
     bench.send(1, expiry_of(owner))
-    (effect,) = bench.only(service_effects.WriteExpiry)
+    (effect,) = bench.effects_of(service_effects.WriteExpiry)
     ENDINGS[ending](bench)
     bench.finish()
     bench.step(service.ExpiryWritten(effect.job, ManifestAfterExpiry(3, "e", 8)))

@@ -395,7 +395,7 @@ def test_other_errors_than_tls_are_reported_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "settings", "complaint"),
+    ("hosts", "settings", "message"),
     [
         (("127.0.0.1",), {}, ""),
         (("waltz.example",), {"advertised_host": "waltz.example"}, ""),

@@ -196,7 +196,7 @@ def test_the_findings_have_changes_of_several_kinds():
 
 
 @pytest.mark.parametrize(
-    ("words", "change"),
+    ("arguments_of_command", "change"),
     [
         ("replace-storage a:1 HOST:PORT", {"storage": "a:1", "replacement": ""}),
         ("set-admin-port a:1 ADMIN_PORT", {"storage": "a:1", "admin_port": ""}),
