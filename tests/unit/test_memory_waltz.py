@@ -189,7 +189,7 @@ def test_callbacks_of_the_other_client_class_are_rejected(waltz_memory):
         for wrong in (None, SyncWithAsyncMethod):
             with pytest.raises(errors.UsageError, match="expected an object of class Callbac"):
                 client.subscribe(wrong)
-    with pytest.raises(errors.UsageError, match="Plain has plain functions, but Async"):
+    with pytest.raises(errors.UsageError, match="CountingCallbacks has plain functions, but Async"):
         asyncio.run(subscribe_plain())
 
 

@@ -46,7 +46,7 @@ def requirements(message):
 
 
 def test_a_message_class_without_a_declaration_is_an_error():
-    with pytest.raises(TypeError, match="Undeclared: expected a declaration `requires`"):
+    with pytest.raises(TypeError, match="UndeclaredMessage: expected a declaration `requires`"):
 
         @value(frozen=True, slots=True)
         class UndeclaredMessage(ClientMessage):
