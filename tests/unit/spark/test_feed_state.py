@@ -311,7 +311,9 @@ def test_memory_does_not_grow_with_the_keys() -> None:
             def read(self, first, last):
                 for start in range(first, last + 1, 4000):
                     ids = range(start, min(start + 4000, last + 1))
-                    self.transactions = {n: feeds.packed(id=n % 80_000, op="x" * 500) for n in ids}
+                    self.transactions = {
+                        n: feeds.transaction_with(id=n % 80_000, op="x" * 500) for n in ids
+                    }
                     yield self._batch(ids)
         peaks = []
         rows = 0
