@@ -19,9 +19,9 @@ from tests.unit.spark.feeds import (
     DELETE_HEADER,
     Log,
     Transaction,
-    between,
+    expected_rows,
     reader,
-    replayed,
+    rows_between,
     rows_of,
 )
 from waltz_spark.datasource import change_feed, feed_read
@@ -95,7 +95,7 @@ def test_a_stream_and_a_batch_have_the_rows_of_a_replay(
     previous_bytes_max: int,
 ) -> None:
     log = Log(transactions, batch_rows)
-    expected = replayed(transactions)
+    expected = expected_rows(transactions)
     begin = min(start, log.mark)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -103,7 +103,7 @@ def test_a_stream_and_a_batch_have_the_rows_of_a_replay(
         patch.object(change_feed, "PREVIOUS_BYTES_MAX", previous_bytes_max),
     ):
         batch = rows_of(reader(log, begin, log.mark, **MODE).rows())
-        assert batch == between(expected, begin, log.mark)
+        assert batch == rows_between(expected, begin, log.mark)
         for turn in turns:
             file = Path(directory, f"{turn.machine}.sqlite")
             spoil(file, turn.fault)
@@ -113,6 +113,6 @@ def test_a_stream_and_a_batch_have_the_rows_of_a_replay(
                 rows_of(islice(rows, turn.batches_read))
                 rows.close()  # type: ignore[attr-defined]
                 continue
-            assert rows_of(rows) == between(expected, begin, end)
+            assert rows_of(rows) == rows_between(expected, begin, end)
             if turn.is_accepted:
                 begin = end

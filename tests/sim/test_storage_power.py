@@ -64,7 +64,7 @@ def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(tmp_path,
     for steps in range(200):
         world, written = prepared_world(tmp_path / str(steps))
         written += make_records(46, [20] * 34)[0]
-        world.disk.left = steps
+        world.disk.steps_left = steps
         lost = False
         try:
             call(world)
@@ -72,19 +72,19 @@ def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(tmp_path,
             lost = True
         # The second loss of power hits the first opening, wherever that has come to.
         for again in (steps % 17, None):
-            world.disk.left = None
+            world.disk.steps_left = None
             world.log.abandon()
             world.control.close()
             world.disk.lose_unsynced(random.Random(steps))
-            world.disk.left = again
+            world.disk.steps_left = again
             with suppress(PowerLost):
                 world.open()
                 break
-        world.disk.left = None
+        world.disk.steps_left = None
         log = world.log
         assert (log.suspect, log.damaged) == (False, ())
         assert log.max_id >= kept
-        assert world.everything() == written[: 60 * (log.max_id + 1)]
+        assert world.all_records() == written[: 60 * (log.max_id + 1)]
         entries = log.lineage(0, log.max_id)[1]
         assert [0, *(one.last + 1 for one in entries)] == [
             *(one.first for one in entries),

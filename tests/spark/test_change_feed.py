@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.spark.test_stream import as_json, finished, marks_of
 from tests.time_limits import TEST_TIMEOUT_S
-from tests.unit.spark.feeds import DELETE_HEADER, Transaction, packed, replayed
+from tests.unit.spark.feeds import DELETE_HEADER, Transaction, expected_rows, transaction_with
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadFormat
 from waltz_spark import error_of
@@ -62,16 +62,17 @@ def rows_of(table: DataFrame) -> list[tuple[Any, ...]]:
 
 def changes(first: int, count: int) -> list[Transaction]:
     found = [
-        packed(HEADER, id=n % 7, op="IUD"[n % 3], amount=n) for n in range(first, first + count)
+        transaction_with(HEADER, id=n % 7, op="IUD"[n % 3], amount=n)
+        for n in range(first, first + count)
     ]
-    return [*found, packed(DELETE_HEADER, id=3), Transaction(HEADER, b"\xc1")]
+    return [*found, transaction_with(DELETE_HEADER, id=3), Transaction(HEADER, b"\xc1")]
 
 
 @pytest.mark.core
 def test_a_batch_has_the_changes_after_its_start(spark: SparkSession, connect: str) -> None:
     append(connect, changes(0, 50))
     middle = marks_of(connect)[PARTITION] - 20
-    expected = replayed(logged(connect))
+    expected = expected_rows(logged(connect))
     assert rows_of(feed(spark.read, connect)) == expected
     starting = as_json({PARTITION: middle})
     found = feed(spark.read, connect, startingHighWaterMarks=starting)
@@ -108,7 +109,7 @@ def test_a_stream_continues_with_the_state_of_its_last_micro_batch(
             .start()
         )
     found = rows_of(spark.read.parquet(str(tmp_path / "files")))
-    expected = [row for row in replayed(logged(connect)) if row[-1] > begin]
+    expected = [row for row in expected_rows(logged(connect)) if row[-1] > begin]
     assert sorted(found, key=str) == sorted(expected, key=str)
     (file,) = states() - before
     state = feed_state.open_cached_state(file)

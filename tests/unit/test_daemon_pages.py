@@ -13,14 +13,16 @@ from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.metrics import Metrics
 from waltz_core.transport import net
 
-WELL = Health(is_healthy=True, unready_reasons=[], details={"partitions": [0, 1]})
-ILL = Health(is_healthy=False, unready_reasons=["no quorum", "no disk"], details={"error": "x"})
+HEALTHY = Health(is_healthy=True, unready_reasons=[], details={"partitions": [0, 1]})
+UNHEALTHY = Health(
+    is_healthy=False, unready_reasons=["no quorum", "no disk"], details={"error": "x"}
+)
 OK = "HTTP/1.1 200 OK"
 UNAVAILABLE = "HTTP/1.1 503 Service Unavailable"
 
 
 def pages(*requests, health):
-    """Return the answers of a daemon with this health, or whose health raises this error."""
+    """Return the answers of a daemon with this health, or whose health check raises this error."""
 
     async def find():
         if isinstance(health, Exception):
@@ -45,33 +47,33 @@ def page(path, health):
 
 
 def test_metrics_are_served():
-    status, body = page("/metrics?name=x", WELL)
+    status, body = page("/metrics?name=x", HEALTHY)
     assert status == OK
     assert b"waltz_server_partitions 2.0\n" in body
 
 
-@pytest.mark.parametrize("health", [WELL, ILL, RuntimeError("broken")])
-def test_livez_depends_on_the_event_loop_only(health):
+@pytest.mark.parametrize("health", [HEALTHY, UNHEALTHY, RuntimeError("broken")])
+def test_livez_depends_only_on_the_event_loop(health):
     assert page("/livez", health) == (OK, b"ok\n")
 
 
 def test_readyz_lists_each_reason_for_which_a_daemon_is_not_ready():
-    status, body = page("/readyz", WELL)
+    status, body = page("/readyz", HEALTHY)
     assert (status, json.loads(body)) == (OK, {"is_ready": True, "reasons": []})
-    status, body = page("/readyz", ILL)
+    status, body = page("/readyz", UNHEALTHY)
     assert status == UNAVAILABLE
     assert json.loads(body) == {"is_ready": False, "reasons": ["no quorum", "no disk"]}
 
 
 def test_health_has_a_status_and_details():
-    status, body = page("/health", WELL)
+    status, body = page("/health", HEALTHY)
     assert (status, json.loads(body)) == (OK, {"is_healthy": True, "partitions": [0, 1]})
-    status, body = page("/health", ILL)
+    status, body = page("/health", UNHEALTHY)
     assert (status, json.loads(body)) == (UNAVAILABLE, {"is_healthy": False, "error": "x"})
 
 
 def test_a_daemon_may_be_ready_and_not_healthy():
-    health = ILL._replace(unready_reasons=[])
+    health = UNHEALTHY._replace(unready_reasons=[])
     (readyz, _), (health_page, _) = pages(get("/readyz"), get("/health"), health=health)
     assert (readyz, health_page) == (OK, UNAVAILABLE)
 
@@ -81,14 +83,14 @@ def test_pages_accept_get_and_head_only():
         b"HEAD /livez HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx",
         get("/ping"),
-        health=WELL,
+        health=HEALTHY,
     )
     assert head == (OK, b"")
     assert post[0] == "HTTP/1.1 405 Method Not Allowed"
     assert other[0] == "HTTP/1.1 404 Not Found"
 
 
-def test_a_page_that_fails_ends_neither_the_daemon_nor_the_next_page(caplog):
+def test_a_failing_page_affects_neither_the_daemon_nor_other_pages(caplog):
     failed, next_page = pages(get("/health"), get("/livez"), health=RuntimeError("broken"))
     assert failed[0] == "HTTP/1.1 500 Internal Server Error"
     assert b"broken" not in failed[1]
@@ -97,12 +99,12 @@ def test_a_page_that_fails_ends_neither_the_daemon_nor_the_next_page(caplog):
     assert "RuntimeError: broken" in caplog.text
 
 
-def test_a_page_that_does_not_return_delays_no_other():
+def test_a_hanging_page_does_not_delay_other_pages():
     async def main():
-        begun = asyncio.Event()
+        started = asyncio.Event()
 
         async def hang():
-            begun.set()
+            started.set()
             await asyncio.Event().wait()
 
         async with (
@@ -111,7 +113,7 @@ def test_a_page_that_does_not_return_delays_no_other():
             asyncio.TaskGroup() as tasks,
         ):
             hanging = tasks.create_task(send_request(port, get("/readyz")))
-            await begun.wait()
+            await started.wait()
             assert await send_request(port, get("/livez")) == (OK, b"ok\n")
             hanging.cancel()
 

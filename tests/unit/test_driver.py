@@ -43,7 +43,7 @@ async def test_effects_are_performed_in_order_before_the_next_event():
 
 
 @run_on_loop
-async def test_reports_go_to_their_callback():
+async def test_reports_are_passed_to_their_callback():
     reports, done = [], []
     machine = Echo({"a": (Report("x.y", (("n", 1),)), "1")})
     driver = Driver(machine, done.append, on_report=reports.append)
@@ -123,7 +123,7 @@ async def test_a_machine_that_raises_stops_and_its_owner_is_notified_once():
 
 
 @run_on_loop
-async def test_an_effect_that_fails_stops_the_machine_too():
+async def test_a_failed_effect_stops_the_machine():
     failures = []
 
     def perform(_effect):
@@ -135,7 +135,7 @@ async def test_an_effect_that_fails_stops_the_machine_too():
 
 
 @run_on_loop
-async def test_a_stopped_driver_drops_everything():
+async def test_a_stopped_driver_ignores_events():
     machine = Echo({"a": ("1",)}, wake_at_ms=0)
     driver = Driver(machine, print)
     driver.stop()

@@ -41,7 +41,7 @@ def test_a_json_line_has_the_event_and_its_fields():
     assert [*found][:4] == ["time", "level", "logger", "event"]
 
 
-def test_values_keep_their_types_and_texts_have_no_quotes_of_the_text_format():
+def test_json_values_keep_their_types_and_texts_have_no_extra_quotes():
     found = fields_of("x.y load=%.1f reason=%r port=%s ids=%s", 0.251, "it's \n", None, {1: "a"})
     assert found == {
         "event": "x.y", "load": 0.3, "reason": "it's \n", "port": None, "ids": {"1": "a"}
@@ -60,7 +60,7 @@ def test_constants_in_a_template_are_fields():
     }  # fmt: skip
 
 
-def test_a_value_that_json_does_not_have_is_text():
+def test_a_value_without_a_json_type_is_text():
     req_id = ReqId(ClientId(17), Generation(3), PartitionId(0), 40)
     assert fields_of("x.y request=%s", req_id) == {"event": "x.y", "request": "17.3.0.40"}
     assert fields_of("x.y error=%s", OSError(2, "gone")) == {
@@ -77,7 +77,7 @@ def test_a_value_that_json_does_not_have_is_text():
         ({"no": "text"}, (), "{'no': 'text'}"),
     ],
 )
-def test_a_line_of_another_form_is_a_message(
+def test_a_line_in_another_format_is_a_message(
     template: object, values: tuple[object, ...], message: str
 ):
     assert fields_of(template, *values) == {"message": message}
@@ -91,7 +91,7 @@ def test_a_stack_trace_is_a_text_in_the_line():
     assert "ValueError: invalid literal" in str(found["exception"])
 
 
-def test_no_event_has_a_field_with_the_name_of_another_key():
+def test_no_event_field_has_the_name_of_a_reserved_key():
     keys = {"time", "level", "logger", "event", "message", "exception"}
     assert not {name: keys & {*event.fields} for name, event in events().items()
                 if keys & {*event.fields}}  # fmt: skip

@@ -31,7 +31,7 @@ from waltz_core.wire.messages import RejectionsRequest, WireProtocol
 SHORT = ClientConfig(request_timeout_ms=200, retry_interval_ms_min=1, retry_interval_ms_max=20)
 
 
-def test_the_fixture_is_an_empty_waltz_for_clients_with_the_ids_that_they_are_given(waltz_memory):
+def test_waltz_memory_is_empty_and_issues_client_ids(waltz_memory):
     with waltz_memory.client(client_id=77) as client:
         assert client.high_water_marks() == dict.fromkeys(range(4), -1)
         assert client.append(b"one", partition=3, header=5).result() == 0
@@ -52,8 +52,8 @@ def until(condition):
         time.sleep(0.001)
 
 
-class Plain(Callbacks):
-    """Counts, and runs a given function."""
+class CountingCallbacks(Callbacks):
+    """Counts transactions, and runs a given function for each."""
 
     def __init__(self, act, answer=PoisonPolicy.STOP):
         self.act, self.answer, self.applied, self.errors = act, answer, 0, []
@@ -68,21 +68,21 @@ class Plain(Callbacks):
         return self.answer
 
 
-async def nothing():
-    """What an async function returns when it is not awaited."""
+async def return_none():
+    """Return None; a call without `await` returns a coroutine."""
 
 
 @pytest.mark.parametrize(
     ("act", "answer", "error"),
     [
         (lambda: sys.exit(3), PoisonPolicy.STOP, errors.UsageError),
-        (nothing, PoisonPolicy.STOP, errors.UsageError),
+        (return_none, PoisonPolicy.STOP, errors.UsageError),
         (lambda: 1 / 0, None, ZeroDivisionError),
-        (lambda: 1 / 0, "skip", ZeroDivisionError),  # it is no policy
+        (lambda: 1 / 0, "skip", ZeroDivisionError),  # not a valid policy
     ],
 )
 def test_a_failing_callback_ends_only_its_feed(waltz_memory, act, answer, error):
-    callbacks = Plain(act, answer)
+    callbacks = CountingCallbacks(act, answer)
     with waltz_memory.client() as client:
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
@@ -91,17 +91,17 @@ def test_a_failing_callback_ends_only_its_feed(waltz_memory, act, answer, error)
     assert [type(each) for each in callbacks.errors] == [error]
 
 
-def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
+def test_system_exit_in_a_context_ends_only_the_context(waltz_memory):
     @transactional(partition=0)
-    def leaves(builder):
+    def exits_in_context(builder):
         sys.exit(3)
 
     @transactional(partition_by=lambda: sys.exit(3))
-    def leaves_early(builder):
+    def exits_in_partition_function(builder):
         return False
 
     with waltz_memory.client() as client:
-        for context in (leaves(), leaves_early()):
+        for context in (exits_in_context(), exits_in_partition_function()):
             with pytest.raises(errors.UsageError, match="raised SystemExit on a worker thread"):
                 client.submit(context).result(TEST_TIMEOUT_S)
         assert client.append(b"and it continues", partition=0).result() == 0
@@ -109,18 +109,18 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
 
 def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
     @transactional(partition=0)
-    def takes_the_next(builder):
+    def raises_stop_iteration(builder):
         return next(iter(()))
 
-    class Endless(Plain):
+    class RaisesStopIteration(CountingCallbacks):
         def client_high_water_mark(self, partition):
             return next(iter(()))
 
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
-        client.submit(takes_the_next()).result(TEST_TIMEOUT_S)
+        client.submit(raises_stop_iteration()).result(TEST_TIMEOUT_S)
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
-        client.subscribe(Endless(nothing), [0])
-    callbacks = Plain(lambda: next(iter(())))
+        client.subscribe(RaisesStopIteration(return_none), [0])
+    callbacks = CountingCallbacks(lambda: next(iter(())))
     with waltz_memory.client() as client:
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
@@ -149,7 +149,7 @@ def test_an_argument_other_than_a_context_is_reported(waltz_memory):
                 asyncio.run(submit(wrong))
 
 
-def test_use_on_another_event_loop_is_reported_and_the_client_continues(waltz_memory):
+def test_use_on_another_event_loop_raises_without_closing_the_client(waltz_memory):
     async def append(client):
         async with asyncio.timeout(TEST_TIMEOUT_S):
             return await (await client.append(b"x", partition=0))
@@ -157,39 +157,39 @@ def test_use_on_another_event_loop_is_reported_and_the_client_continues(waltz_me
     async def begin():
         return await waltz_memory.async_client()
 
-    with asyncio.Runner() as own:
-        client = own.run(begin())
+    with asyncio.Runner() as runner:
+        client = runner.run(begin())
         for wrong in (append(client), client.close()):
             with (
                 pytest.raises(errors.UsageError, match="was opened on another event loop"),
-                ThreadPoolExecutor(1) as another,  # one loop in each thread: this one's is taken
+                ThreadPoolExecutor(1) as another,  # this thread has a loop
             ):
                 another.submit(asyncio.run, wrong).result()
-        assert own.run(append(client)) == 0
-        own.run(client.close())
+        assert runner.run(append(client)) == 0
+        runner.run(client.close())
 
 
-def test_callbacks_of_the_other_client_are_rejected(waltz_memory):
-    class Late(Callbacks):
+def test_callbacks_of_the_other_client_class_are_rejected(waltz_memory):
+    class SyncWithAsyncMethod(Callbacks):
         async def apply_transaction(self, transaction):
             """It is not awaited."""
 
-    class Early(AsyncCallbacks):
+    class AsyncWithoutAwait(AsyncCallbacks):
         async def apply_transaction(self, transaction):
             """It is not awaited."""
 
     async def subscribe_plain():
         async with waltz_memory.async_client() as client:
-            await client.subscribe(Plain(nothing))
+            await client.subscribe(CountingCallbacks(return_none))
 
     with waltz_memory.client() as client:
-        for wrong in (Late(), Early()):
+        for wrong in (SyncWithAsyncMethod(), AsyncWithoutAwait()):
             with pytest.raises(errors.UsageError, match="is an async function, which WaltzClient"):
                 client.subscribe(wrong)
-        for wrong in (None, Late):
+        for wrong in (None, SyncWithAsyncMethod):
             with pytest.raises(errors.UsageError, match="expected an object of class Callbac"):
                 client.subscribe(wrong)
-    with pytest.raises(errors.UsageError, match="Plain has plain functions, but Async"):
+    with pytest.raises(errors.UsageError, match="CountingCallbacks has plain functions, but Async"):
         asyncio.run(subscribe_plain())
 
 
@@ -200,7 +200,7 @@ def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
         waltz_memory.reject_next(2)
-        client.append(b"free", partition=0).result()  # checks nothing, so no client can be faster
+        client.append(b"free", partition=0).result()  # without locks, so without conflicts
         client.append(b"free", partition=0, append_locks=locks).result()
         for kind in ("write_locks", "read_locks"):
             with pytest.raises(errors.LockFailed):
@@ -231,7 +231,7 @@ def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
 
 
 @pytest.mark.parametrize("side", ["versions_accepted", "versions_offered"])
-def test_a_version_without_rejections_is_reported_and_the_connection_continues(monkeypatch, side):
+def test_a_server_without_rejections_is_an_error_without_a_disconnect(monkeypatch, side):
     older = [each for each in getattr(WireProtocol.CLIENT, side) if each < RejectionsRequest.since]
     monkeypatch.setattr(WireProtocol.CLIENT, side, tuple(older))
     with MemoryWaltz() as waltz, waltz.client() as client:
@@ -253,7 +253,7 @@ def test_a_context_that_is_always_rejected_expires(waltz_memory):
 
 
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.TooLarge, errors.ClientAheadOfLog])
-def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
+def test_a_failed_append_is_not_in_the_log(waltz_memory, error):
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, error("as planned"))
         failed = [client.append(b"%d" % i, partition=0) for i in range(3)]
@@ -289,7 +289,7 @@ def test_an_injected_failure_fails_the_whole_batch(waltz_memory):
         assert outcome.transaction_ids.tolist() == [0, 1]
 
 
-def test_a_context_outlives_a_failure(waltz_memory):
+def test_a_context_is_retried_after_a_failure(waltz_memory):
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, errors.Overloaded("as planned"))
         context = RecordingContext(0)
@@ -298,8 +298,8 @@ def test_a_context_outlives_a_failure(waltz_memory):
 
 
 @pytest.mark.parametrize("enters_log", [True, False])
-def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log):
-    # Long enough for what the client does afterwards, too.
+def test_a_client_continues_after_an_unknown_outcome(waltz_memory, enters_log):
+    # Long enough for the following requests of the client, too.
     patient = replace(SHORT, request_timeout_ms=2_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
         waltz_memory.fail_next_append(1, errors.OutcomeUnknown("no server"), enters_log=enters_log)
@@ -329,7 +329,7 @@ def faulty_run(seed: int) -> tuple[int, list[bytes]]:
         return waltz.fault_count, [each.data for each in waltz.transactions(0)]
 
 
-def test_lost_appends_and_answers_are_repaired_by_the_client_and_drawn_from_the_seed():
+def test_lost_appends_and_answers_are_retried_and_depend_on_the_seed():
     one, same, other = faulty_run(1), faulty_run(1), faulty_run(2)
     assert one == same
     assert one[0] != other[0]
@@ -337,7 +337,7 @@ def test_lost_appends_and_answers_are_repaired_by_the_client_and_drawn_from_the_
     assert one[1] == other[1] == [b"%d" % i for i in range(25)]
 
 
-def test_answers_take_as_long_as_reported():
+def test_answers_have_the_configured_delay():
     with MemoryWaltz(1, delay_ms=(30, 60)) as waltz, waltz.client() as client:
         client.mount()
         began = time.monotonic()
@@ -373,17 +373,17 @@ def test_a_suspended_feed_holds_back_committed_transactions(waltz_memory):
         client.append(b"a", partition=0).result()
         ledger.wait_until(lambda: ledger.applied_ids == [0])
         waltz_memory.suspend_feed()
-        # A client that has not applied it is late, and stays so.
+        # A client that has not applied it lags, and continues to lag.
         won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
         for timeout_ms in (100, 1_000, 10_000, 100_000):
             context = RecordingContext(0)
             context.timeout_ms = timeout_ms
-            with pytest.raises(errors.Unavailable) as late:
+            with pytest.raises(errors.Unavailable) as timeout_error:
                 client.submit(context).result()
             if "lock failure" in context.hooks:
                 break
-            # A busy machine had not refused it by then: the next one has more time.
-        assert isinstance(late.value, errors.ViewBehind)
+            # On a busy machine the append was not rejected yet: the next one has more time.
+        assert isinstance(timeout_error.value, errors.ViewBehind)
         assert (ledger.applied_ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
         ledger.wait_until(lambda: ledger.applied_ids == [0, won])
@@ -431,7 +431,7 @@ def test_pending_retries_end_with_the_client(monkeypatch):
 
 
 def test_a_partition_in_memory_needs_no_checkpoint(monkeypatch):
-    """There is no replica whose mark a new session would move up."""
+    """In memory, there is no replica whose mark a checkpoint would move."""
     limits = partial(PartitionLimits, checkpoint_interval_ms=1)
     monkeypatch.setattr("waltz_core.server.process.server_in_memory.PartitionLimits", limits)
     rows, none = [b""] * 16_000, [[]] * 16_000

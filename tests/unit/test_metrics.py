@@ -47,14 +47,14 @@ def test_a_gauge_with_a_callback_is_read_when_shown():
     assert b"waltz_server_queued_bytes 9.0\n" in metrics.page()
 
 
-def test_a_report_is_counted_under_its_name():
+def test_a_report_increments_the_counter_of_its_name():
     metrics = Metrics("storage")
     metrics.report(Report("segment_rolled", (("partition", 3),)))
     metrics.report(Report("segment_rolled"))
     assert metrics.value("waltz_storage_events_total", event="segment_rolled") == 2
 
 
-def test_moved_partitions_are_forgotten():
+def test_the_metrics_of_moved_partitions_are_removed():
     metrics = Metrics("server")
     for partition in (1, 2):
         metrics.set("waltz_server_high_water_mark", 5, partition=partition)
@@ -111,6 +111,6 @@ def test_two_daemons_in_one_process_do_not_mix():
     assert second.value("waltz_server_partitions") == 0
 
 
-def test_the_metrics_of_the_process_are_optional():
+def test_process_metrics_are_optional():
     assert b"process_cpu_seconds_total" in Metrics("server", with_process=True).page()
     assert b"process_cpu_seconds_total" not in Metrics("server").page()

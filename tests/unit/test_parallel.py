@@ -13,11 +13,11 @@ class Waiting:
     """Calls that wait until they are cancelled."""
 
     def __init__(self) -> None:
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.cancelled_count = 0
 
     async def wait(self) -> None:
-        self.begun.set()
+        self.started.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -25,7 +25,7 @@ class Waiting:
             raise
 
     async def fail(self) -> None:
-        await self.begun.wait()
+        await self.started.wait()
         raise errors.Unavailable("the first error")
 
 
@@ -45,7 +45,7 @@ async def test_results_have_the_order_of_the_calls():
 
 
 @run_on_loop
-async def test_the_first_error_ends_the_others_and_later_timeouts_work():
+async def test_the_first_error_cancels_the_others_and_later_timeouts_work():
     for _ in range(2):
         waiting = Waiting()
         with pytest.raises(errors.Unavailable, match="the first error"):
@@ -61,7 +61,7 @@ async def test_a_cancelled_caller_cancels_the_calls():
     calls = Waiting(), Waiting()
     caller = asyncio.get_running_loop().create_task(run_parallel(each.wait() for each in calls))
     for each in calls:
-        await each.begun.wait()
+        await each.started.wait()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller

@@ -1,4 +1,4 @@
-"""Envelopes: damaged and foreign ones, keys that are missing or destroyed, forks."""
+"""Encryption envelopes: damage, foreign payloads, missing or destroyed keys, forked processes."""
 
 import multiprocessing
 
@@ -11,7 +11,7 @@ from waltz_core.encryption.keys import KEY_LIFETIME_S, KeyCache
 from waltz_core.records.record import TRANSACTION_BYTES_MAX
 
 KEYS = {"a": b"a" * 32, "b": b"b" * 32}
-PLACE = {"partition": 3, "header": 7}
+FIELDS = {"partition": 3, "header": 7}
 
 
 class Clock:
@@ -27,7 +27,7 @@ def encryption(
     return Encryption(KeyCache(keys.get, "a test"), key_id=key_id, is_required=is_required)
 
 
-def reason(found: DecryptedPayload) -> str:
+def error_of(found: DecryptedPayload) -> str:
     assert found.data is None
     assert found.error is not None
     return found.error
@@ -35,113 +35,115 @@ def reason(found: DecryptedPayload) -> str:
 
 @pytest.mark.parametrize("payload", [b"", b"x", b"WZE\x01", bytes(100_000)])
 def test_a_payload_is_encrypted_and_decrypted(payload: bytes) -> None:
-    envelope = encryption().encrypt(payload, **PLACE)
+    envelope = encryption().encrypt(payload, **FIELDS)
     assert len(envelope) == len(payload) + ENVELOPE_OVERHEAD_BYTES + 1
     if len(payload) >= 4:  # a ciphertext has each single byte now and then
         assert payload not in envelope[4:]
-    assert encryption().decrypt(envelope, **PLACE) == DecryptedPayload(payload, None)
+    assert encryption().decrypt(envelope, **FIELDS) == DecryptedPayload(payload, None)
 
 
-def test_the_key_of_a_call_comes_before_the_one_of_the_client() -> None:
-    envelope = encryption().encrypt(b"x", **PLACE, key_id="b")
+def test_the_key_id_of_a_call_overrides_that_of_the_client() -> None:
+    envelope = encryption().encrypt(b"x", **FIELDS, key_id="b")
     only_a = {"a": KEYS["a"]}
-    assert encryption().decrypt(envelope, **PLACE).data == b"x"
-    assert reason(encryption(only_a).decrypt(envelope, **PLACE)) == "the key 'b' does not exist"
+    assert encryption().decrypt(envelope, **FIELDS).data == b"x"
+    assert error_of(encryption(only_a).decrypt(envelope, **FIELDS)) == "the key 'b' does not exist"
 
 
-def test_without_a_key_id_a_payload_stays_as_it_is() -> None:
-    assert encryption(key_id="").encrypt(b"x", **PLACE) == b"x"
+def test_without_a_key_id_a_payload_is_not_encrypted() -> None:
+    assert encryption(key_id="").encrypt(b"x", **FIELDS) == b"x"
 
 
 def test_equal_payloads_have_different_envelopes() -> None:
-    assert len({encryption().encrypt(b"x", **PLACE) for _ in range(100)}) == 100
+    assert len({encryption().encrypt(b"x", **FIELDS) for _ in range(100)}) == 100
 
 
-def test_every_changed_bit_is_found() -> None:
-    envelope = encryption().encrypt(b"a payload", **PLACE)
+def test_every_flipped_bit_is_detected() -> None:
+    envelope = encryption().encrypt(b"a payload", **FIELDS)
     required = encryption(is_required=True)
     for index in range(8 * len(envelope)):
         changed = bytearray(envelope)
         changed[index // 8] ^= 1 << index % 8
-        assert reason(required.decrypt(bytes(changed), **PLACE))
+        assert error_of(required.decrypt(bytes(changed), **FIELDS))
 
 
-def test_every_shorter_envelope_is_damaged() -> None:
-    envelope = encryption().encrypt(b"", **PLACE)
+def test_every_truncated_envelope_is_rejected() -> None:
+    envelope = encryption().encrypt(b"", **FIELDS)
     for size in range(4, len(envelope)):
-        assert "the encrypted payload is damaged:" in reason(
-            encryption().decrypt(envelope[:size], **PLACE)
+        assert "the encrypted payload is damaged:" in error_of(
+            encryption().decrypt(envelope[:size], **FIELDS)
         )
 
 
-@pytest.mark.parametrize("place", [{"partition": 4, "header": 7}, {"partition": 3, "header": 8}])
-def test_an_envelope_does_not_fit_another_place(place: dict[str, int]) -> None:
-    envelope = encryption().encrypt(b"x", **PLACE)
-    assert "payload was changed or" in reason(encryption().decrypt(envelope, **place))
+@pytest.mark.parametrize(
+    "other_fields", [{"partition": 4, "header": 7}, {"partition": 3, "header": 8}]
+)
+def test_an_envelope_of_another_transaction_is_rejected(other_fields: dict[str, int]) -> None:
+    envelope = encryption().encrypt(b"x", **FIELDS)
+    assert "payload was changed or" in error_of(encryption().decrypt(envelope, **other_fields))
 
 
-def test_a_key_id_that_leads_elsewhere_is_never_looked_up() -> None:
+def test_an_invalid_key_id_is_never_sent_to_the_provider() -> None:
     def provider(key_id: str) -> bytes:
         raise AssertionError(key_id)
 
     reader = Encryption(KeyCache(provider, "a test"))
     for name in (b"..", b"../../etc", b"", b"\xff\xff", b"a\x00"):
         envelope = b"WZE\x01" + bytes((len(name),)) + name + bytes(50)
-        assert "is not a key ID" in reason(reader.decrypt(envelope, **PLACE))
+        assert "is not a key ID" in error_of(reader.decrypt(envelope, **FIELDS))
         assert reader.has_cached_key(envelope)
 
 
-def test_a_replaced_key_is_reported_as_the_reason() -> None:
-    envelope = encryption().encrypt(b"x", **PLACE)
-    found = encryption({"a": bytes(32)}).decrypt(envelope, **PLACE)
-    assert "the key was replaced" in reason(found)
+def test_the_error_reports_a_replaced_key() -> None:
+    envelope = encryption().encrypt(b"x", **FIELDS)
+    found = encryption({"a": bytes(32)}).decrypt(envelope, **FIELDS)
+    assert "the key was replaced" in error_of(found)
 
 
 def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
     keys, clock = dict(KEYS), Clock()
     both = Encryption(KeyCache(keys.get, "a test", clock), key_id="a")
-    envelope = both.encrypt(b"x", **PLACE)
+    envelope = both.encrypt(b"x", **FIELDS)
     del keys["a"]
-    assert both.decrypt(envelope, **PLACE).data == b"x"  # it is cached
+    assert both.decrypt(envelope, **FIELDS).data == b"x"  # it is cached
     clock.now_s = KEY_LIFETIME_S
-    assert reason(both.decrypt(envelope, **PLACE)) == "the key 'a' does not exist"
+    assert error_of(both.decrypt(envelope, **FIELDS)) == "the key 'a' does not exist"
     with pytest.raises(errors.BadConfig, match=r"a test has no such key. Hint: create"):
-        both.encrypt(b"x", **PLACE)
+        both.encrypt(b"x", **FIELDS)
 
 
 def test_a_plain_payload_is_returned_unless_encryption_is_required() -> None:
-    assert encryption().decrypt(b"plain", **PLACE) == DecryptedPayload(b"plain")
-    assert encryption().decrypt(b"", **PLACE) == DecryptedPayload(b"")
+    assert encryption().decrypt(b"plain", **FIELDS) == DecryptedPayload(b"plain")
+    assert encryption().decrypt(b"", **FIELDS) == DecryptedPayload(b"")
     required = encryption(is_required=True)
-    assert reason(required.decrypt(b"plain", **PLACE)) == "the payload is not encrypted"
+    assert error_of(required.decrypt(b"plain", **FIELDS)) == "the payload is not encrypted"
 
 
 def test_an_outage_of_the_provider_is_an_error_and_not_a_missing_key() -> None:
-    envelope = encryption().encrypt(b"x", **PLACE)
+    envelope = encryption().encrypt(b"x", **FIELDS)
 
     def provider(_key_id: str) -> bytes:
         raise ConnectionError("no answer")
 
     with pytest.raises(ConnectionError):
-        Encryption(KeyCache(provider, "a test")).decrypt(envelope, **PLACE)
+        Encryption(KeyCache(provider, "a test")).decrypt(envelope, **FIELDS)
 
 
-def test_an_envelope_is_not_larger_than_a_transaction() -> None:
+def test_the_payload_limit_includes_the_envelope() -> None:
     largest = bytes(TRANSACTION_BYTES_MAX - ENVELOPE_OVERHEAD_BYTES - 1)
-    assert len(encryption().encrypt(largest, **PLACE)) == TRANSACTION_BYTES_MAX
+    assert len(encryption().encrypt(largest, **FIELDS)) == TRANSACTION_BYTES_MAX
     with pytest.raises(errors.TooLarge, match="bytes, found 4194305"):
-        encryption().encrypt(largest + b"x", **PLACE)
+        encryption().encrypt(largest + b"x", **FIELDS)
 
 
-def test_is_ready_when_no_provider_is_called() -> None:
+def test_has_cached_key_is_true_if_no_provider_call_is_needed() -> None:
     both = encryption()
-    envelope = both.encrypt(b"x", **PLACE)
+    envelope = both.encrypt(b"x", **FIELDS)
     assert both.has_cached_key(envelope)
     assert both.has_cached_key(b"plain")
     assert not encryption().has_cached_key(envelope)
 
 
-def test_a_column_has_a_key_per_row() -> None:
+def test_each_row_of_a_column_has_its_key() -> None:
     rows, headers, key_ids = [b"1", b"", b"3", b"1"], [0, -1, 5, 0], ["a", "b", "a", "a"]
     sealed = encryption().encrypt_column(
         pa.array(rows, pa.binary()), partition=3, headers=headers, key_ids=key_ids
@@ -160,7 +162,7 @@ def test_a_column_has_a_key_per_row() -> None:
 
 
 def test_a_column_may_have_plain_and_damaged_payloads() -> None:
-    sealed = encryption().encrypt(b"x", **PLACE)
+    sealed = encryption().encrypt(b"x", **FIELDS)
     column = pa.array([b"plain", sealed, sealed[:-1], b"WZE\x01"], pa.binary())
     found = encryption().decrypt_column(column.slice(1), partition=3, headers=[7] * 3)
     assert found.data.to_pylist() == [b"x", None, None]
@@ -181,14 +183,14 @@ INHERITED = encryption()  # forked processes have its cached keys
 
 
 def encrypt_inherited(_number: int) -> bytes:
-    return INHERITED.encrypt(b"x", **PLACE)
+    return INHERITED.encrypt(b"x", **FIELDS)
 
 
 def test_salts_differ_after_a_fork() -> None:
-    made = [encrypt_inherited(0)]
+    envelopes = [encrypt_inherited(0)]
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        made += pool.map(encrypt_inherited, range(8), chunksize=1)
-    made.append(encrypt_inherited(0))
-    salts = [each[6:22] for each in made]
+        envelopes += pool.map(encrypt_inherited, range(8), chunksize=1)
+    envelopes.append(encrypt_inherited(0))
+    salts = [each[6:22] for each in envelopes]
     assert len(set(salts)) == len(salts)
-    assert all(INHERITED.decrypt(each, **PLACE).data == b"x" for each in made)
+    assert all(INHERITED.decrypt(each, **FIELDS).data == b"x" for each in envelopes)

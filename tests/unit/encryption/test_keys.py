@@ -15,7 +15,7 @@ from waltz_core.encryption.keys import KEY_LIFETIME_S, KeyCache, KeyDirectory, k
 SECRET = bytes(range(32))
 
 
-class Calls:
+class CountingProvider:
     """A provider with one key, which counts its calls."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Calls:
 
 
 def test_found_and_missing_keys_are_cached_for_key_seconds() -> None:
-    provider = Calls()
+    provider = CountingProvider()
     cache = provider.cache()
     assert not cache.is_cached("a")
     for _ in range(3):
@@ -50,7 +50,7 @@ def test_found_and_missing_keys_are_cached_for_key_seconds() -> None:
 
 
 def test_keys_cannot_be_sent_to_another_process() -> None:
-    cache = Calls().cache()
+    cache = CountingProvider().cache()
     cache.find("a")
     with pytest.raises(errors.UsageError, match="encryption keys cannot be sent"):
         copy.deepcopy(Encryption(cache))  # as pickle does
@@ -58,14 +58,14 @@ def test_keys_cannot_be_sent_to_another_process() -> None:
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "CACHED_KEYS_MAX", 3)
-    provider = Calls()
+    provider = CountingProvider()
     cache = provider.cache()
     for key_id in ("a", "b", "c", "d"):
         cache.find(key_id)
     assert [cache.is_cached(each) for each in "abcd"] == [False, True, True, True]
 
 
-def test_one_salt_gives_one_derived_key_and_few_are_kept() -> None:
+def test_a_limited_number_of_derived_keys_is_cached_by_salt() -> None:
     key = keys.Key(SECRET)
     first = key.derive_key(bytes(16))
     assert key.derive_key(bytes(16)) is first
@@ -75,10 +75,10 @@ def test_one_salt_gives_one_derived_key_and_few_are_kept() -> None:
 
 
 @pytest.mark.parametrize(("secret", "found"), [(b"short", "5"), ("text" * 8, "str")])
-def test_a_provider_that_returns_no_key_is_an_error_without_the_key(
+def test_an_invalid_provider_result_is_an_error_that_does_not_show_it(
     secret: object, found: str
 ) -> None:
-    provider = Calls()
+    provider = CountingProvider()
     provider.keys = {"a": secret}
     with pytest.raises(errors.BadConfig, match=f"a test, key 'a': expected .* found {found}") as it:
         provider.cache().find("a")
@@ -108,7 +108,7 @@ def test_a_directory_has_a_file_for_each_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff" * 32, b"0x" + b"00" * 31, "é".encode()])
-def test_a_file_that_is_no_key_is_an_error_without_its_content(
+def test_an_invalid_key_file_is_an_error_that_does_not_show_its_content(
     tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "a").write_bytes(content)
@@ -117,7 +117,7 @@ def test_a_file_that_is_no_key_is_an_error_without_its_content(
     assert content.decode("latin1")[:4] not in str(it.value)
 
 
-def test_a_directory_that_does_not_answer_is_not_a_destroyed_key(tmp_path: Path) -> None:
+def test_an_unavailable_directory_is_not_reported_as_a_destroyed_key(tmp_path: Path) -> None:
     directory = tmp_path / "keys"
     (directory / "a").mkdir(parents=True)  # a file that cannot be read
     provider = KeyDirectory(directory)
@@ -129,7 +129,7 @@ def test_a_directory_that_does_not_answer_is_not_a_destroyed_key(tmp_path: Path)
         provider("a")
 
 
-def test_a_reference_is_a_directory_or_a_function(
+def test_a_key_reference_is_a_directory_or_a_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "keys_of_a_test.py").write_text(
@@ -153,12 +153,12 @@ def test_a_reference_is_a_directory_or_a_function(
         ("json:__doc__", "to be a function"),
     ],
 )
-def test_a_wrong_reference_is_an_error(reference: str, text: str) -> None:
+def test_an_invalid_key_reference_is_an_error(reference: str, text: str) -> None:
     with pytest.raises(errors.BadConfig, match=text):
         key_cache_for(reference)
 
 
-def test_the_package_is_named_where_it_is_missing(
+def test_the_error_names_the_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)

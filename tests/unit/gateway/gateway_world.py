@@ -1,4 +1,4 @@
-"""Gateways in the process of a test, at a server in memory with a registry in memory."""
+"""Gateways in the process of a test, with a server and a registry of writes in memory."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ CONNECT = "memory:2181/waltz/test"
 
 
 class MemoryGateway:
-    """One gateway: its port, and its parts."""
+    """One gateway with its port and components."""
 
     def __init__(self, world: "GatewayWorld", settings: dict[str, Any]) -> None:
         self.config = GatewayConfig(connect=world.connect, **settings)
@@ -110,9 +110,9 @@ class TestCaller:
         return await asyncio.to_thread(read)
 
     async def read_feed_until_its_end(
-        self, path: str, then: Callable[[], None], **headers: str
+        self, path: str, after_first: Callable[[], None], **headers: str
     ) -> list[bytes]:
-        """Return all lines of a feed; `then` is called after the first transaction."""
+        """Return all lines of a feed; call `after_first` after the first transaction."""
         loop = asyncio.get_running_loop()
 
         def read() -> list[bytes]:
@@ -121,7 +121,7 @@ class TestCaller:
             while b"transaction_id" not in lines[-1]:
                 assert lines[-1]
                 lines.append(response.readline())
-            loop.call_soon_threadsafe(then)
+            loop.call_soon_threadsafe(after_first)
             return [*lines, *response]
 
         return await asyncio.to_thread(read)
@@ -131,7 +131,7 @@ class TestCaller:
 
 
 class GatewayWorld:
-    """The server; it is the `SharedDirectory` of the gateways."""
+    """A server in memory, which is the `SharedDirectory` of the gateways."""
 
     def __init__(
         self,
@@ -159,16 +159,19 @@ class GatewayWorld:
 
     @contextlib.asynccontextmanager
     async def gateway(self, **settings: Any) -> AsyncIterator[MemoryGateway]:
-        made = MemoryGateway(self, settings)
+        memory_gateway = MemoryGateway(self, settings)
         served = serve_http(
-            made.routes.asgi_app(), host="127.0.0.1", port=0, keep_alive_connections_max=32
+            memory_gateway.routes.asgi_app(),
+            host="127.0.0.1",
+            port=0,
+            keep_alive_connections_max=32,
         )
         try:
             async with served as port:
-                made.url = f"http://127.0.0.1:{port}"
-                yield made
+                memory_gateway.url = f"http://127.0.0.1:{port}"
+                yield memory_gateway
         finally:
-            await made.callers.close()
+            await memory_gateway.callers.close()
 
 
 def in_gateway_world(
@@ -194,8 +197,8 @@ def in_gateway_world(
             with patch.object(server_in_memory, "listen", partial(listen, ssl=context)):
                 await server.start()
             try:
-                place = f"{CONNECT}?tls={authorities}" if authorities else CONNECT
-                await scenario(GatewayWorld(server, place, tasks, coordinator))
+                connect_string = f"{CONNECT}?tls={authorities}" if authorities else CONNECT
+                await scenario(GatewayWorld(server, connect_string, tasks, coordinator))
             finally:
                 await server.stop()
 

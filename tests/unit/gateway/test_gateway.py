@@ -102,7 +102,7 @@ def test_a_mark_above_the_log_is_rejected(key):
     with_gateway(scenario)
 
 
-def test_a_key_keeps_the_rejection_of_a_mark_above_the_log():
+def test_an_idempotency_key_records_the_rejection_of_a_mark_above_the_log():
     async def scenario(world, _gateway, client):
         ahead = row("x", write_locks=[SEAT], mark=0)
         first = await client.append(ahead, key="k")
@@ -123,8 +123,11 @@ def test_wrong_requests_are_rejected_as_json():
         check_schema("Error", missing.body)
         wrong_key = await client.append(row("x"), key="a b")
         assert (wrong_key.status, wrong_key.body["found"]) == (400, "a b")
-        elsewhere = await client.get("/v2/marks")
-        assert (elsewhere.status, elsewhere.headers["content-type"]) == (404, "application/json")
+        unknown_path = await client.get("/v2/marks")
+        assert (unknown_path.status, unknown_path.headers["content-type"]) == (
+            404,
+            "application/json",
+        )
         wrong_method = await client.get("/v1/transactions")
         assert (wrong_method.status, wrong_method.headers["allow"]) == (405, "POST")
         assert (await client.get("/v1/marks/")).status == 404
@@ -163,7 +166,7 @@ def test_a_repeated_request_gets_the_same_answer():
     with_gateway(scenario)
 
 
-def test_a_key_determines_the_partition():
+def test_an_idempotency_key_determines_the_partition():
     async def scenario(_world, _gateway, client):
         answers = [await client.append({"data": "a"}, key="k") for _ in range(3)]
         assert answers[0].status == 200
@@ -172,7 +175,7 @@ def test_a_key_determines_the_partition():
     with_gateway(scenario)
 
 
-def test_a_key_is_not_used_for_two_requests():
+def test_an_idempotency_key_cannot_be_used_for_two_requests():
     async def scenario(world, _gateway, client):
         assert (await client.append(row("a"), key="k")).status == 200
         for other in (row("b"), row("a", header=1), row("a", partition=2), row("a", mark=-1)):
@@ -183,8 +186,8 @@ def test_a_key_is_not_used_for_two_requests():
     with_gateway(scenario)
 
 
-def test_a_request_that_another_gateway_has_begun_is_completed():
-    """The transactions enter the log, and the first gateway gets no answer."""
+def test_a_gateway_completes_the_request_of_another_gateway():
+    """The transactions enter the log, but the first gateway does not receive the answer."""
 
     async def scenario(world, _gateway, client):
         rows = [row(f"{number % 2}") for number in range(5)]
@@ -202,7 +205,7 @@ def test_a_request_that_another_gateway_has_begun_is_completed():
 
 
 @pytest.mark.parametrize("gateway_count", [1, 2])
-def test_nothing_is_lost_or_duplicated_while_appends_and_answers_are_lost(gateway_count):
+def test_retries_neither_lose_nor_duplicate_transactions(gateway_count):
     async def scenario(world):
         reported = {}
         async with (
@@ -232,9 +235,9 @@ async def _write(gateways, writer, reported):
                 break
             assert answer.status in (503, 504), answer
         for each, outcome in zip(rows, answer.body["outcomes"], strict=True):
-            place = (outcome["partition"], outcome["transaction_id"])
-            assert place not in reported
-            reported[place] = each["data"].encode()
+            partition_and_id = (outcome["partition"], outcome["transaction_id"])
+            assert partition_and_id not in reported
+            reported[partition_and_id] = each["data"].encode()
 
 
 def test_the_registry_keeps_the_outcomes_of_the_largest_request():
@@ -250,7 +253,7 @@ def test_the_registry_keeps_the_outcomes_of_the_largest_request():
 # --- marks and ranges
 
 
-def test_marks():
+def test_the_marks_of_all_or_some_partitions_are_returned():
     async def scenario(_world, _gateway, client):
         await client.append(row("a"))
         answer = await client.get("/v1/marks")
@@ -282,9 +285,9 @@ def test_a_range_is_read_in_pieces():
             assert answer.body["next"] > first
             first = answer.body["next"]
         assert found == list(range(7))
-        odd = await client.get("/v1/partitions/1/transactions?first=0&last=1&header=1,5")
-        (only,) = odd.body["transactions"]
-        assert (only["transaction_id"], only["header"], odd.body["next"]) == (1, 1, 2)
+        filtered = await client.get("/v1/partitions/1/transactions?first=0&last=1&header=1,5")
+        (only,) = filtered.body["transactions"]
+        assert (only["transaction_id"], only["header"], filtered.body["next"]) == (1, 1, 2)
         assert base64.b64decode(only["data"]) == b"x" * 300_000
 
     with_gateway(scenario)
@@ -397,7 +400,7 @@ def test_an_exception_in_a_feed_is_logged(monkeypatch, caplog):
     assert "gateway.request_failed operation=feed" in caplog.text
 
 
-def test_there_are_no_more_feeds_than_the_limit():
+def test_the_number_of_feeds_is_limited():
     async def scenario(_world, gateway, client):
         gateway.routes.feed_count += 1
         answer = await client.get("/v1/partitions/1/feed?from=-1")
@@ -410,7 +413,7 @@ def test_there_are_no_more_feeds_than_the_limit():
 
 
 def test_a_feed_waits_for_a_slow_reader(monkeypatch):
-    """It requests no more data than two batches, until the reader takes one."""
+    """The feed requests at most two batches of data until the reader takes one."""
     monkeypatch.setattr(http_feeds, "BATCH_BYTES_MAX", 20_000)
 
     async def scenario(_world, gateway, client):
@@ -433,7 +436,7 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
 # --- the description
 
 
-def test_the_gateway_serves_its_description():
+def test_the_gateway_serves_its_openapi_document():
     async def scenario(_world, _gateway, client):
         answer = await client.get(openapi.DOCUMENT_PATH)
         assert (answer.status, answer.body) == (200, openapi.openapi_document())

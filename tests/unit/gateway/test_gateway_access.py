@@ -1,4 +1,4 @@
-"""The permissions of each caller apply, not those of the gateway."""
+"""The gateway applies the permissions of each caller instead of its own permissions."""
 
 import dataclasses
 import json
@@ -89,7 +89,7 @@ def test_each_caller_has_the_permissions_of_its_token(files):
     with_access(files, scenario)
 
 
-def test_a_key_belongs_to_its_principal(files):
+def test_an_idempotency_key_belongs_to_its_principal(files):
     async def scenario(gateway, _access):
         async with gateway.client(token("writer")) as writer:
             assert (await writer.append(row(MINE), key="k")).status == 200

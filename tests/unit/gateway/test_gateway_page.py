@@ -1,4 +1,4 @@
-"""Every request of docs/gateway.md, in its order, at one gateway: the page shows the answers."""
+"""A gateway answers every request of docs/gateway.md, in the order of the page, as documented."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "gateway.md"
 EXAMPLE = re.compile(r"^```\n((?:GET|POST) .*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_every_request_has_the_answer_of_the_page():
+def test_every_request_of_the_page_has_the_documented_answer():
     page = PAGE.read_text(encoding="utf-8")
     examples = EXAMPLE.findall(page)
     assert len(examples) >= 4

@@ -10,7 +10,7 @@ from waltz_core.gateway import gateway_daemon
 
 
 class _Directory:
-    """A `SharedDirectory` of a cluster that nothing uses."""
+    """A `SharedDirectory` without a cluster."""
 
     def __init__(self, *_):
         pass
@@ -26,7 +26,7 @@ class _Directory:
 
 
 @pytest.mark.parametrize("name", ["port", "http_port"])
-def test_a_port_in_use_is_one_error(monkeypatch, name):
+def test_a_port_in_use_is_reported_as_one_error(monkeypatch, name):
     monkeypatch.setattr(gateway_daemon, "SharedDirectory", _Directory)
     with socket.create_server(("127.0.0.1", 0)) as used:
         ports = {"port": 0, name: used.getsockname()[1]}

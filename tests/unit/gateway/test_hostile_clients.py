@@ -1,4 +1,4 @@
-"""Clients that are slow, disconnect or send too much, and a gateway that ends before an answer."""
+"""Clients that are slow, disconnect or send too much, and a gateway that ends before it answers."""
 
 import asyncio
 import json
@@ -104,8 +104,8 @@ def test_a_client_that_sends_a_huge_body_first_can_read_the_answer(is_chunked):
 
 
 @pytest.mark.usefixtures("no_error_is_logged")
-def test_the_rest_of_a_rejected_request_is_not_trusted():
-    """The answer is sent before the body has arrived; then the body has a wrong chunk."""
+def test_the_rest_of_a_rejected_request_is_not_parsed_as_a_request():
+    """The gateway answers before the body has arrived. After that, an invalid chunk arrives."""
 
     async def scenario(_world, gateway):
         reader, writer = await connect_to(gateway)
@@ -121,7 +121,7 @@ def test_the_rest_of_a_rejected_request_is_not_trusted():
 
 
 @pytest.mark.usefixtures("no_error_is_logged")
-def test_a_client_that_disconnects_gets_its_outcome_with_the_key():
+def test_a_disconnected_client_gets_its_outcome_by_idempotency_key():
     async def scenario(world, gateway):
         body = append_body(row("a"), row("b"))
         _, writer = await connect_to(gateway)
@@ -140,7 +140,7 @@ def test_a_client_that_disconnects_gets_its_outcome_with_the_key():
     with_gateway(scenario)
 
 
-def test_a_gateway_ends_between_the_append_and_its_answer(monkeypatch):
+def test_another_gateway_answers_after_a_crash_between_append_and_answer(monkeypatch):
     finish, is_in_log = WriteRequests.finish, asyncio.Event()
 
     async def never_finish(*_arguments, **_named):
@@ -169,7 +169,7 @@ def test_a_gateway_ends_between_the_append_and_its_answer(monkeypatch):
 
 
 @pytest.mark.parametrize("texts", [("a", "a"), ("a", "b")])
-def test_two_gateways_get_a_key_at_the_same_time(texts):
+def test_two_gateways_receive_an_idempotency_key_concurrently(texts):
     async def append(gateway, text):
         async with gateway.client() as client:
             while True:
@@ -195,13 +195,13 @@ def test_two_gateways_get_a_key_at_the_same_time(texts):
     with_gateway(scenario)
 
 
-def test_a_repeated_request_interrupts_the_one_before_it(monkeypatch):
-    append, is_waiting, goes_on = _PartitionAppend.append, asyncio.Event(), asyncio.Event()
+def test_a_repeated_request_interrupts_the_earlier_one(monkeypatch):
+    append, is_waiting, may_continue = _PartitionAppend.append, asyncio.Event(), asyncio.Event()
 
     async def wait_then_append(task):
         if not is_waiting.is_set():
             is_waiting.set()
-            await goes_on.wait()
+            await may_continue.wait()
         return await append(task)
 
     monkeypatch.setattr(_PartitionAppend, "append", wait_then_append)
@@ -211,7 +211,7 @@ def test_a_repeated_request_interrupts_the_one_before_it(monkeypatch):
             first = world.tasks.create_task(client.append(row("a"), key="k"))
             await is_waiting.wait()
             assert (await other.append(row("a"), key="k")).status == 200
-            goes_on.set()
+            may_continue.set()
             answer = await first
         assert (answer.status, answer.body["type"]) == (504, "OutcomeUnknown")
         assert answer.body["error"] == (
@@ -223,7 +223,7 @@ def test_a_repeated_request_interrupts_the_one_before_it(monkeypatch):
     with_gateway(scenario)
 
 
-def test_a_key_without_zookeeper_is_an_error_that_names_it(monkeypatch):
+def test_without_zookeeper_an_idempotency_key_is_rejected(monkeypatch):
     async def begin(*_arguments, **_named):
         raise CoordinatorUnavailable("no connection")
 
@@ -284,7 +284,7 @@ def test_a_web_page_of_another_origin_cannot_append(named, status):
     with_gateway(scenario)
 
 
-def test_a_rebound_host_cannot_read():
+def test_dns_rebinding_cannot_read():
     async def scenario(_world, gateway):
         async with gateway.client() as client:
             answer = await client.get("/v1/marks", Host="attacker.example")
@@ -314,7 +314,7 @@ def test_two_idempotency_keys_are_rejected():
     with_gateway(scenario)
 
 
-def test_a_body_that_is_announced_as_too_large_is_rejected_before_it_arrives():
+def test_a_large_content_length_is_rejected_before_the_body_arrives():
     async def scenario(_world, gateway):
         reader, writer = await connect_to(gateway)
         writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % (64 * MIB))

@@ -1,4 +1,4 @@
-"""The example for Node at gateways in memory, while appends, answers and a gateway are lost."""
+"""The Node.js example with gateways in memory, while appends, answers and a gateway are lost."""
 
 import asyncio
 import shutil
@@ -15,7 +15,7 @@ COUNT = 50
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_a_node_client_loses_and_duplicates_nothing():
+def test_a_node_client_neither_loses_nor_duplicates_transactions():
     async def scenario(world):
         async with world.gateway(request_timeout_ms=500) as stays:
             async with world.gateway(request_timeout_ms=500) as ends:

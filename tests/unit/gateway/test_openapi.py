@@ -1,4 +1,4 @@
-"""The OpenAPI document describes the operations, and only what it declares."""
+"""The OpenAPI document describes all operations, and uses all schemas that it declares."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_each_operation_is_described():
     assert found == {(each.name, each.method, each.path) for each in openapi.OPERATIONS}
 
 
-def test_each_reference_leads_to_a_schema_and_each_schema_is_used():
+def test_each_reference_is_resolved_and_each_schema_is_used():
     document = openapi.openapi_document()
     names = {each.removeprefix("#/components/schemas/") for each in references(document)}
     assert names == document["components"]["schemas"].keys()

@@ -22,7 +22,7 @@ COUNT = 4
 HELLO = "aGVsbG8="
 
 
-def parsed(*rows):
+def parse(*rows):
     return parse_transactions(json.dumps({"transactions": rows}).encode(), COUNT)
 
 
@@ -33,12 +33,12 @@ def rejection(call):
 
 
 def test_a_transaction_has_data_and_defaults():
-    (row,) = parsed({"data": HELLO})
+    (row,) = parse({"data": HELLO})
     assert row == (b"hello", 0, -1, (), (), (), None)
 
 
 def test_locks_are_hashed_and_the_first_one_determines_the_partition():
-    (row,) = parsed(
+    (row,) = parse(
         {
             "data": "",
             "header": -7,
@@ -53,13 +53,13 @@ def test_locks_are_hashed_and_the_first_one_determines_the_partition():
     assert row == (b"", -7, partition_of(seat, COUNT), *locks, -1)
 
 
-def test_a_named_partition_overrides_that_of_the_lock():
-    (row,) = parsed({"data": "", "partition": 3, "append_locks": [["a", 1]]})
+def test_a_given_partition_overrides_that_of_the_lock():
+    (row,) = parse({"data": "", "partition": 3, "append_locks": [["a", 1]]})
     assert row.partition == 3
 
 
-def test_transactions_without_a_partition_get_that_of_the_request():
-    rows = parsed({"data": ""}, {"data": "", "partition": 0})
+def test_transactions_inherit_the_partition_of_the_request():
+    rows = parse({"data": ""}, {"data": "", "partition": 0})
     assert [row.partition for row in with_default_partition(rows, 2)] == [2, 0]
 
 
@@ -89,8 +89,8 @@ def test_transactions_without_a_partition_get_that_of_the_request():
         ({"data": "A" * (6 << 20)}, "expected at most 4194304 bytes, found 4718592", 413),
     ],
 )
-def test_a_wrong_transaction_is_rejected_with_its_place(row, message, status):
-    error = rejection(lambda: parsed(row))
+def test_the_error_for_an_invalid_transaction_has_its_json_path(row, message, status):
+    error = rejection(lambda: parse(row))
     assert http_status_of(error) == status
     assert re.search(message, str(error))
 
@@ -116,22 +116,22 @@ def test_a_wrong_transaction_is_rejected_with_its_place(row, message, status):
         json.dumps({"transactions": [{"data": ""}] * (TRANSACTIONS_MAX + 1)}).encode(),
     ],
 )
-def test_a_wrong_body_is_rejected(body):
+def test_an_invalid_body_is_rejected(body):
     assert http_status_of(rejection(lambda: parse_transactions(body, COUNT))) == 400
 
 
-def test_a_request_has_a_limit_of_locks():
+def test_the_locks_of_a_request_are_limited():
     locks = [["a", 0]] * 40_000
-    error = rejection(lambda: parsed(*({"data": "", "append_locks": locks} for _ in range(2))))
+    error = rejection(lambda: parse(*({"data": "", "append_locks": locks} for _ in range(2))))
     assert (type(error), "more than 65536 locks" in str(error)) == (errors.TooLarge, True)
 
 
 @pytest.mark.parametrize("key", ["", "a b", "ä", "x" * 129, "a/b"])
-def test_a_wrong_key_is_rejected(key):
+def test_an_invalid_idempotency_key_is_rejected(key):
     assert "Idempotency-Key" in error_fields(rejection(lambda: check_idempotency_key(key)))["error"]
 
 
-def test_a_key_is_optional():
+def test_the_idempotency_key_is_optional():
     assert check_idempotency_key(None) is None
     assert check_idempotency_key("8e03978e-40d5-43dd-bc93-6894a57f9324") is not None
 
@@ -162,29 +162,29 @@ QUERY = ("first", "last", "header", "linearizable")
         ([("linearizable", "1")], lambda query: query.flag("linearizable")),
     ],
 )
-def test_a_wrong_query_is_rejected(given, read):
+def test_an_invalid_query_is_rejected(given, read):
     assert http_status_of(rejection(lambda: read(UrlParameters(given, QUERY)))) == 400
 
 
-async def parts(*found):
+async def chunks(*found):
     for each in found:
         yield each
 
 
 @run_on_virtual_loop
-async def test_the_bodies_of_all_requests_share_the_memory():
+async def test_the_bodies_of_all_requests_share_a_memory_limit():
     memory = BodyReader(body_bytes_max=10, memory_bytes_max=15)
-    async with memory.body(parts(b"12345", b"67890")) as first:
+    async with memory.body(chunks(b"12345", b"67890")) as first:
         assert first == b"1234567890"
         with pytest.raises(errors.Unavailable, match="more than 15 bytes"):
-            async with memory.body(parts(b"123456")):
+            async with memory.body(chunks(b"123456")):
                 pass
-        async with memory.body(parts(b"12345")) as second:
+        async with memory.body(chunks(b"12345")) as second:
             assert second == b"12345"
-    async with memory.body(parts(b"1234567890")) as third:
+    async with memory.body(chunks(b"1234567890")) as third:
         assert third == b"1234567890"
     with pytest.raises(errors.TooLarge, match="more than 10 bytes"):
-        async with memory.body(parts(b"1234567890", b"1")):
+        async with memory.body(chunks(b"1234567890", b"1")):
             pass
 
 
@@ -228,14 +228,14 @@ def test_an_unknown_outcome_has_a_hint():
     assert "same Idempotency-Key" in fields["hint"]
 
 
-def test_a_retry_has_a_time():
+def test_the_error_states_when_to_retry():
     assert error_headers(errors.Overloaded("x", 1_500)) == {"Retry-After": "2"}
     assert error_headers(errors.NoSpace("x")) == {"Retry-After": "1"}
     assert error_headers(errors.AuthenticationFailed("x")) == {"WWW-Authenticate": "Bearer"}
     assert error_headers(errors.LockFailed("x")) == {}
 
 
-def test_a_rejected_request_states_what_was_expected_and_found():
+def test_the_error_for_an_invalid_request_has_expected_and_found_values():
     named = {"expected": "a number", "hint": "Use 7."}
     error = errors.RequestRejected("field a", found=[1] * 500, **named)
     fields = error_fields(error)

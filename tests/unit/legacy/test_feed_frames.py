@@ -1,4 +1,4 @@
-"""Feed frames for 0.13 clients: many encoded at once equal the single messages."""
+"""Feed frames for 0.13 clients: bulk encoding gives the same bytes as single messages."""
 
 import struct
 
@@ -12,7 +12,7 @@ from waltz_core.wire.messages import FeedData
 
 @pytest.mark.parametrize("version", range(5))
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
-def test_the_frames_are_those_of_the_messages(version: int, count: int) -> None:
+def test_bulk_encoding_equals_encoding_each_message(version: int, count: int) -> None:
     first = (1 << 40) - 1
     messages = [
         FeedData(

@@ -29,22 +29,22 @@ def req(sequence: int, partition: int = 0) -> ReqId:
     return ReqId(ClientId(1), Generation(1), PartitionId(partition), sequence)
 
 
-def translated(original: LegacyClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
-    return original.translate_response(message, None, now_s)
+def translate(adapter: LegacyClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
+    return adapter.translate_response(message, None, now_s)
 
 
-def refused(
-    original: LegacyClientAdapter, question: ClientMessage, error: errors.WaltzError
+def translate_error(
+    adapter: LegacyClientAdapter, request: ClientMessage, error: errors.WaltzError
 ) -> Any:
-    answer = error_answer(A, question.req_id, 9, error, question)
-    return original.translate_response(answer.message, answer.request, 0.0)
+    answer = error_answer(A, request.req_id, 9, error, request)
+    return adapter.translate_response(answer.message, answer.request, 0.0)
 
 
-def mounted(version: int = 4, sequence: int = 1) -> LegacyClientAdapter:
-    original = LegacyClientAdapter(version)
-    original.check_request(messages.MountRequest(req(sequence), -1, 0), 0.0)
-    assert translated(original, MountResponse(req(sequence), READY)) is not None
-    return original
+def mounted_adapter(version: int = 4, sequence: int = 1) -> LegacyClientAdapter:
+    adapter = LegacyClientAdapter(version)
+    adapter.check_request(messages.MountRequest(req(sequence), -1, 0), 0.0)
+    assert translate(adapter, MountResponse(req(sequence), READY)) is not None
+    return adapter
 
 
 def result(
@@ -65,25 +65,25 @@ def append(sequence: int) -> messages.AppendRequest:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("state", [READY, NOT_READY, CLIENT_AHEAD])
-def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) -> None:
-    original = LegacyClientAdapter(version)
-    assert original.check_request(messages.MountRequest(req(1), 5, 0), 0.0) is None
+def test_the_answer_to_a_mount_depends_on_the_protocol_version(version: int, state: int) -> None:
+    adapter = LegacyClientAdapter(version)
+    assert adapter.check_request(messages.MountRequest(req(1), 5, 0), 0.0) is None
     expected = (
         messages.MountOutcome(req(1), state == READY)
         if version <= 2
         else MountResponse(req(1), state)
     )
-    assert translated(original, MountResponse(req(1), state)) == expected
+    assert translate(adapter, MountResponse(req(1), state)) == expected
 
 
 def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
-    original = mounted()
-    original.check_request(messages.MountRequest(req(2), -1, 0), 0.0)
-    assert translated(original, MountResponse(req(1), READY)) is None
+    adapter = mounted_adapter()
+    adapter.check_request(messages.MountRequest(req(2), -1, 0), 0.0)
+    assert translate(adapter, MountResponse(req(1), READY)) is None
     superseded = errors.ConnectionSuperseded("a later mount")
-    assert refused(original, messages.MountRequest(req(1), -1, 0), superseded) is None
-    assert refused(original, messages.FeedRequest(req(1), -1), superseded) is None
-    assert translated(original, MountResponse(req(2), READY)) == MountResponse(req(2), READY)
+    assert translate_error(adapter, messages.MountRequest(req(1), -1, 0), superseded) is None
+    assert translate_error(adapter, messages.FeedRequest(req(1), -1), superseded) is None
+    assert translate(adapter, MountResponse(req(2), READY)) == MountResponse(req(2), READY)
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,19 @@ def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
 def test_mount_and_feed_errors_become_not_ready(
     error: errors.WaltzError,
 ) -> None:
-    original = LegacyClientAdapter(4)
-    question = messages.MountRequest(req(1), -1, 0)
-    original.check_request(question, 0.0)
-    assert refused(original, question, error) == MountResponse(req(1), NOT_READY)
-    original = mounted()
+    adapter = LegacyClientAdapter(4)
+    request = messages.MountRequest(req(1), -1, 0)
+    adapter.check_request(request, 0.0)
+    assert translate_error(adapter, request, error) == MountResponse(req(1), NOT_READY)
+    adapter = mounted_adapter()
     feed = messages.FeedRequest(req(1), -1)
-    assert refused(original, feed, error) == MountResponse(req(1), NOT_READY)
-    # Once: later the client gets the answer to its next mount.
-    assert refused(original, feed, error) is None
-    assert translated(original, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
-    original.check_request(messages.MountRequest(req(8), -1, 0), 0.0)
-    assert translated(original, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
-    assert translated(original, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
+    assert translate_error(adapter, feed, error) == MountResponse(req(1), NOT_READY)
+    # The error is reported once: later the client receives the answer to its next mount.
+    assert translate_error(adapter, feed, error) is None
+    assert translate(adapter, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
+    adapter.check_request(messages.MountRequest(req(8), -1, 0), 0.0)
+    assert translate(adapter, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
+    assert translate(adapter, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,10 @@ def test_mount_and_feed_errors_become_not_ready(
         errors.BadRequest("twice"),
     ],
 )
-def test_errors_that_close_a_0_13_connection_close_ours(error: errors.WaltzError) -> None:
-    assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
+def test_errors_that_end_a_connection_in_0_13_end_it(error: errors.WaltzError) -> None:
+    assert translate_error(
+        mounted_adapter(), messages.FeedRequest(req(1), 99), error
+    ) == EndConnection(str(error))
 
 
 def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
@@ -137,24 +139,24 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
         messages.RemovePreferredRequest(req(0), ()),
     ):
         assert isinstance(LegacyClientAdapter(4).check_request(request, 0.0), EndConnection)
-    fine = messages.RemovePreferredRequest(req(0), (7,))
-    assert LegacyClientAdapter(4).check_request(fine, 0.0) is None
+    unrelated = messages.RemovePreferredRequest(req(0), (7,))
+    assert LegacyClientAdapter(4).check_request(unrelated, 0.0) is None
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
-    assert refused(LegacyClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
+    assert translate_error(LegacyClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
 
 
 # --- appends
 
 
-def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
+def test_only_the_feed_reports_commits() -> None:
     for reason in (RowOutcomeCode.COMMITTED, RowOutcomeCode.OVERLOADED):
-        assert translated(mounted(), result(2, reason)) is None
+        assert translate(mounted_adapter(), result(2, reason)) is None
     assert isinstance(
-        translated(mounted(), result(2, RowOutcomeCode.TOO_LARGE)), InexpressibleError
+        translate(mounted_adapter(), result(2, RowOutcomeCode.TOO_LARGE)), InexpressibleError
     )
     # A lock names the transaction that the client has to reach.
-    failure = translated(mounted(), result(2, RowOutcomeCode.LOCK, conflict=7))
+    failure = translate(mounted_adapter(), result(2, RowOutcomeCode.LOCK, conflict=7))
     assert failure == messages.LockFailure(req(2), 7)
 
 
@@ -169,112 +171,120 @@ def test_only_the_feed_reports_commits_even_those_that_a_flush_finds() -> None:
         RowOutcomeCode.NO_SPACE,
     ],
 )
-def test_a_loss_makes_the_client_mount_again_once(version: int, reason: RowOutcomeCode) -> None:
-    original = mounted(version)
+def test_a_lost_append_makes_the_client_mount_again_once(
+    version: int, reason: RowOutcomeCode
+) -> None:
+    adapter = mounted_adapter(version)
     not_ready: ClientMessage = MountResponse(req(1), NOT_READY)
     if version <= 2:
         not_ready = messages.MountOutcome(req(1), is_ready=False)
-    assert translated(original, result(2, reason)) == not_ready
-    assert translated(original, result(3, RowOutcomeCode.NOT_MOUNTED)) is None
+    assert translate(adapter, result(2, reason)) == not_ready
+    assert translate(adapter, result(3, RowOutcomeCode.NOT_MOUNTED)) is None
 
 
-def test_an_unanswered_mount_is_not_ended_by_earlier_messages() -> None:
-    original = mounted()
-    original.check_request(messages.MountRequest(req(5), -1, 0), 0.0)
-    assert translated(original, result(2, RowOutcomeCode.LOST)) is None
+def test_an_earlier_message_does_not_end_an_unanswered_mount() -> None:
+    adapter = mounted_adapter()
+    adapter.check_request(messages.MountRequest(req(5), -1, 0), 0.0)
+    assert translate(adapter, result(2, RowOutcomeCode.LOST)) is None
 
 
 def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
-    original = mounted()
-    original.check_request(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
-    translated(original, MountResponse(req(2, partition=3), READY))
+    adapter = mounted_adapter()
+    adapter.check_request(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
+    translate(adapter, MountResponse(req(2, partition=3), READY))
     lost = messages.AppendResult(
         req(4, partition=3), 9, bytes(8), bytes([RowOutcomeCode.LOST]), bytes(8)
     )
-    assert translated(original, lost) == MountResponse(req(2, partition=3), NOT_READY)
-    assert translated(original, result(5, RowOutcomeCode.LOST)) == MountResponse(req(1), NOT_READY)
+    assert translate(adapter, lost) == MountResponse(req(2, partition=3), NOT_READY)
+    assert translate(adapter, result(5, RowOutcomeCode.LOST)) == MountResponse(req(1), NOT_READY)
 
 
 def test_only_broken_data_of_a_rejected_append_ends_the_connection() -> None:
     broken = errors.ChecksumMismatch("append: expected another CRC")
-    assert refused(mounted(), append(2), broken) == EndConnection(str(broken))
+    assert translate_error(mounted_adapter(), append(2), broken) == EndConnection(str(broken))
     for error in (
         errors.NotOwned("gone"),
         errors.OutcomeUnknown("maybe"),
         errors.PermissionDenied("no append"),
     ):
-        assert refused(mounted(), append(2), error) is None
+        assert translate_error(mounted_adapter(), append(2), error) is None
 
 
 # --- flushes, marks, data
 
 
-def test_a_flush_without_an_answer_is_dropped_or_makes_the_client_mount_again() -> None:
+def test_a_failed_flush_is_dropped_or_ends_the_mount() -> None:
     flush = messages.FlushRequest(req(2))
-    assert refused(mounted(), flush, errors.NotOwned("gone")) is None
+    assert translate_error(mounted_adapter(), flush, errors.NotOwned("gone")) is None
     for error in (errors.Unavailable("no session"), errors.SessionLost("no quorum")):
-        assert refused(mounted(), flush, error) == MountResponse(req(1), NOT_READY)
-        assert refused(LegacyClientAdapter(4), flush, error) is None
+        assert translate_error(mounted_adapter(), flush, error) == MountResponse(req(1), NOT_READY)
+        assert translate_error(LegacyClientAdapter(4), flush, error) is None
 
 
-def test_a_mark_is_reported_unchanged_or_not_at_all() -> None:
+def test_a_mark_request_gets_the_mark_or_no_answer() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
-    assert translated(LegacyClientAdapter(4), mark) == mark
-    original = LegacyClientAdapter(4)
+    assert translate(LegacyClientAdapter(4), mark) == mark
+    adapter = LegacyClientAdapter(4)
     for error in (errors.NotOwned("elsewhere"), errors.Unavailable("no session")):
-        first = refused(original, messages.HighWaterMarkRequest(req(1)), error)
-        again = refused(original, messages.HighWaterMarkRequest(req(2)), error)
+        first = translate_error(adapter, messages.HighWaterMarkRequest(req(1)), error)
+        again = translate_error(adapter, messages.HighWaterMarkRequest(req(2)), error)
         if error.code == errors.NotOwned.code:
             assert first == EndConnection("elsewhere", MARK_WAIT_S)
         else:
-            assert first is None  # it ends soon as it is
+            assert first is None  # no answer: a session opens again soon
         assert again is None
 
 
-def test_a_client_without_a_permission_waits_as_after_other_errors() -> None:
+def test_a_denied_client_gets_the_answers_of_other_errors() -> None:
     denied = errors.PermissionDenied("no read")
     flush, mark = messages.FlushRequest(req(2)), messages.HighWaterMarkRequest(req(3))
-    assert refused(mounted(), flush, denied) == MountResponse(req(1), NOT_READY)
-    assert refused(LegacyClientAdapter(4), mark, denied) == EndConnection("no read", MARK_WAIT_S)
+    assert translate_error(mounted_adapter(), flush, denied) == MountResponse(req(1), NOT_READY)
+    assert translate_error(LegacyClientAdapter(4), mark, denied) == EndConnection(
+        "no read", MARK_WAIT_S
+    )
     data = messages.TransactionDataRequest(req(4), 44)
     expected = messages.TransactionDataResponse(data.req_id, 44, (None, "no read"))
-    assert refused(LegacyClientAdapter(4), data, denied) == expected
-    wanted = messages.AddPreferredRequest(req(0), (1,))
+    assert translate_error(LegacyClientAdapter(4), data, denied) == expected
+    add_request = messages.AddPreferredRequest(req(0), (1,))
     not_added = messages.AddPreferredResponse(req(0), is_done=False)
-    assert refused(LegacyClientAdapter(4), wanted, denied) == not_added
+    assert translate_error(LegacyClientAdapter(4), add_request, denied) == not_added
 
 
 def test_unavailable_data_is_reported_with_the_error_of_waltz_0_13() -> None:
-    question = messages.TransactionDataRequest(req(1, partition=6), 44)
+    request = messages.TransactionDataRequest(req(1, partition=6), 44)
 
-    def no(text: str) -> messages.TransactionDataResponse:
-        return messages.TransactionDataResponse(question.req_id, 44, (None, text))
+    def unavailable(text: str) -> messages.TransactionDataResponse:
+        return messages.TransactionDataResponse(request.req_id, 44, (None, text))
 
     expected = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
-    assert translated(LegacyClientAdapter(4), no("not in the log")) == no(
+    assert translate(LegacyClientAdapter(4), unavailable("not in the log")) == unavailable(
         f"{expected}partition=6transactionId=44"
     )
-    there = messages.TransactionDataResponse(question.req_id, 44, (b"data", None))
-    assert translated(LegacyClientAdapter(4), there) is there
+    available = messages.TransactionDataResponse(request.req_id, 44, (b"data", None))
+    assert translate(LegacyClientAdapter(4), available) is available
     for error in (
         errors.NotOwned("gone"),
         errors.UnknownPartition("there is none"),
         errors.Unavailable("no session"),
         errors.SessionLost("no quorum"),
     ):
-        assert refused(LegacyClientAdapter(4), question, error) == no("partition not ready")
+        assert translate_error(LegacyClientAdapter(4), request, error) == unavailable(
+            "partition not ready"
+        )
     fault = errors.Unreachable("no replica gave it")
-    assert refused(LegacyClientAdapter(4), question, fault) == no("no replica gave it")
+    assert translate_error(LegacyClientAdapter(4), request, fault) == unavailable(
+        "no replica gave it"
+    )
 
 
 def test_a_preference_that_cannot_be_recorded_is_reported_as_false() -> None:
-    away = errors.CoordinatorUnavailable("ZooKeeper is away")
-    wanted = messages.AddPreferredRequest(req(0), (1,))
+    outage = errors.CoordinatorUnavailable("ZooKeeper is away")
+    add_request = messages.AddPreferredRequest(req(0), (1,))
     not_added = messages.AddPreferredResponse(req(0), is_done=False)
-    assert refused(LegacyClientAdapter(4), wanted, away) == not_added
-    unwanted = messages.RemovePreferredRequest(req(0), (1,))
+    assert translate_error(LegacyClientAdapter(4), add_request, outage) == not_added
+    remove_request = messages.RemovePreferredRequest(req(0), (1,))
     not_removed = messages.RemovePreferredResponse(req(0), is_done=False)
-    assert refused(LegacyClientAdapter(4), unwanted, away) == not_removed
+    assert translate_error(LegacyClientAdapter(4), remove_request, outage) == not_removed
 
 
 # --- the feed
@@ -284,7 +294,9 @@ def test_a_preference_that_cannot_be_recorded_is_reported_as_false() -> None:
 def test_a_range_of_the_feed_becomes_frames(version: int) -> None:
     headers = b"".join(req(row).to_bytes() + struct.pack(">i", row) for row in range(3))
     batch = messages.FeedBatch(req(1), 10, 3, headers, 1, -1, bytes(16))
-    assert translated(mounted(version), batch) == EncodedFrames(feed_frames(10, headers, version))
+    assert translate(mounted_adapter(version), batch) == EncodedFrames(
+        feed_frames(10, headers, version)
+    )
 
 
 def test_other_answers_are_reported_as_they_are() -> None:
@@ -295,10 +307,10 @@ def test_other_answers_are_reported_as_they_are() -> None:
         messages.ServerPartitionsResponse(req(0), (0, 1)),
         messages.PartitionsHealthResponse(req(0), ((0, True),)),
     ):
-        assert translated(mounted(), answer) is answer
+        assert translate(mounted_adapter(), answer) is answer
 
 
-# --- whatever comes
+# --- all errors and requests
 
 
 def all_errors() -> list[errors.WaltzError]:
@@ -306,8 +318,8 @@ def all_errors() -> list[errors.WaltzError]:
     return [each("why") for each in found if issubclass(each, errors.WaltzError)]
 
 
-def questions_of(version: int) -> list[ClientMessage]:
-    asked: list[ClientMessage] = [
+def requests_of(version: int) -> list[ClientMessage]:
+    requests: list[ClientMessage] = [
         messages.MountRequest(req(1), -1, 0),
         messages.FeedRequest(req(1), -1),
         append(2),
@@ -317,18 +329,18 @@ def questions_of(version: int) -> list[ClientMessage]:
         messages.AddPreferredRequest(req(0), (1,)),
         messages.RemovePreferredRequest(req(0), (1,)),
     ]
-    return [each for each in asked if each.since <= version]
+    return [each for each in requests if each.since <= version]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> None:
+def test_every_answer_is_encodable_in_the_protocol_version_of_the_client(version: int) -> None:
     responses: list[Any] = [
-        translated(mounted(version), result(2, reason, 3)) for reason in RowOutcomeCode
+        translate(mounted_adapter(version), result(2, reason, 3)) for reason in RowOutcomeCode
     ]
-    for question in questions_of(version):
+    for request in requests_of(version):
         for error in all_errors():
-            responses.append(refused(mounted(version), question, error))
-            responses.append(refused(LegacyClientAdapter(version), question, error))
+            responses.append(translate_error(mounted_adapter(version), request, error))
+            responses.append(translate_error(LegacyClientAdapter(version), request, error))
     assert len(all_errors()) > 30
     for each in responses:
         assert not isinstance(each, messages.ErrorResponse)
@@ -340,40 +352,38 @@ def test_every_answer_can_be_expressed_in_the_clients_version(version: int) -> N
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_rejection_of_a_mount_feed_or_data_gets_an_answer(version: int) -> None:
-    mount, feed, _, _, mark, data, *_ = questions_of(version)
+    mount, feed, _, _, mark, data, *_ = requests_of(version)
     for error in all_errors():
-        original = LegacyClientAdapter(version)
-        original.check_request(mount, 0.0)
-        assert refused(original, mount, error) is not None
-        assert refused(mounted(version), feed, error) is not None
-        assert refused(LegacyClientAdapter(version), mark, error) is not None
-        assert refused(LegacyClientAdapter(version), data, error) is not None
+        adapter = LegacyClientAdapter(version)
+        adapter.check_request(mount, 0.0)
+        assert translate_error(adapter, mount, error) is not None
+        assert translate_error(mounted_adapter(version), feed, error) is not None
+        assert translate_error(LegacyClientAdapter(version), mark, error) is not None
+        assert translate_error(LegacyClientAdapter(version), data, error) is not None
 
 
 @pytest.mark.parametrize("later_request", [append(7), messages.FeedRequest(req(1), -1)])
 def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
     later_request: ClientMessage,
 ) -> None:
-    original = mounted()
-    assert translated(original, result(6, RowOutcomeCode.LOST), 100.0) == MountResponse(
+    adapter = mounted_adapter()
+    assert translate(adapter, result(6, RowOutcomeCode.LOST), 100.0) == MountResponse(
         req(1), NOT_READY
     )
-    # What was on its way may still come, and other partitions continue.
-    assert original.check_request(later_request, 100.0 + MOUNT_WAIT_S) is None
+    # Requests that the client sent earlier may still arrive, and other partitions continue.
+    assert adapter.check_request(later_request, 100.0 + MOUNT_WAIT_S) is None
     late_s = 100.1 + MOUNT_WAIT_S
-    assert original.check_request(messages.FlushRequest(req(7)), late_s) is None
+    assert adapter.check_request(messages.FlushRequest(req(7)), late_s) is None
     assert (
-        original.check_request(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s)
+        adapter.check_request(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s)
         is None
     )
-    assert isinstance(original.check_request(later_request, late_s), EndConnection)
-    # A client that mounts again has processed it.
-    assert original.check_request(messages.MountRequest(req(8), -1, 0), late_s) is None
-    assert original.check_request(later_request, late_s) is None
-    assert translated(original, MountResponse(req(8), READY), late_s) == MountResponse(
-        req(8), READY
-    )
-    assert original.check_request(later_request, late_s + 2 * MOUNT_WAIT_S) is None
+    assert isinstance(adapter.check_request(later_request, late_s), EndConnection)
+    # A client that mounts again has processed the end of its earlier mount.
+    assert adapter.check_request(messages.MountRequest(req(8), -1, 0), late_s) is None
+    assert adapter.check_request(later_request, late_s) is None
+    assert translate(adapter, MountResponse(req(8), READY), late_s) == MountResponse(req(8), READY)
+    assert adapter.check_request(later_request, late_s + 2 * MOUNT_WAIT_S) is None
 
 
 @pytest.mark.parametrize(
@@ -385,11 +395,11 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
         errors.Overloaded("over a limit"),
     ],
 )
-def test_partitions_that_do_not_exist_are_not_remembered(unknown: errors.WaltzError) -> None:
-    original = LegacyClientAdapter(4)
+def test_mounts_of_unknown_partitions_use_no_memory(unknown: errors.WaltzError) -> None:
+    adapter = LegacyClientAdapter(4)
     for partition in range(3, 103):
         mount = messages.MountRequest(req(1, partition), -1, 0)
-        assert original.check_request(mount, 0.0) is None
-        assert refused(original, mount, unknown) == MountResponse(mount.req_id, NOT_READY)
-    assert not original._mount_ended_s
-    assert not original._mounts
+        assert adapter.check_request(mount, 0.0) is None
+        assert translate_error(adapter, mount, unknown) == MountResponse(mount.req_id, NOT_READY)
+    assert not adapter._mount_ended_s
+    assert not adapter._mounts

@@ -35,7 +35,7 @@ def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG)
     ids=lambda scenario: scenario.__name__,
 )
 def test_scenario(scenario):
-    # Our client treats both versions alike; two scenarios show that it speaks the older one too.
+    # The client handles both protocol versions alike, so two scenarios suffice for the older one.
     is_older = scenario in (
         client_contract.reads_and_feeds_return_the_appended_bytes,
         client_contract.write_and_append_locks_reject_only_later_write_and_read_locks,

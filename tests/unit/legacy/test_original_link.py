@@ -22,19 +22,19 @@ def mount_id(partition):
     return ReqId(7, 1, partition, -1)
 
 
-def sent_by(effects):
+def messages_sent_by(effects):
     return [
         message for each in effects if isinstance(each, SendToServer) for message in each.messages
     ]
 
 
-def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
+def test_mounts_share_a_sequence_and_answers_are_routed_by_partition():
     link = LegacyServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
         link.step(SendToLegacyServer(mount), 0)
     received = [m.HighWaterMarkResponse(mount_id(each), 9 - each) for each in (1, 0)]
-    assert sent_by(link.step(ReceivedFromLegacyServer(received), 0)) == [
+    assert messages_sent_by(link.step(ReceivedFromLegacyServer(received), 0)) == [
         m.MountRequest(mount_id(1), 8, 5),
         m.MountRequest(mount_id(0), 9, 5),
     ]
@@ -52,7 +52,9 @@ def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
     assert link.wake_at_ms is None
     link.step(SendToLegacyServer(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0)), 100)
     assert link.wake_at_ms == 100 + FLUSH_AFTER_MS
-    assert sent_by(link.step(Wakeup(), link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
+    assert messages_sent_by(link.step(Wakeup(), link.wake_at_ms)) == [
+        m.FlushRequest(ReqId(7, 1, 1, 1))
+    ]
 
 
 def test_messages_for_other_partitions_are_ignored():

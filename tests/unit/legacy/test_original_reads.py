@@ -34,12 +34,12 @@ def client_of(cluster, timeout_ms=60_000):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small_answers(monkeypatch):
     monkeypatch.setattr(legacy_server_reads, "WHOLE_COUNT_MAX", 128)
     monkeypatch.setattr(legacy_server_reads, "HEADERS_COUNT_MAX", 128)
 
 
-def feeds(client):
+def cached_feed_count(client):
     return sum(len(each) for each in client.requests._legacy_reads._feeds.values())
 
 
@@ -48,7 +48,7 @@ async def data_of(chunks):
 
 
 @run_on_loop
-async def test_a_range_is_whole_and_leaves_nothing_open(cluster):
+async def test_a_range_is_complete_and_leaves_no_open_feed(cluster):
     async with client_of(cluster) as client:
         found = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
         assert [each.data for chunk in found for each in chunk.rows()] == [
@@ -60,7 +60,7 @@ async def test_a_range_is_whole_and_leaves_nothing_open(cluster):
             async for chunk in client.read_range(0, 0, COUNT - 1, form=RangeForm.HEADERS)
         ]
         assert np.concatenate(heads)["req_id"]["sequence"].tolist() == list(range(1, COUNT + 1))
-        assert feeds(client) == 0
+        assert cached_feed_count(client) == 0
         assert cluster.last_client_id == 1  # one reader at a time needs one
 
 
@@ -82,27 +82,27 @@ async def test_readers_of_one_partition_do_not_disturb_each_other(cluster):
             ]
         for first, task in zip((0, 5, 400), tasks, strict=True):
             assert task.result() == [b"%d" % i for i in range(first, COUNT)]
-        assert feeds(client) == 0
+        assert cached_feed_count(client) == 0
 
 
 @run_on_loop
-async def test_a_few_feeds_of_inactive_readers_are_kept(cluster):
+async def test_feeds_of_inactive_readers_are_cached_within_a_limit(cluster):
     async with client_of(cluster) as client:
         for first in range(10):
             chunks = client.read_range(0, first, COUNT - 1)
             await anext(chunks)
             await chunks.aclose()
-        assert feeds(client) <= legacy_server_reads.FEEDS_MAX
+        assert cached_feed_count(client) <= legacy_server_reads.FEEDS_MAX
         assert cluster.last_client_id <= legacy_server_reads.FEEDS_MAX + 3
 
 
 @run_on_loop
-async def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkeypatch, cluster):
+async def test_a_feed_in_use_at_close_is_not_cached(monkeypatch, cluster):
     read, read_feeds = legacy_server_reads.HeaderFeed.read, []
     async with client_of(cluster) as client:
 
-        async def read_and_close(feed, *asked):
-            found = await read(feed, *asked)
+        async def read_and_close(feed, *arguments):
+            found = await read(feed, *arguments)
             read_feeds.append(feed)
             client.requests.close()
             return found
@@ -110,7 +110,7 @@ async def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkey
         monkeypatch.setattr(legacy_server_reads.HeaderFeed, "read", read_and_close)
         chunks = client.read_range(0, 0, COUNT - 1)
         await anext(chunks)
-        assert feeds(client) == 0
+        assert cached_feed_count(client) == 0
         assert read_feeds[0].is_closed
         await chunks.aclose()
 
@@ -123,7 +123,7 @@ async def test_the_client_filters_ranges_of_a_0_13_server(cluster):
 
 
 @run_on_loop
-async def test_a_feed_that_breaks_is_restarted(cluster):
+async def test_a_disconnected_feed_is_restarted(cluster):
     async with client_of(cluster) as client:
         found = []
         async for chunk in client.read_range(0, 0, COUNT - 1):
@@ -133,7 +133,7 @@ async def test_a_feed_that_breaks_is_restarted(cluster):
         assert found == [b"%d" % i for i in range(COUNT)]
 
 
-async def failed_read(cluster, expected):
+async def error_of_read(cluster, expected):
     """Return the error of a read at its timeout."""
     for timeout_ms in (500, 5_000, 50_000):
         async with client_of(cluster, timeout_ms) as client:
@@ -149,7 +149,7 @@ async def failed_read(cluster, expected):
 @run_on_loop
 async def test_an_unreadable_range_is_reported_at_the_timeout(cluster):
     cluster.partition(0).poisoned.add(7)
-    await failed_read(cluster, "TransactionNotFoundException")
+    await error_of_read(cluster, "TransactionNotFoundException")
     await asyncio.to_thread(cluster.call, lambda: cluster.servers[0].release_ownership(0))
-    found = await failed_read(cluster, "is not ready for partition 0")
+    found = await error_of_read(cluster, "is not ready for partition 0")
     assert isinstance(found, errors.NotOwned)

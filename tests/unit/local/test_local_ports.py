@@ -1,4 +1,4 @@
-"""A reserved port is used by no other program, and its daemon can listen on it."""
+"""No other program uses a reserved port, and the daemon can listen on it."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ from waltz_core.local import ports
 from waltz_core.local.local_cluster import LOOPBACK
 
 
-def test_a_reserved_port_is_not_reserved_twice_and_a_daemon_can_listen_at_it():
+def test_a_reserved_port_is_unique_and_a_daemon_can_listen_on_it():
     port = free_port()
     held = ports.hold_port(port, LOOPBACK)
     assert held is not None

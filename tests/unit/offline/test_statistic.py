@@ -44,7 +44,7 @@ def test_unreadable_records_are_counted_in_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("percent", [1, 50, 90, 99, 100])
-def test_percentiles_are_by_nearest_rank(percent):
+def test_percentiles_use_the_nearest_rank(percent):
     values = [3, 3, 5, 9, 20, 21, 21, 21, 400, 7000, 7001]
     expected = np.percentile(values, percent, method="inverted_cdf")
     assert percentile(Counter(values), percent) == expected

@@ -39,15 +39,15 @@ def storage(tmp_path):
     return directory
 
 
-def seg(storage, position, suffix=".seg"):
+def segment_path(storage, position, suffix=".seg"):
     return segment_files(storage, suffix)[position]
 
 
-def cut(path, count):
+def truncate_file(path, count):
     path.write_bytes(path.read_bytes()[:-count])
 
 
-def swap(one, other):
+def swap_files(one, other):
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
     other.write_bytes(first)
@@ -62,11 +62,11 @@ def test_checked_files_and_records_are_counted(storage):
 
 RECORDS = {
     "a byte of the data": (
-        lambda s: flip_byte(seg(s, 0), 128 + 36),
+        lambda s: flip_byte(segment_path(s, 0), 128 + 36),
         [f"{ONE}.seg at 128: record 0: expected CRC 840d656b, found b96d4cdb; expected CRC"],
     ),
     "the id": (
-        lambda s: flip_byte(seg(s, 0), 128 + 7, 4),
+        lambda s: flip_byte(segment_path(s, 0), 128 + 7, 4),
         [
             (
                 f"{ONE}.seg at 128: record 0: expected transaction ID 0, found 4; not listed as "
@@ -75,11 +75,11 @@ RECORDS = {
         ],
     ),
     "a length that leads elsewhere": (
-        lambda s: flip_byte(seg(s, 0), 128 + 31, 4),
+        lambda s: flip_byte(segment_path(s, 0), 128 + 31, 4),
         [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105; no valid record"],
     ),
     "a length that leads nowhere": (
-        lambda s: flip_byte(seg(s, 0), 128 + 28, 64),
+        lambda s: flip_byte(segment_path(s, 0), 128 + 28, 64),
         [
             (
                 f"{ONE}.seg at 128: record 0: expected a record with at most 733 bytes of data, "
@@ -88,11 +88,11 @@ RECORDS = {
         ],
     ),
     "zeros over several": (
-        lambda s: overwrite_bytes(seg(s, 0), 256, bytes(400)),
+        lambda s: overwrite_bytes(segment_path(s, 0), 256, bytes(400)),
         [f"{ONE}.seg at 238: records 2..8: expected CRC acb9009d, found 00000000; no valid record"],
     ),
     "a segment that is cut": (
-        lambda s: cut(seg(s, 1), 30),
+        lambda s: truncate_file(segment_path(s, 1), 30),
         [
             (
                 f"{TWO}.seg at 858: record 23: expected a record with at most 8 bytes of data, "
@@ -101,7 +101,7 @@ RECORDS = {
         ],
     ),
     "the last segment cut": (
-        lambda s: cut(seg(s, 2), 30),
+        lambda s: truncate_file(segment_path(s, 2), 30),
         [
             (
                 f"{THREE}.seg at 806: bytes 806..872 have no valid record from 35 on: "
@@ -116,7 +116,7 @@ RECORDS = {
         ],
     ),
     "bytes behind the last record": (
-        lambda s: seg(s, 2).write_bytes(seg(s, 2).read_bytes() + b"x" * 50),
+        lambda s: segment_path(s, 2).write_bytes(segment_path(s, 2).read_bytes() + b"x" * 50),
         [
             (
                 f"{THREE}.seg at 903: bytes 903..952 have no valid record from 36 on: expected "
@@ -125,7 +125,7 @@ RECORDS = {
         ],
     ),
     "a segment that is gone": (
-        lambda s: [seg(s, 1, suffix).unlink() for suffix in (".seg", ".idx", ".chn")],
+        lambda s: [segment_path(s, 1, suffix).unlink() for suffix in (".seg", ".idx", ".chn")],
         [
             f"{THREE}.chn at 40: header: expected chain hash 2851e2a1c2b64d2cd46733f6a3d31852",
             f"{THREE}.chn at 64: batch 23..31: expected the batch to begin at transaction 9",
@@ -136,7 +136,7 @@ RECORDS = {
         ],
     ),
     "two segments in each other's place": (
-        lambda s: swap(seg(s, 0), seg(s, 1)),
+        lambda s: swap_files(segment_path(s, 0), segment_path(s, 1)),
         [
             f"{ONE}.seg at 32: header: expected first ID 0, found 11",
             f"{ONE}.seg at 128: records 0..10: expected transaction ID 0, found 11",
@@ -146,32 +146,33 @@ RECORDS = {
         ],
     ),
     "the partition in a header": (
-        lambda s: flip_byte(seg(s, 0), 31, 1),
+        lambda s: flip_byte(segment_path(s, 0), 31, 1),
         [f"{ONE}.seg at 28: header: expected partition 2, found 3"],
     ),
 }
 OTHER_FILES = {
     "an index entry": (
-        lambda s: flip_byte(seg(s, 2, ".idx"), 128 + 8 * 3 + 7, 2),
+        lambda s: flip_byte(segment_path(s, 2, ".idx"), 128 + 8 * 3 + 7, 2),
         [f"{THREE}.idx at 152: index entry of record 27: expected offset 304, found 306"],
     ),
     "No index": (
-        lambda s: seg(s, 1, ".idx").unlink(),
+        lambda s: segment_path(s, 1, ".idx").unlink(),
         [f"{TWO}.idx: the file is missing; waltz-core disk repair-index rebuilds it"],
     ),
     "a batch": (
-        lambda s: flip_byte(seg(s, 2, ".chn"), 64 + 8),
+        lambda s: flip_byte(segment_path(s, 2, ".chn"), 64 + 8),
         [f"{THREE}.chn at 64: entry 0, after batch 22: expected CRC"],
     ),
     "no batches": (
-        lambda s: seg(s, 1, ".chn").unlink(),
+        lambda s: segment_path(s, 1, ".chn").unlink(),
         [f"{TWO}.chn: the file is missing: its batches are lost"],
     ),
     "two batches in each other's place": (
         lambda s: overwrite_bytes(
-            seg(s, 1, ".chn"),
+            segment_path(s, 1, ".chn"),
             64,
-            seg(s, 1, ".chn").read_bytes()[128:] + seg(s, 1, ".chn").read_bytes()[64:128],
+            segment_path(s, 1, ".chn").read_bytes()[128:]
+            + segment_path(s, 1, ".chn").read_bytes()[64:128],
         ),
         [
             f"{TWO}.chn at 64: entry 0, after batch 8: expected CRC",
@@ -214,7 +215,7 @@ OTHER_FILES = {
         ["waltz-storage.ctl at 284: partition 2, copy 1 of its structure: expected CRC"],
     ),
     "a cut control file": (
-        lambda s: cut(s / "waltz-storage.ctl", 200),
+        lambda s: truncate_file(s / "waltz-storage.ctl", 200),
         [("waltz-storage.ctl at 232: expected 432 bytes, for 4 partitions, found 232")],
     ),
     "no control file": (
@@ -236,25 +237,25 @@ OTHER_FILES = {
 KINDS = RECORDS | OTHER_FILES
 
 
-@pytest.mark.parametrize(("hurt", "sentences"), KINDS.values(), ids=KINDS)
-def test_each_kind_of_damage_is_reported_where_it_is_and_nothing_else(storage, hurt, sentences):
-    hurt(storage)
+@pytest.mark.parametrize(("damage", "sentences"), KINDS.values(), ids=KINDS)
+def test_each_kind_of_damage_is_reported_once_at_its_position(storage, damage, sentences):
+    damage(storage)
     wrong, _ = verification_texts(storage)
     for found_text, sentence in zip(wrong, sentences, strict=False):
         assert found_text.startswith(sentence)
     assert len(wrong) == len(sentences), wrong
 
 
-def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
+def test_the_chain_detects_records_of_another_history(tmp_path, storage):
     other, _ = sample_storage(tmp_path / "other")
-    path = seg(other, 0)
+    path = segment_path(other, 0)
     world = sample_log()
     encode_record = world.records[4]
     assert encode_record in path.read_bytes()
     assert verify_directory(other).findings.error_count == 0
-    # A record that is right by itself, of the right ID and size, that was never in this log.
-    made = make_record(4, bytes(len(encode_record) - 40))
-    overwrite_bytes(path, path.read_bytes().index(encode_record), made)
+    # A valid record with the right ID and size that was never in this log.
+    record = make_record(4, bytes(len(encode_record) - 40))
+    overwrite_bytes(path, path.read_bytes().index(encode_record), record)
     wrong, _ = verification_texts(other)
     assert len(wrong) == 1
     assert wrong[0].startswith(f"{ONE}.chn at 128: batch 3..7: expected chain ")
@@ -262,7 +263,7 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
 
 
 def write_slot(storage, **changes):
-    """Change fields of the slot that counts; return the earlier slot."""
+    """Change fields of the current slot; return the earlier slot."""
     data = (storage / SLOTS).read_bytes()
     both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)
@@ -271,7 +272,7 @@ def write_slot(storage, **changes):
     return current
 
 
-def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
+def test_a_slot_that_contradicts_the_log_is_reported(storage):
     acked = write_slot(storage, acked=AckedMarker(35, bytes(16))).acked
     chain = acked.chain.hex()
     assert verification_texts(storage)[0] == [
@@ -319,15 +320,15 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     ]
 
 
-def test_records_may_have_no_batches_if_the_slot_states_it(storage):
-    """The marker confirms records all the same."""
+def test_unbatched_records_are_valid_if_the_slot_states_them(storage):
+    """The acked marker confirms these records, although they have no batches."""
     write_slot(
         storage,
         acked=AckedMarker(35, UNBATCHED),
         nonce=bytes(16),
         provisional=ProvisionalMark(1, 50),
     )
-    path = seg(storage, 2, ".chn")
+    path = segment_path(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])
     writes = (
         "some records belong to no batch; the next start of the storage creates batches for them"
@@ -348,7 +349,7 @@ def test_swapped_slots_are_invalid(storage):
     assert wrong[2] == f"{SLOTS}: no control slot is valid; the storage cannot open the partition"
 
 
-def test_bytes_that_are_never_written_are_reported(storage):
+def test_nonzero_padding_bytes_are_reported(storage):
     flip_byte(storage / SLOTS, 5000, 7)
     assert verification_texts(storage)[0] == [
         f"{SLOTS} at 5000: expected zeros after the slot, found 0x07"
@@ -358,11 +359,11 @@ def test_bytes_that_are_never_written_are_reported(storage):
     assert verification_texts(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
 
 
-def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
+def test_known_damage_is_reported_as_known(tmp_path):
     world = sample_log()
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
-    flip_byte(seg(directory, 0), 200)
+    flip_byte(segment_path(directory, 0), 200)
     write_slot(directory, damaged=(IdRange(1, 1), IdRange(30, 31)))
     wrong, notes = verification_texts(directory)
     assert [one.rpartition("; ")[2] for one in wrong] == ["listed as damaged"]
@@ -376,11 +377,11 @@ def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
 
 @pytest.mark.parametrize("segment_bytes_max", [900, 100_000])
 def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
-    """What was known to be synced is no torn tail, in the last segment neither."""
+    """Data that was synced is not a torn tail, not even in the last segment."""
     world = sample_log(segment_bytes_max)
     world.append([3])
     directory = write_to_directory(world.disk, tmp_path)
-    cut(seg(directory, -1), 10)
+    truncate_file(segment_path(directory, -1), 10)
     wrong, notes = verification_texts(directory)
     assert wrong == []
     assert any(
@@ -389,7 +390,7 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     assert (
         f"{SLOTS}: the log was not closed properly; it is known to be synced up to transaction 35"
     ) in notes
-    flip_byte(seg(directory, 0), 200)
+    flip_byte(segment_path(directory, 0), 200)
     (confirmed,) = verification_texts(directory)[0]
     assert confirmed.startswith(f"{ONE}.seg at 173: record 1: ")
     assert confirmed.endswith("; not listed as damaged")
@@ -402,7 +403,7 @@ def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     assert verification_texts(copy) == ([], [])
     for path in segment_files(storage):
         flip_byte(path, 200)
-    alone = verify_directory(seg(storage, 1))
+    alone = verify_directory(segment_path(storage, 1))
     assert [(one.path, one.offset) for one in alone.findings.kept_findings] == [(f"{TWO}.seg", 189)]
     assert verification_texts(copy) == ([], [])
     with pytest.raises(BadRequest, match="partition 3; it has 2"):
@@ -430,7 +431,7 @@ def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
 
 
 def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
-    path = seg(storage, 0)
+    path = segment_path(storage, 0)
     encode_record = bytearray(sample_log().records[0])
     encode_record[33] ^= 1
     encode_record[-4:] = crc32(bytes(encode_record[:-4])).to_bytes(4, "big")
@@ -440,8 +441,8 @@ def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of the data")
 
 
-def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
-    """No marker has moved where a failed sync ended the older file; what it holds was synced."""
+def test_a_batch_before_the_newest_segment_is_damaged_and_not_torn(tmp_path):
+    """After a failed sync the acked marker has not moved, but the older file is synced."""
     world = sample_log(segment_bytes_max=100_000)
     for _ in range(3):
         world.append([1])
@@ -454,23 +455,23 @@ def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
     directory = write_to_directory(world.disk, tmp_path)
     assert len(segment_files(directory)) == 2
     assert verification_texts(directory)[0] == []
-    flip_byte(seg(directory, 0, ".chn"), 64 + 64 * 8 + 5)
+    flip_byte(segment_path(directory, 0, ".chn"), 64 + 64 * 8 + 5)
     wrong, _ = verification_texts(directory)
     assert [one.partition(": ")[0] for one in wrong] == [f"{ONE}.chn at {64 + 64 * 8}"]
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path, is_closed):
-    """A file that a failed write has ended may have its tail back: that cut was never synced."""
+def test_extra_bytes_are_an_error_only_in_a_closed_log(tmp_path, is_closed):
+    """After a failed write the truncated tail may reappear: the truncation was not synced."""
     world = sample_log()
     world.append([3])
     if is_closed:
         world.close()
     directory = write_to_directory(world.disk, tmp_path)
     for path, spare in (
-        (seg(directory, 0), world.records[11]),
-        (seg(directory, 0, ".idx"), (901).to_bytes(8, "big")),
-        (seg(directory, 0, ".chn"), bytes(24)),
+        (segment_path(directory, 0), world.records[11]),
+        (segment_path(directory, 0, ".idx"), (901).to_bytes(8, "big")),
+        (segment_path(directory, 0, ".chn"), bytes(24)),
     ):
         path.write_bytes(path.read_bytes() + spare)
     wrong, notes = verification_texts(directory)
@@ -484,7 +485,7 @@ def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path
 
 
 def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
-    """It makes them of entries that it cannot read any more; their chains are of nothing."""
+    """The storage reconstructs batches with unreadable entries; their chains prove nothing."""
     world = sample_log(segment_bytes_max=100_000)
     for position in (1, 2):
         world.disk.flip_bits(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)
@@ -492,10 +493,15 @@ def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
     log = verify_directory(directory).logs[PARTITION]
-    assert [one.session for one in batches(seg(directory, 0, ".chn"))][:4] == [1, -2, -2, 1]
+    assert [one.session for one in batches(segment_path(directory, 0, ".chn"))][:4] == [
+        1,
+        -2,
+        -2,
+        1,
+    ]
     assert verification_texts(directory) == ([], [])
     assert (log.batch_count, log.unchecked_batch_count) == (7, 3)
-    flip_byte(seg(directory, 0, ".chn"), 64 + 64 * 5 + 40)
+    flip_byte(segment_path(directory, 0, ".chn"), 64 + 64 * 5 + 40)
     assert verification_texts(directory)[0] != []
 
 
@@ -504,7 +510,7 @@ def batches(path):
         return [one.batch for one in batches_of(file, header_of(file).segment_crc)]
 
 
-def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
+def test_lock_files_are_expected_and_unknown_files_are_noted(storage):
     for name in ("waltz-x.lck", "waltz-x.lck.old"):
         (storage / "2" / name).write_bytes(b"torn")
     assert verification_texts(storage) == ([], [])
@@ -516,36 +522,36 @@ def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
 
 
 @pytest.fixture
-def started(tmp_path):
-    """The same without segment 0..10: the log begins after the batch 9..20; another copy has it."""
+def log_with_later_start(tmp_path):
+    """A log without segment 0..10, which begins after batch 9..20, and a complete copy of it."""
     world = sample_log()
     world.prepare()
     world.set_mark()
     before = write_to_directory(world.disk, tmp_path / "before")
     assert world.log.remove_oldest(AckedMarker(35, world.log.chain))
     world.close()
-    directory = write_to_directory(world.disk, tmp_path / "started")
+    directory = write_to_directory(world.disk, tmp_path / "log_with_later_start")
     assert verification_texts(directory) == ([], [])
     return directory, before
 
 
-def test_a_log_that_begins_above_0_is_verified_from_its_start_on(started):
-    directory, _ = started
+def test_a_log_that_begins_above_0_is_verified_from_its_start(log_with_later_start):
+    directory, _ = log_with_later_start
     log = verify_directory(directory).logs[PARTITION]
     assert (log.segment_count, log.last, log.unchecked_batch_count) == (2, 35, 1)
     assert log.chains_at[20] == read_slots(directory / SLOTS)[0].start_chain
-    flip_byte(seg(directory, 0), 128 + 37)  # record 11, below the start
+    flip_byte(segment_path(directory, 0), 128 + 37)  # record 11, below the start
     wrong, notes = verification_texts(directory)
     assert wrong == []
     assert any("record 11: expected CRC" in each for each in notes)
-    flip_byte(seg(directory, 0), 128 + 60 * 13)
+    flip_byte(segment_path(directory, 0), 128 + 60 * 13)
     assert verification_texts(directory)[0]
 
 
-def test_a_segment_whose_removal_was_interrupted_is_noted(started):
-    directory, before = started
+def test_a_segment_whose_removal_was_interrupted_is_noted(log_with_later_start):
+    directory, before = log_with_later_start
     for suffix in (".seg", ".idx", ".chn"):
-        shutil.copy(seg(before, 0, suffix), directory / f"{ONE}{suffix}")
+        shutil.copy(segment_path(before, 0, suffix), directory / f"{ONE}{suffix}")
     note = (
         f"{ONE}.seg: the segment ends before transaction 21, where the log begins; the next "
         "start of the storage removes it"
@@ -553,14 +559,14 @@ def test_a_segment_whose_removal_was_interrupted_is_noted(started):
     assert verification_texts(directory) == ([], [note])
 
 
-def test_a_log_without_its_first_segment_is_wrong(started):
-    directory, before = started
+def test_a_log_without_its_first_segment_is_reported(log_with_later_start):
+    directory, before = log_with_later_start
     shutil.copy(before / SLOTS, directory / SLOTS)  # it states that the log begins with 0
     assert f"{TWO}.seg: no segment has records 0..10" in verification_texts(directory)[0]
 
 
-def test_another_chain_at_the_start_is_wrong(started):
-    directory, _ = started
+def test_another_chain_at_the_start_is_reported(log_with_later_start):
+    directory, _ = log_with_later_start
     slots = [
         replace(Slot.decode(data[:512]), start=AckedMarker(20, b"c" * 16))
         for data in blocks(SLOTS, directory)

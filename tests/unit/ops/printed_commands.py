@@ -7,7 +7,7 @@ import click
 
 from tests.commands import parse_command
 
-# Words in capitals are filled in by people.
+# Operators replace words in capitals.
 FILLED_IN = {
     "COUNT": "3",
     "ADMIN_PORT": "15281",
@@ -17,7 +17,7 @@ OTHER_PROGRAMS = {"kill", "timedatectl", "wait"}
 
 
 def check_understood(line: str) -> None:
-    """Fail unless each command of a shell's line is one that can be given."""
+    """Fail unless the program accepts each command of a shell line."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&{}")
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]
@@ -35,4 +35,4 @@ def check_understood(line: str) -> None:
         try:
             parse_command(words)
         except click.UsageError as error:
-            raise AssertionError(f"not understood: {line}: {error.format_message()}") from None
+            raise AssertionError(f"invalid command: {line}: {error.format_message()}") from None

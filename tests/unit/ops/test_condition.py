@@ -12,12 +12,12 @@ def case():
     return Case()
 
 
-def standing(case):
+def condition_of(case):
     return PartitionCondition(case.facts.cluster, 0)
 
 
 def test_a_healthy_partition_has_no_problems(case):
-    now = standing(case)
+    now = condition_of(case)
     assert now.owner.address == ONE
     assert (
         now.is_served,
@@ -43,8 +43,8 @@ def test_a_healthy_partition_has_no_problems(case):
 def test_only_an_answering_replica_counts_for_a_session(case):
     case.storage(A, failure="refused", replicas={})
     case.replica(B, is_stuck=True)
-    case.storage(C, replicas={})  # it has reported nothing, and is assumed to be well
-    now = standing(case)
+    case.storage(C, replicas={})  # the storage has reported nothing, and is assumed to be healthy
+    now = condition_of(case)
     assert now.answering_replicas == [C]
     assert now.replicas_of_unknown_state == [A, B]
 
@@ -52,21 +52,19 @@ def test_only_an_answering_replica_counts_for_a_session(case):
 def test_a_quorum_may_be_trusted_while_replicas_are_unavailable(case):
     case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
-    assert not standing(case).has_no_trusted_quorum
+    assert not condition_of(case).has_no_trusted_quorum
     case.replica(B, is_suspect=True)
-    assert standing(case).suspect_replicas == [A, B]
-    assert standing(case).has_no_trusted_quorum
+    assert condition_of(case).suspect_replicas == [A, B]
+    assert condition_of(case).has_no_trusted_quorum
     case.storage(C, failure="refused", replicas={})
-    assert not standing(
-        case
-    ).has_no_trusted_quorum  # a storage that may have the log is only unavailable
+    assert not condition_of(case).has_no_trusted_quorum  # the unavailable storage may have the log
 
 
 def test_only_replicas_of_the_newest_session_are_engaged(case):
     case.states({A: ENGAGED, B: ReplicaState(6, 50), SPARE: ENGAGED})
-    now = standing(case)
+    now = condition_of(case)
     assert now.engaged_replicas == [A, SPARE]
     assert now.not_engaged_replicas == [B, C]
     assert now.has_outdated_session_replicas
     case.partition(metadata=PartitionMetadata())
-    assert standing(case).is_metadata_lost
+    assert condition_of(case).is_metadata_lost

@@ -130,7 +130,7 @@ class Case:
     def found(self):
         return [(each.name, each.subject) for each in diagnose(self.facts)]
 
-    def the_only(self, name):
+    def only_finding(self, name):
         (found,) = diagnose(self.facts)
         assert found.name == name
         return found
@@ -151,43 +151,45 @@ def test_a_healthy_cluster_has_no_findings(case):
 # --- ZooKeeper, and the processes of a cluster on this machine
 
 
-def test_without_zookeeper_only_that_is_reported(case):
+def test_without_zookeeper_only_its_outage_is_reported(case):
     case.facts = Facts(CONNECT, zookeeper_failure="no answer")
-    found = case.the_only("zookeeper-unavailable")
+    found = case.only_finding("zookeeper-unavailable")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
     assert found.command == "waltz-core zookeeper run --config zoo.cfg"
     case.facts = Facts(CONNECT, access_error="unknown peer")
-    assert case.the_only("zookeeper-access-denied").command.endswith(
+    assert case.only_finding("zookeeper-access-denied").command.endswith(
         f"--connect '{CONNECT}?auth=FILE'"
     )
     case.facts = Facts(CONNECT, is_cluster_missing=True)
-    assert case.the_only("no-cluster").sentence.startswith(
+    assert case.only_finding("no-cluster").sentence.startswith(
         f"there is no cluster at {CONNECT}. Hint: "
     )
 
 
 def test_a_zookeeper_server_that_does_not_answer_or_has_no_quorum_is_reported(case):
     case.node(failure="refused", mode="")
-    assert case.the_only("zookeeper-server-unavailable").sentence == (
+    assert case.only_finding("zookeeper-server-unavailable").sentence == (
         "ZooKeeper server zk1:2181 does not answer: refused"
     )
     case.node(failure="", mode="")
-    assert "is not part of a quorum" in case.the_only("zookeeper-server-without-quorum").sentence
+    assert (
+        "is not part of a quorum" in case.only_finding("zookeeper-server-without-quorum").sentence
+    )
 
 
 def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "down"), MemberFacts("server-2", TWO, "up", 77))
     case.storage(A, failure="refused", replicas={})
-    found = case.the_only("process-down")
+    found = case.only_finding("process-down")
     assert found.sentence == "storage-1 of the cluster in here/.waltz does not run"
     assert found.command == "waltz-core local up --directory here/.waltz"
     case.local(MemberFacts("storage-1", A, "stopped", 78))
-    found = case.the_only("process-stopped")
+    found = case.only_finding("process-stopped")
     assert found.command == "kill -CONT 78"
-    # One that runs and does not answer is stopped first.
+    # A running process that does not answer is stopped first.
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, is_silent=True)
-    assert case.the_only("storage-silent").command == (
+    assert case.only_finding("storage-silent").command == (
         "kill -9 79; waltz-core local up --directory here/.waltz"
     )
 
@@ -204,18 +206,18 @@ def test_local_up_does_not_start_added_storages(case):
 
 def test_a_server_that_does_not_answer_is_reported(case):
     case.server(1, failure="refused", served_partitions={})
-    assert case.the_only("server-unavailable").command == (
+    assert case.only_finding("server-unavailable").command == (
         f"waltz-core cluster remove-server {ONE} --connect {CONNECT}"
     )
     case.server(1, is_silent=True)
-    found = case.the_only("server-silent")
+    found = case.only_finding("server-silent")
     assert found.command == "waltz-core server run --config server.toml"
     case.cluster(servers={}, owners={}, is_assignment_settled=False)
-    assert case.the_only("no-server").sentence.startswith("no server is registered")
+    assert case.only_finding("no-server").sentence.startswith("no server is registered")
 
 
 def test_a_doctor_without_tls_reports_a_cluster_with_tls(case):
-    """No process must be ended for it, and of partitions nothing is known."""
+    """No process must be stopped, and the state of the partitions is unknown."""
     mismatch = "expected plain TCP, found TLS"
     for number in (1, 2):
         case.server(number, failure=mismatch, is_tls_mismatch=True, served_partitions={})
@@ -259,20 +261,20 @@ def test_a_storage_with_an_expired_certificate_is_reported(case):
 
 def test_an_assignment_without_the_running_servers_is_reported(case):
     case.cluster(is_assignment_settled=False)
-    assert f"the leader {ONE}" in case.the_only("assignment-stale").sentence
+    assert f"the leader {ONE}" in case.only_finding("assignment-stale").sentence
     case.server(1, failure="connection refused", served_partitions={})
     assert [name for name, _ in case.found()] == ["server-unavailable"]
     case.server(1, failure="", served_partitions={0: True})
     case.cluster(is_assignment_settled=True, owners={1: Ownership(2, 4)})
     case.server(1, served_partitions={})
-    assert case.the_only("partition-without-server").sentence == "partition 0 has no owner"
+    assert case.only_finding("partition-without-server").sentence == "partition 0 has no owner"
 
 
 def test_two_preferred_owners_of_one_partition_are_reported(case):
     case.server(1, preferred_partitions=(0,))
     assert case.found() == []
     case.server(2, preferred_partitions=(0, 1))
-    found = case.the_only("preference-not-granted")
+    found = case.only_finding("preference-not-granted")
     assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns the partition" in found.sentence
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
@@ -290,83 +292,83 @@ def test_a_storage_unreachable_for_one_server_is_reported_unless_it_is_for_all(c
 def test_a_storage_that_does_not_answer_is_reported(case):
     case.storage(A, failure="refused", replicas={})
     assert (
-        case.the_only("storage-unavailable").command
+        case.only_finding("storage-unavailable").command
         == "waltz-core storage run --config storage.toml"
     )
     case.storage(A, is_silent=True)
-    assert case.the_only("storage-silent").subject == A
+    assert case.only_finding("storage-silent").subject == A
     case.storage(A, registered_storage_id=None)
-    assert "has never started" in case.the_only("storage-never-started").sentence
+    assert "has never started" in case.only_finding("storage-never-started").sentence
 
 
-def test_a_storage_that_is_only_starting_is_waited_for(case):
-    """After a crash it reads for minutes, and has no port: if it is ended, it begins again."""
+def test_the_doctor_waits_for_a_storage_that_is_starting(case):
+    """After a crash a storage first reads its logs, without a port; a restart would repeat this."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, failure="refused", replicas={})
-    found = case.the_only("storage-starting")
+    found = case.only_finding("storage-starting")
     assert "Hint: wait, and do not stop" in found.sentence
     assert found.command == again
-    # Nor is it ended for the sake of a quorum.
+    # The storage is not stopped to restore a quorum either.
     case.storage(B, failure="refused", replicas={})
     case.server(1, served_partitions={0: False})
     case.server(2, served_partitions={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
     assert {each.command for each in diagnose(case.facts)} == {again}
-    # From another machine this is unknown: to start it a second time does no harm.
+    # On another machine this is unknown; starting the process a second time is harmless.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-unavailable", "no-quorum"}
     assert "then wait" in diagnose(case.facts)[0].sentence
 
 
-def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
+def test_a_hanging_storage_is_killed_without_a_change_of_its_port(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_failure="no answer within 3 s", found_admin_port=5281, is_hanging=True)
-    found = case.the_only("storage-unresponsive")
+    found = case.only_finding("storage-unresponsive")
     assert "them (no answer within 3 s); its disk may hang." in found.sentence
     assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
     case.storage(A, admin_failure="", is_hanging=False)
     case.replica(A, is_stuck=True)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
-    found = case.the_only("replica-stuck")
+    found = case.only_finding("replica-stuck")
     assert (found.subject, found.command[:10]) == (f"0 {A}", "kill -9 79")
 
 
 def test_no_command_deletes_a_log_that_is_being_opened(case):
     case.replica(A, is_opening=True, last_id=-1, last_session_id=-1)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
-    found = case.the_only("replica-opening")
+    found = case.only_finding("replica-opening")
     assert (found.subject, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
 
 
 def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     case.storage(A, storage_id="bb")
-    found = case.the_only("storage-id-mismatch")
+    found = case.only_finding("storage-id-mismatch")
     assert "but ZooKeeper has the ID aa for" in found.sentence
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, belongs_to_cluster=False)
-    assert case.the_only("storage-cluster-mismatch").subject == A
-    # It rejects all servers of this cluster; the network is not the cause.
+    assert case.only_finding("storage-cluster-mismatch").subject == A
+    # The storage rejects all servers of this cluster; the network is not the cause.
     case.server(1, unreachable_storages=(A,))
-    assert case.the_only("storage-cluster-mismatch").subject == A
+    assert case.only_finding("storage-cluster-mismatch").subject == A
 
 
 def test_an_admin_port_that_differs_from_zookeeper_is_reported(case):
     case.storage(A, admin_failure="refused", replicas={})
-    assert case.the_only("admin-port-wrong").command == (
+    assert case.only_finding("admin-port-wrong").command == (
         f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
     )
     case.storage(A, found_admin_port=5299)
-    assert f"set-admin-port {A} 5299" in case.the_only("admin-port-wrong").command
+    assert f"set-admin-port {A} 5299" in case.only_finding("admin-port-wrong").command
 
 
 def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     case.storage(A, disk=DiskFacts(5 << 20, True))
-    found = case.the_only("disk-full")
+    found = case.only_finding("disk-full")
     assert found.sentence.endswith("5 MiB are free, and the storage rejects appends")
     assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
     case.storage(A, disk=DiskFacts(900 << 20, False))
-    assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")
+    assert case.only_finding("disk-nearly-full").sentence.endswith("900 MiB are free")
     for size_mib, free_mib, is_found in (
         (100_000, 4_999, True),  # a twentieth
         (100_000, 5_000, False),
@@ -379,7 +381,7 @@ def test_replicas_move_from_a_full_disk_to_one_with_space(case):
     case.storage(SPARE, failure="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
-    # The full disk of a storage that holds nothing is no finding.
+    # A full disk of a storage without replicas is not a finding.
     case.facts = healthy()
     case.storage(SPARE, disk=DiskFacts(0, True))
     assert case.found() == []
@@ -395,23 +397,23 @@ def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, 
     if days is None:
         assert case.found() == []
         return
-    found = case.the_only("disk-full-soon")
+    found = case.only_finding("disk-full-soon")
     assert f"will be full in {days} days: 70000 MiB are free, and in the last day" in (
         found.sentence
     )
     assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
-    # The nearer danger is the only finding.
+    # Only the more urgent finding is reported.
     case.storage(A, disk=DiskFacts(900 << 20, False, 100_000 << 20, rate))
-    assert case.the_only("disk-nearly-full")
+    assert case.only_finding("disk-nearly-full")
 
 
 def test_clocks_that_differ_are_reported(case):
     case.storage(A, clock_ahead_ms=-4_200.0)
-    found = case.the_only("storage-clock-skew")
+    found = case.only_finding("storage-clock-skew")
     assert f"storage {A} is 4.2 s behind the clock of this" in found.sentence
     case.storage(A, clock_ahead_ms=None)
     case.partition(commit_stamp_ahead_ms=61_000.0)
-    found = case.the_only("server-clock-skew")
+    found = case.only_finding("server-clock-skew")
     assert "61.0 s in the future, so the clock" in found.sentence
     assert ONE in found.sentence
 
@@ -429,20 +431,22 @@ def test_a_replica_that_is_not_served_is_reported(case):
     ):
         case.facts = healthy()
         case.replica(B, **changed)
-        assert case.the_only(name).command == f"waltz-core storage {command}"
+        assert case.only_finding(name).command == f"waltz-core storage {command}"
 
 
 def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
     case.replica(SPARE, last_id=90, last_session_id=6)
     remove = f"waltz-core storage remove-partition --connect {CONNECT} --storage {SPARE}"
-    assert case.the_only("replica-left-over").command == f"{remove} --partition 0 --delete-files"
-    # One finding and one command for all that a storage has left over.
+    assert (
+        case.only_finding("replica-left-over").command == f"{remove} --partition 0 --delete-files"
+    )
+    # One finding and one command for all leftover partitions of a storage.
     case.replica(SPARE, number=1, last_id=90, last_session_id=6)
-    found = case.the_only("replica-left-over")
+    found = case.only_finding("replica-left-over")
     assert (found.subject, found.partition) == (SPARE, None)
     assert found.command == f"{remove} --partition 0-1 --delete-files"
     case.storage(SPARE, replicas={0: ReplicaFacts(last_id=90, last_session_id=6)})
-    # Until its owner has left it out, it is on its way.
+    # Until its owner excludes the replica, the replica is being moved.
     case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
     assert case.found() == [("session-replicas-outdated", "0")]
 
@@ -458,7 +462,7 @@ def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
         lambda case: case.replica(SPARE, last_session_id=8),
     ],
 )
-def test_no_command_deletes_records_that_others_may_lack(case, doubt):
+def test_no_command_deletes_records_that_other_replicas_may_lack(case, doubt):
     case.replica(SPARE, last_id=90, last_session_id=6)
     doubt(case)
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
@@ -467,7 +471,7 @@ def test_no_command_deletes_records_that_others_may_lack(case, doubt):
 def test_a_replica_that_is_not_in_sync_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
     case.replica(C, last_id=50)
-    found = case.the_only("replica-not-engaged")
+    found = case.only_finding("replica-not-engaged")
     assert found.sentence.endswith("its log ends at transaction 50")
     assert "--online false && waltz-core storage availability" in found.command
     case.storage(C, failure="refused")
@@ -477,23 +481,23 @@ def test_a_replica_that_is_not_in_sync_is_reported(case):
 def test_a_replica_that_lags_is_reported(case):
     case.replica(A, last_id=91 + LAG_TRANSACTIONS_MAX)
     case.replica(B, last_id=91 + LAG_TRANSACTIONS_MAX)
-    found = case.the_only("replica-lagging")
+    found = case.only_finding("replica-lagging")
     assert found.subject == f"0 {C}"
     assert f"{LAG_TRANSACTIONS_MAX + 1} transactions, because" in found.sentence
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 
-def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(case):
+def test_a_suspect_quorum_requires_a_decision_of_the_operator(case):
     case.replica(A, is_suspect=True)
     assert case.found() == [("replica-suspect", f"0 {A}")]
     case.replica(B, is_suspect=True)
     case.server(1, served_partitions={0: False})
-    found = case.the_only("no-trusted-quorum")
+    found = case.only_finding("no-trusted-quorum")
     assert "only 1 of 3 replicas have a trusted log" in found.sentence
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_a_missing_voter_that_may_return_needs_no_accept_replicas(case):
+def test_accept_replicas_is_not_suggested_while_a_voter_may_return(case):
     case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
@@ -520,7 +524,7 @@ def test_a_lost_quorum_is_reported_for_every_cause(case):
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
-def test_no_healthy_storage_is_stopped_for_a_quorum(case):
+def test_no_command_stops_a_healthy_storage_to_restore_a_quorum(case):
     members = [
         MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
     ]
@@ -541,7 +545,7 @@ def test_no_healthy_storage_is_stopped_for_a_quorum(case):
 
 def test_a_session_that_is_not_open_despite_a_quorum_is_reported(case):
     case.server(1, served_partitions={0: False})
-    assert case.the_only("session-not-open").command == (
+    assert case.only_finding("session-not-open").command == (
         f"waltz-core cluster prefer 0 {TWO} --connect {CONNECT}"
     )
     case.server(2, failure="refused", served_partitions={})
@@ -552,19 +556,19 @@ def test_a_session_that_is_not_open_despite_a_quorum_is_reported(case):
 def test_a_partition_that_was_never_opened_is_reported(case):
     case.server(1, served_partitions={0: False})
     case.partition(metadata=None, marker=NEW)
-    assert case.the_only("never-opened").subject == "0"
+    assert case.only_finding("never-opened").subject == "0"
 
 
 def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
     case.server(1, served_partitions={})
-    assert case.the_only("partition-not-served").subject == "0"
+    assert case.only_finding("partition-not-served").subject == "0"
     case.server(1, served_partitions={0: True})
     case.server(2, served_partitions={0: True, 1: True})
-    found = case.the_only("partition-served-by-another")
+    found = case.only_finding("partition-served-by-another")
     assert f"server {TWO} answers requests for it, but {ONE} owns it." in found.sentence
 
 
-def test_a_session_with_other_replicas_and_a_missing_mark_are_reported(case):
+def test_outdated_session_replicas_and_an_unknown_mark_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
     case.partition(high_water_mark=None, high_water_mark_error="no answer")
     assert case.found() == [("session-replicas-outdated", "0"), ("high-water-mark-unknown", "0")]
@@ -577,7 +581,7 @@ def test_replicas_that_are_too_few_or_in_the_wrong_groups_are_reported(case):
     )
     case.states({A: ENGAGED, B: ENGAGED})
     case.storage(C, replicas={1: ReplicaFacts(last_id=90)})
-    assert case.the_only("too-few-replicas").command == (
+    assert case.only_finding("too-few-replicas").command == (
         f"waltz-core cluster auto-assign --replicas 3 --connect {CONNECT}"
     )
     case.facts = healthy()
@@ -610,15 +614,15 @@ REBUILD = (
 def test_lost_metadata_is_reported(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.partition(metadata=PartitionMetadata())
-    found = case.the_only("metadata-lost")
-    # What is left of the old znodes has to go first: over it nothing is rebuilt.
+    found = case.only_finding("metadata-lost")
+    # The remaining old znodes must be deleted first: they prevent a rebuild.
     delete = f"waltz-core cluster delete pay --connect {CONNECT}"
     assert found.command == f"{delete} && {REBUILD}"
     for step in ("Stop all servers and storages", "delete the old znodes", "waits for them"):
         assert step in found.sentence
-    # Of a cluster on this machine all steps are known.
+    # For a cluster on this machine, all steps are known.
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))
-    assert case.the_only("metadata-lost").command == (
+    assert case.only_finding("metadata-lost").command == (
         f"waltz-core local down --keep-zookeeper --directory here/.waltz && {delete} && "
         f"{REBUILD} --only-znodes && {{ {REBUILD} & waltz-core local up --directory here/.waltz; "
         "wait $!; }"
@@ -628,13 +632,13 @@ def test_lost_metadata_is_reported(case):
 def test_an_interrupted_rebuild_continues(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
-    found = case.the_only("rebuilding-unfinished")
+    found = case.only_finding("rebuilding-unfinished")
     assert found.subject == "0"
     assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
-    # It is reported also while nothing is assigned, as when the command has just made the nodes.
+    # The finding is reported even if no partition is assigned, as right after the creation.
     case.cluster(assigned_replicas={0: (), 1: (A, B, C)})
     case.storage(A, replicas={1: ReplicaFacts(last_session_id=7, last_id=90)})
-    assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
+    assert " --replicas COUNT --storage " in case.only_finding("rebuilding-unfinished").command
 
 
 def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(case):
@@ -642,16 +646,16 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
     case.local(
         MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "up", 79, 5281)
     )
-    found = case.the_only("cluster-lost")
+    found = case.only_finding("cluster-lost")
     assert "cluster create" not in found.command
     rebuild = (
         f"waltz-core cluster rebuild-metadata --connect {CONNECT} --name local "
         f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
     )
     assert f" && {rebuild} --only-znodes && {{ {rebuild} & " in found.command
-    # This finding also covers the end of its processes.
+    # This finding also covers the processes that have ended.
     case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
-    assert case.the_only("cluster-lost")
+    assert case.only_finding("cluster-lost")
 
 
 def test_findings_come_in_the_order_of_the_table(case):
@@ -666,36 +670,38 @@ def test_findings_come_in_the_order_of_the_table(case):
 def test_a_connect_string_is_quoted_for_a_shell(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
     case.server(1, failure="refused", served_partitions={})
-    assert case.the_only("server-unavailable").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
+    assert case.only_finding("server-unavailable").command.endswith(
+        f"'{CONNECT}?auth=/etc/my file'"
+    )
 
 
 def test_a_server_that_others_cannot_connect_to_is_reported():
     case = Case()
     case.server(2, is_excluded_as_unreachable=True, connection_errors=(f"{ONE}: refused",))
-    found = case.the_only("server-unreachable")
+    found = case.only_finding("server-unreachable")
     assert found.subject == TWO
     assert f"cannot connect to it ({ONE}: refused)." in found.sentence
     case.server(2, connection_errors=())
-    assert "none has connected to it yet" in case.the_only("server-unreachable").sentence
+    assert "none has connected to it yet" in case.only_finding("server-unreachable").sentence
 
 
 # --- Speed
 
 
 def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(case):
-    usual = {B: (30, 2_000), C: (30, 3_000)}
-    case.server(1, append_latencies={A: (30, 180_000), **usual})
+    other_latencies = {B: (30, 2_000), C: (30, 3_000)}
+    case.server(1, append_latencies={A: (30, 180_000), **other_latencies})
     case.server(2, append_latencies={A: (10, 100_000)})
-    assert case.the_only("storage-slow").sentence.startswith(
+    assert case.only_finding("storage-slow").sentence.startswith(
         f"storage {A} takes 160 ms to answer an append, 64 times as long as the other "
         "storages. Hint: "
     )
     for times in (
-        {A: (30, 180_000)},  # nothing to compare it with
-        {A: (30, 49_000), **usual},  # not noticed
-        {A: (9, 180_000), **usual},  # too few seconds
+        {A: (30, 180_000)},  # no other storage to compare with
+        {A: (30, 49_000), **other_latencies},  # not much slower
+        {A: (9, 180_000), **other_latencies},  # too few seconds
         {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
-        usual,
+        other_latencies,
     ):
         case.server(1, append_latencies=times)
         case.server(2, append_latencies={})
@@ -709,7 +715,7 @@ HOUR_S = 3_600.0
 INTERVAL_MS = 10_000
 
 
-def archived(last):
+def marker_archived_to(last):
     mark = ArchivedMark(last, bytes(16), 5, 0, 1, "manifest")
     return PartitionMarker(MarkerState.OPEN, 7, bytes(16), mark)
 
@@ -723,7 +729,7 @@ def archive():
     for number in (0, 1):
         case.partition(
             number,
-            marker=archived(90),
+            marker=marker_archived_to(90),
             oldest_unarchived_age_s=0.0,
             archive_interval_ms=INTERVAL_MS,
         )
@@ -733,7 +739,7 @@ def archive():
 
 def test_storages_with_different_archives_are_reported(archive):
     archive.storage(B, archive=ArchiveFacts("s3://other/waltz", 600_000))
-    found = archive.the_only("archive-settings-differ")
+    found = archive.only_finding("archive-settings-differ")
     assert (
         f"storage {B} archives to s3://other/waltz, but the other storages archive to {URL}. "
         "Hint: set the"
@@ -746,7 +752,7 @@ def test_storages_with_different_archives_are_reported(archive):
         f"(none), but the other storages archive to {URL}. Hint: set the"
         in diagnose(archive.facts)[0].sentence
     )
-    # Of a storage that does not answer it is not known.
+    # Unknown for a storage that does not answer.
     archive.storage(A, failure="refused", replicas={})
     archive.storage(B, archive=ArchiveFacts(URL))
     assert ("archive-settings-differ", A) not in archive.found()
@@ -756,15 +762,15 @@ def test_storages_without_the_archive_of_the_cluster_are_reported(archive):
     archive.partition(0, marker=OPEN)
     for address in (A, B, C, SPARE):
         archive.storage(address, archive=None)
-    found = archive.the_only("archive-url-missing")
+    found = archive.only_finding("archive-url-missing")
     assert "transactions of partitions 1 are archived, but no storage" in found.sentence
     assert found.command == "waltz-core storage run --config storage.toml --archive-url URL"
     archive.local()
     directory = "--directory here/.waltz"
-    assert archive.the_only("archive-url-missing").command == (
+    assert archive.only_finding("archive-url-missing").command == (
         f"waltz-core local down {directory} && waltz-core local up {directory} --archive URL"
     )
-    # Without a storage that answers it is not known.
+    # Unknown if no storage answers.
     for address in (A, B, C, SPARE):
         archive.storage(address, admin_failure="refused")
     assert "archive-url-missing" not in [name for name, _ in archive.found()]
@@ -776,66 +782,71 @@ def test_storages_without_the_archive_of_the_cluster_are_reported(archive):
 
 def test_an_archive_that_cannot_be_written_is_reported(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "archive: cannot write x: ACCESS_DENIED")
-    archive.partition(0, oldest_unarchived_age_s=1.0, marker=archived(89))
+    archive.partition(0, oldest_unarchived_age_s=1.0, marker=marker_archived_to(89))
     archive.storage(A, archive=failed)
     assert archive.found() == []  # A throttled request is no finding.
     archive.storage(A, archive=replace(failed, failure_count=2))
-    found = archive.the_only("archive-unavailable")
+    found = archive.only_finding("archive-unavailable")
     assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in found.sentence
     assert found.command == f"waltz-core archive status --connect {CONNECT}"
-    # That the archive lags is a consequence, also of a single failure of each storage.
+    # The lag of the archive is a consequence, even of a single failure of each storage.
     archive.partition(0, oldest_unarchived_age_s=100 * HOUR_S)
-    assert archive.the_only("archive-unavailable")
+    assert archive.only_finding("archive-unavailable")
     archive.storage(A, archive=failed)
     archive.storage(B, archive=replace(failed, error="archive: cannot write y: ACCESS_DENIED"))
-    found = archive.the_only("archive-unavailable")
+    found = archive.only_finding("archive-unavailable")
     assert f"storages {A}, {B} could not write to the archive 1 times" in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 600_000))
-    # Another storage has archived everything meanwhile.
-    archive.partition(0, oldest_unarchived_age_s=0.0, marker=archived(90))
+    # In the meantime, another storage has archived everything.
+    archive.partition(0, oldest_unarchived_age_s=0.0, marker=marker_archived_to(90))
     assert archive.found() == []
 
 
 def test_a_damaged_file_of_the_archive_is_reported(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "object 7: expected CRC 1, found 2", is_damaged=True)
     archive.storage(A, archive=failed)
-    archive.partition(0, oldest_unarchived_age_s=1.0, marker=archived(89))
-    found = archive.the_only("archive-damaged")
+    archive.partition(0, oldest_unarchived_age_s=1.0, marker=marker_archived_to(89))
+    found = archive.only_finding("archive-damaged")
     assert "missing or corrupt (object 7: expected CRC 1, found 2). Hint:" in found.sentence
     assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
-    # One that a read has found stays, also when everything is archived.
-    archive.partition(0, oldest_unarchived_age_s=0.0, marker=archived(90))
+    # Damage that a read has found stays, even if everything is archived.
+    archive.partition(0, oldest_unarchived_age_s=0.0, marker=marker_archived_to(90))
     damaged = ArchiveFacts(URL, 600_000, read_damage="object 8: bad")
     archive.storage(A, archive=damaged)
-    assert "object 8: bad" in archive.the_only("archive-damaged").sentence
-    # Another storage has found the same file.
+    assert "object 8: bad" in archive.only_finding("archive-damaged").sentence
+    # Another storage has found damage in the same file.
     archive.storage(C, archive=damaged)
-    assert f"storages {A}, {C} found that a file" in archive.the_only("archive-damaged").sentence
+    assert (
+        f"storages {A}, {C} found that a file" in archive.only_finding("archive-damaged").sentence
+    )
     archive.storage(B, archive=replace(damaged, read_damage="object 9: bad"))
     assert [about for _, about in archive.found()] == [f"{A}, {C}", B]
 
 
 def test_an_archive_that_lags_is_reported(archive):
-    archive.partition(0, marker=archived(20), oldest_unarchived_age_s=HOUR_S + 1_210)
+    archive.partition(0, marker=marker_archived_to(20), oldest_unarchived_age_s=HOUR_S + 1_210)
     assert archive.found() == []
     archive.partition(0, oldest_unarchived_age_s=HOUR_S + 1_211)
-    found = archive.the_only("archive-lagging")
+    found = archive.only_finding("archive-lagging")
     assert "partition 0: 70 committed transactions are not archived" in found.sentence
     assert "the oldest was committed 1.3 h ago." in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
     assert archive.found() == []  # with a greater `archive_age_ms`
-    # A partition of which nothing is archived yet.
+    # A partition without any archived transaction.
     archive.partition(1, marker=OPEN, oldest_unarchived_age_s=4 * HOUR_S)
-    assert "partition 1: 91 committed" in archive.the_only("archive-lagging").sentence
+    assert "partition 1: 91 committed" in archive.only_finding("archive-lagging").sentence
     archive.partition(1, oldest_unarchived_age_s=None)
     assert archive.found() == []  # rule 2
 
 
 def test_an_archive_that_is_turned_off_does_not_lag(archive):
     archive.partition(
-        0, marker=archived(20), oldest_unarchived_age_s=100 * HOUR_S, archive_interval_ms=0
+        0,
+        marker=marker_archived_to(20),
+        oldest_unarchived_age_s=100 * HOUR_S,
+        archive_interval_ms=0,
     )
-    assert archive.the_only("archive-lagging"), "another owner archives"
+    assert archive.only_finding("archive-lagging"), "another owner archives"
     archive.partition(1, archive_interval_ms=0)
     assert archive.found() == []
 
@@ -843,7 +854,7 @@ def test_an_archive_that_is_turned_off_does_not_lag(archive):
 def test_an_archive_without_an_interval_is_reported(archive):
     for number in (0, 1):
         archive.partition(number, marker=OPEN, oldest_unarchived_age_s=None)
-    found = archive.the_only("archive-idle")
+    found = archive.only_finding("archive-idle")
     assert found.command == (
         "waltz-core server run --config server.toml --archive-interval-ms 10000"
     )

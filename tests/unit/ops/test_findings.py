@@ -8,7 +8,7 @@ from tests.unit.ops.printed_commands import check_understood
 from waltz_core.ops.findings import FINDING_KINDS, new_finding, placeholder_names
 
 
-def test_each_finding_has_a_sentence_of_its_own():
+def test_each_finding_has_a_unique_sentence():
     assert len(FINDING_KINDS) >= 20
     sentences = [each.sentence for each in FINDING_KINDS.values()]
     assert len(set(sentences)) == len(sentences)
@@ -30,7 +30,7 @@ def test_a_finding_shows_the_value_of_each_field(name):
     )
 
 
-# Values of a row's fields. The diagnosis composes whole commands; its tests check them.
+# Values of a row's fields. The tests of the diagnosis check composed commands.
 VALUES = {
     "connect": "zk1:2181/waltz/payments",
     "connect_with_tls_file": "'zk1:2181/waltz/payments?tls=FILE'",

@@ -1,10 +1,10 @@
-"""Tests of `waltz_core.records.arrow_buffers`; what its arrays hold, tests of batches show."""
+"""Imports of `waltz_core.records.arrow_buffers`; test_batches.py tests the arrays."""
 
 import subprocess
 import sys
 
 
-def test_no_daemon_no_archive_and_no_task_that_reads_imports_pandas():
+def test_daemons_archives_and_read_tasks_do_not_import_pandas():
     code = """if True:
         import io
         import sys

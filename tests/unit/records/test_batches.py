@@ -50,7 +50,7 @@ def encode(rows: list[Row], *, with_marks: bool = False) -> bytes:
     )
 
 
-def simple(data: list[bytes]) -> bytes:
+def encode_data(data: list[bytes]) -> bytes:
     return encode([(i, row, [i], [], [], 0) for i, row in enumerate(data)])
 
 
@@ -61,7 +61,7 @@ def decode(payload: bytes, *, rows_max: int = 20_000) -> batches.AppendRows:
 def stream(
     schema: pa.Schema, *columns: object, options: object = None, batch_count: int = 1
 ) -> bytes:
-    """Write an Arrow stream, right or wrong, in which each batch has the same rows."""
+    """Write a valid or invalid Arrow stream in which each batch has the same rows."""
     sink = pa.BufferOutputStream()
     arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
     with pa.ipc.new_stream(sink, schema, options=options) as writer:
@@ -70,7 +70,7 @@ def stream(
     return bytes(sink.getvalue().to_pybytes())
 
 
-def listed(column: batches.LockColumn) -> list[list[int]]:
+def lists_of(column: batches.LockColumn) -> list[list[int]]:
     bounds = column.offsets.tolist()
     return [column.values[a:b].tolist() for a, b in pairwise(bounds)]
 
@@ -95,9 +95,9 @@ def test_an_append_batch_round_trips(*, rows: list[Row], with_marks: bool) -> No
     assert found.data.to_pylist() == data
     assert found.lengths.tolist() == [len(d) for d in data]
     assert found.crcs.tolist() == [crc32(d) for d in data]
-    assert listed(found.write_locks) == write
-    assert listed(found.read_locks) == read
-    assert listed(found.append_locks) == append
+    assert lists_of(found.write_locks) == write
+    assert lists_of(found.read_locks) == read
+    assert lists_of(found.append_locks) == append
     assert (found.marks.tolist() == marks) if found.marks is not None else not with_marks
 
 
@@ -110,12 +110,12 @@ def test_columns_from_arrow_may_be_absent_null_sliced_or_wider() -> None:
     found = decode(payload)
     assert found.data.to_pylist() == [b"a", b"bb"]
     assert found.headers.tolist() == [0, 0]
-    assert listed(found.write_locks) == [[], [1, 2]]
-    assert listed(found.read_locks) == [[], []]
+    assert lists_of(found.write_locks) == [[], [1, 2]]
+    assert lists_of(found.read_locks) == [[], []]
     assert found.marks is None
 
 
-def test_an_encoded_batch_is_like_any_bytes() -> None:
+def test_an_encoded_batch_is_a_read_only_buffer() -> None:
     payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": [b"a", b"bb"]}))
     assert payload == bytes(payload)
     assert payload.readonly
@@ -132,7 +132,7 @@ def test_the_encoding_of_a_batch_does_not_depend_on_the_environment(
 
 
 def test_precomputed_checksums_are_sent_unchanged() -> None:
-    """The server finds what has changed in a row since."""
+    """The server detects rows that have changed since the checksum was computed."""
     data = pa.array([b"a", b"b" * 5_000])
     rows = pa.RecordBatch.from_pydict({"data": data, "crc": batches.data_crcs(data)})
     assert decode(batches.encode_append_arrow(rows)).data.to_pylist() == data.to_pylist()
@@ -141,13 +141,13 @@ def test_precomputed_checksums_are_sent_unchanged() -> None:
         decode(batches.encode_append_arrow(changed))
 
 
-def test_strings_are_payloads_too() -> None:
+def test_strings_are_encoded_as_payloads() -> None:
     payload = batches.encode_append_arrow(pa.RecordBatch.from_pydict({"data": pa.array(["é"])}))
     assert decode(payload).data.to_pylist() == ["é".encode()]
 
 
 def test_a_null_list_that_spans_values_has_no_locks() -> None:
-    """Arrow allows a null slot with values under it; they must not leak into the next row."""
+    """Arrow allows values under a null slot; they must not be added to the next row."""
     offsets = pa.array([0, 2, 3], pa.int32())
     spanning = pa.ListArray.from_arrays(
         offsets, pa.array([7, 8, 9], pa.int32()), mask=pa.array([True, False])
@@ -155,7 +155,7 @@ def test_a_null_list_that_spans_values_has_no_locks() -> None:
     payload = batches.encode_append_arrow(
         pa.RecordBatch.from_pydict({"data": pa.array([b"", b""]), "write_locks": spanning})
     )
-    assert listed(decode(payload).write_locks) == [[], [9]]
+    assert lists_of(decode(payload).write_locks) == [[], [9]]
 
 
 @given(st.lists(st.sampled_from([b"", b"short", b"x" * 900, b"y" * 5_000]), max_size=8), st.data())
@@ -208,12 +208,12 @@ def test_invalid_lists_are_rejected_before_they_are_sent() -> None:
 
 def test_a_row_over_the_limit_is_rejected_before_it_is_sent() -> None:
     with pytest.raises(TooLarge, match=f"found {TRANSACTION_BYTES_MAX + 1} bytes in row 1"):
-        simple([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
-    simple([bytes(TRANSACTION_BYTES_MAX)])
+        encode_data([b"", bytes(TRANSACTION_BYTES_MAX + 1)])
+    encode_data([bytes(TRANSACTION_BYTES_MAX)])
 
 
 @pytest.mark.parametrize("cuts", [[0, 4], [0, 1, 4], [0, 1, 2, 3, 4]])
-def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
+def test_encoding_a_batch_in_parts_gives_equal_records(cuts: list[int]) -> None:
     locks = [[1, 2], [], [3], [4, 5, 6]]
     data = [b"a", b"", b"ccc", b"dd"]
     whole = decode(
@@ -223,9 +223,9 @@ def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
     for start, stop in pairwise(cuts):
         part = whole.slice(start, stop)
         assert part.count == stop - start
-        assert listed(part.write_locks) == locks[start:stop]
-        assert listed(part.read_locks) == listed(whole.read_locks)[start:stop]
-        assert listed(part.append_locks) == listed(whole.append_locks)[start:stop]
+        assert lists_of(part.write_locks) == locks[start:stop]
+        assert lists_of(part.read_locks) == lists_of(whole.read_locks)[start:stop]
+        assert lists_of(part.append_locks) == lists_of(whole.append_locks)[start:stop]
         first, req_id = TransactionId(4 + start), REQ_ID._replace(sequence=REQ_ID.sequence + start)
         records += bytes(batches.encode_records(part, None, first, req_id).records)
     assert records == bytes(batches.encode_records(whole, None, TransactionId(4), REQ_ID).records)
@@ -234,7 +234,7 @@ def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
 
 
 def test_a_batch_over_its_limits_is_rejected() -> None:
-    payload = simple([b"a", b"b", b"c"])
+    payload = encode_data([b"a", b"b", b"c"])
     assert decode(payload, rows_max=3).count == 3
     with pytest.raises(TooLarge, match="at most 2 rows, found 3"):
         decode(payload, rows_max=2)
@@ -245,12 +245,12 @@ def test_a_batch_over_its_limits_is_rejected() -> None:
 GOOD = ([1, 2], [b"x" * 500, b"y"], [crc32(b"x" * 500), crc32(b"y")], [[1], []], [[], []], [[], []])
 
 
-def test_the_unchanged_stream_is_decoded() -> None:
+def test_a_valid_stream_is_decoded() -> None:
     assert decode(stream(batches.APPEND_SCHEMA, *GOOD)).count == 2
 
 
 @pytest.mark.parametrize(
-    ("place", "column", "problem"),
+    ("column_index", "column", "problem"),
     [
         (0, [1, None], "column header: expected no nulls, found 1"),
         (1, [b"x", None], "column data: expected no nulls, found 1"),
@@ -260,8 +260,10 @@ def test_the_unchanged_stream_is_decoded() -> None:
         (3, [[1], [None]], "nulls, found a null"),
     ],
 )
-def test_invalid_contents_are_rejected(place: int, column: list[object], problem: str) -> None:
-    columns = [*GOOD[:place], column, *GOOD[place + 1 :]]
+def test_invalid_contents_are_rejected(
+    column_index: int, column: list[object], problem: str
+) -> None:
+    columns = [*GOOD[:column_index], column, *GOOD[column_index + 1 :]]
     with pytest.raises(BadRequest, match=problem):
         decode(stream(batches.APPEND_SCHEMA, *columns))
 
@@ -269,18 +271,18 @@ def test_invalid_contents_are_rejected(place: int, column: list[object], problem
 @pytest.mark.parametrize(
     ("offsets", "wrong"),
     [
-        ((0, 500, 501), (0, 502, 501)),  # of data: a row that ends before it begins
-        ((0, 500, 501), (0, 500, 5_000_000)),  # beyond the data that are there
+        ((0, 500, 501), (0, 502, 501)),  # data: a row that ends before it begins
+        ((0, 500, 501), (0, 500, 5_000_000)),  # beyond the end of the data
         ((0, 500, 501), (-1, 500, 501)),
-        ((0, 1, 1), (0, 1, 1_000_000)),  # of write locks
+        ((0, 1, 1), (0, 1, 1_000_000)),  # write locks
         ((0, 1, 1), (0, 1, -1)),
         ((0, 1, 1), (0, 2, 1)),
     ],
 )
-def test_offsets_that_lead_elsewhere_are_rejected(
+def test_offsets_out_of_bounds_are_rejected(
     offsets: tuple[int, ...], wrong: tuple[int, ...]
 ) -> None:
-    """They are no sums of lengths in a stream, but whatever its maker wrote: never memory's."""
+    """The sender chooses the offsets; they must not lead to reads outside of the buffer."""
     payload = stream(batches.APPEND_SCHEMA, *GOOD)
     right = struct.pack("<3i", *offsets)
     assert payload.count(right) == 1
@@ -288,21 +290,21 @@ def test_offsets_that_lead_elsewhere_are_rejected(
         decode(payload.replace(right, struct.pack("<3i", *wrong)))
 
 
-def joined(crcs: checksum.U32, lengths: checksum.I64) -> int:
-    """Return the CRC of all rows one after the other, from those of each."""
+def crc_of_rows(crcs: checksum.U32, lengths: checksum.I64) -> int:
+    """Return the CRC of all rows in sequence, from the CRC of each row."""
     both = zip(crcs.tolist(), lengths.tolist(), strict=True)
     return reduce(lambda run, row: checksum.combine(run, *row), both, 0)
 
 
-def test_wrong_crcs_that_add_up_are_rejected() -> None:
+def test_wrong_crcs_that_cancel_out_are_rejected() -> None:
     """CRC-32 is linear, so two wrong CRCs can cancel out over the whole batch."""
     data = [b"first", b"second", b"third"]
     crcs = np.array([crc32(row) for row in data], dtype=np.uint32)
     lengths = np.array([len(row) for row in data])
-    right = joined(crcs, lengths)
+    right = crc_of_rows(crcs, lengths)
     crcs[0] ^= 1
     crcs[1] ^= checksum.shift_many(np.array([1], dtype=np.uint32), len(data[1]))[0]
-    assert joined(crcs, lengths) == right
+    assert crc_of_rows(crcs, lengths) == right
     none: list[list[int]] = [[], [], []]
     with pytest.raises(BadRequest, match="data of row 0"):
         decode(stream(batches.APPEND_SCHEMA, [0, 0, 0], data, crcs, none, none, none))
@@ -357,8 +359,8 @@ def test_other_streams_are_rejected(payload: bytes, problem: str) -> None:
 
 
 def test_every_truncation_is_rejected() -> None:
-    payload = simple([b"abc", b"d"])
-    end = len(payload) - 8  # The end mark of the stream may be missing.
+    payload = encode_data([b"abc", b"d"])
+    end = len(payload) - 8  # The end marker of the stream may be missing.
     for length in range(end):
         with pytest.raises(BadRequest):
             decode(payload[:length])
@@ -382,8 +384,8 @@ def test_encoded_records_have_the_bytes_of_a_segment_file(
         assert batches.encode_records(found, None, TransactionId(10), REQ_ID) == encoded
     kept = [(number, row) for number, row in enumerate(rows) if keep[number]]
     expected = [
-        expected_record(10 + place, number, row[0], row[1])
-        for place, (number, row) in enumerate(kept)
+        expected_record(10 + column_index, number, row[0], row[1])
+        for column_index, (number, row) in enumerate(kept)
     ]
     assert bytes(encoded.records) == b"".join(expected)
     assert (encoded.first, encoded.last) == (10, 10 + len(kept) - 1)
@@ -505,20 +507,20 @@ def test_any_commit_stamp_becomes_a_time_or_null(stamp_ms: int) -> None:
 # no Python per row
 
 
-def calls_of(work: Callable[[], object]) -> int:
+def count_calls(work: Callable[[], object]) -> int:
     with record_calls() as calls:
         work()
     return len(calls)
 
 
-def test_calls_do_not_grow_with_the_rows() -> None:
+def test_the_number_of_calls_does_not_depend_on_the_number_of_rows() -> None:
     counts = []
     for row_count in (100, 3_000):
-        payload = simple([b"%d" % n * (1 + n % 7) for n in range(row_count)])
+        payload = encode_data([b"%d" % n * (1 + n % 7) for n in range(row_count)])
         keep = np.arange(row_count) % 3 != 0
         first = TransactionId(65_000)
 
-        def way_of_a_batch(
+        def process_batch(
             payload: bytes = payload, keep: batches.Mask = keep, first: TransactionId = first
         ) -> None:
             rows = decode(payload)
@@ -529,6 +531,6 @@ def test_calls_do_not_grow_with_the_rows() -> None:
             names = batches.READ_SCHEMA.names
             batches.range_to_arrow(encoded.records, lengths, [], names, partition_id=PartitionId(0))
 
-        way_of_a_batch()
-        counts.append(calls_of(way_of_a_batch))
+        process_batch()
+        counts.append(count_calls(process_batch))
     assert counts[1] <= 1.3 * counts[0]

@@ -21,18 +21,18 @@ def lengths_of(rows: list[bytes]) -> checksum.I64:
 
 
 @given(st.binary(max_size=500), st.binary(max_size=500))
-def test_crc32_is_that_of_zlib(first: bytes, second: bytes) -> None:
+def test_crc32_equals_the_crc_of_zlib(first: bytes, second: bytes) -> None:
     assert checksum.crc32(first) == oracle(first)
     assert checksum.crc32(second, checksum.crc32(first)) == oracle(first + second)
 
 
 @given(st.binary(max_size=500), st.binary(max_size=5000))
-def test_combine_joins_two_runs(first: bytes, second: bytes) -> None:
+def test_combine_returns_the_crc_of_two_joined_runs(first: bytes, second: bytes) -> None:
     assert checksum.combine(oracle(first), oracle(second), len(second)) == oracle(first + second)
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 4095, 4096, 4097, 262_144, 1 << 24])
-def test_combine_is_right_at_the_edges_of_its_digits(length: int) -> None:
+def test_combine_is_correct_for_lengths_around_powers_of_its_base(length: int) -> None:
     second = bytes(length)
     joined = checksum.crc32(second, checksum.crc32(b"left"))
     assert checksum.combine(checksum.crc32(b"left"), checksum.crc32(second), length) == joined
@@ -45,14 +45,14 @@ def test_combine_is_right_at_the_edges_of_its_digits(length: int) -> None:
 
 
 @given(runs, st.binary(min_size=1, max_size=40))
-def test_combine_many_is_combine_of_each(rows: list[bytes], head: bytes) -> None:
+def test_combine_many_equals_combine_for_each_pair(rows: list[bytes], head: bytes) -> None:
     heads = np.full(len(rows), oracle(head), dtype=np.uint32)
     joined = checksum.combine_many(heads, crcs_of(rows), lengths_of(rows))
     assert joined.tolist() == [oracle(head + row) for row in rows]
 
 
 @given(st.lists(st.binary(min_size=7, max_size=7), max_size=20))
-def test_combine_many_may_have_one_length_for_all(rows: list[bytes]) -> None:
+def test_combine_many_accepts_one_length_for_all_pairs(rows: list[bytes]) -> None:
     heads = np.full(len(rows), oracle(b"head"), dtype=np.uint32)
     expected = [oracle(b"head" + row) for row in rows]
     assert checksum.combine_many(heads, crcs_of(rows), 7).tolist() == expected
@@ -64,13 +64,13 @@ def with_trailers(rows: list[bytes]) -> list[bytes]:
 
 
 @given(runs)
-def test_crc32_of_a_run_is_that_of_its_bytes(rows: list[bytes]) -> None:
+def test_crc32_of_a_run_is_the_crc_of_its_bytes(rows: list[bytes]) -> None:
     whole = with_trailers(rows)
     assert checksum.crc32_of_run(crcs_of(rows), lengths_of(whole)) == oracle(b"".join(whole))
 
 
 @pytest.mark.parametrize("last", [1, 300_000])
-def test_a_run_may_be_longer_than_the_powers_reach(last: int) -> None:
+def test_runs_longer_than_the_power_table_are_supported(last: int) -> None:
     sizes = [3_000_000, 5, 600_000, checksum._RUN_BYTES - 600_009, 0, 1_048_572, 17, last]
     rows = [bytes([size % 251]) * size for size in sizes]
     crcs = np.array([checksum.crc32(row) for row in rows], dtype=np.uint32)
@@ -79,7 +79,7 @@ def test_a_run_may_be_longer_than_the_powers_reach(last: int) -> None:
     assert checksum.crc32_of_run(crcs, lengths_of(whole)) == expected
 
 
-def test_the_crc_of_a_run_reports_an_exchange_of_two_rows() -> None:
+def test_the_crc_of_a_run_detects_two_exchanged_rows() -> None:
     rows = [b"one", b"two", b"six"]
     lengths = lengths_of(with_trailers(rows))
     assert checksum.crc32_of_run(crcs_of(rows), lengths) != checksum.crc32_of_run(
@@ -88,7 +88,7 @@ def test_the_crc_of_a_run_reports_an_exchange_of_two_rows() -> None:
 
 
 @given(st.integers(1, 40).flatmap(lambda n: st.lists(st.binary(min_size=n, max_size=n))))
-def test_crc32_of_rows_is_crc32_of_each(rows: list[bytes]) -> None:
+def test_crc32_of_rows_equals_crc32_for_each_row(rows: list[bytes]) -> None:
     width = len(rows[0]) if rows else 1
     matrix = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), width)
     assert checksum.crc32_of_rows(matrix).tolist() == [oracle(row) for row in rows]

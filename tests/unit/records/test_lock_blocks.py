@@ -33,7 +33,7 @@ def block(first, last, *values, before=None, history=0):
     return encode(first, end(last, history), before.chain, locks_of(*values))
 
 
-def trusted(data, at, steps_max=1_000):
+def trusted_blocks(data, at, steps_max=1_000):
     """Return first, last and locks of all blocks that are trusted below an end of the log."""
     blocks, found = LockBlockReader(data), []
     while (one := blocks.block_ending_at(at, steps_max)) is not None:
@@ -63,9 +63,9 @@ def test_a_block_with_distances_has_the_specified_bytes():
     assert blocks.block_ending_at(found.end_before, 1).distances == b""
 
 
-def test_blocks_are_followed_down_to_the_first():
+def test_blocks_are_read_backwards_to_the_first():
     data = block(0, 0, 7) + block(1, 3, 1, 2, 3) + block(4, 4)
-    assert trusted(data, end(4)) == [
+    assert trusted_blocks(data, end(4)) == [
         (4, 4, b""),
         (1, 3, locks_of(1, 2, 3)),
         (0, 0, locks_of(7)),
@@ -75,17 +75,17 @@ def test_blocks_are_followed_down_to_the_first():
 def test_lost_and_repeated_blocks_are_skipped():
     lost = block(1, 2, 9, history=1, before=end(0))
     data = block(0, 0, 7) + lost + block(1, 1, 8) + block(1, 1, 8) + block(2, 2) + lost
-    assert trusted(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
+    assert trusted_blocks(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
 
 
-def test_another_history_of_the_same_ids_is_not_trusted():
+def test_blocks_of_another_history_are_not_trusted():
     data = block(0, 0, 7) + block(1, 1, 8, history=1)
-    assert trusted(data, end(1)) == []
+    assert trusted_blocks(data, end(1)) == []
 
 
 def test_blocks_below_a_gap_are_not_trusted():
     data = block(0, 0, 7) + block(2, 2, 9)
-    assert trusted(data, end(2)) == [(2, 2, locks_of(9))]
+    assert trusted_blocks(data, end(2)) == [(2, 2, locks_of(9))]
     blocks = LockBlockReader(data)
     blocks.block_ending_at(end(2), 9)
     assert not blocks.is_exhausted
@@ -107,31 +107,31 @@ def test_too_many_locks_are_not_reported():
 
 
 @pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 200])
-def test_invalid_bytes_end_the_walk(count):
+def test_invalid_bytes_end_the_search(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
-    assert trusted(data, end(1)) == expected
+    assert trusted_blocks(data, end(1)) == expected
 
 
 @pytest.mark.parametrize(("mark", "first", "last"), [(b"WLB3", 1, 1), (b"WLB1", 2, 1)])
-def test_a_correct_crc_without_a_block_ends_the_walk(mark, first, last):
+def test_a_valid_crc_without_a_valid_block_ends_the_search(mark, first, last):
     fields = (first, last, end(0).chain, end(last).chain, 0)
     body = mark + struct.pack(">qq16s16si", *fields)
-    made = body + crc32(body).to_bytes(4, "big")
-    assert len(made) == TRAILER_BYTES
-    assert trusted(block(0, 0, 7) + made, end(last)) == []
+    block_bytes = body + crc32(body).to_bytes(4, "big")
+    assert len(block_bytes) == TRAILER_BYTES
+    assert trusted_blocks(block(0, 0, 7) + block_bytes, end(last)) == []
 
 
 @given(data=st.binary(max_size=300), last=st.integers(-1, 5))
 def test_random_bytes_are_not_trusted(data, last):
-    assert trusted(data, end(last)) == []
+    assert trusted_blocks(data, end(last)) == []
 
 
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=6),
     damage=st.data(),
 )
-def test_damaged_answers_leave_the_rest_correct_and_complete(sizes, damage):
+def test_a_damaged_block_ends_the_search_after_correct_blocks(sizes, damage):
     parts, first = [], 0
     for size in sizes:
         parts.append(
@@ -139,15 +139,17 @@ def test_damaged_answers_leave_the_rest_correct_and_complete(sizes, damage):
         )
         first += size
     data = bytearray(b"".join(each for _, _, each in parts))
-    place = damage.draw(st.integers(0, len(data) - 1))
-    how = damage.draw(st.sampled_from(("flip", "cut", "drop")))
-    if how == "flip":
-        data[place] ^= damage.draw(st.integers(1, 255))
-    elif how == "cut":
-        del data[place:]
+    position = damage.draw(st.integers(0, len(data) - 1))
+    damage_kind = damage.draw(st.sampled_from(("flip", "cut", "drop")))
+    if damage_kind == "flip":
+        data[position] ^= damage.draw(st.integers(1, 255))
+    elif damage_kind == "cut":
+        del data[position:]
     else:
-        del data[place : place + damage.draw(st.integers(1, 80))]
-    found = trusted(bytes(data), end(first - 1))
-    truth = [(low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)]
-    assert found == truth[: len(found)]
-    assert len(found) < len(truth)
+        del data[position : position + damage.draw(st.integers(1, 80))]
+    found = trusted_blocks(bytes(data), end(first - 1))
+    intact_blocks = [
+        (low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)
+    ]
+    assert found == intact_blocks[: len(found)]
+    assert len(found) < len(intact_blocks)

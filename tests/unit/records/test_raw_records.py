@@ -80,33 +80,31 @@ def test_headers_are_the_first_28_bytes(rows: list[bytes]) -> None:
 
 
 @given(datas, st.data())
-def test_an_intact_run_has_no_bad_record_and_a_flipped_bit_is_found_in_its_own(
-    rows: list[bytes], data: st.DataObject
-) -> None:
+def test_a_flipped_bit_is_found_in_its_record(rows: list[bytes], data: st.DataObject) -> None:
     records, lengths = run_of(rows)
     assert raw_records.first_bad_record(memoryview(records), lengths) is None
     with by_arrays():
         assert raw_records.first_bad_record(memoryview(records), lengths) is None
-    place = data.draw(st.integers(0, len(records) - 1))
+    position = data.draw(st.integers(0, len(records) - 1))
     damaged = bytearray(records)
-    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    bad_record = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+    damaged[position] ^= 1 << data.draw(st.integers(0, 7))
+    bad_record = int(np.searchsorted(np.cumsum(lengths), position, side="right"))
     assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
     with by_arrays():
         assert raw_records.first_bad_record(bytes(damaged), lengths) == bad_record
 
 
 @given(datas, st.data())
-def test_crcs_are_proven_exactly_where_no_record_is_wrong(
+def test_crcs_are_verified_exactly_if_all_records_are_intact(
     rows: list[bytes], data: st.DataObject
 ) -> None:
-    """The single check of an append must agree with the two functions that name the fault."""
+    """The combined check of an append must agree with the two functions that locate an error."""
     first = TransactionId(data.draw(st.integers(0, 5)))
     records, lengths = run_of(rows, first=data.draw(st.integers(0, 5)))
     changed = bytearray(records)
-    for place in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=2)):
-        changed[place] ^= 1 << data.draw(st.integers(0, 7))
-    if data.draw(st.booleans()):  # a border elsewhere: next to empty rows, bytes may still add up
+    for position in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=2)):
+        changed[position] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):  # a shifted boundary; with empty rows it may be valid
         border = data.draw(st.integers(0, lengths.size - 1))
         shift = min(data.draw(st.integers(0, 3)), int(lengths[border]) - 40)
         lengths = lengths.copy()
@@ -125,8 +123,8 @@ def test_crcs_are_proven_exactly_where_no_record_is_wrong(
         assert known == expected
 
 
-def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> None:
-    """A reader of the file goes by what it states, and would be lost from there on."""
+def test_a_wrong_stated_length_is_detected_despite_a_valid_crc() -> None:
+    """A reader of the file trusts the stated length, and would not find the next record."""
     records, lengths = run_of([b"first", b"other", b"third"])
     start, end = int(lengths[0]), int(lengths[:2].sum())
     for stated in (4, 6):
@@ -134,15 +132,15 @@ def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> N
         at = RECORD_PREFIX.size - 8
         assert int.from_bytes(body[at : at + 4], "big") == 5
         body[at : at + 4] = stated.to_bytes(4, "big")
-        lie = records[:start] + bytes(body) + crc32(body).to_bytes(4, "big") + records[end:]
-        assert raw_records.first_bad_record(lie, lengths) == 1
-        assert raw_records.verified_crcs(lie, lengths, TransactionId(0)) is None
+        forged = records[:start] + bytes(body) + crc32(body).to_bytes(4, "big") + records[end:]
+        assert raw_records.first_bad_record(forged, lengths) == 1
+        assert raw_records.verified_crcs(forged, lengths, TransactionId(0)) is None
         with by_arrays():
-            assert raw_records.first_bad_record(lie, lengths) == 1
-            assert raw_records.verified_crcs(lie, lengths, TransactionId(0)) is None
+            assert raw_records.first_bad_record(forged, lengths) == 1
+            assert raw_records.verified_crcs(forged, lengths, TransactionId(0)) is None
 
 
-def test_crcs_are_not_proven_by_another_run() -> None:
+def test_crcs_are_not_verified_by_the_crc_of_another_run() -> None:
     records, lengths = run_of([b"aa", b"bb"] * raw_records.ONE_BY_ONE_MAX)
     none = raw_records.verified_crcs(
         records, lengths, TransactionId(0), records_crc=crc32(b"other")
@@ -150,7 +148,7 @@ def test_crcs_are_not_proven_by_another_run() -> None:
     assert none is None
 
 
-def test_the_first_of_several_bad_records_is_named() -> None:
+def test_the_first_of_several_bad_records_is_returned() -> None:
     records, lengths = run_of([b"a" * 9, b"b", b"c", b"d"])
     damaged = bytearray(records)
     damaged[-1] ^= 1
@@ -159,7 +157,7 @@ def test_the_first_of_several_bad_records_is_named() -> None:
 
 
 def test_wrong_record_lengths_are_found() -> None:
-    """The bytes are intact, the run's lengths are not those of its records."""
+    """The bytes are intact, but the lengths of the run differ from those of its records."""
     records, lengths = run_of([b"aa", b"bb"])
     shifted = lengths + np.array([1, -1])
     assert raw_records.first_bad_record(records, shifted) == 0
@@ -192,7 +190,7 @@ def test_lengths_round_trip(values: list[int]) -> None:
 
 
 def test_a_record_of_waltz_0_13_may_be_larger_than_one_of_this_version() -> None:
-    """Otherwise no client could read it, and no replica copy it."""
+    """Otherwise no client could read the record, and no replica could copy it."""
     length = raw_records.RECORD_BYTES_MAX + 1
     packed = struct.pack(">i", length)
     assert raw_records.lengths_from_wire(packed, length).tolist() == [length]
@@ -215,7 +213,7 @@ def test_impossible_lengths_are_rejected(values: list[int], total: int, problem:
 
 
 @given(st.binary(max_size=64), st.integers(0, 1 << 40))
-def test_any_bytes_are_lengths_or_bad_format(packed: bytes, total: int) -> None:
+def test_arbitrary_bytes_decode_to_lengths_or_raise_bad_format(packed: bytes, total: int) -> None:
     try:
         lengths = raw_records.lengths_from_wire(packed, total)
     except BadFormat:
@@ -224,7 +222,7 @@ def test_any_bytes_are_lengths_or_bad_format(packed: bytes, total: int) -> None:
 
 
 @given(datas, st.data())
-def test_cut_returns_a_part_of_a_run(rows: list[bytes], data: st.DataObject) -> None:
+def test_cut_returns_a_slice_of_a_run(rows: list[bytes], data: st.DataObject) -> None:
     records, lengths = run_of(rows)
     skip = data.draw(st.integers(0, len(rows)))
     count = data.draw(st.integers(0, len(rows) - skip))
@@ -245,14 +243,12 @@ def test_count_within_is_at_least_one_record(bytes_max: int, count: int) -> None
     st.sets(st.integers(0, 30)),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda each: each[0]),
 )
-def test_an_id_has_the_commit_stamp_of_its_run(
-    chosen: set[int], runs: list[tuple[int, int]]
-) -> None:
+def test_commit_stamps_are_looked_up_by_id(chosen: set[int], runs: list[tuple[int, int]]) -> None:
     stamps = [(first, last, 100 + first) for first, last in sorted(runs)]
     expected = []
     for each in sorted(chosen):
-        begun = [run for run in stamps if run[0] <= each]
-        expected.append(begun[-1][2] if begun and each <= begun[-1][1] else 0)
+        started_runs = [run for run in stamps if run[0] <= each]
+        expected.append(started_runs[-1][2] if started_runs and each <= started_runs[-1][1] else 0)
     ids = np.array(sorted(chosen), dtype=np.int64)
     assert raw_records.stamps_of(ids, stamps).tolist() == expected
 
@@ -262,8 +258,8 @@ def test_unordered_stamps_raise_no_error() -> None:
     assert raw_records.stamps_of(ids, [(6, 7, 1), (2, 3, 2), (0, 8, 3)]).size == ids.size
 
 
-def test_prefixes_keep_the_sequence_of_their_row() -> None:
-    made = raw_records.encode_prefixes(
+def test_prefixes_have_the_sequence_number_of_their_row() -> None:
+    prefixes = raw_records.encode_prefixes(
         np.array([8, 9]),
         REQ_ID,
         np.array([0, 2]),
@@ -275,5 +271,5 @@ def test_prefixes_keep_the_sequence_of_their_row() -> None:
         record(8, b"ab", sequence=100, header=3)[:36],
         record(9, b"c", sequence=102, header=-4)[:36],
     ]
-    assert [row.tobytes() for row in made] == expected
-    assert raw_records.prefix_crcs(made).tolist() == [crc32(row) for row in expected]
+    assert [row.tobytes() for row in prefixes] == expected
+    assert raw_records.prefix_crcs(prefixes).tolist() == [crc32(row) for row in expected]

@@ -42,33 +42,35 @@ def test_errors_name_the_json_path_of_nan_and_infinities(value: object, sentence
         ("-1e400", "found -1e400 at $;"),
     ],
 )
-def test_words_that_json_does_not_have_are_named_with_their_place(text: str, sentence: str) -> None:
+def test_nan_and_infinity_in_a_text_are_errors_with_their_position(
+    text: str, sentence: str
+) -> None:
     with pytest.raises(ValueError, match="neither NaN nor infinities") as caught:
         from_json(text.encode())
     assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("decode", [from_json, exact_from_json])
-def test_a_text_with_escaped_characters_is_not_searched_part_by_part(
+def test_valid_escaped_characters_do_not_start_the_slow_error_search(
     decode: Callable[[bytes], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That takes seconds for a MiB, in which a server would do nothing else."""
+    """Such a search takes seconds for 1 MiB, and would block a server."""
     monkeypatch.setattr(strict_json, "_find_wrong_part", None)
     text = rb'["\ud83d\ude00", "\\ud800", 0.5, 1]'
     assert decode(text) == ["\U0001f600", r"\ud800", 0.5, 1]
 
 
 @pytest.mark.parametrize("decode", [from_json, exact_from_json])
-def test_half_a_character_is_rejected_with_its_place(decode: Callable[[bytes], object]) -> None:
+def test_a_lone_surrogate_is_an_error_with_its_position(decode: Callable[[bytes], object]) -> None:
     assert decode(rb'["\ud83d\ude00", "\\ud800"]') == ["\U0001f600", r"\ud800"]
-    for text, where in (
+    for text, position in (
         (rb'{"a": [1, "\udfff"]}', "$.a[1]"),
         (rb'{"a": {"\uD83d": 1}}', "a key of $.a"),
         (rb'"\ude00\ud83d"', "$"),
     ):
         with pytest.raises(ValueError, match="found an unpaired surrogate") as caught:
             decode(text)
-        assert f" at {where}," in str(caught.value)
+        assert f" at {position}," in str(caught.value)
     with pytest.raises(ValueError, match="can't decode"):
         decode(b'"\xed\xa0\x80"')
     with pytest.raises(ValueError, match=r"found an unpaired surrogate at \$\.a, which"):
@@ -99,7 +101,7 @@ def test_too_deeply_nested_values_are_not_written() -> None:
         value = value.pop()  # type: ignore[assignment]
 
 
-def test_other_faults_are_reported_as_they_are() -> None:
+def test_other_json_errors_are_reported_unchanged() -> None:
     circle: list[object] = []
     circle.append(circle)
     with pytest.raises(ValueError, match="Circular"):

@@ -31,11 +31,11 @@ KINDS = {
 }
 
 
-def where(index: int) -> str:
+def describe_row(index: int) -> str:
     return f"transaction {index}"
 
 
-def packed(value: object, data_format: str) -> pa.Array:
+def pack(value: object, data_format: str) -> pa.Array:
     row = {"a": value}
     data = msgpack.packb(row) if data_format == "msgpack" else json.dumps(row).encode()
     return pa.array([data], pa.binary())
@@ -43,7 +43,7 @@ def packed(value: object, data_format: str) -> pa.Array:
 
 def read(value: object, kind: pa.DataType, data_format: str) -> object:
     unpacker = Unpacker([pa.field("a", kind)], data_format)
-    return unpacker.columns(packed(value, data_format), where)[0][0].as_py()
+    return unpacker.columns(pack(value, data_format), describe_row)[0][0].as_py()
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
@@ -107,20 +107,20 @@ def test_lossless_values_are_converted(
     assert read(value, KINDS[kind], data_format) == found
 
 
-def test_a_number_of_json_is_an_exact_decimal() -> None:
+def test_a_json_number_is_converted_to_an_exact_decimal() -> None:
     kind = pa.decimal128(38, 18)
     unpacker = Unpacker([pa.field("a", kind), pa.field("b", pa.float64())], "json")
     data = pa.array([b'{"a": 0.123456789012345678, "b": 0.1}'], pa.binary())
-    columns = unpacker.columns(data, where)
+    columns = unpacker.columns(data, describe_row)
     assert columns[0].to_pylist() == [Decimal("0.123456789012345678")]
     assert columns[1].to_pylist() == [0.1]
     for text in (b"0.1234567890123456789", b"1e400", b"1e99999999", b"-1e-99999999"):
         with pytest.raises(BadFormat, match="column 'a'"):
-            unpacker.columns(pa.array([b'{"a": ' + text + b"}"], pa.binary()), where)
+            unpacker.columns(pa.array([b'{"a": ' + text + b"}"], pa.binary()), describe_row)
     with pytest.raises(BadFormat, match="column 'b'"):
-        unpacker.columns(pa.array([b'{"b": 1e400}'], pa.binary()), where)
+        unpacker.columns(pa.array([b'{"b": 1e400}'], pa.binary()), describe_row)
     with pytest.raises(BadFormat, match="NaN"):
-        unpacker.columns(pa.array([b'{"b": NaN}'], pa.binary()), where)
+        unpacker.columns(pa.array([b'{"b": NaN}'], pa.binary()), describe_row)
 
 
 @pytest.mark.parametrize("text", ["-_-_", "An-na", "QUI", "QUI=\n", "QR==", " QUI="])
@@ -142,34 +142,34 @@ def test_nanoseconds_that_are_whole_microseconds_are_a_timestamp() -> None:
 def test_a_payload_nested_too_deeply_is_reported() -> None:
     data = b"\x81\xa1a" + b"\x91" * 2_000 + b"\x01"
     with pytest.raises(BadFormat, match="nested too deeply"):
-        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([data]), where)
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([data]), describe_row)
 
 
 def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> None:
     fields = [pa.field("Id", pa.int32()), pa.field("s", pa.struct([("X", pa.int32())]))]
     data = pa.array([msgpack.packb({"ID": 1, "S": {"x": 2}})], pa.binary())
-    found = Unpacker(fields, "msgpack").columns(data, where)
+    found = Unpacker(fields, "msgpack").columns(data, describe_row)
     assert [each.to_pylist() for each in found] == [[1], [{"X": 2}]]
-    found = Unpacker(fields, "msgpack", is_case_sensitive=True).columns(data, where)
+    found = Unpacker(fields, "msgpack", is_case_sensitive=True).columns(data, describe_row)
     assert [each.to_pylist() for each in found] == [[None], [None]]
     both = pa.array([msgpack.packb({"ID": 1, "Id": 2})], pa.binary())
-    assert Unpacker(fields, "msgpack").columns(both, where)[0].to_pylist() == [2]
+    assert Unpacker(fields, "msgpack").columns(both, describe_row)[0].to_pylist() == [2]
 
 
 @pytest.mark.parametrize(
-    ("name", "columns", "meant"),
+    ("name", "columns", "expected"),
     [
         ("id", ["ID", "id"], ["id"]),
         ("Id", ["ID", "amount"], ["ID"]),
         ("id", ["amount"], []),
     ],
 )
-def test_a_required_column_is_found_in_any_case(name, columns, meant):
-    assert columns_matching(name, columns) == meant
+def test_a_required_column_is_found_in_any_case(name, columns, expected):
+    assert columns_matching(name, columns) == expected
     fields = [pa.field(each, pa.int64()) for each in columns]
     unpacker = Unpacker(fields, "json", required=[name])
     _, good = unpacker.readable_columns(pa.array([b"{}"]))
-    assert good.tolist() == [not meant]
+    assert good.tolist() == [not expected]
 
 
 def test_a_required_column_that_a_payload_lacks_is_an_error() -> None:
@@ -178,7 +178,7 @@ def test_a_required_column_that_a_payload_lacks_is_an_error() -> None:
     data = pa.array([msgpack.packb(row) for row in rows], pa.binary())
     unpacker = Unpacker(fields, "msgpack", required=["id"])
     with pytest.raises(BadFormat, match="transaction 2: the payload has no column 'id'"):
-        unpacker.columns(data, where)
+        unpacker.columns(data, describe_row)
     _, is_whole = unpacker.columns_with_nulls(data)
     assert is_whole.tolist() == [True, True, False]
 
@@ -188,10 +188,10 @@ def test_a_column_that_is_not_nullable_never_has_a_null() -> None:
     rows = [{"id": 1}, {"b": 2}, {"id": None, "b": 3}, {"id": "x"}]
     data = pa.array([msgpack.packb(row) for row in rows], pa.binary())
     unpacker = Unpacker(fields, "msgpack")
-    assert unpacker.columns(data[:1], where)[0].to_pylist() == [1]
+    assert unpacker.columns(data[:1], describe_row)[0].to_pylist() == [1]
     for row in (1, 2):
         with pytest.raises(BadFormat, match=r"transaction 0: column 'id' is NOT NULL .* Hint"):
-            unpacker.columns(data[row : row + 1], where)
+            unpacker.columns(data[row : row + 1], describe_row)
     _, is_whole = unpacker.readable_columns(data)
     assert is_whole.tolist() == [True, False, False, False]
 
@@ -216,12 +216,12 @@ def test_nested_fields_that_are_not_nullable_never_have_a_null(kind, good, bad) 
     field = pa.field("a", kind)
     unpacker = Unpacker([field], "msgpack")
     data = pa.array([msgpack.packb({"a": each}) for each in good], pa.binary())
-    (column,) = unpacker.columns(data, where)
+    (column,) = unpacker.columns(data, describe_row)
     assert (column.type, column.to_pylist(maps_as_pydicts="strict")) == (kind, good)
     for each in bad:
         data = pa.array([msgpack.packb({"a": each})], pa.binary())
         with pytest.raises(BadFormat, match="is null, but the schema declares it NOT NULL"):
-            unpacker.columns(data, where)
+            unpacker.columns(data, describe_row)
         columns, is_whole = unpacker.readable_columns(data)
         assert (columns[0].to_pylist(), is_whole.tolist()) == ([None], [False])
 
@@ -233,7 +233,7 @@ def test_an_empty_map_is_a_struct_of_nulls() -> None:
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_an_integer_becomes_a_float_only_where_it_is_exact(data_format: str) -> None:
+def test_an_integer_becomes_a_float_only_without_rounding(data_format: str) -> None:
     assert read(1 << 24, pa.float32(), data_format) == float(1 << 24)
     assert read((1 << 24) + 1, pa.float64(), data_format) == float((1 << 24) + 1)
     for value, kind in (((1 << 24) + 1, pa.float32()), ((1 << 53) + 1, pa.float64())):
@@ -264,14 +264,14 @@ COLUMNS = {
 }
 
 
-def rows_of_what_fits() -> list[list[str]]:
+def documented_conversions() -> list[list[str]]:
     section = DOCS.read_text(encoding="utf-8").split("### Conversions")[1]
     lines = section.split("An array column needs")[0].splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def is_read(value: object, kind: str, data_format: str) -> bool:
+def is_converted(value: object, kind: str, data_format: str) -> bool:
     if data_format == "json" and isinstance(value, bytes):
         return False
     try:
@@ -283,7 +283,7 @@ def is_read(value: object, kind: str, data_format: str) -> bool:
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 def test_the_documented_table_of_conversions_is_correct(data_format: str) -> None:
-    head, _, *rows = rows_of_what_fits()
+    head, _, *rows = documented_conversions()
     assert head[1:] == list(COLUMNS)
     assert [row[0] for row in rows] == list(SAMPLES)
     for name, *cells in rows:
@@ -293,5 +293,5 @@ def test_the_documented_table_of_conversions_is_correct(data_format: str) -> Non
                 only = "msgpack"
             fits = cell != "\N{EN DASH}" and only in (None, data_format)
             for kind in COLUMNS[column]:
-                found = any(is_read(value, kind, data_format) for value in SAMPLES[name])
+                found = any(is_converted(value, kind, data_format) for value in SAMPLES[name])
                 assert found == fits, (name, kind, data_format)

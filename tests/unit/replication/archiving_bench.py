@@ -89,7 +89,7 @@ def finish(bench, replica, request, **fields):
 
 
 def archive(bench, last=None):
-    """Archive up to an ID, and record it."""
+    """Archive up to an ID, and record the archived mark."""
     replica, request = begin(bench)
     finish(bench, replica, request, last=request.last if last is None else last)
     bench.run()
@@ -97,7 +97,7 @@ def archive(bench, last=None):
 
 
 def end_attempt(bench):
-    """Let the attempt under way end without a result."""
+    """Let the current attempt end without a result."""
     replica, request = attempts(bench)[-1]
     prefix = request.session_id, 0, request.partition_id
     nothing = wire.RangeArchived(*prefix, request.attempt, 3, bytes(16), 0, "", 0, "")
@@ -106,11 +106,11 @@ def end_attempt(bench):
 
 def archived_bench():
     """Return three replicas with batches 0..1, 2..3 and 4..5, of which 0..3 are archived."""
-    made = new_bench()
-    archive(made, last=3)
-    made.run_for(INTERVAL_MS)
-    end_attempt(made)
-    return made
+    bench = new_bench()
+    archive(bench, last=3)
+    bench.run_for(INTERVAL_MS)
+    end_attempt(bench)
+    return bench
 
 
 def next_owner_of(bench):
@@ -119,6 +119,6 @@ def next_owner_of(bench):
     other.storages, other.storage_ids = bench.storages, bench.storage_ids
     other.store = other._new_store(replace(ARCHIVING, archive_interval_ms=0))
     other.check_replica_states(bench)
-    other.own(generation=2)
+    other.take_ownership(generation=2)
     other.reopen()
     return other

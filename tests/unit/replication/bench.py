@@ -22,7 +22,7 @@ LIMITS = SessionLimits(lag_bytes_max=500, range_bytes_max=300)
 
 
 class Bench:
-    """See the module."""
+    """The bench that the module docstring describes."""
 
     def __init__(self, *names, state=MarkerState.NEW, limits=LIMITS):
         self.names = names or (A, B, C)
@@ -41,7 +41,7 @@ class Bench:
         self.limits = limits
         self.reported = []  # effects towards the owner, and reports
         self.sent = []  # (replica, message), all there ever were
-        self.questions = deque()  # effects towards the coordinator
+        self.zookeeper_requests = deque()  # effects for the coordinator
         self.requests = {}  # replica -> queue of requests
         self.dials = deque()
         self.numbers = 0
@@ -61,7 +61,7 @@ class Bench:
         for effect in effects:
             match effect:
                 case session_events.ReadMetadata() | session_events.WriteMetadata():
-                    self.questions.append(effect)
+                    self.zookeeper_requests.append(effect)
                 case session_events.OpenReplica():
                     self.requests[effect.replica] = deque()
                     self.dials.append(effect)
@@ -75,11 +75,11 @@ class Bench:
                     self.reported.append(effect)
         return effects
 
-    def own(self, generation=1, replicas=None):
+    def take_ownership(self, generation=1, replicas=None):
         self.step(session_events.TakeOwnership(generation, tuple(replicas or self.names)))
 
     def wait(self, ms):
-        """Advance the time, in the steps that the machine requests."""
+        """Advance the time, and wake the machine whenever it requests this."""
         end_ms = self.now_ms + ms
         while True:
             at_ms = self.store.wake_at_ms
@@ -112,9 +112,9 @@ class Bench:
         self.step(session_events.ReplicaResponded(message.session_id, replica, answer))
         return message, answer
 
-    def ask_zookeeper(self, outcome="ok"):
-        """Answer the oldest question: "ok", "lost" (done, without an answer), "away" (not done)."""
-        effect = self.questions.popleft()
+    def answer_zookeeper(self, outcome="ok"):
+        """Answer the oldest request: "ok", "lost" (done without an answer) or "away" (not done)."""
+        effect = self.zookeeper_requests.popleft()
         if outcome == "away":
             self.step(session_events.MetadataOutcomeUnknown(effect.attempt, "away"))
             return effect
@@ -138,8 +138,8 @@ class Bench:
             self.step(session_events.MetadataWritten(effect.attempt, *versions))
         return effect
 
-    def run(self, *, questions=True):
-        """Go on until nothing is left to do but to wait."""
+    def run(self, *, answers_zookeeper=True):
+        """Continue until there is no work left except waiting."""
         while True:
             ready = [
                 name
@@ -150,30 +150,30 @@ class Bench:
                 self.connect()
             elif ready:
                 self.deliver(ready[0])
-            elif questions and self.questions:
-                self.ask_zookeeper()
+            elif answers_zookeeper and self.zookeeper_requests:
+                self.answer_zookeeper()
             else:
                 return
 
     def run_for(self, ms):
-        """Continue, let time pass, and continue."""
+        """Run all work, advance the time, and run all work again."""
         self.run()
         self.wait(ms)
         self.run()
 
     def open(self, generation=1, replicas=None):
         """Own the partition and let the session open."""
-        self.own(generation, replicas)
+        self.take_ownership(generation, replicas)
         self.run_for(self.limits.opening_grace_ms)
         assert self.store.open_session_id is not None
 
     def decide(self):
         """Own the partition, up to the write of the decided states to ZooKeeper."""
-        self.own()
-        self.ask_zookeeper()
-        self.ask_zookeeper()
-        self.run(questions=False)
-        assert isinstance(self.questions[0], session_events.WriteMetadata)
+        self.take_ownership()
+        self.answer_zookeeper()
+        self.answer_zookeeper()
+        self.run(answers_zookeeper=False)
+        assert isinstance(self.zookeeper_requests[0], session_events.WriteMetadata)
 
     def step_until(self, is_reached):
         """Step until a condition holds."""
@@ -183,7 +183,7 @@ class Bench:
             elif ready := [name for name in self.names if self.requests.get(name)]:
                 self.deliver(ready[0])
             else:
-                self.ask_zookeeper()
+                self.answer_zookeeper()
 
     def reopen(self):
         """Let the next session open after one was lost."""
@@ -211,7 +211,7 @@ class Bench:
     # --- other servers
 
     def claim_elsewhere(self, session_id):
-        """Let another server have claimed a session."""
+        """Record the claim of another server."""
         nonce = session_id.to_bytes(16, "big")
         self.metadata = PartitionMetadata(1, session_id, self.metadata.states)
         self.marker = PartitionMarker(self.marker.state, session_id, nonce)

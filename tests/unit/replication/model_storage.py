@@ -1,6 +1,6 @@
 """A modeled storage: promises, appends, reads and rejections as replication sees them.
 
-It replaces the real storage on replication's bench: a few dozen records in memory, and fields
+It replaces the real storage in `Bench`: a few dozen records in memory, and fields
 that a test sets to any state of a disk.
 """
 
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Disk:
-    """What there is of one partition."""
+    """The state of one partition on a disk."""
 
     storage_id: bytes
     entries: list = field(default_factory=list)
@@ -71,7 +71,7 @@ class Disk:
 
 
 class ModelStorage:
-    """One partition of one storage. `handle` answers; everything written earlier is synced.
+    """One partition of one storage. `handle` answers requests after it has synced all writes.
 
     One answer has a limited number of batches: `lineage_max` as entries, `range_batches_max` as
     records.
@@ -97,7 +97,7 @@ class ModelStorage:
         return self.disk.entries[-1].lineage.chain if self.disk.entries else self.disk.start[1]
 
     def remove_up_to(self, last):
-        """Begin the log after a batch end."""
+        """Remove batches, so that the log begins after the given batch end."""
         while self.disk.entries and self.disk.entries[0].lineage.last <= last:
             self.removed.append(self.disk.entries.pop(0))
             gone = self.removed[-1].lineage
@@ -105,7 +105,7 @@ class ModelStorage:
         assert self.disk.start[0] == last
 
     def _from_archive(self, message, needed):
-        """Return what the archive answers to a request that the log cannot answer, if it may."""
+        """Return the archive's answer to a request for removed batches, if permitted."""
         session, last = self.announced
         if session != message.session_id or needed > min(last, self.disk.start[0]):
             return None
@@ -270,18 +270,20 @@ class ModelStorage:
         if session == message.session_id and message.first > mark:
             self._confirm()
         records, at = [], 0
-        for place in range(0, len(message.lengths), 4):
-            length = int.from_bytes(message.lengths[place : place + 4], "big")
+        for offset in range(0, len(message.lengths), 4):
+            length = int.from_bytes(message.lengths[offset : offset + 4], "big")
             records.append(bytes(message.records[at : at + length]))
             at += length
         for line in message.lineage:
-            mine, records = (
+            matching, records = (
                 records[: line.last - line.first + 1],
                 records[line.last - line.first + 1 :],
             )
-            chain = next_chain(self.chain, line.first, line.last, line.session_id, crcs_of(mine))
+            chain = next_chain(
+                self.chain, line.first, line.last, line.session_id, crcs_of(matching)
+            )
             assert chain == line.chain, "the owner's chain is wrong"
-            disk.entries.append(Entry(line, tuple(mine)))
+            disk.entries.append(Entry(line, tuple(matching)))
         assert not records
         if self.fails_next_sync:
             self.fails_next_sync = False

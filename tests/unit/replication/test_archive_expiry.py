@@ -1,4 +1,4 @@
-"""Expiry of the archive: which replica performs it, what is recorded, and its end."""
+"""Expiry of the archive: the choice of a replica, the recorded state, and the end of an expiry."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_an_expiry_is_recorded_and_then_announced(bench):
     assert (expiry.before, expiry.before_ms, expiry.retention_ms) == (2, 77, 0)
     assert not bench.store.is_expiry_done(2, 77)
     finish(bench, replica, expiry)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert bench.marker.archived == mark
     assert not bench.store.is_expiry_done(2, 77)
     bench.run()
@@ -109,22 +109,22 @@ def test_the_first_available_id_never_decreases(bench):
     assert failure["reason"] == "expected a first available ID in 2..4, found 1"
 
 
-def test_nothing_is_recorded_if_nothing_expires(bench):
+def test_an_expiry_without_objects_is_not_recorded(bench):
     mark = bench.marker.archived
     replica, expiry = request(bench)
     finish(bench, replica, expiry, first=0, manifest="")
     bench.run()
     assert bench.marker.archived == mark
     assert bench.store.is_expiry_done(2, 0)
-    assert not bench.questions
+    assert not bench.zookeeper_requests
 
 
 @pytest.mark.parametrize("outcome", ["away", "lost"])
-def test_an_expiry_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
+def test_an_expiry_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     replica, expiry = request(bench)
     finish(bench, replica, expiry)
-    bench.run(questions=False)
-    bench.ask_zookeeper(outcome)
+    bench.run(answers_zookeeper=False)
+    bench.answer_zookeeper(outcome)
     assert not bench.store.is_expiry_done(2, 0)
     bench.run_for(5_000)
     assert first_of(bench) == 2
@@ -135,7 +135,7 @@ def test_an_expiry_is_recorded_once_although_zookeeper_does_not_answer(bench, ou
 def test_another_session_in_zookeeper_ends_this_one_before_the_expiry_is_recorded(bench):
     replica, expiry = request(bench)
     finish(bench, replica, expiry)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     bench.claim_elsewhere(5)
     kept = bench.marker = replace(bench.marker, archived=None)
     bench.run()
@@ -204,7 +204,7 @@ def test_an_expiry_and_an_attempt_exclude_each_other(bench):
     assert attempts(bench)[-1][1].manifest == "e1"
 
 
-def test_nothing_expires_before_something_is_archived():
+def test_nothing_expires_before_the_first_upload():
     bench = new_bench()
     bench.step(ExpireArchive(2, 0))
     bench.run_for(EXPIRY_RETRY_MS)
@@ -231,7 +231,7 @@ def test_with_a_retention_objects_expire_at_intervals():
     assert len(expiries(bench)) == 2
 
 
-def test_an_owner_that_archives_nothing_carries_out_a_request(bench):
+def test_an_owner_without_an_archive_interval_still_expires_on_request(bench):
     other = next_owner_of(bench)
     replica, expiry = request(other)
     finish(other, replica, expiry, error="cannot read m1", manifest="")

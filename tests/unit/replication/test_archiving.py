@@ -18,7 +18,7 @@ from tests.unit.replication.archiving_bench import (
     progress,
 )
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
-from tests.unit.replication.test_repair_runner import reports_damage
+from tests.unit.replication.test_repair_runner import report_damage
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
     MarkerState,
@@ -39,7 +39,7 @@ def bench():
     return new_bench()
 
 
-def learned(bench):
+def announced_marks(bench):
     return [(name, each.last) for name, each in bench.sent if isinstance(each, wire.SetArchived)]
 
 
@@ -53,18 +53,20 @@ def test_a_range_is_archived_compared_recorded_and_then_announced(bench):
     assert (compared.first, compared.last) == (3, 3)
     assert bench.sent[-1][0] != replica
     assert bench.marker.archived is None
-    bench.run(questions=False)
-    assert bench.questions[0].marker.archived == ArchivedMark(3, chain_at(bench, 3), 9, 0, 7, "m1")
-    assert learned(bench) == []
+    bench.run(answers_zookeeper=False)
+    assert bench.zookeeper_requests[0].marker.archived == ArchivedMark(
+        3, chain_at(bench, 3), 9, 0, 7, "m1"
+    )
+    assert announced_marks(bench) == []
     bench.run()
     assert bench.marker.archived.last == 3
-    assert sorted(learned(bench)) == [(A, 3), (B, 3), (C, 3)]
+    assert sorted(announced_marks(bench)) == [(A, 3), (B, 3), (C, 3)]
     assert bench.reports("archive.manifest_recorded") == [
         {"session": 0, "last": 3, "manifest": "m1"}
     ]
 
 
-def test_the_next_range_follows_the_recorded_one_at_once_and_uses_its_manifest(bench):
+def test_the_next_attempt_starts_at_once_with_the_recorded_manifest(bench):
     first = archive(bench, last=3)
     _, request = attempts(bench)[-1]
     (collection,) = bench.all_sent(wire.CollectGarbage)
@@ -83,7 +85,7 @@ def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(benc
         progress(bench, replica, replace(request, attempt=9))
         progress(bench, next(name for name in bench.names if name != replica), request)
         bench.wait(2 * INTERVAL_MS - 1_000)
-        assert not bench.reports("archive.failed"), "the other reports are of no attempt"
+        assert not bench.reports("archive.failed"), "the other reports belong to no attempt"
         progress(bench, replica, request)
     bench.wait(NO_PROGRESS_MS_MAX - 1)
     assert not bench.reports("archive.failed")
@@ -104,7 +106,7 @@ def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(benc
     assert bench.marker.archived.manifest == "m2"
 
 
-def test_a_late_rejection_of_an_abandoned_attempt_ends_no_other(bench):
+def test_a_late_rejection_of_an_abandoned_attempt_is_ignored(bench):
     bench.silent = {A, B, C}
     bench.wait(INTERVAL_MS)
     ((replica, _),) = attempts(bench)
@@ -118,7 +120,7 @@ def test_a_late_rejection_of_an_abandoned_attempt_ends_no_other(bench):
     ]
 
 
-def test_nothing_is_requested_while_an_attempt_is_under_way_or_when_all_is_archived(bench):
+def test_no_attempt_starts_during_another_or_without_new_batches(bench):
     replica, request = begin(bench)
     bench.append(1)
     bench.run_for(10 * INTERVAL_MS)
@@ -143,7 +145,7 @@ def test_a_range_that_is_too_small_is_requested_again_after_the_interval(bench):
     assert not bench.reports("archive.failed")
 
 
-def test_a_failure_is_reported_and_another_replica_tries_later_and_later(bench):
+def test_attempts_after_a_failure_use_another_replica_and_back_off(bench):
     replicas, pause = [], INTERVAL_MS
     for count in range(3):
         bench.run_for(pause)
@@ -177,7 +179,7 @@ def test_a_rejected_request_is_a_failure_of_the_attempt_only(bench):
     assert bench.store.open_session_id == 0
 
 
-def test_a_replica_that_rejects_the_mark_is_reported_and_ends_no_attempt(bench):
+def test_a_replica_that_rejects_the_mark_does_not_end_the_attempt(bench):
     storage = bench.storages[C]
     handle = storage.handle
 
@@ -227,23 +229,23 @@ def test_results_of_other_attempts_and_replicas_are_ignored(bench):
 
 
 @pytest.mark.parametrize("outcome", ["away", "lost"])
-def test_a_mark_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
+def test_a_mark_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
     replica, request = begin(bench)
     finish(bench, replica, request)
-    bench.run(questions=False)
-    bench.ask_zookeeper(outcome)
-    assert learned(bench) == []
+    bench.run(answers_zookeeper=False)
+    bench.answer_zookeeper(outcome)
+    assert announced_marks(bench) == []
     bench.append(1)
     bench.run_for(5_000)
     assert bench.marker.archived.last == 5
     assert bench.store.open_session_id == 0
-    assert sorted(learned(bench)) == [(A, 5), (B, 5), (C, 5)]
+    assert sorted(announced_marks(bench)) == [(A, 5), (B, 5), (C, 5)]
 
 
 def test_another_session_in_zookeeper_ends_this_one_before_the_mark_is_recorded(bench):
     replica, request = begin(bench)
     finish(bench, replica, request)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     bench.claim_elsewhere(5)
     bench.run()
     assert bench.marker.archived is None
@@ -257,7 +259,7 @@ def test_a_later_session_keeps_the_mark_and_continues_after_it(bench):
     assert bench.marker.archived == mark
     _, request = begin(bench)
     assert (request.first, request.chain_before, request.session_id) == (4, mark.chain, 1)
-    assert (A, 3) in learned(bench)
+    assert (A, 3) in announced_marks(bench)
 
 
 def test_an_attempt_ends_with_its_session(bench):
@@ -296,10 +298,10 @@ def test_a_log_that_ends_below_the_archived_mark_is_rejected(bench):
     )
 
 
-def test_one_replica_alone_has_no_other_to_compare_with():
+def test_a_single_replica_archives_without_a_comparison():
     bench = new_bench(A)
     assert archive(bench).last == 5
-    assert learned(bench) == [(A, 5)]
+    assert announced_marks(bench) == [(A, 5)]
 
 
 def test_a_replica_that_lags_is_compared_and_notified_when_it_has_caught_up(bench):
@@ -315,7 +317,7 @@ def test_a_replica_that_lags_is_compared_and_notified_when_it_has_caught_up(benc
     assert bench.marker.archived.last == request.last
 
 
-def test_storages_of_an_older_version_get_no_archive_requests():
+def test_storages_of_an_older_version_receive_no_archive_requests():
     bench = Bench(limits=ARCHIVING)
     for each in bench.storages.values():
         each.supports_archiving = False
@@ -326,7 +328,7 @@ def test_storages_of_an_older_version_get_no_archive_requests():
     assert bench.store.wake_at_ms > bench.now_ms
 
 
-def test_without_the_setting_nothing_is_archived():
+def test_without_an_archive_interval_no_range_is_archived():
     bench = Bench()
     bench.open()
     bench.append(2)
@@ -349,7 +351,7 @@ def test_garbage_is_collected_when_a_mark_is_recorded_and_then_every_hour(bench)
     bench.silent = {A, B, C}
     finish(bench, replica, request, last=3)
     bench.silent = set()
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert not collections(bench), "the write of the mark has no known outcome"
     bench.run()
     ((_, collection),) = collections(bench)
@@ -373,9 +375,7 @@ def test_garbage_is_collected_when_a_mark_is_recorded_and_then_every_hour(bench)
 
 
 @pytest.mark.parametrize("is_uploading", [False, True])
-def test_nothing_is_collected_during_an_attempt_or_archived_during_a_collection(
-    bench, is_uploading
-):
+def test_collections_and_attempts_exclude_each_other(bench, is_uploading):
     archive(bench)
     bench.wait(COLLECTION_INTERVAL_MS - 2 * INTERVAL_MS)
     bench.collects = False
@@ -433,7 +433,7 @@ def test_a_failed_collection_is_reported_and_archiving_continues(bench, fault):
     assert not bench.reports("archive.failed")
 
 
-def test_nothing_is_collected_while_a_replica_is_absent(bench):
+def test_no_garbage_is_collected_while_a_replica_is_absent(bench):
     bench.lose(C)
     bench.down.add(C)
     bench.reopen()
@@ -449,7 +449,7 @@ def test_nothing_is_collected_while_a_replica_is_absent(bench):
     assert len(collections(bench)) == 1
 
 
-def test_nothing_is_collected_if_a_log_begins_above_the_recorded_mark(bench):
+def test_no_garbage_is_collected_if_a_log_begins_above_the_mark(bench):
     """ZooKeeper was rolled back: the archive may have the records before that start."""
     replica, request = begin(bench)
     each = bench.store.session.replicas[C]
@@ -496,7 +496,7 @@ def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
     finish(bench, replica, request, last=7)
     bench.run()
     assert [each.session_id for each in bench.all_reported(CheckpointDue)] == [0]
-    # All of it is below the mark of the next session.
+    # All archived batches are below the mark of the next session.
     bench.lose(A)
     bench.reopen()
     assert bench.store.open_session_id == 1
@@ -531,7 +531,7 @@ def test_an_emptied_replica_begins_after_the_archived_mark(bench):
     assert not bench.storages[C].disk.suspect
 
 
-def test_a_source_that_removes_segments_meanwhile_is_used_from_the_archived_mark_on(bench):
+def test_a_source_that_removes_segments_is_read_from_the_archived_mark(bench):
     mark = archive(bench, last=3)
     bench.lose(C)
     bench.storages[C].disk.entries.pop()
@@ -553,7 +553,7 @@ def test_a_source_that_removes_segments_meanwhile_is_used_from_the_archived_mark
 
 
 def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
-    """If it were reset it would be unknown, and another loss would leave no decision."""
+    """A reset replica would be unknown, and the loss of another one would block recovery."""
     bench = ArchivingBench()
     bench.open()
     bench.silent = {C}
@@ -573,7 +573,7 @@ def test_a_trusted_replica_that_lags_is_completed_and_not_reset():
 
 
 def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_without_it():
-    """ZooKeeper then records it as closed, so no session needs its log."""
+    """ZooKeeper then records the replica as closed, so no session needs its log."""
     bench = Bench(limits=replace(ARCHIVING, range_bytes_max=1))
     bench.open()
     bench.silent = {C}
@@ -599,7 +599,7 @@ def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_wi
     assert len(bench.store.session.engaged) == 3
 
 
-def test_another_owner_learns_the_last_commit_stamp_from_the_archive_where_logs_begin_after_it():
+def test_a_new_owner_reads_the_last_commit_stamp_from_the_archive():
     bench = new_bench()
     archive(bench)
     remove_archived(bench, 5, (A, B, C))
@@ -642,7 +642,7 @@ def test_a_new_partition_with_an_archived_mark_begins_after_it():
     assert (request.first, request.chain_before, request.manifest) == (42, ORIGIN.chain, "m0")
 
 
-def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not_open():
+def test_a_failed_first_session_does_not_change_where_a_new_log_begins():
     bench = restored_bench()
     bench.decide()
     assert {bench.storages[name].disk.start[0] for name in (A, B, C)} == {ORIGIN.last}
@@ -655,7 +655,7 @@ def test_a_new_partition_begins_after_its_mark_also_if_its_first_session_did_not
 
 
 def test_a_storage_of_an_older_version_is_not_requested_to_reset_its_log():
-    """Its protocol version has no such request."""
+    """The protocol version of this storage does not have the request."""
     bench = restored_bench()
     bench.storages[C].supports_archiving = False
     bench.open()
@@ -671,7 +671,7 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     other = bench.other_server()
     other.metadata, other.metadata_version = PartitionMetadata(0, 60), 0
     other.marker = PartitionMarker(MarkerState.NEW, archived=ORIGIN)
-    other.own()
+    other.take_ownership()
     other.run_for(3_000)
     assert other.store.open_session_id is None
     assert (
@@ -696,11 +696,11 @@ def returning_owner():
     remove_archived(other, 8, (A, B, C))
     bench.check_replica_states(other)
     bench.lose(A)
-    bench.own(generation=3)
+    bench.take_ownership(generation=3)
     return bench
 
 
-def test_an_owner_that_returns_finds_its_archived_batches_where_all_logs_begin_after_them():
+def test_a_returning_owner_finds_its_batches_in_the_archive():
     bench = returning_owner()
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == 7
@@ -715,24 +715,24 @@ def test_archived_damage_is_repaired_from_the_archive_if_no_log_has_the_records(
     bench.reopen()
     bench.run_for(3_000)
     assert bench.store.session.is_settled
-    reports_damage(bench, C, 3, 5)
+    report_damage(bench, C, 3, 5)
     bench.run()
     assert [each["ids"] for each in bench.reports("replica.repaired")] == ["3..3", "5..5"]
     assert not bench.storages[C].disk.damaged
 
 
-def test_damage_above_the_archived_mark_that_all_logs_have_is_not_looked_for_in_the_archive(bench):
+def test_the_archive_is_not_queried_for_damage_above_the_archived_mark(bench):
     archive(bench, last=3)
     for name in (A, B, C):
-        reports_damage(bench, name, 4)
+        report_damage(bench, name, 4)
     bench.sent.clear()
     bench.run_for(3_000)
     assert not bench.all_sent(wire.RangeRaw)
 
 
 @pytest.mark.parametrize("removed", [-1, 3])
-def test_an_empty_replica_that_comes_late_begins_at_the_sessions_mark(removed):
-    """More is archived by then, but what the session has appended is copied."""
+def test_an_empty_late_replica_begins_at_the_mark_of_the_session(removed):
+    """The archived mark is higher by then, but the replica copies the batches of the session."""
     bench = Bench(limits=ARCHIVING)
     bench.open()
     bench.append(2, batches=2)
@@ -753,7 +753,7 @@ def test_an_empty_replica_that_comes_late_begins_at_the_sessions_mark(removed):
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_each_failure_leads_to_another_of_two_replicas():
+def test_failures_alternate_between_two_replicas():
     bench = Bench(A, B, limits=ARCHIVING)
     bench.open()
     bench.append(2)
@@ -788,8 +788,8 @@ def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeep
     )
 
 
-def test_a_replica_with_another_chain_at_the_end_stops_no_archive(bench):
-    """For example one that has reconstructed a batch there."""
+def test_a_replica_with_another_chain_does_not_stop_archiving(bench):
+    """For example a replica with a reconstructed batch there."""
     storage = bench.storages[A]
     handle = storage.handle
 
@@ -811,7 +811,7 @@ def test_a_replica_with_another_chain_at_the_end_stops_no_archive(bench):
 
 
 @pytest.mark.parametrize("readable", [(), (C,)])
-def test_without_the_object_store_archived_batches_in_doubt_have_an_unknown_outcome(readable):
+def test_archived_batches_in_doubt_are_unknown_without_the_object_store(readable):
     bench = returning_owner()
     for name, storage in bench.storages.items():
         if name in readable:
@@ -838,11 +838,11 @@ def lag(bench):
     return count, byte_count, None if since_ms is None else bench.now_ms - since_ms
 
 
-def test_the_backlog_is_what_a_replica_reports_and_what_is_appended_since(bench):
+def test_the_backlog_is_the_reported_backlog_plus_later_appends(bench):
     record_bytes = len(bench.storages[A].disk.entries[0].records[0])
-    assert lag(bench)[:2] == (6, 6 * record_bytes), "by the average of the session"
+    assert lag(bench)[:2] == (6, 6 * record_bytes), "estimated from the average of the session"
     replica, request = begin(bench)
-    assert lag(bench)[2] == INTERVAL_MS, "since it was noticed"
+    assert lag(bench)[2] == INTERVAL_MS, "the age starts when the backlog is noticed"
     report = {"unarchived_last": 5, "unarchived_bytes": 900, "unarchived_age_ms": 50_000}
     finish(bench, replica, request, last=-1, manifest="", **report)
     assert lag(bench) == (6, 900, 50_000)
@@ -851,13 +851,15 @@ def test_the_backlog_is_what_a_replica_reports_and_what_is_appended_since(bench)
     replica, request = begin(bench)
     finish(bench, replica, request, last=3, unarchived_last=5, unarchived_bytes=900)
     bench.run()
-    assert lag(bench)[:2] == (4, 300 + 2 * record_bytes), "4 of the 6 reported ones are archived"
+    assert lag(bench)[:2] == (4, 300 + 2 * record_bytes), (
+        "4 of the 6 reported transactions are archived"
+    )
     finish(bench, *attempts(bench)[-1])
     bench.run()
     assert lag(bench) == (0, 0, None)
 
 
-def test_a_session_that_ends_at_the_next_checkpoint_has_begun_an_attempt():
+def test_is_archiving_is_true_during_an_attempt():
     bench = ArchivingBench(limits=replace(ARCHIVING, archive_interval_ms=60_000))
     bench.open()
     bench.append(2, batches=3)

@@ -38,11 +38,11 @@ def view(states=STATES, *, session=5, state=MarkerState.OPEN, marker_session=5):
         ((1 << 31) - 1, -(1 << 31), False),
     ],
 )
-def test_generations_wrap(one, other, newer):
+def test_the_generation_counter_wraps_around(one, other, newer):
     assert is_later_generation(one, other) is newer
 
 
-def test_a_claim_by_a_0_13_program_server_has_no_name():
+def test_a_claim_by_a_0_13_server_has_no_nonce():
     assert view().last_claim == (5, NONCE)
     assert view(session=6).last_claim is None
     assert view(state=None).last_claim is None

@@ -17,7 +17,7 @@ def bench():
     return bench
 
 
-def test_a_correct_machine_passes(bench):
+def test_a_correct_machine_violates_no_invariant(bench):
     assert bench.store.high_water_mark == 1
     check(bench.store)
     idle = Bench().store
@@ -25,13 +25,13 @@ def test_a_correct_machine_passes(bench):
     check(idle)
 
 
-def test_counting_a_replica_that_zookeeper_does_not_know_is_detected(bench):
+def test_counting_a_replica_unknown_to_zookeeper_is_detected(bench):
     bench.store.session.states[B] = ReplicaState(0, 5)
     with pytest.raises(AssertionError):
         check(bench.store)
 
 
-def test_a_mark_that_no_quorum_has_synced_is_detected(bench):
+def test_a_mark_without_a_synced_quorum_is_detected(bench):
     bench.store.session.replicas[A].synced_last = 0
     check(bench.store)
     bench.store.session.replicas[B].synced_last = 0
@@ -55,7 +55,7 @@ def test_a_late_replica_with_uncommitted_batches_is_detected(bench):
         check(bench.store)
 
 
-def test_a_connected_replica_that_may_not_be_used_is_detected(bench):
+def test_a_connected_rejected_replica_is_detected(bench):
     bench.store.session.replicas[C].cannot_rejoin = True
     with pytest.raises(AssertionError, match="cannot rejoin"):
         check(bench.store)
@@ -63,9 +63,9 @@ def test_a_connected_replica_that_may_not_be_used_is_detected(bench):
 
 def test_a_mark_before_the_decision_is_detected():
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
+    bench.take_ownership()
+    bench.answer_zookeeper()
+    bench.answer_zookeeper()
     bench.store.session.repairs.goal = None
     bench.store.session.replicas[A].stage = ReplicaStage.READY
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.mark_proofs`: requests, and when an answer counts."""
+"""Unit tests of `waltz_core.replication.mark_proofs`: requests, and which answers are accepted."""
 
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.mark_proofs import MarkProofs
@@ -19,13 +19,13 @@ class Replica:
         self.requests.append((kind, now_ms, correlation_id))
 
 
-def proving():
+def new_proofs():
     outbox = []
     return MarkProofs(NAMES, outbox=outbox, limits=SessionLimits(proof_ms_max=100)), outbox
 
 
 def test_a_quorum_proves_the_mark_that_was_committed_when_the_proof_was_requested():
-    proofs, outbox = proving()
+    proofs, outbox = new_proofs()
     engaged = [Replica(), Replica()]
     proofs.begin(7, 40, engaged, 1_000)
     assert [each.requests for each in engaged] == [[(messages.Heartbeat, 1_000, 7)]] * 2
@@ -38,8 +38,8 @@ def test_a_quorum_proves_the_mark_that_was_committed_when_the_proof_was_requeste
     assert outbox == [MarkProved(7, 40)]
 
 
-def test_a_replica_that_hangs_is_queried_no_more_before_it_answers():
-    proofs, _ = proving()
+def test_a_hanging_replica_receives_no_requests_until_it_answers():
+    proofs, _ = new_proofs()
     hanging = Replica(SessionLimits().lag_count_max)
     proofs.begin(7, 40, [hanging], 1_000)
     assert hanging.requests == []
@@ -49,7 +49,7 @@ def test_a_replica_that_hangs_is_queried_no_more_before_it_answers():
 
 
 def test_a_proof_that_times_out_is_reported_once():
-    proofs, outbox = proving()
+    proofs, outbox = new_proofs()
     proofs.begin(7, 40, [], 1_000)
     proofs.begin(8, 41, [], 1_050)
     assert list(proofs.deadlines()) == [1_100, 1_150]

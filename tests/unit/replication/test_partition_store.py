@@ -34,13 +34,13 @@ def test_the_first_session_of_a_new_partition_opens_with_an_empty_log(bench):
     assert bench.store.next_transaction_id == 0
 
 
-def test_nothing_is_reported_before_the_second_compare_and_set_is_known():
+def test_session_opened_is_reported_after_the_second_compare_and_set():
     bench = Bench()
     bench.decide()
     assert not bench.all_reported(SessionOpened)
     assert not bench.all_sent(wire.Engage)
     assert bench.store.open_session_id is None
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
     assert len(bench.all_reported(SessionOpened)) == 1
     assert len(bench.all_sent(wire.Engage)) == 3
 
@@ -48,14 +48,14 @@ def test_nothing_is_reported_before_the_second_compare_and_set_is_known():
 @pytest.mark.parametrize("outcome", ["lost", "away"])
 def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper(outcome)
+    bench.take_ownership()
+    bench.answer_zookeeper()
+    bench.answer_zookeeper(outcome)
     bench.wait(100)
-    assert isinstance(bench.ask_zookeeper(), session_events.ReadMetadata)
+    assert isinstance(bench.answer_zookeeper(), session_events.ReadMetadata)
     bench.run_for(20)
     assert bench.store.open_session_id == 0
-    # What did not happen is claimed again, what did is not claimed twice.
+    # A claim that failed is repeated, and a claim that succeeded is not.
     assert bench.metadata.session_id == 0
 
 
@@ -63,7 +63,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
 def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_reported(outcome):
     bench = Bench()
     bench.decide()
-    bench.ask_zookeeper(outcome)
+    bench.answer_zookeeper(outcome)
     assert not bench.all_reported(SessionOpened)
     bench.wait(3000)
     assert not bench.all_reported(SessionOpened)
@@ -72,26 +72,26 @@ def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_report
     assert bench.metadata.session_id == 0
 
 
-def test_states_that_zookeeper_did_not_take_are_requested_again_after_a_pause():
+def test_a_failed_write_of_states_is_retried_after_a_pause():
     bench = Bench()
     bench.decide()
-    bench.ask_zookeeper("away")
+    bench.answer_zookeeper("away")
     asked_ms = bench.now_ms
     bench.step(session_events.Wakeup())
     bench.lose(C)
-    bench.run(questions=False)
-    assert not bench.questions
-    while not bench.questions:
+    bench.run(answers_zookeeper=False)
+    assert not bench.zookeeper_requests
+    while not bench.zookeeper_requests:
         bench.now_ms = bench.store.wake_at_ms
         bench.step(session_events.Wakeup())
     assert bench.now_ms > asked_ms
-    assert len(bench.questions) == 1
+    assert len(bench.zookeeper_requests) == 1
 
 
 def test_a_lost_claim_is_repeated_with_another_session_id():
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
+    bench.take_ownership()
+    bench.answer_zookeeper()
     bench.claim_elsewhere(7)
     bench.reopen()
     assert bench.store.open_session_id == 8
@@ -101,20 +101,20 @@ def test_states_are_not_written_over_the_claim_of_another_process():
     bench = Bench()
     bench.decide()
     bench.claim_elsewhere(7)
-    theirs = bench.metadata
-    while bench.questions:
-        bench.ask_zookeeper()
-    assert bench.metadata == theirs
+    their_metadata = bench.metadata
+    while bench.zookeeper_requests:
+        bench.answer_zookeeper()
+    assert bench.metadata == their_metadata
     assert bench.store.session is None
     assert not bench.all_reported(SessionOpened)
     bench.reopen()
     assert bench.store.open_session_id == 8
 
 
-def test_a_later_generation_is_not_touched():
+def test_a_later_generation_in_zookeeper_is_not_overwritten():
     bench = Bench()
     bench.metadata = PartitionMetadata(5, 7, {})
-    bench.own(generation=4)
+    bench.take_ownership(generation=4)
     bench.run()
     assert "generation of the partition is 5" in bench.all_reported(OwnershipReleased)[0].reason
     assert bench.metadata.session_id == 7
@@ -123,7 +123,7 @@ def test_a_later_generation_is_not_touched():
 
 def test_an_open_partition_without_states_is_rejected_and_checked_again():
     bench = Bench(state=MarkerState.OPEN)
-    bench.own()
+    bench.take_ownership()
     bench.run()
     assert "lost or rolled back" in bench.reports("partition.open_failed")[0]["reason"]
     assert not bench.sent
@@ -139,7 +139,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     donor.append()
     bench = Bench()
     bench.storages[A].disk.entries = donor.storages[A].disk.entries
-    bench.own()
+    bench.take_ownership()
     bench.run()
     assert bench.store.open_session_id is None
     reason = bench.reports("partition.open_failed")[0]["reason"]
@@ -147,10 +147,10 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     assert bench.storages[A].last == 0
 
 
-def test_a_partition_of_waltz_0_13_is_adopted_only_when_all_are_empty():
+def test_a_partition_of_waltz_0_13_is_adopted_only_with_all_replicas():
     bench = Bench(state=None)
     bench.down = {C}
-    bench.own()
+    bench.take_ownership()
     bench.run_for(1000)
     assert bench.store.open_session_id is None
     assert not bench.all_sent(wire.SetLowWaterMark)
@@ -176,7 +176,7 @@ def test_commits_need_a_quorum_and_come_in_order(bench):
 
 
 @pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
-def test_nothing_is_committed_by_fewer_than_a_majority(count, quorum):
+def test_fewer_replicas_than_a_majority_commit_no_batch(count, quorum):
     bench = Bench(*(A, B, C, D, E)[:count])
     bench.open()
     bench.submit()
@@ -186,11 +186,11 @@ def test_nothing_is_committed_by_fewer_than_a_majority(count, quorum):
 
 
 @pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
-def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
+def test_fewer_replicas_than_a_majority_open_no_session(count, quorum):
     names = (A, B, C, D, E)[:count]
     bench = Bench(*names)
     bench.down = set(names[quorum - 1 :])
-    bench.own()
+    bench.take_ownership()
     for _ in range(3):
         bench.run()
         bench.wait(LIMITS.opening_grace_ms)
@@ -202,7 +202,7 @@ def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
     assert bench.store.readable_replicas == list(names[:quorum])
 
 
-def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_without_it(bench):
+def test_the_session_after_the_loss_of_a_replica_continues_without_it(bench):
     bench.append()
     bench.submit()
     bench.deliver(A)
@@ -221,24 +221,26 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     assert bench.all_reported(SessionSettled)[-1].committed_last == 1
 
 
-def test_a_session_of_another_owner_in_between_clears_unbroken(bench):
+def test_an_intermediate_session_of_another_owner_clears_unbroken(bench):
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
-    assert isinstance(bench.questions[0], session_events.WriteMetadata), "it reads after a conflict"
+    assert isinstance(bench.zookeeper_requests[0], session_events.WriteMetadata), (
+        "the owner reads the metadata after a conflict"
+    )
     bench.reopen()
     assert bench.store.open_session_id == 2
     assert not bench.all_reported(SessionOpened)[-1].follows_own_session
 
 
 def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroken(bench):
-    """The second claim finds our own name, of a session that never opened."""
+    """The second claim finds the nonce of this server, from a session that never opened."""
     bench.claim_elsewhere(1)
     bench.step(session_events.Checkpoint())
     while bench.metadata.session_id != 2:
-        bench.ask_zookeeper()
+        bench.answer_zookeeper()
     for name in (A, B):
         bench.lose(name)
-    bench.own(replicas=(C, B, A))
+    bench.take_ownership(replicas=(C, B, A))
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
     assert opened.session_id == 3
@@ -246,7 +248,7 @@ def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroke
 
 
 def with_foreign_ids_in_doubt():
-    """Ours lost IDs 0..1 in session 0; another server wrote its own 0..1 in session 1."""
+    """This owner lost IDs 0..1 in session 0; another server wrote other rows 0..1 in session 1."""
     bench = Bench()
     bench.open()
     bench.submit(2)
@@ -256,17 +258,17 @@ def with_foreign_ids_in_doubt():
     other.append(2)
     bench.check_replica_states(other)
     bench.lose(A)
-    bench.own(generation=3)
+    bench.take_ownership(generation=3)
     return bench
 
 
-def until_settlement_reads(bench):
+def open_until_settlement_reads(bench):
     """Open a session that has to read from a replica; return this replica."""
     opened_count = len(bench.all_reported(SessionOpened))
     while len(bench.all_reported(SessionOpened)) == opened_count:
-        bench.run(questions=False)
-        if bench.questions:
-            bench.ask_zookeeper()
+        bench.run(answers_zookeeper=False)
+        if bench.zookeeper_requests:
+            bench.answer_zookeeper()
         else:
             bench.wait(bench.limits.opening_grace_ms)
     supplier, message = bench.sent[-1]
@@ -274,7 +276,7 @@ def until_settlement_reads(bench):
     return supplier
 
 
-def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
+def test_unknown_outcomes_are_settled_by_store_session_not_by_id():
     bench = with_foreign_ids_in_doubt()
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
@@ -287,17 +289,17 @@ def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
 def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     bench = with_foreign_ids_in_doubt()
     settled_count = len(bench.all_reported(SessionSettled))
-    bench.lose(until_settlement_reads(bench))
+    bench.lose(open_until_settlement_reads(bench))
     assert len(bench.all_reported(SessionSettled)) == settled_count
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
-    # This server has not read yet what others wrote before that session.
+    # This server has not read the batches of other owners before that session yet.
     assert not bench.all_reported(SessionOpened)[-1].follows_own_session
 
 
-def test_unknown_outcomes_that_have_expired_stay_unknown():
+def test_outcomes_of_expired_batches_remain_unknown():
     bench = with_foreign_ids_in_doubt()
-    supplier = until_settlement_reads(bench)
+    supplier = open_until_settlement_reads(bench)
     while bench.all_sent(wire.LineageRequest)[-1].first != 0:
         bench.deliver(supplier)  # the stamp at the mark comes first
     requests = bench.all_sent(wire.LineageRequest)[-1]
@@ -309,22 +311,22 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
     assert bench.store.session.ending is None, "the replica is not at fault"
 
 
-def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with(bench):
-    """Its clock may be behind that of the last owner, but stamps never decrease."""
+def test_a_new_owner_learns_the_last_commit_stamp_of_the_log(bench):
+    """The clock of a new owner may be behind that of the last one, but stamps never decrease."""
     bench.submit(2)
     bench.now_ms = 7_000
     bench.append()
     other = bench.other_server()
-    other.own(generation=2)
+    other.take_ownership(generation=2)
     other.reopen()
     assert other.all_reported(SessionSettled) == [SessionSettled(1, 2, 7_000)]
 
 
-def test_a_replica_that_never_settles_the_past_is_abandoned(bench):
+def test_a_replica_that_does_not_answer_settlement_reads_is_dropped(bench):
     bench.append()
     other = bench.other_server()
-    other.own(generation=2)
-    supplier = until_settlement_reads(other)
+    other.take_ownership(generation=2)
+    supplier = open_until_settlement_reads(other)
     other.silent.add(supplier)
     other.run()
     assert other.store.open_session_id is None
@@ -345,7 +347,7 @@ def test_appends_on_a_quorum_are_settled_as_committed(bench):
     assert not bench.all_reported(TransactionsCommitted)
 
 
-def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
+def test_an_owner_that_is_fenced_repeatedly_releases_the_partition():
     bench = Bench(limits=SessionLimits(lost_races_max=2))
     bench.open()
     for _ in range(40):
@@ -378,7 +380,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
     assert bench.metadata.session_id < 99
 
 
-def test_one_storage_ahead_of_zookeeper_stops_no_session(bench):
+def test_one_storage_ahead_of_zookeeper_does_not_stop_the_session(bench):
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())
     bench.wait(100)
@@ -386,11 +388,11 @@ def test_one_storage_ahead_of_zookeeper_stops_no_session(bench):
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_no_quorum_for_long_releases_the_partition():
+def test_a_long_time_without_a_quorum_releases_the_partition():
     bench = Bench()
     bench.down = {A, B}
     begun_ms = bench.now_ms
-    bench.own()
+    bench.take_ownership()
     while not bench.all_reported(OwnershipReleased):
         bench.run()
         bench.now_ms = bench.store.wake_at_ms
@@ -402,14 +404,14 @@ def test_no_quorum_for_long_releases_the_partition():
 
 def test_a_queued_zookeeper_request_does_not_release_the_partition():
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.wait(60_000)
     assert not bench.all_reported(OwnershipReleased)
     bench.run()
     assert bench.store.open_session_id == 0
-    # From then on time counts as ever.
+    # From then on the timeout applies again.
     bench.down = {A, B}
-    bench.own(2)
+    bench.take_ownership(2)
     for _ in range(11):
         bench.run()
         bench.wait(bench.limits.useful_session_ms)
@@ -434,13 +436,13 @@ def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
     bench.open()
     bench.down = set()
     bench.wait(3000)
-    bench.run(questions=False)
-    assert bench.questions, "the third replica wants to join"
+    bench.run(answers_zookeeper=False)
+    assert bench.zookeeper_requests, "the third replica is ready to join"
     for _ in range(30):
-        while bench.questions:
-            bench.ask_zookeeper("away")
+        while bench.zookeeper_requests:
+            bench.answer_zookeeper("away")
         bench.submit()
-        bench.run(questions=False)
+        bench.run(answers_zookeeper=False)
         bench.wait(bench.limits.useful_session_ms)
     assert bench.store.open_session_id == 0
     assert bench.store.high_water_mark == 29
@@ -450,11 +452,11 @@ def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_marks_are_proved_by_a_quorum_and_not_by_less():
+def test_marks_are_proved_only_by_a_quorum():
     bench = Bench()
     bench.step(session_events.ProveMark(5))
-    bench.own()
-    bench.run(questions=False)
+    bench.take_ownership()
+    bench.run(answers_zookeeper=False)
     bench.step(session_events.ProveMark(6))
     assert bench.all_reported(MarkProofFailed) == [MarkProofFailed(5), MarkProofFailed(6)]
     bench.reopen()
@@ -480,7 +482,7 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     assert bench.all_reported(MarkProofFailed)[4:] == [MarkProofFailed(10)]
 
 
-def test_a_submit_to_a_session_that_is_over_is_dropped(bench):
+def test_a_batch_submitted_after_the_end_of_the_session_is_dropped(bench):
     session = bench.store.open_session_id
     bench.lose(A)
     sent = len(bench.sent)
@@ -495,13 +497,13 @@ def test_a_submit_to_a_session_that_is_over_is_dropped(bench):
 def test_earlier_zookeeper_requests_are_not_awaited():
     """An answer to an older attempt does not answer the current request."""
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
+    bench.take_ownership()
+    bench.answer_zookeeper()
     bench.step(session_events.ReassignReplicas((C, B, A)))
-    written, _ = bench.questions
+    written, _ = bench.zookeeper_requests
     assert isinstance(written, session_events.WriteMetadata)
-    bench.ask_zookeeper()
-    assert len(bench.questions) == 1
+    bench.answer_zookeeper()
+    assert len(bench.zookeeper_requests) == 1
     assert not bench.reports("session.claimed")
     bench.reopen()
     assert bench.store.open_session_id == 1
@@ -509,11 +511,11 @@ def test_earlier_zookeeper_requests_are_not_awaited():
 
 
 def test_late_answers_to_an_abandoned_write_are_ignored():
-    """What it has come to is read; a second answer may be about another one's values."""
+    """The result of the write is read; a late answer may refer to another attempt."""
     bench = Bench()
-    bench.own()
-    bench.ask_zookeeper()
-    effect = bench.ask_zookeeper("away")
+    bench.take_ownership()
+    bench.answer_zookeeper()
+    effect = bench.answer_zookeeper("away")
     assert isinstance(effect, session_events.WriteMetadata)
     for late in (
         session_events.MetadataWritten(effect.attempt, 1, 1),
@@ -521,7 +523,7 @@ def test_late_answers_to_an_abandoned_write_are_ignored():
     ):
         bench.step(late)
         assert bench.store.session is None
-        assert not bench.questions
+        assert not bench.zookeeper_requests
     bench.reopen()
     assert bench.store.open_session_id == 0
 
@@ -535,11 +537,11 @@ def test_a_partition_that_is_released_closes_its_session_and_connections(bench):
     assert not bench.all_reported(OwnershipReleased)
 
 
-def test_the_same_assignment_again_changes_nothing(bench):
-    bench.own()
+def test_a_repeated_assignment_has_no_effect(bench):
+    bench.take_ownership()
     bench.step(session_events.ReassignReplicas((A, B, C)))
     assert bench.store.open_session_id == 0
-    bench.own(generation=2)
+    bench.take_ownership(generation=2)
     bench.reopen()
     assert bench.metadata.generation == 2
 
@@ -559,14 +561,14 @@ def test_a_replica_is_replaced_by_another():
 
 
 def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
-    """B is away, and C is lost when all is decided: D makes a quorum of the new ones alone."""
+    """B is down, and C is lost after the decision: A and D are a quorum of the new ones only."""
     bench = Bench(A, B, C, D)
     bench.open(replicas=(A, B, C))
     bench.append()
     bench.down = {B}
     bench.step(session_events.ReassignReplicas((A, B, D)))
-    while bench.questions:
-        bench.ask_zookeeper()
+    while bench.zookeeper_requests:
+        bench.answer_zookeeper()
     while bench.dials:
         bench.connect()
     for name in (A, C):
@@ -599,8 +601,8 @@ def test_too_many_new_replicas_at_once_are_rejected():
     assert bench.store.open_session_id == 1
 
 
-def test_a_mark_that_was_exposed_never_decreases(bench):
-    """All disks lose what was acknowledged: nothing opens over it, and the log reports it."""
+def test_a_log_below_an_exposed_mark_is_not_opened(bench):
+    """All disks lose acknowledged records: no session opens, and the log reports the loss."""
     bench.append()
     for storage in bench.storages.values():
         storage.disk.entries = []
@@ -610,7 +612,7 @@ def test_a_mark_that_was_exposed_never_decreases(bench):
     assert "0 was committed" in bench.reports("partition.open_failed")[0]["reason"]
 
 
-def test_failures_are_followed_by_growing_pauses(bench):
+def test_pauses_grow_after_each_failure(bench):
     claimed_ms = []
     for _ in range(12):
         bench.wait(1)
@@ -626,7 +628,7 @@ def test_failures_are_followed_by_growing_pauses(bench):
     assert gaps[-1] >= 1000
 
 
-def test_storages_restarted_one_after_the_other_are_not_failures(bench):
+def test_a_rolling_restart_of_storages_does_not_count_as_failures(bench):
     for replica in (A, B, C) * 4:
         bench.wait(bench.limits.useful_session_ms)
         bench.run()
@@ -643,7 +645,7 @@ def test_storages_restarted_one_after_the_other_are_not_failures(bench):
 
 
 def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
-    """ZooKeeper is put back by one session: the next claim has an ID that was in use."""
+    """ZooKeeper is rolled back by one session: the next claim has a session ID that was in use."""
     old = (bench.metadata, bench.marker)
     bench.step(session_events.Checkpoint())
     bench.reopen()
@@ -652,7 +654,7 @@ def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
     bench.metadata, bench.marker = old
     bench.store = bench._new_store(bench.limits)
     bench.requests.clear()
-    bench.own(generation=2)
+    bench.take_ownership(generation=2)
     bench.run_for(100)
     assert bench.store.open_session_id is None
     assert "rolled back" in bench.reports("partition.open_failed")[0]["reason"]

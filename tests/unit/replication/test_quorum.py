@@ -9,7 +9,7 @@ from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum
 REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]
 
 
-def test_a_vote_outlives_its_connection() -> None:
+def test_a_vote_counts_after_its_connection_is_lost() -> None:
     tally = Tally(REPLICAS[:3])
     tally.count_vote(REPLICAS[0])
     tally.count_lost(REPLICAS[0])
@@ -20,8 +20,8 @@ def test_a_vote_outlives_its_connection() -> None:
 
 
 @given(count=st.integers(1, 5), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
-def test_a_final_verdict_never_changes(count: int, steps: list[tuple[bool, int]]) -> None:
-    """Whatever the order of votes and losses, the first answer that is not OPEN stays."""
+def test_a_final_vote_result_never_changes(count: int, steps: list[tuple[bool, int]]) -> None:
+    """In any order of votes and losses, the first result other than OPEN is final."""
     tally, lost, first = Tally(REPLICAS[:count]), set[int](), VoteResult.OPEN
     for is_vote, number in steps:
         index = number % count

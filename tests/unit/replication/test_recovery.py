@@ -39,7 +39,7 @@ def engaged(*names, session=5):
 
 @pytest.mark.parametrize("replica_count", [1, 2, 3, 4, 5])
 def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_count):
-    """Try all logs of the credible replicas and all pasts of the unknown ones."""
+    """Try all logs of the credible replicas and all possible logs of the unknown replicas."""
     quorum = quorum_size(replica_count)
     cases = 0
     for engaged_count in range(quorum, replica_count + 1):
@@ -48,9 +48,9 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
             for maxes in combinations_with_replacement(range(-1, 3), known_count):
                 cases += 1
                 found = decided_mark(list(maxes), unknown_count=unknown_count, quorum=quorum)
-                # An unknown replica may have had nothing, what others have, or more.
-                pasts = product((-1, 0, 1, 2, 99), repeat=unknown_count)
-                best = max(sorted((*maxes, *past), reverse=True)[quorum - 1] for past in pasts)
+                # An unknown replica may have had no records, the same records as others, or more.
+                histories = product((-1, 0, 1, 2, 99), repeat=unknown_count)
+                best = max(sorted((*maxes, *past), reverse=True)[quorum - 1] for past in histories)
                 if found is None:
                     assert best == 99
                     assert unknown_count >= quorum
@@ -70,7 +70,7 @@ def test_replicas_that_were_not_engaged_do_not_count():
 
 
 def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
-    """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
+    """B and C had ID 0. B's disk is rolled back, C is down, and A never had ID 0."""
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
     recovery.on_prepared(A, prepared(-1), OWN_ID)
     recovery.on_prepared(B, prepared(-1, session=4), OWN_ID)
@@ -79,7 +79,7 @@ def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     assert recovery.decide_mark() == 0
 
 
-def test_an_unknown_replica_stays_unknown_and_a_shorter_log_is_unknown():
+def test_a_suspect_answer_or_a_shorter_log_makes_a_replica_unknown():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
     recovery.on_prepared(A, prepared(9, suspect=True), OWN_ID)
     recovery.on_prepared(A, prepared(9), OWN_ID)
@@ -104,7 +104,7 @@ def test_a_replica_is_trusted_by_its_answer_and_its_recorded_state(answer, credi
     assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
 
 
-def test_no_id_is_required_where_none_is_registered():
+def test_without_a_registered_storage_id_any_id_is_accepted():
     state = ReplicaState(5, UNRESOLVED)
     assert is_credible(prepared(9, storage_id=bytes(15) + b"x"), state, bytes(16))
 
@@ -135,7 +135,7 @@ def test_the_origin_of_a_session_follows_from_metadata_and_marker(metadata, mark
     assert history_origin_of(metadata, mark) is origin
 
 
-def test_an_adoption_is_remembered_until_it_is_done():
+def test_an_interrupted_adoption_requires_all_recorded_replicas():
     states = states_to_claim(HistoryOrigin.ADOPTED, {}, [A, B, C])
     # Storages that an earlier claim has recorded must answer, whichever are assigned by now.
     assert states_to_claim(HistoryOrigin.ADOPTED, states, [A, B]) == states
@@ -150,7 +150,7 @@ def test_an_adoption_is_remembered_until_it_is_done():
 
 
 # ---------------------------------------------------------------------------------------------
-# what is written to ZooKeeper
+# states that are written to ZooKeeper
 
 
 def test_an_opening_records_the_state_of_each_replica():
@@ -173,7 +173,7 @@ def test_the_quorum_of_the_last_assignment_counts_all_its_replicas():
     assert recovery.old_quorum == 3
 
 
-def test_a_replica_engaged_later_than_zookeepers_session_reports_a_rollback():
+def test_a_replica_of_a_later_session_than_zookeeper_reports_a_rollback():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was in sync in store session 6" in recovery.exclusion_reason(later)
@@ -181,5 +181,5 @@ def test_a_replica_engaged_later_than_zookeepers_session_reports_a_rollback():
     # ZooKeeper has is as ever.
     assert recovery.exclusion_reason(prepared(9, session=6)) is None
     assert recovery.exclusion_reason(replace(later, engaged_session=5)) is None
-    # A storage outside ZooKeeper's last session cannot keep those that were from another one.
+    # A storage outside ZooKeeper's last session cannot block the session of its members.
     assert [recovery.is_needed(each) for each in (A, B, C)] == [True, True, False]

@@ -11,7 +11,7 @@ from waltz_core.records.record import GENESIS_CHAIN, next_chain
 from waltz_core.replication import session_events
 
 
-def behind(bench, replica, *, batches=8):
+def lag_behind(bench, replica, *, batches=8):
     """Let one replica miss some batches, then begin a new session."""
     bench.open()
     for _ in range(batches):
@@ -26,20 +26,20 @@ def behind(bench, replica, *, batches=8):
 def run_until(bench, kind):
     """Step until a request of a kind is under way; return the storage that has it."""
 
-    def asked():
+    def requested():
         return [
             name
             for name in bench.names
             if any(isinstance(message, kind) for message in bench.requests.get(name, ()))
         ]
 
-    bench.step_until(asked)
-    return asked()[0]
+    bench.step_until(requested)
+    return requested()[0]
 
 
 def test_a_repair_requests_one_range_at_a_time():
     bench = Bench()
-    behind(bench, C)
+    lag_behind(bench, C)
     run_until(bench, wire.RangeRaw)
     ranges = sum(isinstance(m, wire.RangeRaw) for name in bench.names for m in bench.requests[name])
     assert ranges == 1
@@ -51,7 +51,7 @@ def test_a_repair_requests_one_range_at_a_time():
 def test_the_source_of_a_copy_is_undamaged_and_has_the_mark_or_the_goal():
     bench = Bench()
     bench.storages[A].disk.damaged = set()
-    behind(bench, C)
+    lag_behind(bench, C)
     bench.storages[A].disk.damaged = {3}
     bench.storages[A].disk.provisional = None
     bench.reopen()
@@ -62,8 +62,8 @@ def test_the_source_of_a_copy_is_undamaged_and_has_the_mark_or_the_goal():
     assert not bench.storages[A].disk.damaged
 
 
-def test_no_replica_is_truncated_to_fit_a_log_that_is_not_the_goal(bench):
-    """The first replica has another history, the last one has lost its end."""
+def test_a_replica_is_not_truncated_to_match_a_log_other_than_the_goal(bench):
+    """The first replica has another history, and the last replica has lost the end of its log."""
     bench.submit()
     bench.deliver(A)
     bench.down = {A}
@@ -77,7 +77,7 @@ def test_no_replica_is_truncated_to_fit_a_log_that_is_not_the_goal(bench):
     bench.down = set()
     bench.sent.clear()
     bench.step(session_events.Checkpoint())
-    bench.ask_zookeeper()
+    bench.answer_zookeeper()
     while bench.dials:
         bench.connect()
     for name in (C, A, B):
@@ -93,9 +93,9 @@ def test_no_replica_is_truncated_to_fit_a_log_that_is_not_the_goal(bench):
     assert not bench.all_sent(wire.Truncate, C)
 
 
-def test_a_source_that_does_not_answer_is_left_for_another():
+def test_an_unresponsive_source_is_replaced_by_another():
     bench = Bench()
-    behind(bench, C)
+    lag_behind(bench, C)
     source = run_until(bench, wire.RangeRaw)
     bench.silent = {source}
     other = next(name for name in (A, B) if name != source)
@@ -106,8 +106,8 @@ def test_a_source_that_does_not_answer_is_left_for_another():
     assert bench.logs()[C] == bench.logs()[other]
 
 
-def answers_otherwise(bench, replica, kind, **fields):
-    """Let a storage carry out a request, and report something else."""
+def change_answers(bench, replica, kind, **fields):
+    """Let a storage carry out requests of a kind, and change fields of its answers."""
     real = bench.storages[replica].handle
 
     def handle(message):
@@ -120,8 +120,8 @@ def answers_otherwise(bench, replica, kind, **fields):
 @pytest.mark.parametrize("fields", [{"synced_max": 16}, {"synced_max": 14}, {"chain": bytes(16)}])
 def test_a_replica_with_a_mark_on_another_log_is_not_ready(fields):
     bench = Bench()
-    behind(bench, C)
-    answers_otherwise(bench, A, wire.SetLowWaterMark, **fields)
+    lag_behind(bench, C)
+    change_answers(bench, A, wire.SetLowWaterMark, **fields)
     bench.reopen()
     assert (
         "expected that its log ends at transaction 15"
@@ -132,17 +132,17 @@ def test_a_replica_with_a_mark_on_another_log_is_not_ready(fields):
 
 def test_a_replica_with_an_unsynced_copy_is_not_ready():
     bench = Bench()
-    behind(bench, C)
-    answers_otherwise(bench, C, wire.AppendRaw, synced_max=2)
+    lag_behind(bench, C)
+    change_answers(bench, C, wire.AppendRaw, synced_max=2)
     bench.reopen()
     assert "synced up to transaction 3, found 2" in bench.reports("replica.rejected")[0]["reason"]
     assert bench.store.readable_replicas == [A, B]
 
 
 def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
-    """That they are others shows at the end only: the first of them is on disk by then."""
+    """The difference is detected only at the end, when the first batches are already on disk."""
     bench = Bench()
-    behind(bench, C, batches=4)
+    lag_behind(bench, C, batches=4)
     disk, chain, forged = bench.storages[A].disk, GENESIS_CHAIN, []
     for entry in disk.entries[:-1]:
         line = entry.lineage
@@ -163,7 +163,7 @@ def test_a_copy_from_a_source_with_other_batches_is_truncated_and_repeated():
 
 def test_a_copy_ends_when_its_target_is_lost():
     bench = Bench()
-    behind(bench, C)
+    lag_behind(bench, C)
     source = run_until(bench, wire.RangeRaw)
     bench.lose(C)
     message = bench.requests[source].popleft()
@@ -178,32 +178,32 @@ def test_a_copy_ends_when_its_target_is_lost():
 
 
 def test_a_goal_is_chosen_again_when_no_replica_has_it():
-    """The only log at the mark is lost before a replica is marked: another trusted one may do."""
+    """The only log up to the mark is lost; another trusted log becomes the goal."""
     bench = Bench()
-    behind(bench, C)
+    lag_behind(bench, C)
     while bench.store.session is None or bench.store.session.repairs.goal is None:
         if bench.dials:
             bench.connect()
         elif ready := [name for name in bench.names if bench.requests.get(name)]:
             bench.deliver(ready[-1])
         else:
-            bench.ask_zookeeper()
-    usher = next(
+            bench.answer_zookeeper()
+    only_source = next(
         name
         for name, one in bench.store.session.replicas.items()
         if one.repair is not None and one.repair.reaches(bench.store.session.repairs.goal)
     )
-    bench.down = {usher}
-    bench.lose(usher)
+    bench.down = {only_source}
+    bench.lose(only_source)
     for _ in range(4):
         bench.run()
         bench.wait(100)
-    survivors = [name for name in bench.names if name != usher]
+    survivors = [name for name in bench.names if name != only_source]
     assert bench.store.readable_replicas == survivors
     assert bench.logs()[survivors[0]] == bench.logs()[survivors[1]]
 
 
-def test_the_goal_is_the_log_of_a_process_that_can_be_trusted(bench):
+def test_the_goal_is_the_log_of_a_trusted_replica(bench):
     """The first replica's log ends at the mark, too, but in a batch that was never committed."""
     bench.submit()
     bench.deliver(A)
@@ -221,9 +221,9 @@ def test_the_goal_is_the_log_of_a_process_that_can_be_trusted(bench):
     assert bench.logs() == {A: [1], B: [1], C: [1]}
 
 
-def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
+def test_a_replica_that_diverges_below_its_mark_is_rejected():
     bench = Bench()
-    behind(bench, C)
+    lag_behind(bench, C)
     bench.run_for(100)
     other = Bench()
     other.numbers = 500
@@ -231,8 +231,8 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     for _ in range(8):
         other.submit(2)
     other.run()
-    mine = bench.storages[C].disk
-    bench.storages[C].disk = replace(mine, entries=other.storages[C].disk.entries, confirmed=15)
+    diverged = bench.storages[C].disk
+    bench.storages[C].disk = replace(diverged, entries=other.storages[C].disk.entries, confirmed=15)
     bench.step(session_events.Checkpoint())
     bench.run_for(100)
     assert "no common end of a batch" in bench.reports("replica.rejected")[-1]["reason"]
@@ -240,8 +240,8 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     assert bench.storages[C].last == 15
 
 
-def rejects_repairs(bench, replica):
-    """Let a replica reject repairs, until what is returned is set back."""
+def reject_repairs(bench, replica):
+    """Let a replica reject repairs; return its original handler."""
     storage = bench.storages[replica]
     real = storage.handle
 
@@ -255,7 +255,7 @@ def rejects_repairs(bench, replica):
     return real
 
 
-def with_marks(*, above=3):
+def bench_with_mark(*, above=3):
     """Return a bench of replicas with mark 5 and N batches above it."""
     bench = Bench()
     bench.open()
@@ -270,36 +270,36 @@ def with_marks(*, above=3):
     return bench
 
 
-def test_irreparable_damage_below_the_old_mark_delays_no_mark():
-    bench = with_marks()
+def test_irreparable_damage_below_the_old_mark_does_not_delay_the_mark():
+    bench = bench_with_mark()
     bench.storages[B].disk.damaged = {1}
-    real = rejects_repairs(bench, B)
+    real = reject_repairs(bench, B)
     bench.step(session_events.Checkpoint())
     bench.reopen()
     assert bench.store.readable_replicas == [A, B, C]
     assert [one["replica"] for one in bench.reports("replica.repair_rejected")] == [B]
     assert not bench.reports("replica.rejected")
-    # It is tried again when the replica reports it again.
+    # The repair is repeated when the replica reports the damage again.
     bench.storages[B].handle = real
-    reports_damage(bench, B)
+    report_damage(bench, B)
     bench.run()
     assert not bench.storages[B].disk.damaged
 
 
 def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
-    bench = with_marks()
+    bench = bench_with_mark()
     bench.storages[B].disk.damaged = {7}
-    real = rejects_repairs(bench, B)
+    real = reject_repairs(bench, B)
     bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.run_for(LIMITS.answer_ms_max // 2)
-    # It was offered what each of the others has, and is not marked: no replica confirms it.
+    # The replica has received the records of each other replica, but gets no mark.
     assert len(bench.all_sent(wire.Repair, B)) == 2
     assert bench.all_sent(wire.RangeRaw, A)
     assert bench.all_sent(wire.RangeRaw, C)
     assert not bench.all_sent(wire.SetLowWaterMark, B)
     assert bench.store.readable_replicas == [A, C]
-    # It stays, and gets another request after a while.
+    # The replica stays in the session, and gets another request later.
     assert not bench.reports("replica.rejected")
     bench.storages[B].handle = real
     bench.wait(LIMITS.answer_ms_max)
@@ -309,14 +309,14 @@ def test_damage_above_the_old_mark_is_repaired_before_the_mark_is_set():
 
 
 def test_damage_that_grew_during_a_repair_is_repaired_from_its_new_start():
-    bench = with_marks()
+    bench = bench_with_mark()
     storage = bench.storages[B]
     storage.disk.damaged = {7}
     bench.step(session_events.Checkpoint())
     while run_until(bench, wire.Repair) != B:
         bench.deliver(B)
-    real = rejects_repairs(bench, B)
-    reports_damage(bench, B, 6)
+    real = reject_repairs(bench, B)
+    report_damage(bench, B, 6)
     bench.deliver(B)
     storage.handle = real
     bench.run()
@@ -331,7 +331,7 @@ def test_damage_that_grew_during_a_repair_is_repaired_from_its_new_start():
 # damage that is found in a running session
 
 
-def reports_damage(bench, replica, *damaged):
+def report_damage(bench, replica, *damaged):
     """Let a replica find damage, and report all known damage to the owner."""
     storage = bench.storages[replica]
     storage.disk.damaged |= set(damaged)
@@ -342,7 +342,7 @@ def reports_damage(bench, replica, *damaged):
     )
 
 
-def running(*, batches=4):
+def running_bench(*, batches=4):
     bench = Bench()
     bench.open()
     bench.append(2, batches=batches)
@@ -350,10 +350,10 @@ def running(*, batches=4):
     return bench
 
 
-def test_damage_in_a_running_session_is_repaired_in_it():
-    bench = running()
+def test_damage_is_repaired_within_the_running_session():
+    bench = running_bench()
     session = bench.store.open_session_id
-    reports_damage(bench, B, 0, 5)
+    report_damage(bench, B, 0, 5)
     bench.run()
     assert not bench.storages[B].disk.damaged
     assert bench.store.open_session_id == session
@@ -364,8 +364,8 @@ def test_damage_in_a_running_session_is_repaired_in_it():
 
 
 def test_appends_continue_while_damage_is_repaired():
-    bench = running()
-    reports_damage(bench, B, 1)
+    bench = running_bench()
+    report_damage(bench, B, 1)
     last = bench.submit(2)
     assert [type(message) for message in bench.requests[B]] == [wire.AppendRaw]
     bench.run()
@@ -374,11 +374,11 @@ def test_appends_continue_while_damage_is_repaired():
 
 
 def test_unsynced_records_are_not_requested_from_a_peer():
-    bench = running()
+    bench = running_bench()
     bench.silent = {A, C}
     last = bench.submit(2)
     bench.deliver(B)
-    reports_damage(bench, B, last)
+    report_damage(bench, B, last)
     assert not bench.all_sent(wire.RangeRaw)
     bench.silent = set()
     bench.run()
@@ -387,28 +387,28 @@ def test_unsynced_records_are_not_requested_from_a_peer():
 
 
 def test_a_peer_with_the_same_damage_gets_no_request():
-    bench = running()
-    reports_damage(bench, A, 3)
-    reports_damage(bench, B, 3)
-    reports_damage(bench, B, 3, 6)
+    bench = running_bench()
+    report_damage(bench, A, 3)
+    report_damage(bench, B, 3)
+    report_damage(bench, B, 3, 6)
     bench.run()
     assert {message.first for message in bench.all_sent(wire.RangeRaw, A)} == {6}
     assert not bench.storages[A].disk.damaged
     assert not bench.storages[B].disk.damaged
 
 
-def test_damage_that_all_replicas_have_hides_no_other():
-    bench = running()
+def test_damage_of_all_replicas_does_not_hide_other_damage():
+    bench = running_bench()
     for name in (A, B, C):
-        reports_damage(bench, name, 1)
-    reports_damage(bench, C, 1, 4)
+        report_damage(bench, name, 1)
+    report_damage(bench, C, 1, 4)
     bench.run()
     assert bench.storages[C].disk.damaged == {1}
     assert bench.store.open_session_id is not None
 
 
-def test_a_replica_that_reports_half_a_range_is_abandoned():
-    bench = running()
+def test_a_replica_that_reports_an_incomplete_range_is_dropped():
+    bench = running_bench()
     session = bench.store.open_session_id
     bench.step(
         session_events.ReplicaResponded(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
@@ -417,7 +417,7 @@ def test_a_replica_that_reports_half_a_range_is_abandoned():
 
 
 def test_early_damage_reports_are_followed_by_a_full_request():
-    bench = running()
+    bench = running_bench()
     bench.step(session_events.Checkpoint())
     bench.step_until(lambda: bench.requests.get(B))
     session = bench.requests[B][0].session_id

@@ -1,4 +1,4 @@
-"""Replacement of an archived object: requests to replicas, and what is recorded."""
+"""Replacement of an archived object: requests to replicas, and the recorded manifest."""
 
 from dataclasses import replace
 
@@ -38,15 +38,15 @@ def request(bench, wanted=OBJECT):
     return replacements(bench)[-1]
 
 
-def written(bench, replica, message, **fields):
+def report_written(bench, replica, message, **fields):
     """Let a replica report that it has written the object and the manifest."""
     mark = bench.marker.archived
     known = {"last": mark.last, "chain": mark.chain, "manifest": "r1", "manifest_crc": 8}
     finish(bench, replica, message, **known | fields)
 
 
-def refused(bench, replica, message, error="expected IDs from 4 on"):
-    written(bench, replica, message, manifest="", error=error)
+def report_failure(bench, replica, message, error="expected IDs from 4 on"):
+    report_written(bench, replica, message, manifest="", error=error)
 
 
 def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
@@ -54,10 +54,12 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     replica, message = request(bench)
     assert (message.object, message.first, message.last) == ("o1", 0, 1)
     assert (message.archived, message.chain, message.manifest) == (3, mark.chain, mark.manifest)
-    written(bench, replica, message)
-    bench.run(questions=False)
+    report_written(bench, replica, message)
+    bench.run(answers_zookeeper=False)
     assert bench.marker.archived == mark
-    assert bench.store.replacement_outcome(OBJECT) is None, "ZooKeeper does not have it"
+    assert bench.store.replacement_outcome(OBJECT) is None, (
+        "ZooKeeper has not recorded the replacement"
+    )
     bench.run()
     assert bench.marker.archived == mark._replace(manifest="r1", manifest_crc=8)
     assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, replica, ())
@@ -71,15 +73,15 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     assert sorted(learned[-3:]) == [(A, "r1"), (B, "r1"), (C, "r1")]
 
 
-def test_another_replica_is_requested_if_one_does_not_have_the_records(bench):
+def test_a_replica_without_the_records_is_followed_by_another(bench):
     replica, message = request(bench)
-    refused(bench, replica, message)
+    report_failure(bench, replica, message)
     bench.run()
     other, later = replacements(bench)[-1]
     assert other != replica
     assert later.attempt > message.attempt
-    written(bench, replica, message, manifest="late")
-    written(bench, other, later)
+    report_written(bench, replica, message, manifest="late")
+    report_written(bench, other, later)
     bench.run()
     assert bench.marker.archived.manifest == "r1"
     reasons = (f"{replica}: expected IDs from 4 on",)
@@ -90,11 +92,13 @@ def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
     mark = bench.marker.archived
     request(bench)
     for number in range(3):
-        refused(bench, *replacements(bench)[-1], error=f"reason {number}")
+        report_failure(bench, *replacements(bench)[-1], error=f"reason {number}")
         bench.run()
-    asked = [replica for replica, _ in replacements(bench)]
-    assert sorted(asked) == [A, B, C]
-    reasons = tuple(f"{replica}: reason {number}" for number, replica in enumerate(asked))
+    requested_replicas = [replica for replica, _ in replacements(bench)]
+    assert sorted(requested_replicas) == [A, B, C]
+    reasons = tuple(
+        f"{replica}: reason {number}" for number, replica in enumerate(requested_replicas)
+    )
     assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(False, None, reasons)
     assert len(bench.reports("archive.object_replacement_failed")) == 3
     assert bench.marker.archived == mark
@@ -103,7 +107,7 @@ def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
 def test_a_later_request_for_the_same_object_begins_again(bench):
     request(bench)
     for _ in range(3):
-        refused(bench, *replacements(bench)[-1])
+        report_failure(bench, *replacements(bench)[-1])
         bench.run()
     outcome = bench.store.replacement_outcome(OBJECT)
     bench.step(OBJECT)
@@ -111,7 +115,7 @@ def test_a_later_request_for_the_same_object_begins_again(bench):
     assert bench.store.replacement_outcome(OBJECT) == outcome, "an answer may have been lost"
     later = replace(OBJECT, token=78)
     assert bench.store.replacement_outcome(later) is None
-    written(bench, *request(bench, later))
+    report_written(bench, *request(bench, later))
     bench.run()
     assert bench.store.replacement_outcome(later).is_replaced
 
@@ -126,7 +130,7 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     if kind == "silence":
         bench.run_for(NO_PROGRESS_MS_MAX)
     elif kind == "another end":
-        written(bench, first, message, chain=bytes(16))
+        report_written(bench, first, message, chain=bytes(16))
         bench.run()
     else:
         assert len(replacements(bench)) == 3
@@ -134,7 +138,7 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
         return
     second, later = replacements(bench)[1]
     assert second != first
-    written(bench, second, later)
+    report_written(bench, second, later)
     bench.run()
     assert bench.marker.archived.manifest == "r1"
     (reason,) = bench.store.replacement_outcome(OBJECT).failures
@@ -146,9 +150,9 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     assert f"{first}: {expected}" in reason
 
 
-def test_a_request_for_an_object_that_is_already_replaced_changes_nothing(bench):
+def test_a_request_for_a_replaced_object_has_no_effect(bench):
     mark = bench.marker.archived
-    written(bench, *request(bench), manifest="")
+    report_written(bench, *request(bench), manifest="")
     bench.run()
     assert bench.marker.archived == mark
     assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, None, ())
@@ -165,16 +169,16 @@ def test_a_replacement_and_an_attempt_exclude_each_other(bench):
     count = len(attempts(bench))
     bench.run_for(2 * INTERVAL_MS)
     assert len(attempts(bench)) == count
-    written(bench, replica, message)
+    report_written(bench, replica, message)
     bench.run()
     assert attempts(bench)[-1][1].manifest == "r1"
 
 
-def test_one_replacement_is_under_way_and_another_one_follows(bench):
+def test_replacements_run_one_after_the_other(bench):
     replica, message = request(bench)
     other = ReplaceArchivedObject("o2", 2, 3, 78)
     bench.step(other)
-    written(bench, replica, message)
+    report_written(bench, replica, message)
     bench.run()
     assert bench.store.replacement_outcome(OBJECT).is_replaced
     assert len(replacements(bench)) == 1
@@ -183,10 +187,10 @@ def test_one_replacement_is_under_way_and_another_one_follows(bench):
 
 
 @pytest.mark.parametrize("outcome", ["away", "lost"])
-def test_a_replacement_is_recorded_once_although_zookeeper_does_not_answer(bench, outcome):
-    written(bench, *request(bench))
-    bench.run(questions=False)
-    bench.ask_zookeeper(outcome)
+def test_a_replacement_is_recorded_once_despite_a_lost_zookeeper_answer(bench, outcome):
+    report_written(bench, *request(bench))
+    bench.run(answers_zookeeper=False)
+    bench.answer_zookeeper(outcome)
     assert bench.store.replacement_outcome(OBJECT) is None
     bench.run_for(5_000)
     assert bench.marker.archived.manifest == "r1"
@@ -198,14 +202,14 @@ def test_a_replacement_ends_with_its_session(bench):
     replica, message = request(bench)
     bench.lose(next(name for name in bench.names if name != replica))
     bench.reopen()
-    written(bench, replica, message)
+    report_written(bench, replica, message)
     bench.run()
     assert bench.marker.archived == mark
     assert bench.store.replacement_outcome(OBJECT) is None
 
 
-def test_an_owner_that_archives_nothing_replaces_an_object(bench):
+def test_an_owner_without_an_archive_interval_still_replaces_an_object(bench):
     other = next_owner_of(bench)
-    written(other, *request(other))
+    report_written(other, *request(other))
     other.run()
     assert other.marker.archived.manifest == "r1"

@@ -28,24 +28,24 @@ from waltz_core.wire import messages as wire
 
 def storage(*batches, mark=-1, window=2):
     """Return a storage in session 9 whose log has these batches: (session, payloads)."""
-    made = ModelStorage("s", lineage_max=window, range_batches_max=window)
-    made.disk.promised = 9
+    model = ModelStorage("s", lineage_max=window, range_batches_max=window)
+    model.disk.promised = 9
     for session, payloads in batches:
-        batch = make_batch(made.last + 1, payloads, 0)
-        chain = next_chain(made.chain, batch.first, batch.last, session, batch.record_crcs)
+        batch = make_batch(model.last + 1, payloads, 0)
+        chain = next_chain(model.chain, batch.first, batch.last, session, batch.record_crcs)
         line = LineageEntry(batch.first, batch.last, session, 0, chain)
-        fields = (batch.first, batch.lengths, batch.records, batch.records_crc, made.chain)
-        made.handle(wire.AppendRaw(9, 1, 0, *fields, (line,)))
-    made.disk.confirmed = mark
-    return made
+        fields = (batch.first, batch.lengths, batch.records, batch.records_crc, model.chain)
+        model.handle(wire.AppendRaw(9, 1, 0, *fields, (line,)))
+    model.disk.confirmed = mark
+    return model
 
 
-def prepared(one):
-    return one.handle(wire.Prepare(9, 1, 0, bytes(16), bytes(16), bytes(16), 1))
+def prepared(replica):
+    return replica.handle(wire.Prepare(9, 1, 0, bytes(16), bytes(16), bytes(16), 1))
 
 
-def repair_of(one):
-    return ReplicaRepair(prepared(one))
+def repair_of(replica):
+    return ReplicaRepair(prepared(replica))
 
 
 def available(_first, _last):
@@ -56,49 +56,55 @@ def unavailable(_first, _last):
     return False
 
 
-def walk(repair, one, source, goal, *, has_source=available):
-    """Carry the steps out until nothing is left to do; return them."""
+def run_repair(repair, replica, source, goal, *, has_source=available):
+    """Carry out the steps until the repair is complete; return the steps."""
     steps = []
     while (step := repair.next_step(goal, has_source=has_source)) is not None:
         steps.append(step)
         assert len(steps) < 100
-        take(repair, one, source, step)
+        perform_step(repair, replica, source, step)
     return steps
 
 
-def take(repair, one, source, step):
+def perform_step(repair, replica, source, step):
     prefix = (9, 1, 0)
     match step:
         case FetchOwnLineage(first, last):
             repair.on_own_lineage(
-                ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last
+                accepted(replica.handle(wire.LineageRequest(*prefix, *step))),
+                first=first,
+                last=last,
             )
         case FetchSourceLineage(first, last):
-            answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
+            answer = accepted(source.handle(wire.LineageRequest(*prefix, *step)))
             repair.on_source_lineage(answer, first=first, last=last)
         case Truncation():
-            answer = ok(one.handle(wire.Truncate(*prefix, *step)))
+            answer = accepted(replica.handle(wire.Truncate(*prefix, *step)))
             repair.on_log_truncated(answer.synced_max, answer.chain, step)
         case ReplicaReset():
-            ok(one.handle(wire.ResetLog(*prefix, *step)))
+            accepted(replica.handle(wire.ResetLog(*prefix, *step)))
             repair.on_log_reset(step)
         case FetchCopy(first, last, whole):
             request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
-            repair.on_copy_fetched(ok(source.handle(request)), step)
+            repair.on_copy_fetched(accepted(source.handle(request)), step)
         case AppendCopy(answer, _):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
-            ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
+            accepted(
+                replica.handle(
+                    wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)
+                )
+            )
             repair.on_copy_appended(step)
         case OverwriteDamage(answer):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
-            ok(one.handle(wire.Repair(*prefix, *fields)))
+            accepted(replica.handle(wire.Repair(*prefix, *fields)))
             repair.on_damage_overwritten(step)
         case SetMark():
-            ok(one.handle(wire.SetLowWaterMark(*prefix, *step)))
+            accepted(replica.handle(wire.SetLowWaterMark(*prefix, *step)))
             repair.on_mark_written()
 
 
-def ok(answer):
+def accepted(answer):
     assert not isinstance(answer, wire.Nack), answer
     return answer
 
@@ -121,18 +127,21 @@ OLD = [(1, [1, 2]), (1, [3]), (2, [4, 5, 6])]  # IDs 0..5
     ids=["equal", "empty", "stretches of whole batches", "a prefix is not cut"],
 )
 def test_a_log_is_filled_up_to_the_mark(own, decided, expected):
-    one, source = storage(*own), storage(*decided)
-    steps = walk(
-        repair_of(one), one, source if decided else None, RepairGoal(source.last, source.chain)
+    replica, source = storage(*own), storage(*decided)
+    steps = run_repair(
+        repair_of(replica),
+        replica,
+        source if decided else None,
+        RepairGoal(source.last, source.chain),
     )
     assert kinds(steps) == expected
-    assert one.payloads() == source.payloads()
-    assert one.disk.provisional == (9, source.last)
+    assert replica.payloads() == source.payloads()
+    assert replica.disk.provisional == (9, source.last)
 
 
 def test_a_longer_log_is_truncated_to_the_mark_and_not_below():
-    one, source = storage(*OLD, (3, [7])), storage(*OLD)
-    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    replica, source = storage(*OLD, (3, [7])), storage(*OLD)
+    steps = run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
     assert steps[:3] == [
         FetchOwnLineage(5, 5),
         FetchOwnLineage(6, 6),
@@ -141,26 +150,26 @@ def test_a_longer_log_is_truncated_to_the_mark_and_not_below():
     assert kinds(steps[3:]) == ["SetMark"]
 
 
-def test_the_newest_batch_is_known_before_anything_is_truncated():
-    one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
-    repair = repair_of(one)
+def test_truncation_waits_until_the_newest_batch_is_known():
+    replica, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
+    repair = repair_of(replica)
     goal = RepairGoal(5, source.chain)
     while not isinstance(step := repair.next_step(goal, has_source=available), Truncation):
         assert step.last in (5, 7)
-        take(repair, one, source, step)
-    assert repair.newest_session == 8
+        perform_step(repair, replica, source, step)
+    assert repair.newest_session === 8
 
 
 def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
     target = storage(*OLD)
     repair = repair_of(target)
-    steps = walk(repair, target, None, RepairGoal(4, None))
+    steps = run_repair(repair, target, None, RepairGoal(4, None))
     assert kinds(steps) == ["FetchOwnLineage", "FetchOwnLineage", "Truncation"]
     assert steps[2].base == 2
     assert (repair.last, repair.chain) == (4, target.chain)
     goal = RepairGoal(4, target.chain)
     follower = storage(*OLD)
-    assert kinds(walk(repair_of(follower), follower, target, goal)) == [
+    assert kinds(run_repair(repair_of(follower), follower, target, goal)) == [
         "FetchOwnLineage",
         "FetchOwnLineage",
         "Truncation",
@@ -172,62 +181,62 @@ def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain(
 def test_a_diverged_log_is_truncated_at_the_fork_and_filled_up():
     tail = [(2, [10 + n]) for n in range(9)]
     other = [(3, [30 + n]) for n in range(7)]
-    one, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
-    steps = walk(repair_of(one), one, source, RepairGoal(11, source.chain))
+    replica, source = storage(*OLD[:2], *other, window=2), storage(*OLD[:2], *tail, window=3)
+    steps = run_repair(repair_of(replica), replica, source, RepairGoal(11, source.chain))
     cuts = [step for step in steps if isinstance(step, Truncation)]
     assert cuts == [Truncation(2, 2, storage(*OLD[:2]).chain)]
-    assert one.payloads() == source.payloads()
-    assert one.chain == source.chain
+    assert replica.payloads() == source.payloads()
+    assert replica.chain == source.chain
 
 
 def test_reconstructed_batches_of_a_source_truncate_no_replica():
-    one = storage((1, [0]), (1, [1, 2]), (1, [3]))
+    replica = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source replica has lost the batches of"):
-        walk(repair_of(one), one, source, RepairGoal(4, source.chain))
-    assert one.payloads() == [0, 1, 2, 3]
+        run_repair(repair_of(replica), replica, source, RepairGoal(4, source.chain))
+    assert replica.payloads() == [0, 1, 2, 3]
     # In the other direction, the reconstructed batches are truncated.
-    steps = walk(repair_of(source), source, one, RepairGoal(3, one.chain))
+    steps = run_repair(repair_of(source), source, replica, RepairGoal(3, replica.chain))
     assert "Truncation" in kinds(steps)
-    assert (source.payloads(), source.chain) == ([0, 1, 2, 3], one.chain)
+    assert (source.payloads(), source.chain) == ([0, 1, 2, 3], replica.chain)
 
 
 def test_reconstructed_batches_of_a_source_are_not_copied():
-    one, source = storage((1, [0])), storage((1, [0]), (RECONSTRUCTED, [1, 2]))
+    replica, source = storage((1, [0])), storage((1, [0]), (RECONSTRUCTED, [1, 2]))
     with pytest.raises(
         ChecksumMismatch,
         match=r"the source replica has lost the batches of "
         r"transactions 1\.\.2",
     ):
-        walk(repair_of(one), one, source, RepairGoal(2, source.chain))
-    assert one.payloads() == [0]
+        run_repair(repair_of(replica), replica, source, RepairGoal(2, source.chain))
+    assert replica.payloads() == [0]
 
 
-def test_a_copy_that_does_not_lead_to_the_decided_chain_is_rejected_and_repeated():
-    one = storage((1, [0]), window=1)
+def test_a_copy_with_another_chain_than_decided_is_repeated():
+    replica = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     target = storage((1, [0]), (1, [1]), (1, [2]), window=1)
-    repair, goal = repair_of(one), RepairGoal(2, target.chain)
+    repair, goal = repair_of(replica), RepairGoal(2, target.chain)
     with pytest.raises(ChecksumMismatch, match="after their batches is not the decided one"):
-        walk(repair, one, source, goal)
-    assert one.payloads() == [0, 1]
+        run_repair(repair, replica, source, goal)
+    assert replica.payloads() == [0, 1]
     repair.restart()
-    walk(repair, one, target, goal)
-    assert (one.payloads(), one.chain) == ([0, 1, 2], target.chain)
+    run_repair(repair, replica, target, goal)
+    assert (replica.payloads(), replica.chain) == ([0, 1, 2], target.chain)
 
 
 def test_a_log_that_a_later_source_has_is_not_truncated():
-    """The first source had another end, or had lost its batches."""
-    one = storage((1, [0]), (1, [1, 2]), (1, [3]))
+    """The first source had another end of its log, or had lost batches."""
+    replica = storage((1, [0]), (1, [1, 2]), (1, [3]))
     first, target = (
         storage((1, [0]), (2, [7, 8, 9])),
         storage((1, [0]), (1, [1, 2]), (1, [3]), (1, [4])),
     )
-    repair, goal = repair_of(one), RepairGoal(4, target.chain)
+    repair, goal = repair_of(replica), RepairGoal(4, target.chain)
     steps = []
-    for source in (first, one, target, target, target, target):
+    for source in (first, replica, target, target, target, target):
         steps.append(repair.next_step(goal, has_source=available))
-        take(repair, one, source, steps[-1])
+        perform_step(repair, replica, source, steps[-1])
     assert kinds(steps) == [
         "FetchSourceLineage",
         "FetchOwnLineage",
@@ -235,90 +244,90 @@ def test_a_log_that_a_later_source_has_is_not_truncated():
         *kinds(steps)[3:],
     ]
     assert "Truncation" not in kinds(steps)
-    assert one.payloads() == [0, 1, 2, 3, 4]
+    assert replica.payloads() == [0, 1, 2, 3, 4]
 
 
 def test_a_log_is_not_truncated_below_its_own_confirmed_mark():
-    one, source = storage((7, [50]), (7, [51]), mark=0), storage(*OLD)
+    replica, source = storage((7, [50]), (7, [51]), mark=0), storage(*OLD)
     with pytest.raises(DataLoss, match="low-water mark 0"):
-        walk(repair_of(one), one, source, RepairGoal(5, source.chain))
-    assert one.last == 1
+        run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
+    assert replica.last == 1
 
 
 def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
-    one, source = storage((7, [50]), (7, [51])), storage(*OLD)
-    one.disk.provisional = (7, 1)
-    walk(repair_of(one), one, source, RepairGoal(5, source.chain))
-    assert one.payloads() == source.payloads()
+    replica, source = storage((7, [50]), (7, [51])), storage(*OLD)
+    replica.disk.provisional = (7, 1)
+    run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
+    assert replica.payloads() == source.payloads()
 
 
-def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
-    one, source = storage(*OLD[:1]), storage(*OLD)
-    repair = repair_of(one)
+def test_a_new_goal_discards_the_comparison_with_the_old_one():
+    replica, source = storage(*OLD[:1]), storage(*OLD)
+    repair = repair_of(replica)
     step = repair.next_step(RepairGoal(5, source.chain), has_source=available)
-    take(repair, one, source, step)
+    perform_step(repair, replica, source, step)
     assert isinstance(
         repair.next_step(RepairGoal(5, source.chain), has_source=available), FetchCopy
     )
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
-    walk(repair, one, other, RepairGoal(5, other.chain))
-    assert one.payloads() == other.payloads()
+    run_repair(repair, replica, other, RepairGoal(5, other.chain))
+    assert replica.payloads() == other.payloads()
 
 
 # ---------------------------------------------------------------------------------------------
 # damage
 
 
-def test_damage_is_repaired_before_the_mark():
-    one, source = storage(*OLD), storage(*OLD)
-    one.disk.damaged = {1, 2, 4}
-    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+def test_damage_is_repaired_before_the_mark_is_set():
+    replica, source = storage(*OLD), storage(*OLD)
+    replica.disk.damaged = {1, 2, 4}
+    steps = run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
     assert kinds(steps) == ["FetchCopy", "OverwriteDamage"] * 3 + ["SetMark"]
-    assert not one.disk.damaged
+    assert not replica.disk.damaged
 
 
 def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
-    one, source = storage(*OLD, mark=3), storage(*OLD)
-    one.disk.damaged = {4}
-    repair = repair_of(one)
+    replica, source = storage(*OLD, mark=3), storage(*OLD)
+    replica.disk.damaged = {4}
+    repair = repair_of(replica)
     assert repair.next_step(RepairGoal(5, source.chain), has_source=unavailable) is None
     step = repair.next_step(RepairGoal(5, source.chain), has_source=available)
     assert step == FetchCopy(4, 4, needs_whole_batches=False)
 
 
 def test_irreparable_damage_does_not_hold_up_other_repairs():
-    one, source = storage(*OLD, mark=3), storage(*OLD)
-    one.disk.damaged = {1, 4}
-    repair = repair_of(one)
-    steps = walk(
-        repair, one, source, RepairGoal(5, source.chain), has_source=lambda first, _: first == 4
+    replica, source = storage(*OLD, mark=3), storage(*OLD)
+    replica.disk.damaged = {1, 4}
+    repair = repair_of(replica)
+    steps = run_repair(
+        repair, replica, source, RepairGoal(5, source.chain), has_source=lambda first, _: first == 4
     )
     assert kinds(steps) == ["FetchCopy", "OverwriteDamage", "SetMark"]
-    assert one.disk.damaged == {1}
+    assert replica.disk.damaged == {1}
 
 
-def test_records_for_a_repair_that_has_become_needless_are_not_appended():
-    one, source = storage(*OLD[:2], mark=2), storage(*OLD)
-    one.disk.damaged = {1}
-    repair, goal = repair_of(one), RepairGoal(5, source.chain)
+def test_records_for_an_obsolete_repair_are_not_appended():
+    replica, source = storage(*OLD[:2], mark=2), storage(*OLD)
+    replica.disk.damaged = {1}
+    repair, goal = repair_of(replica), RepairGoal(5, source.chain)
     while not isinstance(step := repair.next_step(goal, has_source=available), FetchCopy):
-        take(repair, one, source, step)
-    take(repair, one, source, step)
+        perform_step(repair, replica, source, step)
+    perform_step(repair, replica, source, step)
     assert repair.next_step(goal, has_source=unavailable) == FetchCopy(
         3, 5, needs_whole_batches=True
     )
 
 
-def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
-    one, source = storage(*OLD, mark=5), storage(*OLD)
-    repair = repair_of(one)
+def test_a_repair_reduces_the_damage_known_when_it_ends():
+    replica, source = storage(*OLD, mark=5), storage(*OLD)
+    repair = repair_of(replica)
     repair.on_damage_found([(1, 4)])
     fetch = repair.overwrite_step((1, 4))
-    take(repair, one, source, fetch)
+    perform_step(repair, replica, source, fetch)
     fill = repair.overwrite_step((1, 4))
     assert (fill.fetched_range.first, fill.fetched_range.count) == (1, 2)
     repair.on_damage_found([(0, 0), (2, 7)])
-    # What was fetched does not begin where the damage begins now, so it is fetched again.
+    # The fetched records do not begin where the damage begins now, so they are fetched again.
     assert repair.overwrite_step((2, 7)) == FetchCopy(2, 7, needs_whole_batches=False)
     repair.on_damage_overwritten(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
@@ -327,11 +336,11 @@ def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
-def test_rejected_records_leave_the_damage_that_was_reported_since():
-    one, source = storage(*OLD, mark=5), storage(*OLD)
-    repair = repair_of(one)
+def test_rejected_records_keep_damage_reported_in_the_meantime():
+    replica, source = storage(*OLD, mark=5), storage(*OLD)
+    repair = repair_of(replica)
     repair.on_damage_found([(1, 2), (4, 4)])
-    take(repair, one, source, repair.overwrite_step((1, 2)))
+    perform_step(repair, replica, source, repair.overwrite_step((1, 2)))
     fill = repair.overwrite_step((1, 2))
     repair.on_overwrite_rejected(fill)
     assert repair.damaged == [(4, 4)]
@@ -341,26 +350,26 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
 
 
 def test_truncated_damage_is_forgotten():
-    one, source = storage(*OLD, (3, [7])), storage(*OLD)
-    one.disk.damaged = {6}
-    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    replica, source = storage(*OLD, (3, [7])), storage(*OLD)
+    replica.disk.damaged = {6}
+    steps = run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
     assert "OverwriteDamage" not in kinds(steps)
 
 
-def test_only_the_rest_of_truncated_damage_is_requested():
-    one, source = storage(*OLD, (3, [7])), storage(*OLD)
-    one.disk.damaged = {5}
-    repair = repair_of(one)
+def test_only_damage_below_the_truncation_is_requested():
+    replica, source = storage(*OLD, (3, [7])), storage(*OLD)
+    replica.disk.damaged = {5}
+    repair = repair_of(replica)
     repair.on_damage_found([(5, 6)])  # as a storage reports adjacent records
-    steps = walk(
-        repair, one, source, RepairGoal(5, source.chain), has_source=lambda _, last: last <= 5
+    steps = run_repair(
+        repair, replica, source, RepairGoal(5, source.chain), has_source=lambda _, last: last <= 5
     )
     assert kinds(steps)[-3:] == ["FetchCopy", "OverwriteDamage", "SetMark"]
-    assert not one.disk.damaged
+    assert not replica.disk.damaged
 
 
 # ---------------------------------------------------------------------------------------------
-# what is not trusted
+# untrusted answers
 
 
 def range_of(source, first, last):
@@ -392,15 +401,15 @@ def test_a_range_that_differs_from_the_requested_one_is_rejected(fields, error):
 def test_every_flipped_byte_is_detected():
     answer = range_of(storage(*OLD), 0, 1)
     records = bytes(answer.records)
-    for place in range(len(records)):
+    for index in range(len(records)):
         flipped = bytearray(records)
-        flipped[place] ^= 1
+        flipped[index] ^= 1
         with pytest.raises((ChecksumMismatch, BadFormat)):
             verify_records(changed(answer, records=bytes(flipped)), first=0, last=1)
 
 
-def test_corruption_that_the_source_has_not_noticed_is_detected():
-    """The source computes the checksum of the range when it reads; those of records are old."""
+def test_corruption_that_the_source_has_not_detected_is_detected():
+    """The source computes the checksum of a range when it reads; record checksums are older."""
     answer = range_of(storage(*OLD), 0, 1)
     data = bytearray(answer.records)
     data[-5] ^= 1  # the last byte before the record's CRC
@@ -432,8 +441,8 @@ def test_a_batch_of_another_session_has_another_chain():
 
 
 def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
-    one, source = storage(*OLD[:2]), storage(*OLD)
-    repair = repair_of(one)
+    replica, source = storage(*OLD[:2]), storage(*OLD)
+    repair = repair_of(replica)
     step = repair.next_step(RepairGoal(5, source.chain), has_source=available)
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
@@ -443,52 +452,52 @@ def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
             repair.on_own_lineage(answer, first=step.first, last=step.last)
 
 
-def without_batches(one, first, last):
+def lose_batches(replica, first, last):
     """Replace the batches of some IDs of a replica by one reconstructed batch."""
-    entries = one.disk.entries
+    entries = replica.disk.entries
     lost = [each for each in entries if first <= each.lineage.first <= last]
-    place = entries.index(lost[0])
+    index = entries.index(lost[0])
     line = LineageEntry(first, last, RECONSTRUCTED, 0, b"made-up chain...")
-    entries[place : place + len(lost)] = [
+    entries[index : index + len(lost)] = [
         Entry(line, tuple(record for each in lost for record in each.records))
     ]
 
 
 @pytest.mark.parametrize("mark", [-1, 2])
 def test_an_incomparable_tail_is_truncated_to_the_last_true_batch_and_copied(mark):
-    one, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
-    without_batches(one, 3, 5)
-    steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
+    replica, source = storage(*OLD, (3, [7]), mark=mark), storage(*OLD)
+    lose_batches(replica, 3, 5)
+    steps = run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
     assert [step.last_to_keep for step in steps if isinstance(step, Truncation)] == [5, 2]
-    assert one.payloads() == source.payloads()
-    assert one.chain == source.chain
+    assert replica.payloads() == source.payloads()
+    assert replica.chain == source.chain
 
 
 def test_a_log_is_not_truncated_below_a_mark_within_lost_batches():
-    one, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
-    without_batches(one, 3, 5)
-    repair = repair_of(one)
+    replica, source = storage(*OLD, (3, [7]), mark=4), storage(*OLD)
+    lose_batches(replica, 3, 5)
+    repair = repair_of(replica)
     with pytest.raises(
         DataLoss, match=r"up to transaction 5, even those below .* 4\. Hint: restart"
     ):
-        walk(repair, one, source, RepairGoal(5, source.chain))
-    assert one.last == 5
+        run_repair(repair, replica, source, RepairGoal(5, source.chain))
+    assert replica.last == 5
 
 
 def test_a_log_is_not_truncated_below_a_mark_within_a_batch_of_another_history():
-    one, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
+    replica, source = storage(*OLD[:2], (3, [7, 8, 9]), mark=4), storage(*OLD)
     with pytest.raises(DataLoss, match="no common end of a batch"):
-        walk(repair_of(one), one, source, RepairGoal(5, source.chain))
-    assert one.last == 5
+        run_repair(repair_of(replica), replica, source, RepairGoal(5, source.chain))
+    assert replica.last == 5
 
 
 def test_a_truncation_that_ends_elsewhere_is_rejected():
-    one, source = storage(*OLD, (3, [7])), storage(*OLD)
-    repair = repair_of(one)
+    replica, source = storage(*OLD, (3, [7])), storage(*OLD)
+    repair = repair_of(replica)
     while not isinstance(
         step := repair.next_step(RepairGoal(5, source.chain), has_source=available), Truncation
     ):
-        take(repair, one, source, step)
+        perform_step(repair, replica, source, step)
     with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
         repair.on_log_truncated(4, bytes(16), step)
 
@@ -498,8 +507,8 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
 LONG = [*OLD, (3, [7, 8]), (3, [9])]  # IDs 0..8
 
 
-def removed(last, *batches, archived=None):
-    """Return a source whose log begins after a batch end, and the goal with what is archived."""
+def source_with_later_start(last, *batches, archived=None):
+    """Return a source whose log begins after a batch end, and the goal with the archived mark."""
     source = storage(*batches)
     ends = {each.lineage.last: each.lineage.chain for each in source.disk.entries}
     mark = last if archived is None else archived
@@ -509,71 +518,71 @@ def removed(last, *batches, archived=None):
 
 
 def test_an_empty_log_begins_after_the_archived_mark_and_copies_the_rest():
-    source, goal = removed(2, *LONG, archived=5)
-    one = storage()
-    steps = walk(repair_of(one), one, source, goal)
+    source, goal = source_with_later_start(2, *LONG, archived=5)
+    replica = storage()
+    steps = run_repair(repair_of(replica), replica, source, goal)
     assert steps[0] == ReplicaReset(5, goal.archived_mark.chain)
     assert kinds(steps[1:]) == ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
-    assert one.payloads() == [7, 8, 9]
-    assert not one.disk.suspect
+    assert replica.payloads() == [7, 8, 9]
+    assert not replica.disk.suspect
 
 
-def test_an_empty_log_is_reset_also_where_a_source_has_everything():
-    source, goal = removed(2, *LONG, archived=5)
-    one = storage()
-    steps = walk(repair_of(one), one, source, goal._replace(lowest_source_start=-1))
+def test_an_empty_log_is_reset_even_if_a_source_has_the_whole_log():
+    source, goal = source_with_later_start(2, *LONG, archived=5)
+    replica = storage()
+    steps = run_repair(repair_of(replica), replica, source, goal._replace(lowest_source_start=-1))
     assert steps[0] == ReplicaReset(5, goal.archived_mark.chain)
 
 
 def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch_is_known():
-    source, goal = removed(5, *LONG)
-    one = storage(*OLD[:2], mark=2)
-    repair = repair_of(one)
-    steps = walk(repair, one, source, goal)
+    source, goal = source_with_later_start(5, *LONG)
+    replica = storage(*OLD[:2], mark=2)
+    repair = repair_of(replica)
+    steps = run_repair(repair, replica, source, goal)
     assert steps[:2] == [FetchOwnLineage(2, 2), ReplicaReset(5, goal.archived_mark.chain)]
-    assert repair.newest_session == 1
-    assert (one.payloads(), one.disk.start[0]) == ([7, 8, 9], 5)
+    assert repair.newest_session === 1
+    assert (replica.payloads(), replica.disk.start[0]) == ([7, 8, 9], 5)
 
 
 def test_a_log_with_a_common_batch_end_above_the_start_is_completed():
-    source, goal = removed(2, *LONG, archived=8)
-    one = storage(*OLD)
-    steps = walk(repair_of(one), one, source, goal)
+    source, goal = source_with_later_start(2, *LONG, archived=8)
+    replica = storage(*OLD)
+    steps = run_repair(repair_of(replica), replica, source, goal)
     assert kinds(steps) == ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
-    assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert replica.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_the_start_of_a_source_is_a_common_batch_end():
-    source, goal = removed(5, *LONG)
-    one = storage(*OLD, (2, [70]))
-    steps = walk(repair_of(one), one, source, goal)
+    source, goal = source_with_later_start(5, *LONG)
+    replica = storage(*OLD, (2, [70]))
+    steps = run_repair(repair_of(replica), replica, source, goal)
     assert Truncation(5, 5, goal.archived_mark.chain) in steps
     assert kinds(steps)[-3:] == ["FetchCopy", "AppendCopy", "SetMark"]
-    assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert replica.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_log_that_differs_below_all_starts_is_truncated_and_reset():
-    source, goal = removed(5, *LONG)
-    one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=2)
-    steps = walk(repair_of(one), one, source, goal)
+    source, goal = source_with_later_start(5, *LONG)
+    replica = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=2)
+    steps = run_repair(repair_of(replica), replica, source, goal)
     found = kinds(steps)
     assert found.index("Truncation") < found.index("ReplicaReset")
-    assert one.payloads() == [7, 8, 9]
+    assert replica.payloads() == [7, 8, 9]
 
 
 def test_a_log_that_differs_below_its_own_mark_is_not_reset():
-    source, goal = removed(5, *LONG)
-    one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=6)
+    source, goal = source_with_later_start(5, *LONG)
+    replica = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=6)
     with pytest.raises(DataLoss, match="no common end of a batch"):
-        walk(repair_of(one), one, source, goal)
-    assert one.payloads() == [1, 2, 3, 40, 50, 60, 70]
+        run_repair(repair_of(replica), replica, source, goal)
+    assert replica.payloads() == [1, 2, 3, 40, 50, 60, 70]
 
 
 def test_a_log_is_truncated_to_its_start():
-    source, goal = removed(5, *LONG)
-    one, _ = removed(5, *OLD, (4, [70, 80]))
+    source, goal = source_with_later_start(5, *LONG)
+    replica, _ = source_with_later_start(5, *OLD, (4, [70, 80]))
     goal = RepairGoal(5, goal.archived_mark.chain, goal.archived_mark)
-    steps = walk(repair_of(one), one, source, goal)
+    steps = run_repair(repair_of(replica), replica, source, goal)
     assert Truncation(5, 5, goal.chain) in steps
     assert kinds(steps)[-1] == "SetMark"
-    assert (one.payloads(), one.disk.start[0]) == ([], 5)
+    assert (replica.payloads(), replica.disk.start[0]) == ([], 5)

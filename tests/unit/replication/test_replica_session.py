@@ -20,35 +20,35 @@ def outbox():
 
 
 @pytest.fixture
-def one(outbox):
+def session(outbox):
     return ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=LIMITS)
 
 
-def connected(one, stage=ReplicaStage.PREPARING):
-    one.dial()
-    one.stage = stage
+def connect(session, stage=ReplicaStage.PREPARING):
+    session.dial()
+    session.stage = stage
 
 
-def marked(one, mark=-1, chain=GENESIS_CHAIN):
-    connected(one, ReplicaStage.REPAIRING)
-    one.on_mark_written(mark, chain)
+def write_mark(session, mark=-1, chain=GENESIS_CHAIN):
+    connect(session, ReplicaStage.REPAIRING)
+    session.on_mark_written(mark, chain)
 
 
-def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
+def test_redials_back_off_and_the_backoff_resets_after_success(session):
     waits = []
     for _ in range(8):
-        connected(one)
-        one.on_connection_lost(1000, Random(1))
-        waits.append(one.redial_at_ms - 1000)
+        connect(session)
+        session.on_connection_lost(1000, Random(1))
+        waits.append(session.redial_at_ms - 1000)
     assert waits[0] <= LIMITS.redial_ms_min
     assert LIMITS.redial_ms_max // 2 <= waits[-1] <= LIMITS.redial_ms_max
-    marked(one)
-    one.on_connection_lost(1000, Random(1))
-    assert one.redial_at_ms - 1000 <= LIMITS.redial_ms_min
+    write_mark(session)
+    session.on_connection_lost(1000, Random(1))
+    assert session.redial_at_ms - 1000 <= LIMITS.redial_ms_min
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "tainted"),
+    ("kind", "fields", "damaged"),
     [
         (wire.Prepare, (bytes(16),) * 3 + (1,), False),
         (wire.LineageRequest, (0, 1), False),
@@ -59,32 +59,32 @@ def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
         (wire.Repair, (0, b"", b"", 0), True),
     ],
 )
-def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields, tainted):
-    connected(one)
-    one.send_request(kind, *fields, now_ms=1)
-    one.on_connection_lost(2, Random(1))
-    assert one.cannot_rejoin is tainted
+def test_a_connection_with_a_change_in_flight_is_not_replaced(session, kind, fields, damaged):
+    connect(session)
+    session.send_request(kind, *fields, now_ms=1)
+    session.on_connection_lost(2, Random(1))
+    assert session.cannot_rejoin is damaged
 
 
 @pytest.mark.parametrize("limits", [{"lag_count_max": 2}, {"lag_bytes_max": 90}])
-def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, limits):
-    one = ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=SessionLimits(**limits))
-    marked(one)
+def test_a_replica_lags_if_unanswered_bytes_or_batches_exceed_a_limit(outbox, limits):
+    session = ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=SessionLimits(**limits))
+    write_mark(session)
     window = SessionWindow(-1, GENESIS_CHAIN)
     for first in (0, 1):
-        assert not one.is_lagging
-        one.append_from_window(window.add(make_batch(first, [1], 7), 5, 1), 1)
-    assert one.is_lagging
-    one.take_request(wire.Appended(5, 1, 2, 0))
-    assert not one.is_lagging
+        assert not session.is_lagging
+        session.append_from_window(window.add(make_batch(first, [1], 7), 5, 1), 1)
+    assert session.is_lagging
+    session.take_request(wire.Appended(5, 1, 2, 0))
+    assert not session.is_lagging
 
 
-def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
-    marked(one)
+def test_one_answer_may_acknowledge_a_group_of_appends(session):
+    write_mark(session)
     window = SessionWindow(-1, GENESIS_CHAIN)
-    one.append_from_window(window.add(make_batch(0, [1], 7), 5, 1), 1)
-    one.append_from_window(window.add(make_batch(1, [2], 7), 5, 1), 1)
+    session.append_from_window(window.add(make_batch(0, [1], 7), 5, 1), 1)
+    session.append_from_window(window.add(make_batch(1, [2], 7), 5, 1), 1)
     for sequence in (1, 2):
         answer = wire.Appended(5, sequence, 2, 1)
-        one.on_append_synced(one.take_request(answer).message, answer)
-        assert one.synced_last == 1
+        session.on_append_synced(session.take_request(answer).message, answer)
+        assert session.synced_last == 1

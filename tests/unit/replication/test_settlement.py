@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.settlement`: its requests, and what their answers show."""
+"""Unit tests of `waltz_core.replication.settlement`: requests, and conclusions from the answers."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def lineage(*entries):
     return LineageResponse(9, 1, 0, GENESIS_CHAIN, batches)
 
 
-def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
+def test_rows_in_doubt_are_read_in_windows_after_the_stamp():
     past, replica = settlement_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     past.on_lineage_received(replica, lineage((9, 9, 8, 777)), 0)
@@ -58,7 +58,7 @@ def test_an_answer_without_batches_is_rejected():
     assert past.outcome is None
 
 
-def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
+def test_reconstructed_batches_do_not_prove_an_empty_session():
     other = Replica()
     past, replica = settlement_of(9, other, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
@@ -70,7 +70,7 @@ def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     assert past.outcome == SessionSettled(9, 8, 0)
 
 
-def test_a_session_without_the_batches_at_any_replica_is_not_settled():
+def test_a_session_whose_batches_no_replica_has_is_not_settled():
     past, replica = settlement_of(5, follows_own_session=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):

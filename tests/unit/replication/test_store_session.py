@@ -20,7 +20,7 @@ CHANGES = (wire.Truncate, wire.AppendRaw, wire.SetLowWaterMark, wire.Repair, wir
 
 
 def restart(bench, *, down=()):
-    """End the session and let the next one begin with some storages away."""
+    """End the session, and begin the next one while some storages are down."""
     bench.down = set(down)
     bench.sent.clear()
     bench.step(session_events.Checkpoint())
@@ -34,12 +34,12 @@ def stage(bench, replica):
 # C to F: fence, decide, repair
 
 
-def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
+def test_prepare_is_sent_first_with_session_nonce_and_storage_id():
     bench = Bench()
     del bench.storage_ids[C]
-    bench.own()
-    bench.ask_zookeeper()
-    bench.ask_zookeeper()
+    bench.take_ownership()
+    bench.answer_zookeeper()
+    bench.answer_zookeeper()
     for _ in range(3):
         bench.connect()
     prepares = dict(bench.sent)
@@ -49,7 +49,7 @@ def test_all_replicas_are_fenced_first_with_session_nonce_and_identity():
     assert prepares[C].storage_id == bytes(16)
 
 
-def test_an_undecidable_session_waits_and_changes_nothing(bench):
+def test_an_undecidable_session_waits_without_changing_replicas(bench):
     bench.append()
     bench.storages[B].disk.suspect = True
     restart(bench, down=[C])
@@ -73,7 +73,7 @@ def test_an_undecidable_recovery_is_reported_once(bench):
     assert bench.reports("recovery.waiting") == [{"session": 1, "untrusted": (B, C)}]
 
 
-def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_when_not():
+def test_an_unacknowledged_tail_is_kept_only_while_a_voter_is_unknown():
     for down, mark in (([], -1), ([C], 1)):
         bench = Bench()
         bench.open()
@@ -82,7 +82,7 @@ def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_wh
         restart(bench, down=down)
         bench.silent = set(down)
         bench.wait(LIMITS.opening_grace_ms)
-        # All must have answered before the decision, so that there is only one possible.
+        # All replicas must answer before the decision, so that only one decision is possible.
         while bench.dials:
             bench.connect()
         for name in sorted(set(bench.names) - set(down), reverse=True):
@@ -95,7 +95,7 @@ def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_wh
         assert len(logs[A]) == opened.high_water_mark + 1
 
 
-def test_a_rolled_back_replica_is_filled_up_and_counts_again(bench):
+def test_a_rolled_back_replica_is_repaired_and_counts_again(bench):
     bench.append(2, batches=6)
     old = bench.storages[A].disk
     bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True)
@@ -116,8 +116,8 @@ def test_another_storage_at_the_address_is_not_used(bench):
     assert bench.reports("replica.rejected")[0]["replica"] == A
 
 
-def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
-    """Its data was rolled back; the log of an older session would win, and cut committed IDs."""
+def test_a_batch_of_a_session_unknown_to_zookeeper_is_not_trusted(bench):
+    """ZooKeeper was rolled back; the log of an older session would truncate committed IDs."""
     old = bench.metadata, bench.marker
     bench.submit(3)
     bench.submit(3)
@@ -148,8 +148,8 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
 def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
     bench, monkeypatch, is_left_out
 ):
-    """A replica that ZooKeeper records as closed does not prevent the session of the others:
-    if there has been a later session, one of them knows it, too.
+    """A replica that ZooKeeper records as closed does not block the session of the others:
+    if there was a later session, one of the other replicas has its promise, too.
     """
     if is_left_out:
         restart(bench, down=[C])
@@ -202,7 +202,7 @@ def test_bad_copies_are_detected_and_another_source_is_queried(bench):
         bench.deliver(B)
     real = bench.storages[A].handle
 
-    def rotten(message):
+    def corrupt_answer(message):
         answer = real(message)
         if isinstance(answer, wire.RangeBytes):
             records = bytearray(answer.records)
@@ -210,7 +210,7 @@ def test_bad_copies_are_detected_and_another_source_is_queried(bench):
             answer = replace(answer, records=bytes(records))
         return answer
 
-    bench.storages[A].handle = rotten
+    bench.storages[A].handle = corrupt_answer
     restart(bench)
     for _ in range(5):
         bench.run()
@@ -256,13 +256,13 @@ def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_has_recorded_
     bench.append(2, batches=20)
     bench.down = set()
     bench.wait(3000)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert bench.logs()[C] == bench.logs()[A]
     assert stage(bench, C) is ReplicaStage.READY
     assert bench.store.readable_replicas == [A, B]
-    # It has no voice yet, and gets nothing that is not committed.
+    # The late replica does not count towards the quorum, and receives only committed batches.
     bench.submit()
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert bench.storages[C].last == 40
     bench.submit()
     bench.deliver(A)
@@ -291,14 +291,16 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     for _ in range(4):
         bench.wait(LIMITS.answer_ms_max)
         bench.append()
-    # If it were abandoned, it could return only in another session. So it has to wait.
+    # If it were dropped, it could return only in another session. So it has to wait.
     assert bench.store.open_session_id == session
-    (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
-    assert owing == (C, 4 * LIMITS.answer_ms_max)
+    (waiting,) = bench.store.replica_waits_ms(bench.now_ms).items()
+    assert waiting == (C, 4 * LIMITS.answer_ms_max)
     assert not [
         one for one in bench.reports("replica.disconnected") if one["reason"] == "no answer"
     ]
-    assert bench.metadata.states[C] != ReplicaState(0, UNRESOLVED), "it lacks what is committed"
+    assert bench.metadata.states[C] != ReplicaState(0, UNRESOLVED), (
+        "the replica lacks committed batches"
+    )
     bench.silent = set()
     bench.run()
     assert bench.store.replica_waits_ms(bench.now_ms) == {}
@@ -307,15 +309,15 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_the_loss_of_a_late_replica_keeps_the_session_but_its_return_needs_a_new_one():
+def test_a_lost_late_replica_rejoins_in_the_next_session():
     bench = Bench()
     bench.down = {C}
     bench.open()
     bench.down = set()
     bench.wait(3000)
-    bench.run(questions=False)
+    bench.run(answers_zookeeper=False)
     assert stage(bench, C) is ReplicaStage.READY
-    bench.questions.clear()
+    bench.zookeeper_requests.clear()
     bench.store.session.pending_states = None
     bench.lose(C)
     assert bench.store.open_session_id == 0
@@ -340,7 +342,7 @@ def test_the_loss_of_a_replica_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_uses_bounded_memory_and_delays_nothing(bench):
+def test_a_slow_replica_uses_bounded_memory_and_delays_no_commit(bench):
     bench.silent = {C}
     for _ in range(200):
         bench.append(2)
@@ -360,14 +362,14 @@ def test_a_replica_that_is_a_little_slow_is_fed_from_memory(bench):
     bench.silent = {C}
     for _ in range(14):
         bench.append()
-    assert bench.store.session.replicas[C].next_id < 14, "it was not sent all of them"
+    assert bench.store.session.replicas[C].next_id < 14, "the replica was not sent all appends"
     bench.silent = set()
     bench.run()
     assert bench.logs()[C] == bench.logs()[A]
     assert not bench.all_sent(wire.RangeRaw)
 
 
-def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_while(bench):
+def test_a_rejected_append_ends_the_session_and_excludes_the_replica(bench):
     bench.storages[C].fails_next_sync = True
     bench.append()
     assert bench.all_reported(SessionClosed)
@@ -380,7 +382,7 @@ def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_whil
     assert bench.store.open_session_id == 1
 
 
-def test_an_excluded_replica_is_used_if_there_is_no_other(bench):
+def test_an_excluded_replica_is_used_if_the_quorum_needs_it(bench):
     bench.down = {B}
     bench.storages[C].fails_next_sync = True
     bench.submit()
@@ -428,7 +430,7 @@ def test_an_answer_without_a_request_ends_the_connection(bench, answer, problem)
 def test_answers_of_an_older_session_are_dropped(bench, late):
     restart(bench)
     bench.step(late)
-    bench.ask_zookeeper()  # the claim
+    bench.answer_zookeeper()  # the claim
     dialing = len(bench.reported), len(bench.sent)
     bench.step(late)
     assert (len(bench.reported), len(bench.sent)) == dialing
@@ -441,19 +443,19 @@ def test_answers_of_an_older_session_are_dropped(bench, late):
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_a_storage_that_is_bound_to_a_later_session_ends_this_one(bench):
+def test_a_promise_to_a_later_session_ends_this_session(bench):
     bench.submit()
     message = bench.requests[A].popleft()
     nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")
     bench.step(session_events.ReplicaResponded(0, A, nack))
     assert "bound to 7" in bench.all_reported(SessionClosed)[0].reason
     bench.wait(30)
-    assert isinstance(bench.questions[0], session_events.ReadMetadata)
+    assert isinstance(bench.zookeeper_requests[0], session_events.ReadMetadata)
 
 
 def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.step_until(lambda: bench.requests.get(A))
     message = bench.requests[A].popleft()
     assert isinstance(message, wire.Prepare)
@@ -465,10 +467,10 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     assert bench.store.open_session_id == 1
 
 
-def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
-    """The storage has promised this session, but its disk has failed to store the promise."""
+def test_a_disk_failure_during_prepare_is_not_reported_as_a_fence():
+    """The storage has promised this session, but could not store the promise on its disk."""
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.step_until(lambda: all(bench.requests.get(name) for name in (A, B, C)))
     for name in (A, B):
         message = bench.requests[name].popleft()
@@ -483,8 +485,8 @@ def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
     assert bench.store.open_session_id is not None
 
 
-def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one(bench):
-    """It is known to be ahead of ZooKeeper; its later promise is another owner's session."""
+def test_a_promise_above_the_known_later_promise_ends_the_session(bench):
+    """The replica is known to be ahead of ZooKeeper; a later promise belongs to another owner."""
     bench.storages[A].disk.promised = 99
     bench.step(session_events.Checkpoint())
     bench.wait(100)
@@ -503,9 +505,9 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one(bench):
 
 
 def test_a_storage_at_the_address_of_another_is_not_trusted():
-    """It identifies itself only in its answer; what it has is another replica's log, or none."""
+    """A storage identifies itself only in its answer; its log may belong to another replica."""
     bench = Bench()
-    bench.own()
+    bench.take_ownership()
     bench.step_until(lambda: bench.requests.get(A))
     bench.storages[A].disk.storage_id = b"another-storage!"
     message = bench.requests[A].popleft()
@@ -518,7 +520,7 @@ def test_a_storage_at_the_address_of_another_is_not_trusted():
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_the_time_of_each_append_is_kept_and_a_slow_one_is_reported_with_its_replica():
+def test_slow_appends_are_reported_with_their_replica():
     bench = Bench(limits=replace(LIMITS, slow_append_ms=250))
     bench.open()
     bench.submit()

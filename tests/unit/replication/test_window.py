@@ -6,15 +6,15 @@ from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.window import SessionWindow
 
 
-def filled(*sizes, start=-1):
+def filled_window(*sizes, start=-1):
     window = SessionWindow(start, GENESIS_CHAIN)
     for size in sizes:
         window.add(make_batch(window.last + 1, list(range(size)), 7), 3, 100)
     return window
 
 
-def test_a_batch_whose_locks_are_known_has_a_block_of_them():
-    window = filled(2)
+def test_a_batch_with_known_locks_has_a_lock_block():
+    window = filled_window(2)
     assert window.batch_at(0).lock_block == b""
     before = window.chain
     window_batch = window.add(make_batch(2, [1, 2], 7)._replace(locks=b"lock"), 3, 100)
@@ -23,7 +23,7 @@ def test_a_batch_whose_locks_are_known_has_a_block_of_them():
 
 
 def test_batches_for_late_replicas_are_kept_up_to_the_limit():
-    window = filled(1, 1, 1)
+    window = filled_window(1, 1, 1)
     size = window.batch_at(0).size_bytes
     window.commit(2)
     window.trim(1, 10 * size, 9)
@@ -34,9 +34,9 @@ def test_batches_for_late_replicas_are_kept_up_to_the_limit():
     assert window.first == 3 == window.last + 1
 
 
-def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
+def test_batches_in_the_window_count_by_bytes_locks_and_number():
     """A batch of one small record needs a hundred times its bytes in memory."""
-    window = filled(1, 1)
+    window = filled_window(1, 1)
     window_batch = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)
     window.commit(2)
     size_bytes = (
@@ -46,7 +46,7 @@ def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
     assert window.first == 0
     window.trim(0, size_bytes + len(window_batch.lock_block) - 1, 3)
     assert window.first == 1
-    window = filled(*[1] * 10)
+    window = filled_window(*[1] * 10)
     window.commit(8)
     window.trim(0, 1 << 20, 4)
     assert window.first == 6

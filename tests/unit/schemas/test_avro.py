@@ -27,7 +27,7 @@ def codec(schema: object, *references: tuple[str, str]) -> AvroCodec:
     return AvroCodec(RegisteredSchema(7, SchemaType.AVRO, json.dumps(schema), named))
 
 
-def logical(base: str, name: str, **more: object) -> dict[str, object]:
+def logical_type(base: str, name: str, **more: object) -> dict[str, object]:
     return {"type": base, "logicalType": name} | more
 
 
@@ -35,10 +35,10 @@ def fixed(size: int, **more: object) -> dict[str, object]:
     return {"type": "fixed", "name": "F", "size": size} | more
 
 
-DECIMAL = logical("bytes", "decimal", precision=9, scale=2)
+DECIMAL = logical_type("bytes", "decimal", precision=9, scale=2)
 
 
-def test_the_bytes_are_those_of_the_specification():
+def test_encoded_values_have_the_bytes_of_the_avro_specification():
     schema = {"type": "record", "name": "test", "fields": [
         {"name": "a", "type": "long"}, {"name": "b", "type": "string"}]}  # fmt: skip
     assert codec(schema).encode({"a": 27, "b": "foo"}).hex() == "3606666f6f"
@@ -50,25 +50,25 @@ def test_the_bytes_are_those_of_the_specification():
 @pytest.mark.parametrize(
     ("schema", "value", "data"),
     [
-        (logical("int", "date"), dt.date(1970, 1, 2), "02"),
-        (logical("int", "date"), dt.date(1, 1, 1), None),
-        (logical("int", "time-millis"), dt.time(0, 0, 1), "d00f"),
-        (logical("long", "time-micros"), dt.time(23, 59, 59, 999_999), None),
-        (logical("long", "timestamp-millis"), MOMENT, None),
-        (logical("long", "timestamp-micros"), dt.datetime(1969, 12, 31, tzinfo=UTC), None),
-        (logical("long", "timestamp-nanos"), MOMENT, None),
-        (logical("long", "local-timestamp-micros"), LOCAL, None),
-        (logical("long", "local-timestamp-nanos"), LOCAL, None),
+        (logical_type("int", "date"), dt.date(1970, 1, 2), "02"),
+        (logical_type("int", "date"), dt.date(1, 1, 1), None),
+        (logical_type("int", "time-millis"), dt.time(0, 0, 1), "d00f"),
+        (logical_type("long", "time-micros"), dt.time(23, 59, 59, 999_999), None),
+        (logical_type("long", "timestamp-millis"), MOMENT, None),
+        (logical_type("long", "timestamp-micros"), dt.datetime(1969, 12, 31, tzinfo=UTC), None),
+        (logical_type("long", "timestamp-nanos"), MOMENT, None),
+        (logical_type("long", "local-timestamp-micros"), LOCAL, None),
+        (logical_type("long", "local-timestamp-nanos"), LOCAL, None),
         (DECIMAL, Decimal("-12.50"), "04fb1e"),
         (DECIMAL, Decimal("0.00"), "0200"),
         (DECIMAL, Decimal("1.28"), "040080"),
         (
-            fixed(4) | logical("fixed", "decimal", precision=9, scale=2),
+            fixed(4) | logical_type("fixed", "decimal", precision=9, scale=2),
             Decimal("-0.01"),
             "ffffffff",
         ),
-        (logical("string", "uuid"), uuid.UUID(int=1 << 100), None),
-        (fixed(16) | logical("fixed", "uuid"), uuid.UUID(int=255), "00" * 15 + "ff"),
+        (logical_type("string", "uuid"), uuid.UUID(int=1 << 100), None),
+        (fixed(16) | logical_type("fixed", "uuid"), uuid.UUID(int=255), "00" * 15 + "ff"),
         (fixed(2), b"ab", "6162"),
         ({"type": "enum", "name": "E", "symbols": ["A", "B"]}, "B", "02"),
         ({"type": "map", "values": "int"}, {"a": 1, "b": -1}, "0402610202620100"),
@@ -77,7 +77,7 @@ def test_the_bytes_are_those_of_the_specification():
         ("boolean", True, "01"),
         ("null", None, ""),
         (["null", "float", "double"], 0.1, None),  # not the nearest float
-        ([logical("int", "date"), "long", "string"], 1 << 40, None),
+        ([logical_type("int", "date"), "long", "string"], 1 << 40, None),
     ],
 )
 def test_values_of_each_type_round_trip(schema, value, data):
@@ -105,26 +105,34 @@ def test_values_of_each_type_round_trip(schema, value, data):
         ("null", 0, "expected null"),
         (fixed(2), b"abc", "expected 2 bytes, found 3"),
         ({"type": "enum", "name": "E", "symbols": ["A"]}, "B", "expected one of A"),
-        (logical("int", "date"), MOMENT, "expected a date"),
-        (logical("int", "date"), 5, "expected a date"),
-        (logical("int", "time-millis"), dt.time(0, 0, 0, 1), "more precise than the unit"),
-        (logical("long", "timestamp-millis"), MOMENT.replace(microsecond=1), "more precise than"),
-        (logical("long", "timestamp-micros"), LOCAL, "with a time zone"),
-        (logical("long", "local-timestamp-micros"), MOMENT, "without a time zone"),
-        (logical("long", "timestamp-nanos"), dt.datetime(9999, 1, 1, tzinfo=UTC), "range of long"),
+        (logical_type("int", "date"), MOMENT, "expected a date"),
+        (logical_type("int", "date"), 5, "expected a date"),
+        (logical_type("int", "time-millis"), dt.time(0, 0, 0, 1), "more precise than the unit"),
+        (
+            logical_type("long", "timestamp-millis"),
+            MOMENT.replace(microsecond=1),
+            "more precise than",
+        ),
+        (logical_type("long", "timestamp-micros"), LOCAL, "with a time zone"),
+        (logical_type("long", "local-timestamp-micros"), MOMENT, "without a time zone"),
+        (
+            logical_type("long", "timestamp-nanos"),
+            dt.datetime(9999, 1, 1, tzinfo=UTC),
+            "range of long",
+        ),
         (DECIMAL, Decimal("1.234"), "2 digits after the point"),
         (DECIMAL, Decimal(10_000_000), "up to 9 digits"),
         (DECIMAL, Decimal("NaN"), "not a number"),
         (DECIMAL, Decimal("1e999999"), "range of a decimal"),
         (DECIMAL, 1.5, "expected a decimal"),
-        (logical("string", "uuid"), "abc", "UUID"),
+        (logical_type("string", "uuid"), "abc", "UUID"),
         ({"type": "map", "values": "int"}, {1: 1}, "expected a text"),
         ({"type": "array", "items": "int"}, {1: 1}, "expected a list"),
         (["null", "int", "boolean"], "a", "an integer.* or expected a boolean"),
         (["null"], "a", "expected null"),
     ],
 )
-def test_a_value_of_another_type_is_not_written(schema, value, text):
+def test_a_value_of_another_type_is_rejected(schema, value, text):
     with pytest.raises(BadRequest, match=rf"does not fit the Avro schema: .*{text}"):
         codec(schema).encode(value)
 
@@ -148,7 +156,7 @@ def test_absent_fields_have_their_defaults():
         {"name": "inner", "type": inner, "default": {"x": 1}},
         {"name": "list", "type": {"type": "array", "items": "I"}, "default": [{"x": 3}]},
         {"name": "map", "type": {"type": "map", "values": "long"}, "default": {"k": 1}},
-        {"name": "day", "type": logical("int", "date"), "default": 1},
+        {"name": "day", "type": logical_type("int", "date"), "default": 1},
         {"name": "nullable", "type": ["null", "int"]},
     ]
     tested = codec({"type": "record", "name": "R", "fields": fields})
@@ -164,7 +172,7 @@ def test_absent_fields_have_their_defaults():
     }
 
 
-def test_a_default_of_another_type_is_an_error_of_a_write_only():
+def test_a_default_of_another_type_is_rejected_only_when_writing():
     for kind, default in (("bytes", 5), ({"type": "array", "items": "int"}, 7)):
         field = {"name": "a", "type": kind, "default": default}
         tested = codec({"type": "record", "name": "R", "fields": [field]})
@@ -173,7 +181,7 @@ def test_a_default_of_another_type_is_an_error_of_a_write_only():
             tested.encode({})
 
 
-def test_schemas_use_the_types_of_those_to_which_they_refer():
+def test_a_schema_can_use_the_types_of_its_references():
     address = json.dumps(record("string", name="shop.Address"))
     fields = [{"name": "a", "type": "Address"}, {"name": "b", "type": ["null", "shop.Address"]}]
     schema = {"type": "record", "name": "Order", "namespace": "shop", "fields": fields}
@@ -196,7 +204,7 @@ def nested(depth: int) -> object:
     return found
 
 
-def doubled() -> object:
+def doubling_schema() -> object:
     """Return a schema whose size doubles with each of its types."""
     found: object = record("int", name="T0")
     for each in range(1, 40):
@@ -211,7 +219,7 @@ def doubled() -> object:
         (record({"type": "array", "items": "R"}), "contains itself"),
         (record({"type": "map", "values": record("R", name="S")}), "contains itself"),
         (nested(DEPTH_MAX + 1), "levels of nested types, found more"),
-        (doubled(), f"up to {VALUES_MAX} fields"),
+        (doubling_schema(), f"up to {VALUES_MAX} fields"),
         ({"type": "array", "items": "null"}, "may have no bytes"),
         ({"type": "array", "items": record()}, "may have no bytes"),
         ({"type": "array", "items": fixed(0)}, "may have no bytes"),
@@ -221,7 +229,7 @@ def doubled() -> object:
         (fixed(-1), "no valid size"),
         ([], "expected a union with at least one type, found an empty one"),
         (["int", ["null"]], "expected no union in a union, found one"),
-        (["int", logical("int", "date")], "expected a union of different types, found"),
+        (["int", logical_type("int", "date")], "expected a union of different types, found"),
         ("nothing", "no type 'nothing'"),
         ({}, "expected a type"),
         (7, "expected a type"),
@@ -241,12 +249,12 @@ def test_a_schema_that_is_not_valid_or_not_supported_is_an_error(schema, text):
 
 
 @pytest.mark.parametrize("text", ["", "{", "{'a'}", "[" * 100_000, '"\\ud800"', "NaN"])
-def test_a_text_that_is_no_schema_is_an_error(text):
+def test_a_text_that_is_not_a_schema_is_an_error(text):
     with pytest.raises(BadFormat, match="schema 7: "):
         AvroCodec(RegisteredSchema(7, SchemaType.AVRO, text))
 
 
-def test_the_marks_of_fastavro_in_a_schema_have_no_effect():
+def test_internal_fastavro_keys_in_a_schema_have_no_effect():
     schema = record("int") | {"__fastavro_parsed__": True, "__named_schemas__": {}}
     assert codec(schema).decode(b"\x02") == {"f0": 1}
 
@@ -275,12 +283,12 @@ def test_wide_records_in_lists_are_supported():
         ({"type": "map", "values": "int"}, "feffffffffffffffff01", "."),
         ({"type": "enum", "name": "E", "symbols": ["A"]}, "02", "."),
         (["null"], "02", "."),
-        (logical("int", "date"), "ffffffff0f", "."),
-        (logical("long", "timestamp-micros"), "feffffffffffffffff01", "."),
-        (logical("long", "timestamp-nanos"), "02", "whole microseconds"),
-        (logical("int", "time-millis"), "01", "time of a day"),
-        (logical("string", "uuid"), "0261", "UUID"),
-        (logical("bytes", "decimal", precision=2), "0264", "up to 2 digits"),
+        (logical_type("int", "date"), "ffffffff0f", "."),
+        (logical_type("long", "timestamp-micros"), "feffffffffffffffff01", "."),
+        (logical_type("long", "timestamp-nanos"), "02", "whole microseconds"),
+        (logical_type("int", "time-millis"), "01", "time of a day"),
+        (logical_type("string", "uuid"), "0261", "UUID"),
+        (logical_type("bytes", "decimal", precision=2), "0264", "up to 2 digits"),
     ],
 )
 def test_damaged_bytes_are_an_error(schema, data, text):
@@ -296,7 +304,7 @@ def test_a_decimal_of_4_mib_is_rejected_at_once():
     size = 4 << 20
     sink = io.BytesIO()
     fastavro.schemaless_writer(sink, fastavro.parse_schema("bytes"), b"\x7f" * size)
-    tested = codec(logical("bytes", "decimal", precision=76))
+    tested = codec(logical_type("bytes", "decimal", precision=76))
     with pytest.raises(BadFormat, match="up to 76 digits"):
         tested.decode(sink.getvalue())
 
@@ -304,7 +312,7 @@ def test_a_decimal_of_4_mib_is_rejected_at_once():
 # --- columns
 
 
-def columns(schema: object, fields: list[pa.Field], *values: object) -> list[pa.Array]:
+def unpack_columns(schema: object, fields: list[pa.Field], *values: object) -> list[pa.Array]:
     tested = codec(schema)
     payloads = pa.array([tested.encode(value) for value in values], pa.binary())
     unpacker = Unpacker(fields, "avro", decode=tested.decode)
@@ -320,16 +328,16 @@ def columns(schema: object, fields: list[pa.Field], *values: object) -> list[pa.
         ("float", 0.5, pa.float64(), 0.5),
         ("long", 7, pa.int8(), 7),
         (DECIMAL, Decimal("1.50"), pa.decimal128(20, 4), Decimal("1.5000")),
-        (logical("string", "uuid"), uuid.UUID(int=5), pa.string(), str(uuid.UUID(int=5))),
+        (logical_type("string", "uuid"), uuid.UUID(int=5), pa.string(), str(uuid.UUID(int=5))),
         ({"type": "enum", "name": "E", "symbols": ["A"]}, "A", pa.string(), "A"),
-        (logical("long", "timestamp-millis"), MOMENT, pa.timestamp("us", "UTC"), MOMENT),
-        (logical("long", "local-timestamp-micros"), LOCAL, pa.timestamp("us"), LOCAL),
-        (logical("int", "time-millis"), dt.time(1), pa.time64("us"), dt.time(1)),
+        (logical_type("long", "timestamp-millis"), MOMENT, pa.timestamp("us", "UTC"), MOMENT),
+        (logical_type("long", "local-timestamp-micros"), LOCAL, pa.timestamp("us"), LOCAL),
+        (logical_type("int", "time-millis"), dt.time(1), pa.time64("us"), dt.time(1)),
         (["int", "null", "string"], None, pa.int32(), None),
     ],
 )
 def test_a_value_is_converted_without_loss(written, value, kind, expected):
-    (found,) = columns(record(written), [pa.field("f0", kind)], {"f0": value})
+    (found,) = unpack_columns(record(written), [pa.field("f0", kind)], {"f0": value})
     assert found.to_pylist() == [expected]
 
 
@@ -339,11 +347,11 @@ def test_a_value_is_converted_without_loss(written, value, kind, expected):
         ("long", 1 << 40, pa.int32()),
         ("long", 7, pa.timestamp("us", "UTC")),  # seconds, milliseconds or anything else
         ("int", 7, pa.date32()),
-        (logical("int", "date"), dt.date(2000, 1, 1), pa.int32()),
-        (logical("long", "timestamp-millis"), MOMENT, pa.int64()),
-        (logical("long", "timestamp-millis"), MOMENT, pa.timestamp("us")),
-        (logical("long", "local-timestamp-micros"), LOCAL, pa.timestamp("us", "UTC")),
-        (logical("int", "date"), dt.date(2000, 1, 1), pa.timestamp("us")),
+        (logical_type("int", "date"), dt.date(2000, 1, 1), pa.int32()),
+        (logical_type("long", "timestamp-millis"), MOMENT, pa.int64()),
+        (logical_type("long", "timestamp-millis"), MOMENT, pa.timestamp("us")),
+        (logical_type("long", "local-timestamp-micros"), LOCAL, pa.timestamp("us", "UTC")),
+        (logical_type("int", "date"), dt.date(2000, 1, 1), pa.timestamp("us")),
         (DECIMAL, Decimal("1.55"), pa.decimal128(5, 1)),
         (DECIMAL, Decimal("1.50"), pa.string()),
         ("bytes", b"a", pa.string()),
@@ -355,7 +363,7 @@ def test_a_value_is_converted_without_loss(written, value, kind, expected):
 )
 def test_a_value_of_another_type_names_row_and_column(written, value, kind):
     with pytest.raises(BadFormat, match=r"row 0, column 'f0': expected .*found"):
-        columns(record(written), [pa.field("f0", kind)], {"f0": value})
+        unpack_columns(record(written), [pa.field("f0", kind)], {"f0": value})
 
 
 @pytest.mark.parametrize(
@@ -368,12 +376,12 @@ def test_a_value_of_another_type_names_row_and_column(written, value, kind):
         (pa.list_(pa.struct([("a b", pa.int32())])), "column 'c.a b': a name in Avro"),
     ],
 )
-def test_columns_without_a_type_in_avro_are_rejected(kind, text):
+def test_columns_without_an_avro_type_are_rejected(kind, text):
     with pytest.raises(BadRequest, match=text):
         schema_of_columns([pa.field("c", kind)])
 
 
-def test_the_schema_of_columns_can_gain_nullable_ones():
+def test_nullable_columns_can_be_added_to_the_schema():
     schema = schema_of_columns(
         [
             pa.field("id", pa.int64(), nullable=False),
@@ -388,7 +396,7 @@ def test_the_schema_of_columns_can_gain_nullable_ones():
             {"name": "id", "type": "long"},
             {
                 "name": "price",
-                "type": ["null", logical("bytes", "decimal", precision=12, scale=2)],
+                "type": ["null", logical_type("bytes", "decimal", precision=12, scale=2)],
                 "default": None,
             },
             {

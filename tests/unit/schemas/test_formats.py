@@ -1,4 +1,4 @@
-"""The serializers `Avro` and `Protobuf`: which requests they send, and what they keep."""
+"""The serializers `Avro` and `Protobuf`: requests to the registry, and the schema cache."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def registry() -> Iterator[InProcessRegistry]:
         yield found
 
 
-def test_a_payload_is_the_prefix_and_the_value(registry):
+def test_a_payload_consists_of_prefix_and_value(registry):
     orders = Avro(registry.url, subject="orders-value", schema=ORDER)
     assert orders.serialize(RING).hex() == "0000000001" + "02" + "0872696e67"
     assert orders.deserialize(bytes.fromhex("0000000001020872696e67")) == RING
@@ -50,7 +50,7 @@ def test_a_schema_is_registered_once_and_requested_once(registry):
     assert len(registry.requests) == 2
 
 
-def test_an_incompatible_schema_is_rejected_before_a_payload_exists(registry):
+def test_an_incompatible_schema_is_rejected_before_encoding(registry):
     Avro(registry.url, subject="orders-value", schema=ORDER).serialize(RING)
     more = ORDER | {"fields": [*ORDER["fields"], {"name": "price", "type": "double"}]}
     with pytest.raises(BadRequest, match="not compatible"):
@@ -68,7 +68,7 @@ def test_readers_of_old_and_new_schemas_get_the_fields_that_were_written(registr
         assert [reader.deserialize(each) for each in data] == [RING, RING | {"price": 2.5}]
 
 
-def test_a_version_of_the_subject_is_written(registry):
+def test_a_serializer_can_write_a_given_version_of_the_subject(registry):
     first, second = registry.put("s", json.dumps(ORDER)), registry.put("s", '"string"')
     assert Avro(registry.url, subject="s").serialize("x")[:5] == second.to_bytes(5, "big")
     assert Avro(registry.url, subject="s", version=1).serialize(RING)[:5] == first.to_bytes(
@@ -122,7 +122,7 @@ def test_payloads_that_cannot_be_read_are_a_bad_format(registry, data, text):
         Avro(registry.url).deserialize(data)
 
 
-def test_an_outage_is_no_bad_payload_and_ends(registry):
+def test_an_outage_of_the_registry_is_not_reported_as_a_bad_payload(registry):
     orders = Avro(registry.url, subject="orders-value", schema=ORDER)
     data = orders.serialize(RING)
     registry.fault = (503, b"")
@@ -155,7 +155,7 @@ def test_the_cache_is_limited(registry):
     assert len(cache._codecs) == SCHEMAS_MAX
 
 
-def test_a_serializer_is_sent_to_another_process_without_what_it_has_read(registry, tmp_path):
+def test_a_pickled_serializer_does_not_contain_cached_schemas(registry, tmp_path):
     registry.user = "waltz:a secret"
     file = tmp_path / "auth"
     file.write_text(registry.user)
@@ -167,7 +167,7 @@ def test_a_serializer_is_sent_to_another_process_without_what_it_has_read(regist
     assert "secret" not in repr(vars(orders))
 
 
-def test_a_compressed_value_has_its_schema_inside(registry):
+def test_the_schema_prefix_is_inside_the_compressed_value(registry):
     orders = Zstd(Avro(registry.url, subject="orders-value", schema=ORDER), minimum_bytes=10)
     long = {"id": 1, "item": "ring " * 100}
     assert orders.deserialize(orders.serialize(long)) == long
@@ -206,7 +206,7 @@ def test_a_scan_unpacks_payloads_by_the_schemas_of_their_writers(registry, clien
     ]
 
 
-def test_a_scan_names_the_transaction_that_does_not_fit(registry, client):
+def test_the_error_of_a_scan_names_the_transaction(registry, client):
     orders = Avro(registry.url, subject="orders-value", schema=ORDER)
     client.append(orders.serialize(RING), partition=0).result()
     client.append(JSON.serialize(RING), partition=0).result()
@@ -220,7 +220,7 @@ def test_a_scan_names_the_transaction_that_does_not_fit(registry, client):
         client.scan(0, stop=1, schema=text, data_format=orders).read_all()
 
 
-def test_a_scan_ends_with_the_outage_of_the_registry(registry, client):
+def test_an_outage_of_the_registry_ends_a_scan(registry, client):
     orders = Avro(registry.url, subject="orders-value", schema=ORDER)
     client.append(orders.serialize(RING), partition=0).result()
     registry.fault = "reset"
@@ -234,7 +234,7 @@ def test_the_name_alone_is_not_sufficient_for_a_scan(client, name):
         client.scan(0, schema=COLUMNS, data_format=name)
 
 
-def test_the_envelope_of_a_schema_is_inside_the_encrypted_one(registry, tmp_path):
+def test_the_schema_prefix_is_inside_the_encrypted_envelope(registry, tmp_path):
     (tmp_path / "a").write_text("0f" * 32)
     orders = Avro(registry.url, subject="orders-value", schema=ORDER)
     config = ClientConfig(encryption_keys=str(tmp_path), encryption_key_id="a")

@@ -42,7 +42,7 @@ ORDER = {
     "is_gift": True,
     "time": dt.time(23, 59, 59, 999_999),
 }
-# What fields without presence have.
+# The defaults of fields without presence.
 DEFAULTS = {
     "id": 0,
     "owner": "",
@@ -116,7 +116,7 @@ def test_the_message_indexes_are_the_path_of_the_type():
         ({"limit": "1"}, "field 'limit': field 'value': expected an integer"),
     ],
 )  # fmt: skip
-def test_a_value_of_another_type_is_not_written(value, text):
+def test_a_value_of_another_type_is_rejected(value, text):
     with pytest.raises(BadRequest, match=rf"does not fit the Protobuf schema: .*{text}"):
         codec().encode(value)
 
@@ -141,7 +141,7 @@ def test_a_message_of_a_generated_class_is_written_if_it_is_of_the_type():
         codec().encode(refund(id=9))
 
 
-def test_files_import_those_to_which_the_schema_refers():
+def test_a_file_can_import_the_references_of_its_schema():
     part = descriptor_pb2.FileDescriptorProto(name="default", package="shop", syntax="proto3")
     add_field(part.message_type.add(name="City"), "name", 1, STRING)
     main = descriptor_pb2.FileDescriptorProto(name="default", syntax="proto3")
@@ -201,7 +201,7 @@ def test_damaged_bytes_are_an_error(data, text):
         codec().decode(bytes.fromhex(data))
 
 
-def length(data: bytes) -> bytes:
+def varint(data: bytes) -> bytes:
     size, found = len(data), bytearray()
     while size > 127:
         found.append(size & 127 | 128)
@@ -213,7 +213,7 @@ def test_a_message_that_is_nested_too_deeply_is_an_error():
     for depth, is_good in ((90, True), (5_000, False)):
         data = b""
         for _ in range(depth):
-            data = b"\x9a\x01" + length(data) + data  # field 19, `first`
+            data = b"\x9a\x01" + varint(data) + data  # field 19, `first`
         if is_good:
             codec().decode(b"\0" + data)
         else:
@@ -236,7 +236,7 @@ def test_messages_of_many_fields_do_not_exhaust_the_process():
 
 
 @pytest.mark.parametrize("text", ["", "not base64", "/w==", "syntax = 'proto3';"])
-def test_a_text_that_is_no_descriptor_is_an_error(text):
+def test_a_text_that_is_not_a_descriptor_is_an_error(text):
     with pytest.raises(BadFormat, match=r"format=serialized|no message type"):
         ProtobufCodec(RegisteredSchema(7, SchemaType.PROTOBUF, text)).decode(b"\0")
 
@@ -258,7 +258,7 @@ def test_descriptors_that_are_not_valid_are_an_error():
         tested.decode(b"\0")
 
 
-def test_columns_are_filled_by_the_names_of_fields():
+def test_columns_are_filled_from_fields_by_name():
     tested = codec()
     payloads = pa.array([tested.encode(ORDER), tested.encode({})], pa.binary())
     fields = [

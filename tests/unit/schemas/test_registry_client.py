@@ -1,4 +1,4 @@
-"""The client of a schema registry: requests, and each way in which a registry fails."""
+"""The client of a schema registry: requests, and errors for each failure of a registry."""
 
 import json
 import logging
@@ -61,7 +61,7 @@ def test_registering_a_known_schema_returns_its_id_and_an_incompatible_one_is_re
     assert len(registry.subjects["orders-value"]) == 2
 
 
-def test_references_come_before_the_schemas_that_use_them(registry):
+def test_references_precede_the_schemas_that_use_them(registry):
     registry.put("x", '"first"')
     registry.put("y", '"second"', references=[{"name": "X", "subject": "x", "version": 1}])
     both = [
@@ -74,7 +74,7 @@ def test_references_come_before_the_schemas_that_use_them(registry):
     assert len(registry.requests) == 3
 
 
-def test_references_are_limited_and_a_circle_ends(registry):
+def test_the_number_of_references_is_limited_and_a_cycle_ends(registry):
     registry.put("self", TEXT, references=[{"name": "S", "subject": "self", "version": 1}])
     client = SchemaRegistry(registry.url)
     assert len(client.schema(1, AVRO).references) == 1
@@ -171,7 +171,7 @@ def test_with_tls_the_certificate_must_be_valid_for_the_host(tmp_path, monkeypat
                     client.schema(schema_id, AVRO)
 
 
-def test_credentials_are_read_from_a_file_and_are_in_no_message(registry, tmp_path, caplog):
+def test_credentials_from_a_file_do_not_appear_in_errors(registry, tmp_path, caplog):
     registry.user = "waltz:a secret:with colons"
     schema_id = registry.add(TEXT)
     file = tmp_path / "auth"
@@ -198,7 +198,7 @@ def test_credentials_are_read_from_a_file_and_are_in_no_message(registry, tmp_pa
     ["", ",", "registry:8081", "file:///etc/passwd", "ftp://a/b", "http://", "http://a:b:c/",
      "http://a:99999", "http://a/?x=1", "http://a/#x", "http://a b/", "http://bücher/", 7],
 )  # fmt: skip
-def test_another_url_is_rejected(url):
+def test_an_invalid_url_is_rejected(url):
     with pytest.raises(BadConfig, match="schema registry: expected a URL"):
         SchemaRegistry(url)
 

@@ -48,7 +48,7 @@ def test_the_long_form_of_the_first_type_is_read():
         (b"\0\x80\0\0\0", "schema ID up to 2147483647, found 2147483648"),
     ],
 )
-def test_another_prefix_is_an_error(data, text):
+def test_an_unknown_prefix_is_an_error(data, text):
     with pytest.raises(BadFormat, match=text):
         split_prefix(data)
 

@@ -1,4 +1,4 @@
-"""A server of the registry of writes over TCP, and its clients; ZooKeeper is in memory."""
+"""A server for the registry of writes over TCP, and its clients, with ZooKeeper in memory."""
 
 import asyncio
 from random import Random
@@ -61,7 +61,7 @@ CONNECT = "memory:2181/waltz/test"
 
 
 def user_of(directory, *, config=CONFIG):
-    """Return a client of these servers, as far as the registry needs one."""
+    """Return the part of a client that the registry needs, connected to these servers."""
     links = ServerLinks(dial_timeout_s=TEST_TIMEOUT_S, late_answers_s=0)
     return SimpleNamespace(config=config, directory=directory, links=links, random=Random(1))
 
@@ -93,7 +93,7 @@ class ServedWrites:
 
 
 class ServedWorld(MemoryWorld):
-    """A world whose members use a server each."""
+    """A world in which each member uses its own server."""
 
     def __init__(self, tasks) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The append pipeline: appends are validated, batched, sent, and answered when final."""
+"""The append pipeline: validation, batching, submission, and answers for final outcomes."""
 
 import struct
 import zlib
@@ -165,14 +165,14 @@ class World:
         return out
 
     def turns(self) -> list[Batch]:
-        """Take turns while there is something to do; return what was submitted."""
+        """Take turns while there is work; return the submitted batches."""
         before = len(self.submitted)
         while self.wants_turn:
             self.turn()
         return self.submitted[before:]
 
     def piece(self) -> Batch:
-        """Wait for the pause of the throttle, take a turn, and return what it submitted."""
+        """Wait for the pause of the throttle, take a turn, and return the submitted batch."""
         before = len(self.submitted)
         self.turn_when_paced()
         (batch,) = self.submitted[before:]
@@ -210,7 +210,7 @@ def results(
     return found
 
 
-def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
+def answer_proof(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
     found = [each.pending for each in outcomes if isinstance(each, ConfirmAheadOfLog)]
     answers_ahead = [
@@ -221,7 +221,7 @@ def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcom
     ]
 
 
-def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
+def error_codes(outcomes: Sequence[AppendOutcome]) -> list[int]:
     return [
         each.message.error_code
         for each in outcomes
@@ -269,7 +269,7 @@ def test_commit_stamps_never_decrease() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [500, 500]
 
 
-def test_commit_stamps_continue_from_the_last_owners() -> None:
+def test_commit_stamps_continue_after_those_of_the_previous_owner() -> None:
     world = World(is_open=False)
     opened = SessionOpened(SessionId(1), GENERATION, TransactionId(4), GENESIS_CHAIN, False)
     world.pipeline.on_session_settled(
@@ -282,7 +282,7 @@ def test_commit_stamps_continue_from_the_last_owners() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [900, 1_000]
 
 
-def test_the_committed_batch_and_its_lineage_precede_its_answers() -> None:
+def test_a_committed_batch_is_published_before_its_answers() -> None:
     world = World()
     world.single()
     world.turn(wall_ms=9)
@@ -310,7 +310,7 @@ def test_the_duration_of_appends_is_recorded() -> None:
 # --- locks
 
 
-def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
+def test_a_rejection_waits_for_the_conflicting_transaction_in_flight() -> None:
     world = World()
     winner = world.single(write=[5])
     world.turn()
@@ -319,7 +319,7 @@ def test_a_rejection_for_a_conflict_in_flight_waits_for_it() -> None:
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)], waiting: [(-1, LOCK, 0)]}
 
 
-def test_of_two_conflicting_appends_in_one_turn_the_second_is_rejected() -> None:
+def test_the_second_of_two_conflicting_appends_in_one_turn_is_rejected() -> None:
     world = World()
     winner = world.single(write=[5])
     loser = world.single(BOB, write=[5])
@@ -338,8 +338,8 @@ def test_a_mark_above_the_log_is_rejected_row_by_row() -> None:
     rows = world.batch([b"a", b"b"], BOB, marks=[-1, 4])
     out = world.turn()
     assert results(out) == {}
-    assert results(proved(world, out)) == {ahead: [(-1, RowOutcomeCode.AHEAD, -1)]}
-    out = proved(world, world.commit())
+    assert results(answer_proof(world, out)) == {ahead: [(-1, RowOutcomeCode.AHEAD, -1)]}
+    out = answer_proof(world, world.commit())
     assert results(out) == {rows: [(0, COMMITTED, -1), (-1, RowOutcomeCode.AHEAD, -1)]}
     assert world.pipeline.counters.rejected[RowOutcomeCode.AHEAD] == 2
 
@@ -363,7 +363,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     stale = world.single(generation=Generation(2))
     fenced = world.single(BOB)
     rows = world.batch([b"a", b"b"], BOB)
-    # Checked when dequeued: a newer mount while they wait fences them off.
+    # Requests are checked when dequeued: a newer mount fences those that wait.
     world.mounts.begin_mount(BOB, ConnectionId(21), 2)
     assert results(world.turn()) == {
         stale: [(-1, RowOutcomeCode.GENERATION, -1)],
@@ -373,7 +373,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     assert world.submitted == []
 
 
-def test_a_row_that_is_too_large_is_not_appended_and_enters_no_lock(
+def test_a_row_over_the_limit_is_not_appended_and_writes_no_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("waltz_core.server.locking.validation.TRANSACTION_BYTES_MAX", 4)
@@ -387,7 +387,7 @@ def test_a_row_that_is_too_large_is_not_appended_and_enters_no_lock(
     }
 
 
-def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
+def test_an_append_with_a_wrong_checksum_is_rejected() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
     world.pipeline.receive(
@@ -395,7 +395,7 @@ def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
     )
     world.pipeline.receive(A, AppendBatch(req_id, -1, b"payload", 1), cost_bytes=50, now_ms=0)
     out = world.turn()
-    assert faults(out) == [errors.ChecksumMismatch.code] * 2
+    assert error_codes(out) == [errors.ChecksumMismatch.code] * 2
     single, batch = (each.message for each in out if isinstance(each, SendToClient))
     assert isinstance(single, ErrorResponse)
     assert "data is damaged: expected CRC" in single.message
@@ -407,18 +407,21 @@ def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
 def test_a_batch_that_cannot_be_decoded_is_reported() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
-    junk = b"no arrow"
+    invalid_payload = b"no arrow"
     world.pipeline.receive(
-        A, AppendBatch(req_id, -1, junk, zlib.crc32(junk)), cost_bytes=50, now_ms=0
+        A,
+        AppendBatch(req_id, -1, invalid_payload, zlib.crc32(invalid_payload)),
+        cost_bytes=50,
+        now_ms=0,
     )
-    assert faults(world.turn()) == [errors.BadRequest.code]
+    assert error_codes(world.turn()) == [errors.BadRequest.code]
 
 
 def test_a_batch_of_too_many_rows_is_reported_and_counted() -> None:
     world = World(PartitionLimits(lock_slot_count=11, batch_rows_max=1))
     world.batch([b"a", b"b"], cost=7)
     (answer,) = world.turn()
-    assert faults([answer]) == [errors.TooLarge.code]
+    assert error_codes([answer]) == [errors.TooLarge.code]
     assert answer.cost_bytes == 7
     figures = world.pipeline.counters
     assert (figures.requests, figures.rejected[RowOutcomeCode.TOO_LARGE]) == (1, 1)
@@ -434,11 +437,11 @@ def test_rejections_are_counted_by_their_reason() -> None:
     world.single()
     world.batch([b"a", b"b"])
     assert len(results([*world.turn(), *world.commit()])) == 4
-    refused = world.pipeline.counters.rejected
-    assert (refused[RowOutcomeCode.LOCK], refused[RowOutcomeCode.NOT_MOUNTED]) == (1, 3)
+    rejected = world.pipeline.counters.rejected
+    assert (rejected[RowOutcomeCode.LOCK], rejected[RowOutcomeCode.NOT_MOUNTED]) == (1, 3)
 
 
-def test_a_client_that_has_mounted_meanwhile_keeps_its_mount_without_a_proof() -> None:
+def test_a_failed_proof_does_not_end_a_newer_mount() -> None:
     world = World()
     world.single(mark=9)
     (found,) = [each for each in world.turn() if isinstance(each, ConfirmAheadOfLog)]
@@ -454,7 +457,7 @@ def test_sequence_numbers_that_run_out_are_reported() -> None:
     world = World()
     world.sequence = 0x7FFFFFFF
     world.batch([b"a", b"b"])
-    assert faults(world.turn()) == [errors.BadRequest.code]
+    assert error_codes(world.turn()) == [errors.BadRequest.code]
     world.sequence = 0x7FFFFFFF
     last = world.batch([b"a"])
     world.turn()
@@ -474,18 +477,18 @@ def test_a_transaction_over_4_mib_is_too_large() -> None:
 
 def test_a_full_queue_rejects_only_connections_over_their_share() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
-    refused = []
+    rejected = []
     for _ in range(20):
         req_id = world.single()
         if results(world.early) == {req_id: [(-1, RowOutcomeCode.OVERLOADED, -1)]}:
-            refused.append(req_id)
-    assert len(refused) == 10
+            rejected.append(req_id)
+    assert len(rejected) == 10
     world.single(BOB)
     assert world.early == []
     assert world.pipeline.queued_bytes == 1100
 
 
-def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
+def test_appends_do_not_overtake_an_append_that_waits_for_queue_space() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     before = world.single(cost=600)
     without_room = world.single(cost=600)
@@ -505,7 +508,7 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_appends_do_not_overtake_one_over_a_limit() -> None:
+def test_appends_do_not_overtake_an_append_over_a_limit() -> None:
     world = World()
     before = world.single()
     world.single(over_limit=errors.Overloaded("alice is over a limit", 700))
@@ -533,8 +536,8 @@ def test_each_row_of_a_batch_without_queue_space_is_rejected() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):
         world.batch([b"a"] * 100)
-    refused = world.batch([b"a", b"b"])
-    assert results(world.early) == {refused: [(-1, RowOutcomeCode.OVERLOADED, -1)] * 2}
+    rejected = world.batch([b"a", b"b"])
+    assert results(world.early) == {rejected: [(-1, RowOutcomeCode.OVERLOADED, -1)] * 2}
 
 
 LARGE = bytes(LARGE_BYTES)
@@ -547,7 +550,7 @@ def test_a_full_window_stops_the_turns_until_a_batch_is_settled() -> None:
     world.turn()
     assert not world.wants_turn
     assert len(world.submitted) == 1
-    # What is small passes, up to twice the window.
+    # Small requests pass, up to twice the window.
     world.single(BOB)
     assert world.wants_turn
     world.turn()
@@ -565,7 +568,7 @@ def test_a_large_request_is_sent_alone() -> None:
     assert [batch.last - batch.first + 1 for batch in world.turns()] == [1, 1, 1]
 
 
-def test_large_requests_go_one_by_one_while_small_ones_wait() -> None:
+def test_large_requests_run_one_at_a_time_while_small_ones_wait() -> None:
     world = World()
     for _ in range(4):
         world.single(data=LARGE, cost=LARGE_BYTES)
@@ -664,8 +667,8 @@ def test_rows_keep_order_and_sequence_numbers_across_pieces() -> None:
     assert behind in results(out)
 
 
-def flooded(world: World, *, flush: bool = False) -> ReqId:
-    """Share the server, and submit one piece of a batch that has many."""
+def world_with_flood(world: World, *, flush: bool = False) -> ReqId:
+    """Share the server, and submit the first piece of a large batch."""
     world.share()
     flood = world.batch([bytes(PIECE_BYTES // 2)] * 4)
     if flush:
@@ -680,7 +683,7 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     connection: ConnectionId, sequence: int
 ) -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     done = world.submitted[0].last + 1
     world.mounts.begin_mount(ALICE, connection, sequence)
     world.mounts.finish_mount(ALICE, connection)
@@ -688,25 +691,25 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     assert results(out) == {}
     world.now_ms += PAUSE_MS_MAX
     committed = [(number, COMMITTED, -1) for number in range(done)]
-    refused = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - done)
-    assert results(world.turn()) == {flood: committed + refused}
+    rejected = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - done)
+    assert results(world.turn()) == {flood: committed + rejected}
     assert len(world.submitted) == 1
 
 
-def test_all_pieces_after_a_lost_one_are_lost() -> None:
+def test_all_pieces_after_a_lost_piece_are_lost() -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     lost = world.submitted[0].last + 1
     world.pipeline.on_session_closed()
     assert results(world.open(-1)) == {}
-    refused = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - lost)
+    rejected = [(-1, RowOutcomeCode.NOT_MOUNTED, -1)] * (4 - lost)
     world.now_ms += PAUSE_MS_MAX
-    assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + refused}
+    assert results(world.turn()) == {flood: [(-1, LOST, -1)] * lost + rejected}
 
 
-def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:
+def test_rows_that_were_not_submitted_are_appended_in_the_next_session() -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     world.commit()
     mark = world.submitted[-1].last
     world.pipeline.on_session_closed()
@@ -721,35 +724,35 @@ def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:
 
 def test_a_flush_waits_for_all_pieces() -> None:
     world = World()
-    flooded(world, flush=True)
+    world_with_flood(world, flush=True)
     while world.pipeline.queued_bytes:
         assert BarrierReached(1) not in world.commit()
         world.piece()
     assert BarrierReached(1) in world.commit()
 
 
-def test_a_connection_that_closes_between_two_pieces_leaves_its_flush_once() -> None:
+def test_a_flush_of_a_connection_closed_between_pieces_is_removed_once() -> None:
     world = World()
-    flooded(world, flush=True)
+    world_with_flood(world, flush=True)
     assert world.pipeline.close(A) == []
     assert world.pipeline.queued_bytes == 0
     assert BarrierReached(1) in world.commit()
     assert world.pipeline.flush(2) == [BarrierReached(2)]
     again = World()
-    flooded(again, flush=True)
+    world_with_flood(again, flush=True)
     again.commit()
     assert again.pipeline.close(A) == [BarrierReached(1)]
 
 
-def test_an_end_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
+def test_abandoning_in_the_middle_of_a_batch_leaves_it_in_doubt() -> None:
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     queued = world.single()
     first, second, _ = world.pipeline.abandon()
     assert [pending.req_id for pending in first] == [queued]
     assert [pending.req_id for pending in second] == [flood]
     world = World()
-    flood = flooded(world)
+    flood = world_with_flood(world)
     world.commit()
     assert [pending.req_id for pending in world.pipeline.abandon()[1]] == [flood]
 
@@ -802,9 +805,7 @@ def test_a_flush_waits_for_earlier_requests_only() -> None:
     world.turn()
     assert world.pipeline.flush(1) == []
     world.single(generation=Generation(9))
-    assert (
-        BarrierReached(1) not in world.turn()
-    )  # what came later has ended, and what came before not
+    assert BarrierReached(1) not in world.turn()  # only the later request has ended
     world.single()
     assert BarrierReached(1) in world.commit()
 
@@ -849,7 +850,7 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
 def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     follows_own_session,
 ) -> None:
-    """Otherwise its chain may differ from the log's."""
+    """Otherwise the chain of the batch could differ from that of the log."""
     world = World()
     for _ in range(2):
         world.single()
@@ -861,7 +862,7 @@ def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
-def test_locks_of_lost_transactions_are_free_again_if_no_other_transaction_wrote_them() -> None:
+def test_locks_of_lost_transactions_are_released_unless_written_by_another() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -889,7 +890,7 @@ def test_a_retry_of_a_lost_append_is_accepted_even_after_other_appends() -> None
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
 
 
-def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> None:
+def test_after_another_owners_session_all_locks_count_as_written() -> None:
     world = World()
     world.pipeline.on_session_closed()
     world.open(7, settled=-1, follows_own_session=False)
@@ -900,7 +901,7 @@ def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> N
     assert results(world.commit()) == {level: [(8, COMMITTED, -1)]}
 
 
-def test_a_request_may_be_settled_in_the_middle() -> None:
+def test_settlement_may_commit_a_part_of_a_request() -> None:
     world = World()
     rows = world.batch([b"a", b"b", b"c", b"d"], write=[[1], [1], [2], [2]])
     world.turn()
@@ -910,7 +911,7 @@ def test_a_request_may_be_settled_in_the_middle() -> None:
     }
 
 
-def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
+def test_abandoning_distinguishes_queued_from_submitted_appends() -> None:
     world = World()
     in_flight = world.single()
     world.turn()
@@ -928,7 +929,7 @@ def test_an_end_distinguishes_queued_from_submitted_appends() -> None:
 
 
 @pytest.mark.parametrize("locks", [0, 1])
-def test_the_calls_for_two_thousand_rows_are_at_most_twice_those_for_a_hundred(locks: int) -> None:
+def test_the_number_of_calls_hardly_grows_with_the_number_of_rows(locks: int) -> None:
     def calls(row_count: int) -> int:
         world = World(PartitionLimits(lock_slot_count=1_048_573))
         write = [[row] * locks for row in range(row_count)]
@@ -945,7 +946,7 @@ def test_the_calls_for_two_thousand_rows_are_at_most_twice_those_for_a_hundred(l
     assert calls(2_000) <= 2 * calls(100)
 
 
-def test_a_commit_with_another_chain_than_the_logs_is_a_bug() -> None:
+def test_a_commit_with_another_chain_raises_an_assertion_error() -> None:
     world = World()
     world.single()
     world.turn()

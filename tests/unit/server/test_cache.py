@@ -49,7 +49,7 @@ def read(
 
 
 def numbers(found: list[CachedRange]) -> list[int]:
-    """Return the IDs that came back, having checked that each has its own record."""
+    """Return the IDs that were found, and check that each has its record."""
     ids: list[int] = []
     for part in found:
         mine = list(range(part.first, part.last + 1))
@@ -71,7 +71,7 @@ def test_a_range_over_several_batches_is_read() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 99), (4, 4), (13, 20)])
-def test_an_absent_range_is_a_miss(first: int, last: int) -> None:
+def test_a_range_that_is_not_cached_is_a_miss(first: int, last: int) -> None:
     cache = cache_of((5, 7), (8, 12))
     assert read(cache, first, last) == []
     assert (cache.hits, cache.misses) == (0, 1)
@@ -88,7 +88,9 @@ def test_an_absent_range_is_a_miss(first: int, last: int) -> None:
         (4 * RECORD_BYTES, [6, 7, 8, 9]),
     ],
 )
-def test_bytes_max_holds_except_for_the_first_record(bytes_max: int, expected: list[int]) -> None:
+def test_the_first_record_of_an_answer_may_exceed_bytes_max(
+    bytes_max: int, expected: list[int]
+) -> None:
     assert numbers(read(cache_of((5, 7), (8, 12)), 6, 12, bytes_max)) == expected
 
 
@@ -143,7 +145,7 @@ def test_a_batch_over_the_limit_is_not_cached_and_leaves_no_gap() -> None:
     assert numbers(read(cache, 10, 11)) == [10, 11]
 
 
-def test_clear_releases_the_whole_budget() -> None:
+def test_clear_releases_all_cached_bytes() -> None:
     budget = CacheBudget(1 << 20)
     one, two = TransactionCache(budget), TransactionCache(budget)
     put(one, 0, 1)
@@ -158,7 +160,7 @@ def test_clear_releases_the_whole_budget() -> None:
 @pytest.mark.parametrize(
     ("mark", "held"), [(20, (0, 9)), (9, (0, 9)), (8, (0, 5)), (5, (0, 5)), (4, (0, 1)), (0, None)]
 )
-def test_truncate_forgets_batches_that_reach_above_the_mark(
+def test_truncate_drops_batches_that_end_above_the_mark(
     mark: int, held: tuple[int, int] | None
 ) -> None:
     cache = cache_of((0, 1), (2, 5), (6, 9))
@@ -169,7 +171,7 @@ def test_truncate_forgets_batches_that_reach_above_the_mark(
         assert numbers(read(cache, 0, 99)) == list(range(mark + 3))
 
 
-def test_a_truncation_works_after_evictions() -> None:
+def test_truncate_works_after_evictions() -> None:
     cache = cache_of(*((n, n + 1) for n in range(0, 20, 2)), limit_bytes=3 * COST_OF_TWO)
     assert (cache.first, cache.last) == (14, 19)
     cache.truncate_after(TransactionId(17))
@@ -181,67 +183,67 @@ def test_a_truncation_works_after_evictions() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def packed(first: int, last: int) -> bytes:
+def feed_headers(first: int, last: int) -> bytes:
     return b"".join(n.to_bytes(20, "big") for n in range(first, last + 1))
 
 
-def feed(cache: FeedCache, first: int, last: int) -> None:
-    cache.put(TransactionId(first), packed(first, last))
+def put_feed(cache: FeedCache, first: int, last: int) -> None:
+    cache.put(TransactionId(first), feed_headers(first, last))
 
 
-def fed(cache: FeedCache, first: int, last: int) -> bytes:
+def read_feed(cache: FeedCache, first: int, last: int) -> bytes:
     return cache.read(TransactionId(first), TransactionId(last))
 
 
-def test_the_ring_wraps_around() -> None:
+def test_the_header_ring_wraps_around() -> None:
     cache = FeedCache(20 * 10 + 3)
     assert (cache.capacity, cache.size_bytes) == (10, 200)
-    feed(cache, 0, 6)
-    assert fed(cache, 0, 6) == packed(0, 6)
-    feed(cache, 7, 13)
-    assert fed(cache, 3, 3) == b""
-    assert fed(cache, 4, 13) == packed(4, 13)
-    assert fed(cache, 9, 99) == packed(9, 13)
-    assert fed(cache, 8, 11) == packed(8, 11)
-    assert fed(cache, 14, 14) == b""
+    put_feed(cache, 0, 6)
+    assert read_feed(cache, 0, 6) == feed_headers(0, 6)
+    put_feed(cache, 7, 13)
+    assert read_feed(cache, 3, 3) == b""
+    assert read_feed(cache, 4, 13) == feed_headers(4, 13)
+    assert read_feed(cache, 9, 99) == feed_headers(9, 13)
+    assert read_feed(cache, 8, 11) == feed_headers(8, 11)
+    assert read_feed(cache, 14, 14) == b""
     assert (cache.hits, cache.misses) == (4, 2)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 7])
-def test_the_ring_has_the_newest_headers_like_a_list(capacity: int) -> None:
+def test_the_header_ring_equals_a_list_of_the_newest_headers(capacity: int) -> None:
     cache = FeedCache(20 * capacity)
     first = 0
     for count in (1, 3, 0, 2, 9, 1, 1, 7, 5):
-        feed(cache, first, first + count - 1)
+        put_feed(cache, first, first + count - 1)
         first += count
         oldest = max(0, first - capacity)
-        assert fed(cache, oldest, first - 1) == packed(oldest, first - 1)
+        assert read_feed(cache, oldest, first - 1) == feed_headers(oldest, first - 1)
         if oldest:
-            assert fed(cache, oldest - 1, first) == b""
+            assert read_feed(cache, oldest - 1, first) == b""
 
 
 def test_a_gap_in_the_feed_drops_all_earlier_batches() -> None:
     cache = FeedCache(20 * 10)
-    feed(cache, 0, 3)
-    feed(cache, 5, 6)
-    assert fed(cache, 3, 3) == b""
-    assert fed(cache, 5, 9) == packed(5, 6)
+    put_feed(cache, 0, 3)
+    put_feed(cache, 5, 6)
+    assert read_feed(cache, 3, 3) == b""
+    assert read_feed(cache, 5, 9) == feed_headers(5, 6)
 
 
 def test_the_feed_cache_can_be_truncated_and_cleared() -> None:
     cache = FeedCache(20 * 10)
-    feed(cache, 0, 12)
+    put_feed(cache, 0, 12)
     cache.truncate_after(TransactionId(20))
-    assert fed(cache, 3, 12) == packed(3, 12)
+    assert read_feed(cache, 3, 12) == feed_headers(3, 12)
     cache.truncate_after(TransactionId(9))
-    assert fed(cache, 3, 12) == packed(3, 9)
+    assert read_feed(cache, 3, 12) == feed_headers(3, 9)
     cache.put(TransactionId(10), bytes(20))
-    assert fed(cache, 9, 12) == packed(9, 9) + bytes(20)
+    assert read_feed(cache, 9, 12) == feed_headers(9, 9) + bytes(20)
     cache.truncate_after(TransactionId(1))
-    assert fed(cache, 1, 1) == b""
-    feed(cache, 2, 3)
-    assert fed(cache, 2, 3) == packed(2, 3)
+    assert read_feed(cache, 1, 1) == b""
+    put_feed(cache, 2, 3)
+    assert read_feed(cache, 2, 3) == feed_headers(2, 3)
     cache.clear()
-    assert fed(cache, 0, 3) == b""
-    feed(cache, 30, 31)
-    assert fed(cache, 30, 31) == packed(30, 31)
+    assert read_feed(cache, 0, 3) == b""
+    put_feed(cache, 30, 31)
+    assert read_feed(cache, 30, 31) == feed_headers(30, 31)

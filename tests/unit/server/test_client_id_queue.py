@@ -10,7 +10,7 @@ from waltz_core.server.process.client_id_queue import ClientIdQueue
 
 
 class Counter:
-    """Allocates IDs from 0 on, when it may."""
+    """Allocates IDs from 0 on, after the test permits it."""
 
     def __init__(self):
         self.writes, self.last, self.error = [], -1, None
@@ -36,12 +36,12 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
         cancelled.cancel()
         counter.may_write.set()
     assert len({task.result() for task in tasks}) == 100
-    assert counter.writes == [1, 99]  # the second one for all that came during the first
+    assert counter.writes == [1, 99]  # the second write is for all requests during the first
     assert await queue.next_client_id() == 100
 
 
 @run_on_virtual_loop
-async def test_an_error_is_that_of_each_request_that_has_met_it():
+async def test_all_requests_that_share_a_failed_write_get_its_error():
     counter = Counter()
     queue = ClientIdQueue(counter.allocate)
     counter.may_write.set()

@@ -5,7 +5,7 @@ import weakref
 from types import SimpleNamespace
 
 from tests.loops import pass_time, poll_until, run_on_loop, run_on_virtual_loop
-from tests.unit.server.test_partition import BOB, ready
+from tests.unit.server.test_partition import BOB, world_with_mount
 from waltz_core.driver import Driver
 from waltz_core.errors import Overloaded, PermissionDenied
 from waltz_core.metrics import Metrics
@@ -76,19 +76,19 @@ class Link:
 
 
 class Host:
-    """A partition that notes what reaches it."""
+    """A partition that records the requests that it receives."""
 
     partition_id = PartitionId(0)
     is_open = True
 
     def __init__(self) -> None:
-        self.taken, self.over_limit, self.events = [], [], []
+        self.received_requests, self.over_limit, self.events = [], [], []
 
     def post(self, event) -> None:
         self.events.append(type(event))
 
     def receive(self, connection, message, cost_bytes, *, principal="", over_limit=None) -> None:
-        self.taken.append((connection, message, cost_bytes))
+        self.received_requests.append((connection, message, cost_bytes))
         self.over_limit.append(over_limit)
 
 
@@ -116,19 +116,19 @@ async def test_a_client_that_does_not_read_is_paused():
         FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -each)) for each in (1, 2, 3)
     ]
     link.received(requests)
-    taken = backend.host.taken
-    assert [message for _, message, _ in taken] == requests[:2]
-    connection, message, cost_bytes = taken[0]
+    received_requests = backend.host.received_requests
+    assert [message for _, message, _ in received_requests] == requests[:2]
+    connection, message, cost_bytes = received_requests[0]
     clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
     await asyncio.sleep(0)
-    assert len(taken) == 2
+    assert len(received_requests) == 2
     link.is_congested = False
     link.drained()
-    assert [message for _, message, _ in taken] == requests
+    assert [message for _, message, _ in received_requests] == requests
 
 
 @run_on_loop
-async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next():
+async def test_a_denied_request_reaches_no_partition_and_frees_its_slot():
     backend, link = Backend(), Link()
     link.denied[AppendRequest] = PermissionDenied("no")
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
@@ -145,11 +145,11 @@ async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next
     link.drained()
     flush = FlushRequest(ids[0])
     link.received([flush])
-    assert [message for _, message, _ in backend.host.taken] == [flush]
+    assert [message for _, message, _ in backend.host.received_requests] == [flush]
 
 
 @run_on_loop
-async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
+async def test_a_principal_over_its_client_id_limit_gets_no_further_id():
     class Access:
         def charge_client_id(self):
             raise Overloaded("no ID", 10)
@@ -171,7 +171,7 @@ async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
 
 @run_on_loop
 async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
-    """It would not be charged to a principal, and all share 2^30 IDs."""
+    """The ID would not be charged to a principal, and there are only 2^30 IDs for all clients."""
     issued = []
 
     class Issuing(Backend):
@@ -199,7 +199,7 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
     append = AppendRequest(req_id, 0, (), (), (), 0, b"", 0)
     link.received([append, FlushRequest(req_id)])
     await poll_until(lambda: link.sent)
-    assert [message for _, message, _ in backend.host.taken] == [append]
+    assert [message for _, message, _ in backend.host.received_requests] == [append]
     assert backend.host.over_limit == [error]
     assert link.sent == [
         ErrorResponse(req_id, Overloaded.code, True, "etl is over a limit", retry_after_ms=700)
@@ -207,7 +207,7 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
 
 
 @run_on_loop
-async def test_a_limit_pauses_feeds_and_no_requests():
+async def test_a_limit_pauses_feeds_but_not_requests():
     class ReadLink(Link):
         def send(self, message) -> None:
             self.sent.append(message)
@@ -217,13 +217,13 @@ async def test_a_limit_pauses_feeds_and_no_requests():
     clients.accept(link)
     flush = FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -1))
     link.received([flush])
-    (connection, _, cost_bytes), host = backend.host.taken[0], backend.host
+    (connection, _, cost_bytes), host = backend.host.received_requests[0], backend.host
     link.is_over_limit = True
     clients.answer(SendToClient(connection, FlushResponse(flush.req_id, 0), cost_bytes))
     await poll_until(lambda: host.events)
     assert host.events == [ConnectionCongested]
     link.received([flush])
-    assert len(host.taken) == 2
+    assert len(host.received_requests) == 2
     link.is_congested = True
     link.is_over_limit = False
     link.drained()
@@ -234,7 +234,7 @@ async def test_a_limit_pauses_feeds_and_no_requests():
 
 
 @run_on_loop
-async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
+async def test_a_limit_pauses_a_feed_after_the_frame_that_exceeds_it():
     """A commit sends a frame at once, although a wake-up for the next frame is due already."""
 
     class LimitedLink(Link):
@@ -242,7 +242,7 @@ async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
             self.sent.append(type(message))
             self.is_over_limit |= isinstance(message, FeedBatch)
 
-    world, link = ready(feed_frame_count_max=2), LimitedLink()
+    world, link = world_with_mount(feed_frame_count_max=2), LimitedLink()
     world.fill(6)
 
     def perform(effect) -> None:
@@ -276,13 +276,13 @@ async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
 
 
 async def pass_turns() -> None:
-    """Let everything happen that waits for nothing."""
+    """Let all ready callbacks and tasks run."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 @run_on_loop
-async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
+async def test_feeds_of_a_moved_partition_do_not_count_towards_limits():
     backend, link = Backend(), Link()
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
@@ -292,7 +292,7 @@ async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
 
 
 @run_on_loop
-async def test_checks_of_the_storages_do_not_multiply():
+async def test_concurrent_connectivity_checks_are_shared():
     """Each one connects to every storage, and descriptors are few."""
     backend, links = Backend(), [Link(), Link()]
     async with asyncio.TaskGroup() as tasks:
@@ -308,26 +308,26 @@ async def test_checks_of_the_storages_do_not_multiply():
     assert [link.sent for link in links] == [answers, answers]
 
 
-class Audited:
+class AuditedRequest:
     """A request in the audit log, whose lines are written at once."""
 
     def __init__(self) -> None:
         self.outcomes = []
 
-    def begin(self, begun) -> None:
-        begun(None)
+    def begin(self, on_begun) -> None:
+        on_begun(None)
 
     def end(self, outcome, error="") -> None:
         self.outcomes.append(outcome)
 
 
-class MayBegin:
+class AuditAccess:
     def may_begin(self, error):
         return error is None
 
 
 class Expiry(ExpireRequest):
-    """A request whose end of life can be observed."""
+    """A request that supports weak references, to observe when it is freed."""
 
     __slots__ = ("__weakref__",)
     requires = ExpireRequest.requires
@@ -335,9 +335,9 @@ class Expiry(ExpireRequest):
 
 @run_on_loop
 async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
-    """Its outcome is found by its `id`, which another request could get otherwise."""
-    backend, link, audited = Backend(), Link(), Audited()
-    link.access, link.audit_request = MayBegin(), lambda _request: audited
+    """The outcome is found by the `id` of the request, which another request could get."""
+    backend, link, audited = Backend(), Link(), AuditedRequest()
+    link.access, link.audit_request = AuditAccess(), lambda _request: audited
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
     clients.accept(link)
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), -1)
@@ -345,9 +345,9 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     kept = weakref.ref(request)
     link.received([request])
     del request
-    ((connection, _, cost_bytes),) = backend.host.taken
+    ((connection, _, cost_bytes),) = backend.host.received_requests
     del _
-    backend.host.taken.clear()  # the partition keeps the ID of the request only
+    backend.host.received_requests.clear()  # the partition keeps the ID of the request only
     assert kept() is not None
     answer = ExpireResponse(req_id, 5, is_done=True)
     clients.answer(SendToClient(connection, answer, cost_bytes, kept()))
@@ -356,19 +356,19 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
 
 
 @run_on_virtual_loop
-async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_has_its_answers():
-    class Reading(Link):
+async def test_a_connection_over_the_memory_limit_resumes_after_its_answers_drain():
+    class SlowLink(Link):
         def send(self, message) -> None:  # the system takes it later
             self.sent.append(message)
             self.write_backlog_bytes = 600 << 10
 
-    backend, links = Backend(), [Reading(), Reading()]
+    backend, links = Backend(), [SlowLink(), SlowLink()]
     limits = LIMITS._replace(memory_bytes_max=1 << 20)
     clients = ClientConnections(backend, limits, None, Metrics("server"))
     for each, link in enumerate(links):
         clients.accept(link)
         link.received([FlushRequest(ReqId(ClientId(each), Generation(1), PartitionId(0), -1))])
-    for connection, message, cost_bytes in backend.host.taken:
+    for connection, message, cost_bytes in backend.host.received_requests:
         clients.answer(SendToClient(connection, FlushResponse(message.req_id, 0), cost_bytes))
     await asyncio.sleep(0)
     assert [link.is_read for link in links].count(False) == 1
@@ -380,7 +380,7 @@ async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_
 
 
 @run_on_loop
-async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees_it():
+async def test_a_read_starts_when_another_connection_frees_memory():
     backend, links = Backend(), [Link(), Link()]
     clients = ClientConnections(
         backend, LIMITS._replace(memory_bytes_max=4_096), None, Metrics("server")
@@ -391,6 +391,6 @@ async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees
     links[0].received([AppendRequest(ids, 0, (), (), (), 0, bytes(8_192), 0)])
     small = AppendRequest(ids, 0, (), (), (), 0, b"1", 0)
     links[1].received([small, TransactionDataRequest(ids, 0)])
-    assert len(backend.host.taken) == 2  # an append may wait for long
+    assert len(backend.host.received_requests) == 2  # an append may wait for long
     links[0].closed("done")
-    await poll_until(lambda: len(backend.host.taken) == 3)
+    await poll_until(lambda: len(backend.host.received_requests) == 3)

@@ -57,22 +57,22 @@ def test_settings_reach_replication() -> None:
 
 
 class HandOverRecorder:
-    """A coordinator that only records hand-overs; each hand-over waits for `go`."""
+    """A coordinator that only records hand-overs; each hand-over waits for `may_finish`."""
 
     def __init__(self, *, is_taken: bool = True) -> None:
-        self.go, self.asked, self.at_once = asyncio.Event(), list[int](), 0
-        self.is_taken, self.most_at_once = is_taken, 0
+        self.may_finish, self.requested, self.running_count = asyncio.Event(), list[int](), 0
+        self.is_taken, self.running_max = is_taken, 0
         self.preferred = list[tuple[int, ...]]()
         self.remove_dead_server = None
         self.keep_owners = lambda: None
         self.writes, self.issued_ids = None, SimpleNamespace(allocate_ids=None)
 
     async def hand_over(self, partition_id: int, _generation: int) -> bool:
-        self.asked.append(partition_id)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        await self.go.wait()
-        self.at_once -= 1
+        self.requested.append(partition_id)
+        self.running_count += 1
+        self.running_max = max(self.running_max, self.running_count)
+        await self.may_finish.wait()
+        self.running_count -= 1
         return self.is_taken
 
     async def change_preferences(self, descriptor: ServerDescriptor) -> None:
@@ -88,52 +88,52 @@ def server_of(coordinator: HandOverRecorder, *released: int) -> Server:
     return server
 
 
-def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> tuple[HandOverRecorder, Server]:
+def server_that_rechecks(monkeypatch: pytest.MonkeyPatch) -> tuple[HandOverRecorder, Server]:
     """Return a server that checks again at once, with the storages of partition 0."""
     monkeypatch.setattr(server_daemon, "HAND_OVER_PAUSE_S", 0.0)
     monkeypatch.setattr(server_daemon, "PREFERENCE_CHECK_S", 0.001)
     coordinator = HandOverRecorder()
-    coordinator.go.set()
+    coordinator.may_finish.set()
     server = server_of(coordinator, 0, 1)
     server._assignments = ReplicaAssignments(dict.fromkeys(STORAGES, (PartitionId(0),)))
     return coordinator, server
 
 
-async def turns() -> None:
+async def pass_turns() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 @run_on_loop
-async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released() -> None:
+async def test_partitions_are_handed_over_one_at_a_time_while_unowned() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
     async with asyncio.TaskGroup() as tasks:
         request_tasks = [
             tasks.create_task(server._hand_over_partition(each, 1)) for each in range(4)
         ]
-        await turns()
-        assert coordinator.asked == [0]
-        # Meanwhile one has begun again, and one has moved away.
+        await pass_turns()
+        assert coordinator.requested == [0]
+        # In the meantime partition 1 is owned again, and partition 2 has moved away.
         server.hosts[1].partition.is_owned = True
         del server.hosts[2]
-        coordinator.go.set()
+        coordinator.may_finish.set()
     assert [each.result() for each in request_tasks] == [True, False, False, True]
-    assert (coordinator.asked, coordinator.most_at_once) == ([0, 3], 1)
+    assert (coordinator.requested, coordinator.running_max) == ([0, 3], 1)
 
 
 @run_on_loop
 async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it() -> None:
     coordinator = HandOverRecorder()
-    coordinator.go.set()
+    coordinator.may_finish.set()
     server = server_of(coordinator, 0, 1)
     assert await server._hand_over_partition(0, 1)
     assert not await server._hand_over_partition(0, 3)  # it has returned
     coordinator.is_taken = False
     assert not await server._hand_over_partition(1, 1)
     assert not await server._hand_over_partition(1, 1)
-    assert coordinator.asked == [0, 1, 1]
-    # So it gets no partitions, although it seems idle.
+    assert coordinator.requested == [0, 1, 1]
+    # So the server gets no partitions, although it seems idle.
     assert not server._make_rebalancer()._is_fit()
     assert server_of(coordinator)._make_rebalancer()._is_fit()
 
@@ -142,60 +142,60 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
 async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator, server = checks_at_once(monkeypatch)
+    coordinator, server = server_that_rechecks(monkeypatch)
     reached = dict.fromkeys(STORAGES[1:], False)
-    looks = asyncio.Semaphore(0)
+    checks = asyncio.Semaphore(0)
 
     async def check() -> list[tuple[str, bool]]:
-        looks.release()
+        checks.release()
         return [(STORAGES[0], True), *((str(each), reached[each]) for each in reached)]
 
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])
     assert await server._hand_over_partition(PartitionId(0), Generation(1))
-    # A command prefers another one meanwhile; this does not prefer the failing one.
+    # In the meantime a command prefers another partition; this must not restore the failing one.
     await server.prefer([PartitionId(3)], [])
-    looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    restore_task = asyncio.get_running_loop().create_task(server._run_preference_restore())
     for _ in range(3):
-        await looks.acquire()
+        await checks.acquire()
     assert coordinator.preferred == [(1, 0), (1, 3)]
     reached[STORAGES[1]] = True
     while len(coordinator.preferred) < 3:
-        await looks.acquire()
+        await checks.acquire()
     assert coordinator.preferred == [(1, 0), (1, 3), (1, 0, 3)]
-    looking.cancel()
+    restore_task.cancel()
 
 
 @run_on_loop
 async def test_a_preference_that_was_removed_is_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator, server = checks_at_once(monkeypatch)
-    looked = asyncio.Event()
+    coordinator, server = server_that_rechecks(monkeypatch)
+    checked = asyncio.Event()
 
     async def check() -> list[tuple[str, bool]]:
         # While the storages are queried, a command removes the preference.
         await server.prefer([], [PartitionId(0)])
-        looked.set()
+        checked.set()
         return [(str(each), True) for each in STORAGES]
 
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])
     assert await server._hand_over_partition(PartitionId(0), Generation(1))
-    looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
-    await looked.wait()
-    await turns()
+    restore_task = asyncio.get_running_loop().create_task(server._run_preference_restore())
+    await checked.wait()
+    await pass_turns()
     assert coordinator.preferred == [(1, 0), (1,)]
-    looking.cancel()
+    restore_task.cancel()
 
 
 @run_on_loop
-async def test_a_cancelled_hand_over_delays_no_other() -> None:
+async def test_a_cancelled_hand_over_does_not_delay_others() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1)
     first = asyncio.get_running_loop().create_task(server._hand_over_partition(0, 1))
-    await turns()
+    await pass_turns()
     first.cancel()
-    await turns()
-    coordinator.go.set()
+    await pass_turns()
+    coordinator.may_finish.set()
     assert await server._hand_over_partition(1, 1)

@@ -29,7 +29,7 @@ HOT, COLD = 5, 6
 
 
 class Authors(World):
-    """A pipeline, and authors that follow."""
+    """A pipeline, and authors of dependent appends."""
 
     def follow(
         self,
@@ -52,7 +52,7 @@ class Authors(World):
         return req_id
 
     def after(self, mark: int, **more) -> ReqId:
-        """An author that has received everything up to a mark in the current session."""
+        """Append as an author that has received everything up to a mark in the current session."""
         return self.follow(mark=mark, session=self.session, **more)
 
 
@@ -88,7 +88,7 @@ def test_a_rejected_writer_gets_its_predecessors_and_may_append_after_them():
     ).predecessors
     assert (transaction_id, req_id, header, data) == (0, winner, 7, b"first")
     behind = world.after(0, client=BOB)
-    assert world.turn() == []  # it is gathered
+    assert world.turn() == []  # the append is gathered
     assert results(world.commit()) == {winner: [(0, COMMITTED, -1)]}
     assert len(world.turns()) == 1
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)]}
@@ -134,7 +134,7 @@ def test_a_barrier_waits_for_gathered_appends_as_for_those_in_flight():
     assert BarrierReached(1) in world.commit()
 
 
-def test_while_authors_wait_gathered_appends_are_sent_after_a_pause():
+def test_gathered_appends_are_sent_after_a_pause_while_authors_wait():
     world, _ = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
@@ -166,7 +166,7 @@ def test_an_independent_append_submits_the_gathered_ones():
     assert [(batch.first, batch.last) for batch in world.submitted] == [(0, 0), (1, 2)]
 
 
-def test_predecessors_are_those_of_its_locks_above_its_mark():
+def test_predecessors_have_written_its_locks_above_its_mark():
     world = Authors()
     world.follow(write=[COLD])  # from here on it is remembered
     world.follow(write=[HOT])
@@ -179,17 +179,17 @@ def test_predecessors_are_those_of_its_locks_above_its_mark():
     assert predecessor_ids_for(world, write=[HOT]) == [1, 3]
     assert predecessor_ids_for(world, write=[9], read=[8, 7]) == [2, 4]
     assert predecessor_ids_for(world, write=[HOT], mark=1) == [3]
-    assert predecessor_ids_for(world, write=[HOT, COLD], mark=3) is None  # it is let in
+    assert predecessor_ids_for(world, write=[HOT, COLD], mark=3) is None  # the append is admitted
 
 
-def predecessor_ids_for(world: Authors, **asked) -> list[int] | None:
-    req_id = world.follow(BOB, **asked)
+def predecessor_ids_for(world: Authors, **request) -> list[int] | None:
+    req_id = world.follow(BOB, **request)
     out = world.turn()
     world.now_ms += WAIT_MS_MAX  # no author is expected back any more
     return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 
-def test_rows_of_batches_are_no_predecessors():
+def test_rows_of_append_batches_are_not_predecessors():
     world, winner = in_flight()
     world.batch([b"a", b"b"], write=[[COLD], [9]])
     world.turn()
@@ -221,7 +221,7 @@ def test_predecessors_for_too_many_locks_are_not_returned():
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
 
 
-def test_many_locks_are_not_remembered_for_long(monkeypatch):
+def test_the_number_of_remembered_locks_is_limited(monkeypatch):
     monkeypatch.setattr(
         dependent_appends, "REMEMBERED_BYTES_MAX", 100 * dependent_appends.REMEMBERED_LOCK_BYTES
     )
@@ -237,7 +237,7 @@ def test_many_locks_are_not_remembered_for_long(monkeypatch):
     assert results(world.turn())[late] == [(-1, LOCK, 0)]
 
 
-def test_forgotten_predecessors_are_not_returned(monkeypatch):
+def test_predecessors_of_forgotten_locks_are_not_returned(monkeypatch):
     monkeypatch.setattr(dependent_appends, "REMEMBERED_COUNT_MAX", 2)
     world, _ = in_flight()
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_if_a_notified_writer_does_not_return_the_next_is_notified():
     assert world.pipeline.due_ms(world.now_ms) is None
 
 
-def test_predecessors_of_another_session_are_not_followed():
+def test_dependent_appends_to_another_session_are_rejected():
     world, winner = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
@@ -286,15 +286,15 @@ def test_predecessors_of_another_session_are_not_followed():
     stale = world.follow(BOB, mark=0, session=session)
     assert results(world.turn()) == {stale: [(-1, LOCK, -1)]}
     assert results(world.commit()) == {other: [(0, COMMITTED, -1)]}
-    # Nor when the log has come so far in the other session.
+    # The same holds when the log of the other session reaches this ID.
     stale = world.follow(BOB, mark=0, session=session)
     assert results(world.turn()) == {stale: [(-1, LOCK, 0)]}
 
 
-def test_a_session_with_an_old_number_is_not_followed():
+def test_dependent_appends_after_a_zookeeper_rollback_are_rejected():
     world, _ = in_flight()
     world.pipeline.on_session_closed()
-    world.session -= 1  # as when ZooKeeper's data were put back
+    world.session -= 1  # as after a rollback of ZooKeeper
     world.open(-1, settled=-1)
     world.submitted.clear()
     world.follow(BOB)
@@ -305,7 +305,7 @@ def test_a_session_with_an_old_number_is_not_followed():
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
 
 
-def test_rejected_appends_cannot_be_followed():
+def test_a_rejected_append_cannot_be_a_predecessor():
     world, _ = in_flight()
     beyond = world.after(1)
     assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
@@ -339,7 +339,7 @@ def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
 
 
 @pytest.mark.parametrize("mark", [0, 5])
-def test_gathered_appends_are_lost_with_their_session_even_after_foreign_writes(mark):
+def test_gathered_appends_are_lost_with_their_session(mark):
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     world.turn()
@@ -371,8 +371,8 @@ def test_a_waiting_author_is_answered_at_the_end_of_the_session_unless_it_discon
     assert results(world.pipeline.on_session_closed()) == {waiting[2]: [(-1, LOCK, -1)]}
 
 
-def gathered_while_another_waits() -> Authors:
-    """Nothing is in flight, and what is gathered waits for more because an author waits."""
+def world_with_gathered_append() -> Authors:
+    """No append is in flight; a gathered append waits for more appends because an author waits."""
     world, _ = in_flight()
     world.follow(BOB)
     world.turn()
@@ -391,7 +391,7 @@ def gathered_while_another_waits() -> Authors:
     ("end", "submitted"), [("hold_submissions", [0, 1]), ("on_session_closed", [0])]
 )
 def test_gathered_appends_are_sent_before_the_end_of_the_session_and_not_after(end, submitted):
-    world = gathered_while_another_waits()
+    world = world_with_gathered_append()
     getattr(world.pipeline, end)()
     assert world.wants_turn == (end == "hold_submissions")
     world.now_ms += GATHER_MS
@@ -424,7 +424,7 @@ def test_predecessors_of_a_lost_session_are_not_returned_in_the_next():
     assert (found.req_id, found.data) == (again, b"again")
 
 
-def test_the_reported_record_is_that_of_the_admitted_row_not_of_the_rejected_one():
+def test_predecessors_have_the_record_of_the_admitted_row():
     world, _ = in_flight()
     world.single(write=(HOT,), data=b"refused for what is in flight")
     cold = world.single(BOB, write=(COLD,), data=b"cold")

@@ -25,25 +25,25 @@ HOST = "127.0.0.1"
 ME, OTHER = ServerId(1), ServerId(2)
 
 
-# Dials since the test's beginning: what is not to happen has had its time after some more of them.
+# Dials since the start of the test. An unwanted event would occur within a few more dials.
 DIALS = [0]
 SOME_DIALS = 8
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no dial wait for a second; count the dials. What a test changes is restored, too."""
+    """Shorten all pauses, and count the dials; changes of a test are undone afterwards."""
     monkeypatch.setattr(failure_detector, "RETRY_PAUSE_S", 0.02)
     monkeypatch.setattr(failure_detector, "REFUSED_PAUSE_S", 0.001)
-    # A cancelled dial may have come to the listener, which is no server that was reached.
+    # A cancelled dial may have reached the listener, but does not count as a connection.
     monkeypatch.setattr(failure_detector, "DIAL_TIMEOUT_S", 15.0)
     dial = net.dial
 
-    async def counted(*args, **options):
+    async def counting_dial(*args, **options):
         DIALS[0] += 1
         return await dial(*args, **options)
 
-    monkeypatch.setattr(net, "dial", counted)
+    monkeypatch.setattr(net, "dial", counting_dial)
     DIALS[0] = 0
 
 
@@ -52,7 +52,7 @@ def view_of(*servers: ServerDescriptor) -> ServersView:
     return ServersView({each.server_id: each for each in (me, *servers)}, {}, is_settled=True)
 
 
-async def some_dials() -> None:
+async def wait_for_dials() -> None:
     wanted = DIALS[0] + SOME_DIALS
     await poll_until(lambda: DIALS[0] >= wanted)
 
@@ -61,7 +61,7 @@ class World:
     """The failure detector of one server, and the servers that it has removed."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.taken_out: list[ServerDescriptor] = []
+        self.removed: list[ServerDescriptor] = []
         self.failures = 0
         self.links: list[net.Link] = []
         self.detector = FailureDetector(ME, tasks, self.remove_dead)
@@ -70,10 +70,10 @@ class World:
         if self.failures:
             self.failures -= 1
             raise CoordinatorUnavailable("not now")
-        self.taken_out.append(dead)
+        self.removed.append(dead)
 
     async def listen(self, port: int | None = None) -> Listener:
-        """Listen; at the same port again, which no other process is given meanwhile."""
+        """Listen at a port, or again at the port of an earlier listener."""
         return await listen(WireProtocol.CLIENT, HOST, port or free_port(), self.links.append)
 
     async def reached(self) -> tuple[Listener, ServerDescriptor]:
@@ -99,15 +99,15 @@ async def test_a_server_that_no_longer_listens_is_removed_once():
         listener, other = await servers.reached()
         dials = DIALS[0]
         await listener.close()
-        await poll_until(lambda: servers.taken_out)
-        assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
-        # It may be alive in spite of that: it must be reached before it can be declared dead again.
-        await some_dials()
-        assert servers.taken_out == [other]
+        await poll_until(lambda: servers.removed)
+        assert DIALS[0] - dials >= 3, "a single refused connection may be a restart"
+        # The server may be alive: it must be reached before it can be declared dead again.
+        await wait_for_dials()
+        assert servers.removed == [other]
         listener = await servers.listen(listener.port)
         await poll_until(lambda: len(servers.links) == 2)
         await listener.close()
-        await poll_until(lambda: len(servers.taken_out) == 2)
+        await poll_until(lambda: len(servers.removed) == 2)
 
 
 @run_on_loop
@@ -117,23 +117,23 @@ async def test_a_dead_server_is_removed_by_its_current_descriptor():
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
         servers.detector.watch_servers(view_of(now))
         await listener.close()
-        await poll_until(lambda: servers.taken_out)
-        assert servers.taken_out == [now]
+        await poll_until(lambda: servers.removed)
+        assert servers.removed == [now]
         assert len(servers.links) == 1
 
 
 @run_on_loop
-async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
+async def test_a_removal_that_did_not_reach_zookeeper_is_retried():
     async with world() as servers:
         servers.failures = 2
         listener, _ = await servers.reached()
         await listener.close()
-        await poll_until(lambda: servers.taken_out)
+        await poll_until(lambda: servers.removed)
         assert servers.failures == 0
 
 
 @run_on_loop
-async def test_a_lost_connection_alone_logs_nothing():
+async def test_a_lost_connection_alone_is_not_logged():
     async with world() as servers:
         listener = await servers.listen()
         servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
@@ -141,7 +141,7 @@ async def test_a_lost_connection_alone_logs_nothing():
             await poll_until(lambda count=count: len(servers.links) == count)
             servers.links[-1].abort("for the test")
         await poll_until(lambda: len(servers.links) == 4)
-        assert servers.taken_out == []
+        assert servers.removed == []
         await listener.close()
 
 
@@ -149,8 +149,8 @@ async def test_a_lost_connection_alone_logs_nothing():
 async def test_a_server_that_was_never_reached_is_not_declared_dead():
     async with world() as servers:
         servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, free_port())))
-        await some_dials()
-        assert servers.taken_out == []
+        await wait_for_dials()
+        assert servers.removed == []
 
 
 @run_on_loop
@@ -160,14 +160,14 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
         patched.setattr(reachability, "FAILING_MS", 0)
         async with world() as servers:
             servers.detector.watch_servers(view_of(ServerDescriptor(OTHER, host, 1)))
-            await some_dials()
+            await wait_for_dials()
             report = servers.detector._results.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
     assert ReachReport.from_bytes(report.to_bytes()) == report
 
 
 @run_on_loop
-async def test_a_silent_server_that_accepts_connections_is_not_removed():
+async def test_a_hanging_server_that_accepts_connections_is_not_removed():
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as servers:
         listener, _ = await servers.reached()
@@ -177,39 +177,39 @@ async def test_a_silent_server_that_accepts_connections_is_not_removed():
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             silent.bind((HOST, listener.port))
             silent.listen()
-            await some_dials()
-            assert servers.taken_out == []
+            await wait_for_dials()
+            assert servers.removed == []
             servers.detector.stop()
 
 
 @run_on_loop
-async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
+async def test_a_dying_server_that_accepts_one_more_connection_is_removed():
     failure_detector.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as servers:
         listener, _ = await servers.reached()
         await listener.close()
-        with socket.socket() as dying:
-            dying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            dying.bind((HOST, listener.port))
-            dying.listen()
-            dying.setblocking(False)
-            taken, _ = await asyncio.get_running_loop().sock_accept(dying)
+        with socket.socket() as closing_socket:
+            closing_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            closing_socket.bind((HOST, listener.port))
+            closing_socket.listen()
+            closing_socket.setblocking(False)
+            taken, _ = await asyncio.get_running_loop().sock_accept(closing_socket)
         taken.close()
-        await poll_until(lambda: servers.taken_out)
-        assert [each.server_id for each in servers.taken_out] == [OTHER]
+        await poll_until(lambda: servers.removed)
+        assert [each.server_id for each in servers.removed] == [OTHER]
 
 
 @run_on_loop
-async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly():
+async def test_dials_to_a_server_that_closes_each_connection_back_off():
     pauses: list[float] = []
 
-    async def noted(_watch, seconds: float) -> None:
+    async def record_pause(_watch, seconds: float) -> None:
         pauses.append(seconds)
         await asyncio.sleep(0)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(failure_detector._ServerWatch, "_pause", noted)
+        patched.setattr(failure_detector._ServerWatch, "_pause", record_pause)
         patched.setattr(failure_detector, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
         async with world() as servers:
 
@@ -226,12 +226,12 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
 
 
 @run_on_loop
-async def test_a_server_that_left_is_not_watched():
+async def test_a_server_that_has_left_is_not_monitored():
     async with world() as servers:
         listener, _ = await servers.reached()
         servers.detector.watch_servers(view_of())
         await poll_until(lambda: servers.links[0].is_closed)
         await listener.close()
-    # Its watch has ended with the others, or this would still wait.
-    assert servers.taken_out == []
+    # All watches have ended; otherwise the block would not end.
+    assert servers.removed == []
     assert DIALS[0] == 1

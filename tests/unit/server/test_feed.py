@@ -1,4 +1,4 @@
-"""Feeds in detail: turns, slow clients, many clients, low memory."""
+"""Feeds: turns, slow clients, many clients, and low memory."""
 
 import pytest
 
@@ -49,15 +49,15 @@ def headers(first: int, last: int) -> bytes:
     return b"".join(each.to_bytes(FEED_HEADER_BYTES, "big") for each in range(first, last + 1))
 
 
-def feed(mark: int, *, remembered_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
-    made = Feed(
+def feed(mark: int, *, cached_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
+    new_feed = Feed(
         PartitionLimits(
             lock_slot_count=11, feed_frame_count_max=frame, feed_request_count_min=grant
         ),
-        HeaderCache(remembered_from),
+        HeaderCache(cached_from),
     )
-    made.on_mark_advanced(SessionId(1), TransactionId(mark))
-    return made
+    new_feed.on_mark_advanced(SessionId(1), TransactionId(mark))
+    return new_feed
 
 
 def req_id(client: int) -> ReqId:
@@ -65,17 +65,17 @@ def req_id(client: int) -> ReqId:
 
 
 def mount(each: Feed, client: int, mark: int, until: int) -> None:
-    question = RequestReceived(ConnectionId(client), MountRequest(req_id(client), mark, 1), 50, 0)
-    each.mount(question, mark=TransactionId(mark), until=TransactionId(until))
+    request = RequestReceived(ConnectionId(client), MountRequest(req_id(client), mark, 1), 50, 0)
+    each.mount(request, mark=TransactionId(mark), until=TransactionId(until))
 
 
 def grant(each: Feed, client: int, mark: int) -> bool:
-    question = RequestReceived(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
-    return each.grant(question, mark=TransactionId(mark))
+    request = RequestReceived(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)
+    return each.grant(request, mark=TransactionId(mark))
 
 
 def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
-    """Return first ID and count of each frame to a client, and check what is in it."""
+    """Return first ID and count of each frame to a client, and check the content."""
     found = []
     for outcome in outcomes:
         if isinstance(outcome, SendToClient) and isinstance(outcome.message, FeedBatch):
@@ -89,7 +89,7 @@ def frames(outcomes: list[object], client: int) -> list[tuple[int, int]]:
     return found
 
 
-def turns(each: Feed) -> list[object]:
+def deliver_all(each: Feed) -> list[object]:
     out: list[object] = []
     while each.has_work:
         out += each.deliver()
@@ -100,40 +100,40 @@ def test_a_large_lag_is_sent_in_frames_and_turns() -> None:
     each = feed(24)
     mount(each, 1, -1, 24)
     assert frames(list(each.deliver()), 1) == [(0, 10)]
-    rest = turns(each)
+    rest = deliver_all(each)
     assert frames(rest, 1) == [(10, 10), (20, 5)]
     assert isinstance(rest[-1], MountCaughtUp)
-    assert turns(each) == []
+    assert deliver_all(each) == []
 
 
-def test_a_mount_at_the_mark_is_reached_without_a_frame() -> None:
+def test_a_mount_at_the_mark_needs_no_feed_frame() -> None:
     each = feed(24)
     mount(each, 1, 24, 24)
-    assert [type(outcome) for outcome in turns(each)] == [MountCaughtUp]
+    assert [type(outcome) for outcome in deliver_all(each)] == [MountCaughtUp]
 
 
-def test_a_mount_is_not_fed_beyond_its_request() -> None:
+def test_the_feed_of_a_mount_ends_at_the_requested_id() -> None:
     each = feed(4)
     mount(each, 1, -1, 4)
     each.on_mark_advanced(SessionId(1), TransactionId(9))
-    assert frames(turns(each), 1) == [(0, 5)]
+    assert frames(deliver_all(each), 1) == [(0, 5)]
     assert grant(each, 1, 4)
-    assert frames(turns(each), 1) == [(5, 5)]
+    assert frames(deliver_all(each), 1) == [(5, 5)]
 
 
-def test_a_grant_reaches_at_least_its_minimum_and_is_answered_at_its_end() -> None:
+def test_a_grant_covers_its_minimum_and_is_answered_at_its_end() -> None:
     each = feed(1, grant=4)
     mount(each, 1, 1, 1)
-    turns(each)
+    deliver_all(each)
     assert grant(each, 1, 1)
     assert not grant(each, 1, 1)
     each.on_mark_advanced(SessionId(2), TransactionId(9))
-    out = turns(each)
+    out = deliver_all(each)
     assert frames(out, 1) == [(2, 4)]
     assert out[-1] == SendToClient(ConnectionId(1), FeedSuspended(req_id(1)), 60)
     # If the mark is far ahead, a grant reaches up to it.
     assert grant(each, 1, 1)
-    assert frames(turns(each), 1) == [(2, 8)]
+    assert frames(deliver_all(each), 1) == [(2, 8)]
 
 
 def test_feeds_of_many_clients_are_served_round_robin() -> None:
@@ -144,7 +144,7 @@ def test_feeds_of_many_clients_are_served_round_robin() -> None:
     first = list(each.deliver())
     served = [client for client in clients if frames(first, client)]
     assert len(served) == FRAMES_PER_TURN_MAX
-    second = turns(each)
+    second = deliver_all(each)
     assert sorted(served + [client for client in clients if frames(second, client)]) == list(
         clients
     )
@@ -154,15 +154,15 @@ def test_state_of_a_disconnected_congested_client_is_dropped() -> None:
     each = feed(-1)
     for _ in range(2):
         mount(each, 1, -1, -1)
-        turns(each)
+        deliver_all(each)
         assert grant(each, 1, -1)
         each.on_connection_congested(ConnectionId(1))
         each.close(ConnectionId(1))
     mount(each, 1, -1, -1)
-    turns(each)
+    deliver_all(each)
     assert grant(each, 1, -1)
     each.on_mark_advanced(SessionId(1), TransactionId(0))
-    assert frames(turns(each), 1) == [(0, 1)]
+    assert frames(deliver_all(each), 1) == [(0, 1)]
 
 
 def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
@@ -171,41 +171,41 @@ def test_the_lag_is_that_of_the_slowest_client_that_is_mounted() -> None:
     mount(each, 1, 20, 24)
     mount(each, 2, 4, 24)
     assert each.lag_max() == 20
-    turns(each)
+    deliver_all(each)
     assert each.lag_max() == 0
-    # A client that requests no more lags, until it disconnects.
+    # A client that stops requesting lags until it disconnects.
     assert grant(each, 1, 24)
     each.on_mark_advanced(SessionId(1), TransactionId(30))
-    turns(each)
+    deliver_all(each)
     assert each.lag_max() == 6
     each.close(ConnectionId(2))
     assert each.lag_max() == 0
 
 
 def test_evicted_headers_are_fetched_once_for_all_clients_at_that_mark() -> None:
-    each = feed(30, remembered_from=20)
+    each = feed(30, cached_from=20)
     for client in (1, 2):
         mount(each, client, 4, 30)
     out = each.deliver()
     assert out == [FetchHeaders(TransactionId(5), TransactionId(14))]
-    assert turns(each) == []
+    assert deliver_all(each) == []
     got = list(
         each.on_headers_fetched(
             FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)
         )
     )
     assert frames(got, 1) == frames(got, 2) == [(5, 10)]
-    (asked,) = [outcome for outcome in turns(each) if isinstance(outcome, FetchHeaders)]
-    assert asked.first == 15
+    (fetch,) = [outcome for outcome in deliver_all(each) if isinstance(outcome, FetchHeaders)]
+    assert fetch.first == 15
 
 
 @pytest.mark.parametrize("chain_at", [6, 7, 9])
 def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
-    each = feed(30, remembered_from=20)
+    each = feed(30, cached_from=20)
     mount(each, 1, 4, 6)
     each.deliver()
-    stretch = FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
-    (frame, reached) = each.on_headers_fetched(stretch)
+    feed_headers = FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
+    (frame, reached) = each.on_headers_fetched(feed_headers)
     assert isinstance(frame, SendToClient)
     assert isinstance(frame.message, FeedBatch)
     expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
@@ -215,7 +215,7 @@ def test_a_fetched_run_is_limited_to_the_request(chain_at: int) -> None:
 
 
 def test_an_answer_for_a_disconnected_client_is_dropped() -> None:
-    each = feed(30, remembered_from=20)
+    each = feed(30, cached_from=20)
     mount(each, 1, 4, 30)
     each.deliver()
     each.close(ConnectionId(1))
@@ -229,27 +229,27 @@ def test_abandoning_returns_the_waiting_requests() -> None:
     mount(each, 2, 4, 4)
     mount(each, 3, 4, 4)
     each.on_connection_congested(ConnectionId(1))
-    turns(each)
+    deliver_all(each)
     assert grant(each, 3, 4)
     waiting = each.abandon()
-    assert [type(question.message) for question in waiting] == [MountRequest, FeedRequest]
-    assert [question.connection for question in waiting] == [1, 3]
+    assert [type(request.message) for request in waiting] == [MountRequest, FeedRequest]
+    assert [request.connection for request in waiting] == [1, 3]
     assert each.count == 0
     each.on_mark_advanced(SessionId(2), TransactionId(9))
-    assert turns(each) == []
+    assert deliver_all(each) == []
 
 
 # ---------------------------------------------------------------------------------------------
 # filters: the header of each ID is the ID (see `HeaderCache`)
 
 
-def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> None:
+def mount_with_filter(each: Feed, client: int, mark: int, until: int, *values: int) -> None:
     message = MountWriter(req_id(client), 1, mark, wants_feed=True, header_values=values)
-    question = RequestReceived(ConnectionId(client), message, 50, 0)
-    each.mount(question, mark=TransactionId(mark), until=TransactionId(until))
+    request = RequestReceived(ConnectionId(client), message, 50, 0)
+    each.mount(request, mark=TransactionId(mark), until=TransactionId(until))
 
 
-def picked(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
+def filtered_frames(outcomes: list[object]) -> list[tuple[int, int, list[int], bytes]]:
     """Return first ID, count, headers and offsets of each frame."""
     messages = [each.message for each in outcomes if isinstance(each, SendToClient)]
     return [
@@ -273,9 +273,9 @@ def offsets(*values: int) -> bytes:
 
 def test_a_filtered_feed_omits_headers_and_still_covers_all_ids() -> None:
     each = feed(24)
-    filtered(each, 1, -1, 24, 3, 5, 23)
-    sent = turns(each)
-    assert picked(sent) == [
+    mount_with_filter(each, 1, -1, 24, 3, 5, 23)
+    sent = deliver_all(each)
+    assert filtered_frames(sent) == [
         (0, 10, [3, 5], offsets(3, 5)),
         (10, 10, [], b""),
         (20, 5, [23], offsets(3)),
@@ -285,22 +285,22 @@ def test_a_filtered_feed_omits_headers_and_still_covers_all_ids() -> None:
 
 def test_a_batch_that_passes_the_filter_is_sent_unchanged() -> None:
     each = feed(4)
-    filtered(each, 1, 1, 4, 2, 3, 4, 99)
-    assert picked(turns(each)) == [(2, 3, [2, 3, 4], b"")]
+    mount_with_filter(each, 1, 1, 4, 2, 3, 4, 99)
+    assert filtered_frames(deliver_all(each)) == [(2, 3, [2, 3, 4], b"")]
 
 
-def test_filters_of_two_clients_do_not_mix() -> None:
+def test_filters_of_two_clients_are_independent() -> None:
     each = feed(9)
-    filtered(each, 1, -1, 9, 3)
-    filtered(each, 2, -1, 9, 4)
+    mount_with_filter(each, 1, -1, 9, 3)
+    mount_with_filter(each, 2, -1, 9, 4)
     mount(each, 3, -1, 9)
-    assert [len(found[2]) for found in picked(turns(each))] == [1, 1, 10]
+    assert [len(found[2]) for found in filtered_frames(deliver_all(each))] == [1, 1, 10]
 
 
 def test_a_feed_request_continues_a_filtered_feed() -> None:
     each = feed(4)
-    filtered(each, 1, 4, 4, 7)
-    turns(each)
+    mount_with_filter(each, 1, 4, 4, 7)
+    deliver_all(each)
     assert grant(each, 1, 4)
     each.on_mark_advanced(SessionId(1), TransactionId(9))
-    assert picked(turns(each)) == [(5, 5, [7], offsets(2))]
+    assert filtered_frames(deliver_all(each)) == [(5, 5, [7], offsets(2))]

@@ -39,17 +39,17 @@ OVERHEAD = REQUEST_OVERHEAD_BYTES
 def flow(
     *, count: int = 100, in_flight_bytes: int = 100_000, memory_bytes: int = 1_000_000
 ) -> FlowControl:
-    made = FlowControl(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
+    new_flow = FlowControl(FlowLimits(count, in_flight_bytes, memory_bytes, range_bytes_max=10_000))
     for connection in (A, B, C):
-        made.open(connection)
-    return made
+        new_flow.open(connection)
+    return new_flow
 
 
 def batch(size: int) -> AppendBatch:
     return AppendBatch(REQ, -1, bytes(size), 0)
 
 
-def test_requests_over_the_count_wait_and_pause_reading() -> None:
+def test_requests_over_the_count_limit_wait_and_pause_reading() -> None:
     each = flow(count=2)
     each.receive(A, [FlushRequest(REQ)] * 3)
     assert len(each.admit(A)) == 2
@@ -61,7 +61,7 @@ def test_requests_over_the_count_wait_and_pause_reading() -> None:
     assert each.in_flight_count(A) == 2
 
 
-def test_requests_over_the_bytes_wait() -> None:
+def test_requests_over_the_byte_limit_wait() -> None:
     each = flow(in_flight_bytes=1_000)
     each.receive(A, [batch(800), batch(800), batch(800)])
     (first,) = each.admit(A)
@@ -71,7 +71,7 @@ def test_requests_over_the_bytes_wait() -> None:
     assert len(each.admit(A)) == 1
 
 
-def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> None:
+def test_a_range_is_charged_for_its_answer_up_to_half_of_the_limit() -> None:
     each = flow(in_flight_bytes=40_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
     each.receive(A, [ask] * 3)
@@ -82,11 +82,11 @@ def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> 
     assert len(each.admit(A)) == 1
 
 
-def test_over_the_memory_limit_a_connection_has_one_read_under_way() -> None:
+def test_over_the_memory_limit_a_connection_has_one_read_in_progress() -> None:
     each = flow(in_flight_bytes=80_000, memory_bytes=25_000)
     ask = RangeRequest(REQ, 0, 9, 1 << 30, RangeForm.WHOLE, ())
     each.receive(A, [ask] * 5)
-    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last of them is over the limit"
+    assert len(each.admit(A)) == 3, "each has 10,000 bytes, and the last one is over the limit"
     each.receive(B, [ask] * 5)
     (first,) = each.admit(B)
     assert each.admit(B) == []
@@ -158,7 +158,7 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
     each.receive(B, [batch(4_000)])
     each.receive(C, [batch(100)])
     assert each.balance() == [B, A]
-    assert each.may_read(C) is False  # It has something waiting.
+    assert each.may_read(C) is False  # a request of C is waiting
     each.admit(C)
     assert each.may_read(C)
 
@@ -174,8 +174,8 @@ def test_several_connections_are_paused_if_one_does_not_suffice() -> None:
         lambda many: AddPreferredRequest(REQ, many),
     ],
 )
-def test_compressed_numbers_count_with_their_full_size(request_of) -> None:
-    """A frame of 256 KiB takes ten times that as numbers of Python."""
+def test_compressed_numbers_are_charged_with_their_full_size(request_of) -> None:
+    """As Python numbers, a frame of 256 KiB takes ten times as much memory."""
     each = flow(in_flight_bytes=1 << 20)
     each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
     (first,) = each.admit(A)
@@ -197,8 +197,8 @@ SIZED = {
     [each for each in message_classes(WireProtocol.CLIENT) if each.requires is not ANSWER],
     ids=lambda each: each.__name__,
 )
-def test_every_request_counts_with_all_its_fields(request_class) -> None:
-    """A request may wait for long, and a peer chooses its size."""
+def test_every_request_is_charged_for_all_its_fields(request_class) -> None:
+    """A request may wait for a long time, and the peer chooses its size."""
     hints = get_type_hints(request_class, include_extras=True)
     kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}
     large = {name: SIZED[kind] for name, kind in kinds.items() if kind in SIZED}

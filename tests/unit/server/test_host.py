@@ -40,7 +40,7 @@ from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCach
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
-def test_the_feed_that_is_furthest_behind_is_reported() -> None:
+def test_the_lag_metric_is_that_of_the_slowest_feed() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
 
     def lag() -> float:
@@ -56,28 +56,28 @@ def test_the_feed_that_is_furthest_behind_is_reported() -> None:
 
 
 @run_on_loop
-async def test_the_lag_of_the_archive_is_shown_where_one_is_used() -> None:
+async def test_the_archive_lag_is_exported_if_an_archive_is_used() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
     names = ("archived_transaction", "unarchived_transactions", "unarchived_bytes")
 
-    def figures() -> list[float]:
+    def metric_values() -> list[float]:
         shown.publish(PartitionId(0), world.partition, metrics)
         return [metrics.value(f"waltz_server_{each}", partition=0) for each in names]
 
     world.open()
-    figures()
+    metric_values()
     assert 'waltz_server_unarchived_seconds{partition="0"}' not in metrics.page().decode()
     world.store.archive_backlog = ArchiveBacklog(7, None, loop_clock_ms() - 5_000)
-    assert figures()[:2] == [-1, 7]
-    assert isnan(figures()[2]), "no storage has reported it"
+    assert metric_values()[:2] == [-1, 7]
+    assert isnan(metric_values()[2]), "no storage has reported a backlog"
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) >= 5
     mark = ArchivedMark(TransactionId(9), GENESIS_CHAIN, 5, TransactionId(3), 77, "m")
     world.store.archived_mark, world.store.archive_backlog = mark, ArchiveBacklog(0, 0, None)
-    assert figures() == [9, 0, 0]
+    assert metric_values() == [9, 0, 0]
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) == 0
 
 
-def test_the_number_of_the_open_session_is_shown_and_minus_1_without_one() -> None:
+def test_the_session_metric_is_minus_1_without_an_open_session() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
 
     def session() -> float:
@@ -91,7 +91,7 @@ def test_the_number_of_the_open_session_is_shown_and_minus_1_without_one() -> No
     assert session() == -1
 
 
-class Counted(Metrics):
+class CountingMetrics(Metrics):
     """Metrics that count how often they are updated."""
 
     update_count = 0
@@ -105,8 +105,8 @@ class Counted(Metrics):
         super().add(name, amount, **labels)
 
 
-def test_unchanged_figures_are_not_reported_again() -> None:
-    world, metrics, shown = World(), Counted("server"), _PublishedCounters()
+def test_unchanged_metrics_are_not_updated_again() -> None:
+    world, metrics, shown = World(), CountingMetrics("server"), _PublishedCounters()
     world.open()
     world.mount(ALICE, A, feed=True)
     shown.publish(PartitionId(0), world.partition, metrics)
@@ -122,17 +122,17 @@ def test_unchanged_figures_are_not_reported_again() -> None:
 
 
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
-    """A late replica delays no other one, so nothing else would show that it hangs."""
+    """A late replica delays no commit, so only this metric shows that it hangs."""
     caplog.set_level("INFO")
-    owed_since, metrics = {}, Metrics("server")
+    waiting_since, metrics = {}, Metrics("server")
     waits = ReplicaWaitReporter(
-        PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics
+        PartitionId(3), lambda now: {r: now - at for r, at in waiting_since.items()}, metrics
     )
 
     def wait_s() -> float:
         return metrics.value("waltz_server_replica_wait_seconds", partition=3, replica=A_REPLICA)
 
-    owed_since[A_REPLICA] = 1_000
+    waiting_since[A_REPLICA] = 1_000
     waits.publish(1_500)
     assert (wait_s(), waits.silent) == (0, set())
     waits.publish(4_000)
@@ -141,7 +141,7 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
         waits.publish(now_ms)
     assert (wait_s(), waits.silent) == (11, {A_REPLICA})
     assert metrics.value("waltz_server_events_total", event="replica.silent") == 1
-    owed_since[A_REPLICA] = 12_900
+    waiting_since[A_REPLICA] = 12_900
     waits.publish(13_000)
     assert (wait_s(), waits.silent) == (0, set())
     assert [each.message for each in caplog.records] == [
@@ -150,7 +150,7 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
     ]
 
 
-def test_each_assigned_replica_is_shown_as_in_sync_or_not() -> None:
+def test_each_assigned_replica_is_exported_as_in_sync_or_not() -> None:
     metrics = Metrics("server")
     one, two, three = (ReplicaId(f"10.0.0.{each}:15280") for each in (1, 2, 3))
     shown = InSyncReplicaMetric(PartitionId(3), metrics)
@@ -171,8 +171,8 @@ def test_each_assigned_replica_is_shown_as_in_sync_or_not() -> None:
     ]
 
 
-def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
-    """Return the host of a partition without storages, and what has failed."""
+def new_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
+    """Return the host of a partition without storages, its partition, and the list of failures."""
     failures: list[Exception] = []
     store = PartitionStore(PartitionId(0), bytes(16), 1, {}, rng=Random(1), limits=SessionLimits())
     partition = Partition(
@@ -183,7 +183,7 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
         FeedCache(1 << 16),
         LargeBatchThrottle(),
     )
-    own = {
+    own_services = {
         "metrics": Metrics("server"),
         "tasks": None,
         "on_failure": failures.append,
@@ -191,7 +191,7 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
         "ssl": None,
     }
     return (
-        Host(PartitionId(0), partition, store, SimpleNamespace(**own, **services)),
+        Host(PartitionId(0), partition, store, SimpleNamespace(**own_services, **services)),
         partition,
         failures,
     )
@@ -199,8 +199,8 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
 
 @run_on_loop
 async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
-    """Its storages were taken away in the pause; without any, a store would end the process."""
-    host, partition, failures = made_host()
+    """The partition lost its storages in the pause; a store without storages ends the process."""
+    host, partition, failures = new_host()
     host.assign(Generation(1), ())
     host._retake_ownership()
     assert failures == []
@@ -224,7 +224,7 @@ async def test_only_damage_of_the_archive_is_final_for_a_read(error, damage_code
         async def fetch(self, *_arguments, **_options):
             raise error
 
-    host, _, _ = made_host(read_links=Links())
+    host, _, _ = new_host(read_links=Links())
     posted = []
     host.post = posted.append
     await host._fetch_from_storage(

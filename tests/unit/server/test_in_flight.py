@@ -1,11 +1,11 @@
-"""The rows between validation and outcome."""
+"""Rows in flight: rows that are validated, but have no outcome yet."""
 
 from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
 from waltz_core.server.append.in_flight import BatchDraft
 
 
-def test_a_draft_reports_how_far_its_locks_are_behind_its_last_id():
+def test_a_draft_has_the_distance_of_each_lock_to_its_last_id():
     draft = BatchDraft()
     for first, last, writers in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):
         part = EncodedBatch(first, last, b"", memoryview(b""), b"", 0)

@@ -1,4 +1,4 @@
-"""Fair queueing by bytes: turns, order within a lane, and that no connection saves up turns."""
+"""Fair queueing by bytes: turns, order within a lane, and no accumulation of turns."""
 
 import random
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def item(connection: int, name: str, cost_bytes: int = 10) -> Item:
     return Item(ConnectionId(connection), name, cost_bytes)
 
 
-def taken(lanes: Lanes[Item]) -> list[str]:
+def take_all(lanes: Lanes[Item]) -> list[str]:
     names = []
     while (each := lanes.take()) is not None:
         names.append(each.name)
@@ -35,7 +35,7 @@ def test_lanes_of_equal_requests_take_turns_and_keep_their_order() -> None:
     lanes: Lanes[Item] = Lanes()
     for each in (item(1, "a1"), item(1, "a2"), item(1, "a3"), item(2, "b1"), item(3, "c1")):
         lanes.push(each)
-    assert taken(lanes) == ["a1", "b1", "c1", "a2", "a3"]
+    assert take_all(lanes) == ["a1", "b1", "c1", "a2", "a3"]
     assert not lanes
     assert lanes.queued_bytes == 0
 
@@ -50,20 +50,20 @@ def test_a_light_connection_precedes_heavy_ones() -> None:
     for number in range(5):
         lanes.push(item(9, f"small{number}"))
     # A lane that becomes busy starts at the clock of the lane served last.
-    assert taken(lanes)[:8] == [
+    assert take_all(lanes)[:8] == [
         "2:0", "3:0", "small0", "small1", "small2", "small3", "small4", "1:1"
     ]  # fmt: skip
 
 
-def test_a_lane_without_requests_saves_no_turns() -> None:
+def test_an_empty_lane_does_not_accumulate_turns() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))
-    assert taken(lanes) == ["a0", "idle"]
+    assert take_all(lanes) == ["a0", "idle"]
     for number in range(4):
         lanes.push(item(1, f"a{number}", 100))
         lanes.push(item(2, f"b{number}", 100))
-    assert taken(lanes) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
+    assert take_all(lanes) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
 
 
 def test_a_returning_connection_is_still_charged_for_its_earlier_requests() -> None:
@@ -73,10 +73,10 @@ def test_a_returning_connection_is_still_charged_for_its_earlier_requests() -> N
     lanes.push(item(2, "x1", 100))
     assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["big", "x0"]
     lanes.push(item(1, "again", 10))
-    assert taken(lanes) == ["x1", "again"]
+    assert take_all(lanes) == ["x1", "again"]
 
 
-def test_bytes_are_counted_by_lane_and_in_all() -> None:
+def test_bytes_are_counted_by_lane_and_in_total() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a1", 100))
     lanes.push(item(2, "b1", 7))
@@ -93,7 +93,7 @@ def test_bytes_are_counted_by_lane_and_in_all() -> None:
     assert lanes.take() is None
 
 
-def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> None:
+def test_a_request_taken_in_parts_stays_first_and_is_charged_by_part() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "cut", 3_000))
     lanes.push(item(1, "behind"))
@@ -105,11 +105,11 @@ def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> 
     )
     for name in ("b0", "b1"):
         lanes.push(item(2, name, 900))
-    # The lane of parts is 1,000 ahead: another gets as much first.
+    # The lane of the large request is 1,000 bytes ahead, so another lane gets 1,000 bytes first.
     assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["b0", "b1"]
     lanes.charge_part(0)
     lanes.charge_part(1_999)
-    assert taken(lanes) == ["cut", "behind"]
+    assert take_all(lanes) == ["cut", "behind"]
     assert lanes.queued_bytes == 0
     lanes.push(item(1, "next", 3_000))
     with pytest.raises(AssertionError):
@@ -123,7 +123,7 @@ def test_the_rest_of_a_request_is_dropped_with_its_lane() -> None:
     assert [each.name for each in lanes.drop(ConnectionId(1))] == ["cut"]
     assert lanes.queued_bytes == 0
     lanes.push(item(1, "whole", 3_000))
-    assert taken(lanes) == ["whole"]
+    assert take_all(lanes) == ["whole"]
     assert lanes.queued_bytes == 0
 
 
@@ -136,11 +136,11 @@ def test_small_requests_pass_large_ones_that_wait() -> None:
         lanes.push(item(2, name, 2_000))
     names = [each.name for _ in range(2) if (each := lanes.take(with_large=False))]
     assert names == ["b0", "b1"]
-    # Its turn is overdue, and no request of its own lane passes it.
-    assert taken(lanes) == ["large", "behind", "b2"]
+    # The turn of the lane is overdue, and no request of the same lane passes the large request.
+    assert take_all(lanes) == ["large", "behind", "b2"]
 
 
-def test_any_order_of_events_loses_nothing_and_keeps_each_lane_s_order() -> None:
+def test_any_order_of_events_keeps_all_requests_in_lane_order() -> None:
     rng = random.Random(7)
     lanes: Lanes[Item] = Lanes()
     waiting: dict[int, list[str]] = {connection: [] for connection in range(4)}

@@ -18,7 +18,7 @@ from waltz_core.server.partition_events import ConnectionId
 FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
 
 
-def shared(now_ms: int = 0) -> LargeBatchThrottle:
+def shared_throttle(now_ms: int = 0) -> LargeBatchThrottle:
     """A throttle that has seen a small request during another client's large one."""
     throttle = LargeBatchThrottle()
     throttle.on_large_batch_started(FLOOD, now_ms)
@@ -37,7 +37,7 @@ def shared(now_ms: int = 0) -> LargeBatchThrottle:
     ],
     ids=["large ones alone", "small ones alone", "of one client", "large ones of long ago"],
 )
-def test_large_requests_are_not_delayed_without_small_ones_of_others(
+def test_large_requests_are_delayed_only_for_small_requests_of_others(
     flood_ms: list[int], finished_ms: int | None, small: tuple[ConnectionId, int] | None
 ) -> None:
     throttle = LargeBatchThrottle()
@@ -61,7 +61,7 @@ def test_without_sharing_no_request_is_delayed() -> None:
 
 
 def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
-    throttle = shared()
+    throttle = shared_throttle()
     assert throttle.piece_bytes(100) == PIECE_BYTES
     throttle.on_large_batch_started(FLOOD, 100)
     asked_ms = 100
@@ -72,8 +72,8 @@ def test_large_requests_on_a_shared_server_go_in_pieces_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
-def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -> None:
-    throttle = shared()
+def test_the_pause_after_a_piece_is_proportional_and_limited(took_ms: int) -> None:
+    throttle = shared_throttle()
     throttle.on_small_request_started(MODEST, 100)
     throttle.on_large_batch_started(FLOOD, 100)
     finished_ms = 100 + took_ms
@@ -85,7 +85,7 @@ def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -
 
 
 def test_a_forgotten_piece_delays_no_request() -> None:
-    throttle = shared()
+    throttle = shared_throttle()
     throttle.on_large_batch_started(FLOOD, 100)
     throttle.on_large_batches_forgotten()
     assert throttle.large_allowed_at_ms(100) == 100
@@ -94,7 +94,7 @@ def test_a_forgotten_piece_delays_no_request() -> None:
 
 
 def test_the_wait_for_a_hanging_piece_is_limited() -> None:
-    throttle = shared()
+    throttle = shared_throttle()
     throttle.on_large_batch_started(FLOOD, 100)
     throttle.on_small_request_started(MODEST, 900)
     assert throttle.large_allowed_at_ms(100 + PIECE_WAIT_MS_MAX - 1) > 100 + PIECE_WAIT_MS_MAX - 1
@@ -102,16 +102,16 @@ def test_the_wait_for_a_hanging_piece_is_limited() -> None:
 
 
 def test_sharing_ends_without_small_requests() -> None:
-    throttle = shared(50)
+    throttle = shared_throttle(50)
     assert throttle.piece_bytes(50 + SHARED_MS - 1) == PIECE_BYTES
     throttle.on_large_batch_started(FLOOD, 50 + SHARED_MS)
     assert throttle.large_allowed_at_ms(50 + SHARED_MS) == 50 + SHARED_MS
     assert throttle.piece_bytes(50 + SHARED_MS) is None
 
 
-def steered(took_ms: list[int]) -> LargeBatchThrottle:
+def throttle_with_latencies(took_ms: list[int]) -> LargeBatchThrottle:
     """A throttle whose small requests took 5 ms while calm, then a given time during a piece."""
-    throttle = shared()
+    throttle = shared_throttle()
     for start_ms in range(100, 60_100, 10):
         throttle.on_small_request_finished(start_ms, start_ms + 5)
     throttle.on_large_batch_started(FLOOD, 60_100)
@@ -121,46 +121,48 @@ def steered(took_ms: list[int]) -> LargeBatchThrottle:
 
 
 def test_slow_small_requests_lengthen_the_pauses_for_a_while() -> None:
-    assert steered([9]).factor > PAUSE_FACTOR_FIRST
-    assert steered([500] * 100).factor == PAUSE_FACTOR_MAX
+    assert throttle_with_latencies([9]).factor > PAUSE_FACTOR_FIRST
+    assert throttle_with_latencies([500] * 100).factor == PAUSE_FACTOR_MAX
 
 
 def test_fast_small_requests_shorten_the_pauses() -> None:
-    assert steered([6]).factor < PAUSE_FACTOR_FIRST
-    assert steered([6] * 5_000).factor == PAUSE_FACTOR_MIN
+    assert throttle_with_latencies([6]).factor < PAUSE_FACTOR_FIRST
+    assert throttle_with_latencies([6] * 5_000).factor == PAUSE_FACTOR_MIN
 
 
 def test_one_slow_request_in_two_hundred_does_not_change_the_pauses() -> None:
-    assert steered(([6] * 199 + [30]) * 3).factor == pytest.approx(PAUSE_FACTOR_FIRST)
+    assert throttle_with_latencies(([6] * 199 + [30]) * 3).factor == pytest.approx(
+        PAUSE_FACTOR_FIRST
+    )
 
 
 def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
-    throttle = shared()
+    throttle = shared_throttle()
     for start_ms in range(100, 200_100, 10):
         slow = 20 if start_ms % 500 == 0 else 5  # one in fifty
         throttle.on_small_request_finished(start_ms, start_ms + slow)
     throttle.on_large_batch_started(FLOOD, 200_100)
     throttle.on_small_request_finished(200_100, 200_123)
-    assert throttle.factor < PAUSE_FACTOR_FIRST  # not a fifth more than 20 ms
+    assert throttle.factor < PAUSE_FACTOR_FIRST  # less than a fifth above 20 ms
     throttle.on_small_request_finished(200_100, 200_140)
     assert throttle.factor > PAUSE_FACTOR_FIRST
 
 
 def test_times_during_a_piece_do_not_count_as_calm() -> None:
-    throttle = shared()
+    throttle = shared_throttle()
     throttle.on_large_batch_started(FLOOD, 100)
     throttle.on_small_request_finished(100, 200)
     throttle.on_large_batch_finished(100, 200)
     throttle.on_small_request_finished(190, 250)  # a piece was in flight when it came
-    assert throttle.factor < PAUSE_FACTOR_FIRST  # nothing is known yet of what is calm
+    assert throttle.factor < PAUSE_FACTOR_FIRST  # the calm time is not known yet
     throttle.on_small_request_finished(201, 206)
     throttle.on_small_request_finished(190, 250)
     assert throttle.factor > PAUSE_FACTOR_FIRST
 
 
-def after_a_long_flood(for_ms: int) -> LargeBatchThrottle:
+def throttle_after_flood(for_ms: int) -> LargeBatchThrottle:
     """A throttle whose small requests took 5 ms while calm, and 9 ms during a flood."""
-    throttle = steered([])
+    throttle = throttle_with_latencies([])
     throttle.on_large_batch_finished(60_100, 60_105)
     for start_ms in range(60_110, 60_110 + for_ms, 10):
         if start_ms % 500 == 0:
@@ -173,14 +175,14 @@ def after_a_long_flood(for_ms: int) -> LargeBatchThrottle:
 
 
 def test_during_a_flood_the_calm_time_is_kept_for_a_while() -> None:
-    throttle = after_a_long_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
+    throttle = throttle_after_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
     factor = throttle.factor
     throttle.on_small_request_finished(200_000, 200_009)
     assert throttle.factor > factor
 
 
-def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
-    throttle = after_a_long_flood(BASELINE_KEPT_MS + 20_000)
+def test_an_outdated_calm_time_is_not_used() -> None:
+    throttle = throttle_after_flood(BASELINE_KEPT_MS + 20_000)
     factor = throttle.factor
     throttle.on_small_request_finished(200_000, 200_009)
     assert throttle.factor < factor

@@ -34,7 +34,7 @@ def test_an_answer_to_an_unknown_proof_is_ignored() -> None:
     assert proofs.on_proof_failed(1, 20) == (["a"], [])
 
 
-def test_freshness_counts_from_when_the_proof_was_requested() -> None:
+def test_freshness_starts_when_the_proof_is_requested() -> None:
     proofs: LinearizableRequests[str] = LinearizableRequests(1000)
     assert not proofs.is_fresh(0)
     proofs.wait_for_proof("a", 10)
@@ -63,12 +63,12 @@ def test_the_end_of_a_session_returns_all_requests_and_ends_proof_and_freshness(
 
 def test_the_assumed_mark_is_found_in_each_request() -> None:
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
-    asked = [
+    requests = [
         messages.MountRequest(req_id, 5, 1),
         messages.MountWriter(req_id, 1, 5, wants_feed=True),
         messages.FeedRequest(req_id, 5),
         messages.RangeRequest(req_id, 5, 9, 100, 0, ()),
         messages.TransactionDataRequest(req_id, 5),
     ]
-    assert [assumed_id_of(message) for message in asked] == [5] * 5
+    assert [assumed_id_of(message) for message in requests] == [5] * 5
     assert assumed_id_of(messages.HighWaterMarkRequest(req_id)) == BEFORE_FIRST

@@ -8,16 +8,16 @@ from waltz_core.server.locking.lock_queues import NOTIFY_FACTOR, NOTIFY_MS_MIN, 
 HOT, COLD = 5, 6
 
 
-def contended(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
+def contended_lock(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
     """One transaction with the hot lock was committed, and the given number was rejected for it."""
     world = World()
     world.single(write=[HOT])
     world.turn()
-    refused = [world.single(BOB if i % 2 else ALICE, write=[HOT]) for i in range(losers)]
+    rejected = [world.single(BOB if i % 2 else ALICE, write=[HOT]) for i in range(losers)]
     world.turn()
     world.now_ms += took_ms
     answered = results(world.commit())
-    return world, refused, answered
+    return world, rejected, answered
 
 
 def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
@@ -28,50 +28,50 @@ def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
 
 
 def test_rejected_writers_are_notified_one_per_commit_in_their_order() -> None:
-    world, refused, answered = contended()
-    assert answered[refused[0]] == [(-1, LOCK, 0)]
-    assert refused[1] not in answered
-    assert refused[2] not in answered
-    for number, req_id in enumerate(refused[1:], 1):
+    world, rejected, answered = contended_lock()
+    assert answered[rejected[0]] == [(-1, LOCK, 0)]
+    assert rejected[1] not in answered
+    assert rejected[2] not in answered
+    for number, req_id in enumerate(rejected[1:], 1):
         answered = next_commit(world, number - 1)
-        # Of the transaction that has come meanwhile, so that none waits for less.
+        # The answer names the newest transaction, so that no writer waits for an older one.
         assert answered.pop(req_id) == [(-1, LOCK, number)]
         assert list(answered.values()) == [[(number, COMMITTED, -1)]]
     assert world.pipeline.due_ms(world.now_ms) is None
 
 
 def test_rejected_writers_are_notified_in_the_order_of_rejection() -> None:
-    world, refused, _ = contended(losers=2)
+    world, rejected, _ = contended_lock(losers=2)
     world.single(mark=0, write=[HOT])
     world.turn()
     last = world.single(BOB, mark=0, write=[HOT])
     world.turn()
     answered = results(world.commit())
-    assert refused[1] in answered
+    assert rejected[1] in answered
     assert last not in answered
     assert last in next_commit(world, 1)
 
 
 def test_a_commit_under_other_locks_notifies_no_writer() -> None:
-    world, refused, _ = contended()
+    world, rejected, _ = contended_lock()
     assert list(next_commit(world, 0, COLD).values()) == [[(1, COMMITTED, -1)]]
-    assert refused[1] in next_commit(world, 1)
+    assert rejected[1] in next_commit(world, 1)
 
 
-def test_two_hot_locks_do_not_wait_for_each_other() -> None:
+def test_queues_of_two_hot_locks_are_independent() -> None:
     world = World()
     for lock in (HOT, COLD):
         world.single(write=[lock])
     world.turn()
-    refused = [world.single(BOB, write=[lock]) for lock in (HOT, COLD, HOT, COLD)]
+    rejected = [world.single(BOB, write=[lock]) for lock in (HOT, COLD, HOT, COLD)]
     world.turn()
     answered = results(world.commit())
-    assert [req_id in answered for req_id in refused] == [True, True, False, False]
+    assert [req_id in answered for req_id in rejected] == [True, True, False, False]
 
 
 def test_if_a_notified_author_does_not_return_the_next_is_notified() -> None:
-    world, refused, _ = contended(took_ms=4)
-    for req_id in refused[1:]:
+    world, rejected, _ = contended_lock(took_ms=4)
+    for req_id in rejected[1:]:
         before_ms = world.now_ms
         assert not world.wants_turn
         answered = results(world.turn_when_paced())
@@ -81,64 +81,64 @@ def test_if_a_notified_author_does_not_return_the_next_is_notified() -> None:
 
 
 def test_slower_commits_give_waiting_writers_more_time() -> None:
-    world, refused, _ = contended(took_ms=1)
+    world, rejected, _ = contended_lock(took_ms=1)
     world.single(mark=0, write=[HOT])
     world.turn()
     world.now_ms += 8
-    assert refused[1] in results(world.commit())
+    assert rejected[1] in results(world.commit())
     before_ms = world.now_ms
     answered: dict = {}
     while not answered:  # The first check handles what was already due.
         answered = results(world.turn_when_paced())
-    assert list(answered) == [refused[2]]
+    assert list(answered) == [rejected[2]]
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
 
 
 def test_a_waiting_writer_is_notified_of_the_newest_conflict_of_any_writer() -> None:
-    world, refused, _ = contended(losers=2)
+    world, rejected, _ = contended_lock(losers=2)
     world.batch([b"data"], mark=0, write=[[HOT]])
     world.turn()
     late = world.single(mark=0, write=[HOT])
     world.turn()
     answered = results(world.commit())
-    assert answered[refused[1]] == [(-1, LOCK, 1)]
+    assert answered[rejected[1]] == [(-1, LOCK, 1)]
     assert late not in answered
 
 
 def test_instant_commits_still_leave_waiting_writers_some_time() -> None:
-    world, refused, _ = contended(took_ms=0)
-    assert refused[1] in results(world.turn_when_paced())
+    world, rejected, _ = contended_lock(took_ms=0)
+    assert rejected[1] in results(world.turn_when_paced())
     assert world.now_ms == NOTIFY_MS_MIN
 
 
 def test_rejected_writers_wait_a_limited_time() -> None:
-    world, refused, _ = contended(losers=200)
+    world, rejected, _ = contended_lock(losers=200)
     answered = []
     while len(answered) < 199:
         answered += results(world.turn_when_paced())
         assert world.now_ms <= 1 + WAIT_MS_MAX
-    assert answered == refused[1:]
+    assert answered == rejected[1:]
 
 
 def test_the_end_of_a_session_answers_all_waiting_writers() -> None:
-    world, refused, _ = contended()
-    assert list(results(world.pipeline.on_session_closed())) == refused[1:]
+    world, rejected, _ = contended_lock()
+    assert list(results(world.pipeline.on_session_closed())) == rejected[1:]
     assert world.pipeline.due_ms(world.now_ms) is None
     assert results(world.open(0)) == {}
 
 
 def test_a_closed_connection_gets_no_answers_and_a_flush_does_not_wait_for_it() -> None:
-    world, refused, _ = contended(losers=4)
+    world, rejected, _ = contended_lock(losers=4)
     assert world.pipeline.flush(1) == []
     assert results(world.pipeline.close(B)) == {}
     out = world.turn_when_paced()
-    assert list(results(out)) == [refused[2]]
+    assert list(results(out)) == [rejected[2]]
     assert BarrierReached(1) in out
     assert world.pipeline.due_ms(world.now_ms) is None
 
 
 def test_a_writer_with_an_old_mark_is_answered_at_once() -> None:
-    world, _, _ = contended(losers=3)
+    world, _, _ = contended_lock(losers=3)
     world.single(mark=0, write=[COLD])
     world.turn()  # something is in flight, and others are held back
     stale = world.single(BOB, mark=BEFORE_FIRST, write=[HOT])
@@ -155,42 +155,42 @@ def test_read_only_locks_do_not_wait_for_each_other() -> None:
     assert [answered[req_id] for req_id in readers] == [[(-1, LOCK, 0)]] * 3
 
 
-def test_read_locks_and_their_order_make_a_queue_too() -> None:
+def test_appends_with_the_same_locks_in_any_order_share_a_queue() -> None:
     world = World()
     world.single(write=[HOT, COLD])
     world.turn()
-    same = [world.single(BOB, write=locks) for locks in ([HOT, COLD], [COLD, HOT])]
+    same_locks = [world.single(BOB, write=locks) for locks in ([HOT, COLD], [COLD, HOT])]
     other = world.single(BOB, write=[HOT, COLD], read=[7])
     world.turn()
     answered = results(world.commit())
-    assert [req_id in answered for req_id in (*same, other)] == [True, False, True]
+    assert [req_id in answered for req_id in (*same_locks, other)] == [True, False, True]
 
 
-def test_a_disconnected_writer_delays_no_other() -> None:
+def test_a_disconnected_writer_does_not_delay_others() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
     gone = [world.single(BOB, write=[HOT]) for _ in range(2)]
-    there = world.single(ALICE, write=[HOT])
+    committed = world.single(ALICE, write=[HOT])
     world.turn()
     world.mounts.on_connection_closed(B)
     world.pipeline.close(B)
     answered = results(world.commit())
-    assert there in answered
-    assert set(gone) <= answered.keys(), "they have no client, and leave at once"
+    assert committed in answered
+    assert set(gone) <= answered.keys(), "rejections without a client are removed at once"
     assert world.pipeline.due_ms(world.now_ms) is None
 
 
-def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
-    world, slow, _ = contended(losers=2, took_ms=20)
+def test_the_queue_with_the_earliest_deadline_is_notified_first() -> None:
+    world, slow, _ = contended_lock(losers=2, took_ms=20)
     began_ms = world.now_ms
     world.single(mark=0, write=[COLD])
     world.turn()
-    quick = [world.single(BOB, mark=0, write=[COLD]) for _ in range(2)]
+    expired_marks = [world.single(BOB, mark=0, write=[COLD]) for _ in range(2)]
     world.turn()
     world.now_ms += 1
-    assert quick[0] in results(world.commit())
-    assert list(results(world.turn_when_paced())) == [quick[1]]
+    assert expired_marks[0] in results(world.commit())
+    assert list(results(world.turn_when_paced())) == [expired_marks[1]]
     assert world.now_ms == began_ms + 1 + NOTIFY_FACTOR
     while slow[1] not in (answered := results(world.turn_when_paced())):
         assert answered == {}
@@ -198,6 +198,6 @@ def test_of_two_queues_the_one_due_first_is_notified_first() -> None:
 
 
 def test_waiting_writers_are_notified_while_the_pipeline_is_on_hold() -> None:
-    world, refused, _ = contended(losers=2)
+    world, rejected, _ = contended_lock(losers=2)
     world.pipeline.hold_submissions()
-    assert list(results(world.turn_when_paced())) == [refused[1]]
+    assert list(results(world.turn_when_paced())) == [rejected[1]]

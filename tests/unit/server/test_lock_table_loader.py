@@ -28,7 +28,7 @@ def end(last: int, history: int = 0) -> LogEnd:
 
 
 def block(last: int, *locks: int, first: int | None = None, history: int = 0) -> bytes:
-    """A block of one transaction by default; it writes the lock of its own ID, too."""
+    """Return a block, by default of one transaction, which also writes the lock of its own ID."""
     low = last if first is None else first
     packed = struct.pack(f">{len(locks) + 1}i", 1_000 + last, *locks)
     return encode(TransactionId(low), end(last, history), end(low - 1).chain, packed)
@@ -58,9 +58,9 @@ class World:
         )
 
     def answer(self, data: bytes, fetch: Fetch | None = None) -> None:
-        asked = (fetch or self.fetches[-1]).message
+        request = (fetch or self.fetches[-1]).message
         self.lock_loader.on_blocks_fetched(
-            asked.sequence, LockBlocks(asked.session_id, asked.sequence, 2, data)
+            request.sequence, LockBlocks(request.session_id, request.sequence, 2, data)
         )
 
     def fail(self) -> None:
@@ -73,11 +73,11 @@ class World:
             count += 1
         return count
 
-    def written(self, *ids: int) -> list[int]:
+    def estimates_of_writers(self, *ids: int) -> list[int]:
         return [self.table.estimate(1_000 + each) for each in ids]
 
 
-def test_one_replica_with_all_blocks_is_enough() -> None:
+def test_one_replica_with_all_blocks_fills_the_lock_table() -> None:
     world = World()
     world.query_locks()
     (fetch,) = world.fetches
@@ -89,7 +89,7 @@ def test_one_replica_with_all_blocks_is_enough() -> None:
     world.answer(blocks(0, MARK))
     world.run()
     assert not world.lock_loader.is_holding_appends(world.now_ms)
-    assert world.written(*range(10)) == list(range(10))
+    assert world.estimates_of_writers(*range(10)) == list(range(10))
     assert world.table.estimate(77) == -1
     assert world.lock_loader.floor == -1
     assert world.reports == [Report("locks.loaded", (("known_from", 0), ("mark", MARK)))]
@@ -97,24 +97,26 @@ def test_one_replica_with_all_blocks_is_enough() -> None:
     assert world.lock_loader.due_ms(world.now_ms) is None
 
 
-def test_a_learned_lock_is_between_its_last_writer_and_the_end_of_its_batch() -> None:
+def test_a_loaded_lock_is_between_its_last_writer_and_the_batch_end() -> None:
     world = World()
     world.query_locks()
     world.answer(blocks(0, 3) + block(6, 5, first=4) + block(7, 5) + block(8) + block(9, 1_002))
     world.run()
     assert world.table.estimate(5) == 7
-    assert world.written(6, 2) == [6, 9]
+    assert world.estimates_of_writers(6, 2) == [6, 9]
 
 
-def test_with_writers_per_row_a_lock_is_as_old_as_its_writer() -> None:
+def test_with_writer_distances_a_lock_has_the_id_of_its_writer() -> None:
     world = World()
     world.query_locks()
     packed = struct.pack(">4i", 21, 22, 23, 21)
-    apart = encode(TransactionId(4), end(MARK), end(3).chain, packed, bytes([5, 4, 0, 2]))
-    world.answer(blocks(0, 3) + apart)
+    block_with_distances = encode(
+        TransactionId(4), end(MARK), end(3).chain, packed, bytes([5, 4, 0, 2])
+    )
+    world.answer(blocks(0, 3) + block_with_distances)
     world.run()
     assert [world.table.estimate(each) for each in (21, 22, 23)] == [MARK - 2, MARK - 4, MARK]
-    assert world.written(3) == [3]
+    assert world.estimates_of_writers(3) == [3]
 
 
 def test_the_refill_reads_down_to_the_limit() -> None:
@@ -123,7 +125,7 @@ def test_the_refill_reads_down_to_the_limit() -> None:
     world.answer(blocks(0, MARK))
     world.run()
     assert world.lock_loader.floor == 6
-    assert world.written(5, 6, 7, 8) == [6, 6, 7, 8]
+    assert world.estimates_of_writers(5, 6, 7, 8) == [6, 6, 7, 8]
     assert world.reports[0].name == "locks.loaded"
 
 
@@ -132,7 +134,7 @@ def test_the_refill_reads_down_to_the_limit() -> None:
     [b"", b"junk" * 40, blocks(0, 8), blocks(0, 8) + block(9, history=1), blocks(0, 9)[:-1]],
     ids=["nothing", "junk", "too short", "another log", "torn"],
 )
-def test_locks_without_proof_by_the_log_are_not_learned(data: bytes) -> None:
+def test_locks_that_the_log_does_not_prove_are_not_loaded(data: bytes) -> None:
     world = World()
     world.query_locks()
     for replica in REPLICAS:
@@ -153,15 +155,15 @@ def test_the_next_replica_supplies_missing_blocks() -> None:
     world.answer(blocks(0, 3) + blocks(6, 9))
     world.run()
     assert world.lock_loader.floor == 5
-    assert world.written(3, 5, 6) == [5, 5, 6]
+    assert world.estimates_of_writers(3, 5, 6) == [5, 5, 6]
     assert world.lock_loader.is_holding_appends(world.now_ms)
     world.answer(blocks(0, 9))
     world.run()
-    assert world.written(0, 3, 5, 6) == [0, 3, 5, 6]
+    assert world.estimates_of_writers(0, 3, 5, 6) == [0, 3, 5, 6]
     assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
 
 
-def test_locks_entered_meanwhile_stay() -> None:
+def test_locks_written_during_the_refill_are_kept() -> None:
     world = World()
     world.query_locks(holds=False)
     assert not world.lock_loader.is_holding_appends(world.now_ms)
@@ -173,10 +175,10 @@ def test_locks_entered_meanwhile_stay() -> None:
     )
     world.answer(blocks(0, MARK))
     world.run()
-    assert world.written(4, 5, 6) == [4, MARK + 1, 6]
+    assert world.estimates_of_writers(4, 5, 6) == [4, MARK + 1, 6]
 
 
-def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
+def test_mounts_wait_a_limited_time_while_the_refill_continues() -> None:
     world = World()
     world.query_locks()
     assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + HOLD_APPENDS_MS_MAX
@@ -297,7 +299,7 @@ def test_a_refill_that_takes_several_turns_is_complete(
     world.query_locks()
     world.answer(blocks(0, MARK))
     assert world.run() == 5
-    assert world.written(*range(10)) == list(range(10))
+    assert world.estimates_of_writers(*range(10)) == list(range(10))
 
 
 def test_blocks_above_the_floor_are_skipped_in_slices(

@@ -46,7 +46,7 @@ def table_at(mark: int) -> LockTable:
     return LockTable(SLOT_COUNT, TransactionId(mark))
 
 
-def test_a_lock_passes_if_its_estimate_is_at_most_the_mark() -> None:
+def test_a_lock_is_accepted_if_its_estimate_is_at_most_the_mark() -> None:
     table = table_at(5)
     assert validate(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
     found = validate(table, {"w": [2]}, mark=4, high=9)
@@ -78,7 +78,7 @@ def test_a_row_reports_its_highest_conflict() -> None:
     assert found.conflicts.tolist() == [3]
 
 
-def test_rows_that_are_not_eligible_leave_no_trace() -> None:
+def test_ineligible_rows_do_not_change_the_lock_table() -> None:
     table = table_at(0)
     found = validate(
         table, {"w": [1]}, {"w": [1]}, {"w": [9]}, mark=[0, 0, 99], eligible=[False, True, False]
@@ -116,7 +116,7 @@ def test_a_row_with_a_repeated_lock_does_not_conflict_with_itself() -> None:
     assert found.ids.tolist() == [1]
 
 
-def test_clamping_the_lock_table_forgets_transactions_that_were_never_committed() -> None:
+def test_clamping_the_lock_table_removes_uncommitted_transactions() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     table.clamp(TransactionId(1))
@@ -128,7 +128,7 @@ def test_a_lost_append_does_not_reject_its_retry() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, high=0, next_id=1)
     table.on_committed(TransactionId(1))
-    # Others write, and the session ends with the next one under the lock in flight.
+    # Other appends commit; the session ends while the next writer of the lock is in flight.
     validate(table, *({"w": [other]} for other in range(2, 10)), mark=1, high=1, next_id=2)
     validate(table, {"w": [1]}, mark=1, high=1, next_id=10)
     table.clamp(TransactionId(9))
@@ -143,17 +143,17 @@ def test_a_reset_rejects_appends_with_older_marks() -> None:
     assert validate(table, {"w": [1]}, {"r": [2]}, mark=6, high=6, next_id=8).accepted_count == 2
 
 
-def test_locks_in_flight_before_a_reset_undo_nothing_after_it() -> None:
+def test_locks_in_flight_before_a_reset_are_not_undone_after_it() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, {"w": [3]}, next_id=1)
-    # Another owner has written up to 1 and may have written each of them; then this one is back.
+    # Another owner may have written any lock up to ID 1; then this owner returns.
     table.reset(TransactionId(1))
     table.clamp(TransactionId(1))
     assert [table.estimate(lock) for lock in (1, 2, 3)] == [1, 1, 1]
     assert validate(table, {"r": [3]}, mark=0, high=1).conflicts.tolist() == [1]
 
 
-def test_too_many_entries_to_undo_leave_none_above_the_mark() -> None:
+def test_without_undo_entries_no_lock_stays_above_the_mark() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, next_id=1)
     validate(table, {"w": [1, *range(10, 10_000)]}, mark=1, high=1, next_id=2)
@@ -167,16 +167,16 @@ def test_an_empty_batch_accepts_no_row() -> None:
 
 
 def test_a_batch_changes_only_the_slots_of_its_entries() -> None:
-    """The row numbers that validation puts into the table must all be removed again."""
+    """Validation must remove all row numbers that it has put into the table."""
     table = LockTable(11, TransactionId(3))
     validate(table, {"w": [1]}, {"w": [1]}, {"r": [2]}, {"w": [5]}, mark=[3, 3, 3, 0], high=3)
     assert set(table._slots.tolist()) <= {3, 4, 5}
-    untouched = set(range(11)) - set(slot_indices([1], 11).ravel().tolist())
-    assert {int(table._slots[slot]) for slot in untouched} <= {3}
+    unchanged = set(range(11)) - set(slot_indices([1], 11).ravel().tolist())
+    assert {int(table._slots[slot]) for slot in unchanged} <= {3}
 
 
 @pytest.mark.parametrize("lock", [0, 1, -1, 7, 2**31 - 1, -(2**31)])
-def test_an_estimate_is_the_least_of_the_three_slots(lock: int) -> None:
+def test_an_estimate_is_the_minimum_of_three_slots(lock: int) -> None:
     table = LockTable(1009, TransactionId(0))
     table._slots[:] = np.arange(1009)
     assert table.estimate(lock) == slot_indices([lock], 1009).min()
@@ -190,7 +190,7 @@ def test_the_false_rejection_probability_depends_on_the_newer_slots() -> None:
     assert table.false_rejection_probability(TransactionId(5)) == pytest.approx(1 / 8)
 
 
-def test_the_predicted_false_rejection_rate_is_the_measured_one() -> None:
+def test_the_measured_false_rejection_rate_equals_the_prediction() -> None:
     table = LockTable(100_003, TransactionId(0))
     numbers = np.random.default_rng(1)
     locks = numbers.integers(-(2**31), 2**31, 30_000).astype(np.int32)
@@ -201,9 +201,9 @@ def test_the_predicted_false_rejection_rate_is_the_measured_one() -> None:
         LockRequests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1)
     )
     predicted = table.false_rejection_probability(first)
-    strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
-    refused = (table._slots[slot_indices(strangers, 100_003)].min(axis=0) > 0).mean()
-    assert predicted == pytest.approx(refused, rel=0.1)
+    other_locks = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
+    false_rejection_rate = (table._slots[slot_indices(other_locks, 100_003)].min(axis=0) > 0).mean()
+    assert predicted == pytest.approx(false_rejection_rate, rel=0.1)
     assert 0.1 < predicted < 0.4
 
 
@@ -222,7 +222,7 @@ def test_slot_count_within_is_a_prime_that_fits_the_budget(
 
 
 @pytest.mark.parametrize("hot", [False, True])
-def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
+def test_the_number_of_calls_does_not_depend_on_the_number_of_rows(hot: bool) -> None:
     counts = []
     for count in (100, 10_000):
         locks = np.zeros(count, np.int32) if hot else np.arange(count, dtype=np.int32)
@@ -238,7 +238,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
     assert counts[1] <= 2 * counts[0]
 
 
-def test_a_refill_lowers_slots_but_no_lock_below_its_writer() -> None:
+def test_a_refill_never_lowers_a_lock_below_its_writer() -> None:
     table = table_at(9)
     validate(table, {"w": [3]}, mark=9, high=9)
     ids = np.array([9, 7, 7], dtype=np.int64)

@@ -26,7 +26,7 @@ def batch_of(first: int, *rows: bytes) -> replication.Batch:
     return replication.Batch(*part, stamp_ms=1_700_000_000_000)
 
 
-def opened() -> MemoryStore:
+def open_store() -> MemoryStore:
     store = MemoryStore(MemoryLog())
     session, settled = store.step(replication.TakeOwnership(Generation(1), (MEMORY_REPLICA,)), 0)
     assert session.high_water_mark == settled.committed_last == BEFORE_FIRST
@@ -34,7 +34,7 @@ def opened() -> MemoryStore:
 
 
 def test_a_batch_is_committed_in_the_step_that_submits_it():
-    store = opened()
+    store = open_store()
     (one,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a", b"b")), 0)
     (two,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(2, b"c")), 0)
     assert (one.last, two.last) == (1, 2)
@@ -44,8 +44,8 @@ def test_a_batch_is_committed_in_the_step_that_submits_it():
     assert [each.req_id.sequence for each in store.log.transactions()] == [5, 6, 5]
 
 
-def test_a_later_owner_finds_what_an_earlier_one_has_committed():
-    store = opened()
+def test_a_later_owner_finds_the_commits_of_an_earlier_owner():
+    store = open_store()
     store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a")), 0)
     session, _ = store.step(replication.TakeOwnership(Generation(2), (MEMORY_REPLICA,)), 0)
     assert (session.session_id, session.high_water_mark, session.generation) == (1, 0, 2)

@@ -12,7 +12,7 @@ OLD, NEW = ConnectionId(10), ConnectionId(11)
 PLACE = PartitionPosition(PartitionId(0), Generation(1), TransactionId(9))
 
 
-def fault(
+def mount_error(
     mounts: Mounts,
     client: ClientId,
     connection: ConnectionId,
@@ -28,13 +28,13 @@ def fault(
 def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -> None:
     mounts = Mounts(2)
     mounts.begin_mount(ALICE, OLD, 5, "alice")
-    assert isinstance(fault(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
-    assert fault(mounts, ALICE, NEW, 6, principal="alice") is None
-    assert fault(mounts, BOB, NEW, 6, principal="eve") is None
+    assert isinstance(mount_error(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
+    assert mount_error(mounts, ALICE, NEW, 6, principal="alice") is None
+    assert mount_error(mounts, BOB, NEW, 6, principal="eve") is None
     mounts.on_connection_closed(OLD)  # as its fence, also without a connection
-    assert isinstance(fault(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
+    assert isinstance(mount_error(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
     mounts.on_generation_started()
-    assert fault(mounts, ALICE, NEW, 6, principal="eve") is None
+    assert mount_error(mounts, ALICE, NEW, 6, principal="eve") is None
 
 
 def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None:
@@ -47,15 +47,15 @@ def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None
     assert not mounts.is_ready(BOB, OLD)
 
 
-def test_the_highest_sequence_wins_and_an_equal_one_only_on_its_own_connection() -> None:
+def test_only_a_higher_sequence_or_the_same_connection_may_mount() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 5)
-    assert fault(mounts, ALICE, OLD, 5) is None
-    assert fault(mounts, ALICE, NEW, 5) is not None
-    assert fault(mounts, ALICE, NEW, 4) is not None
-    assert fault(mounts, ALICE, OLD, 4) is not None
-    assert fault(mounts, ALICE, NEW, 6) is None
-    assert fault(mounts, BOB, NEW, 0) is None
+    assert mount_error(mounts, ALICE, OLD, 5) is None
+    assert mount_error(mounts, ALICE, NEW, 5) is not None
+    assert mount_error(mounts, ALICE, NEW, 4) is not None
+    assert mount_error(mounts, ALICE, OLD, 4) is not None
+    assert mount_error(mounts, ALICE, NEW, 6) is None
+    assert mount_error(mounts, BOB, NEW, 0) is None
 
 
 def test_a_newer_connection_fences_the_older_one_at_once() -> None:
@@ -72,14 +72,14 @@ def test_a_newer_connection_fences_the_older_one_at_once() -> None:
     assert mounts.has_mount(ALICE, NEW)
 
 
-def test_the_fence_outlives_its_connection_and_ends_with_the_generation() -> None:
+def test_a_fence_lasts_until_the_end_of_the_generation() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 5)
     mounts.on_connection_closed(OLD)
     assert mounts.mounted_client_count == 0
-    assert "connection sequence 5" in str(fault(mounts, ALICE, NEW, 5))
+    assert "connection sequence 5" in str(mount_error(mounts, ALICE, NEW, 5))
     mounts.on_generation_started()
-    assert fault(mounts, ALICE, NEW, 0) is None
+    assert mount_error(mounts, ALICE, NEW, 0) is None
 
 
 def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
@@ -88,10 +88,10 @@ def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
     mounts.finish_mount(ALICE, NEW)
     mounts.on_released()
     assert not mounts.is_ready(ALICE, NEW)
-    assert "connection sequence 6" in str(fault(mounts, ALICE, OLD, 5))
-    assert fault(mounts, ALICE, NEW, 6) is None  # the same connection mounts again
+    assert "connection sequence 6" in str(mount_error(mounts, ALICE, OLD, 5))
+    assert mount_error(mounts, ALICE, NEW, 6) is None  # the same connection mounts again
     mounts.on_connection_closed(NEW)
-    assert fault(mounts, ALICE, OLD, 5) is not None
+    assert mount_error(mounts, ALICE, OLD, 5) is not None
 
 
 def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
@@ -105,7 +105,7 @@ def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
     assert mounts.highest_sequence(ClientId(2)) == 7
 
 
-def test_one_connection_may_mount_for_several_clients() -> None:
+def test_one_connection_may_mount_several_clients() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 1)
     mounts.begin_mount(BOB, OLD, 1)
@@ -114,26 +114,26 @@ def test_one_connection_may_mount_for_several_clients() -> None:
     assert (mounts.highest_sequence(ALICE), mounts.highest_sequence(BOB)) == (2, 1)
 
 
-def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:
+def test_the_mounted_clients_of_a_connection_are_limited() -> None:
     mounts = Mounts(10)
     for client in range(CLIENTS_MAX):
-        assert fault(mounts, ClientId(client), OLD, 1) is None
+        assert mount_error(mounts, ClientId(client), OLD, 1) is None
         mounts.begin_mount(ClientId(client), OLD, 1)
-    assert isinstance(fault(mounts, ClientId(CLIENTS_MAX), OLD, 1), Overloaded)
-    assert fault(mounts, ClientId(0), OLD, 2) is None
-    assert fault(mounts, ClientId(CLIENTS_MAX), NEW, 1) is None
+    assert isinstance(mount_error(mounts, ClientId(CLIENTS_MAX), OLD, 1), Overloaded)
+    assert mount_error(mounts, ClientId(0), OLD, 2) is None
+    assert mount_error(mounts, ClientId(CLIENTS_MAX), NEW, 1) is None
     mounts.begin_mount(ClientId(0), NEW, 2)
-    assert fault(mounts, ClientId(CLIENTS_MAX), OLD, 1) is None
+    assert mount_error(mounts, ClientId(CLIENTS_MAX), OLD, 1) is None
 
 
-def test_a_filter_may_not_have_any_number_of_headers() -> None:
-    """They are kept, and looked for in every frame, for as long as the mount lasts."""
+def test_the_number_of_headers_in_a_filter_is_limited() -> None:
+    """The server stores the headers, and searches every frame for them, while the mount lasts."""
     mounts, many = Mounts(10), tuple(range(FILTER_HEADERS_MAX + 1))
-    assert fault(mounts, ALICE, OLD, 1, many[1:]) is None
-    assert isinstance(fault(mounts, ALICE, OLD, 1, many), BadRequest)
+    assert mount_error(mounts, ALICE, OLD, 1, many[1:]) is None
+    assert isinstance(mount_error(mounts, ALICE, OLD, 1, many), BadRequest)
 
 
-def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:
+def test_a_lost_row_ends_the_mount() -> None:
     mounts = Mounts(10)
     mounts.begin_mount(ALICE, OLD, 1)
     mounts.finish_mount(ALICE, OLD)

@@ -124,7 +124,7 @@ class World:
             else:
                 self.rest.append(effect)
 
-    def say(self, *effects: replication.Effect) -> None:
+    def report_from_store(self, *effects: replication.Effect) -> None:
         """Let the store report outcomes, with an unrelated event."""
         self.store.effects = list(effects)
         self.step(replication.Checkpoint())
@@ -145,7 +145,7 @@ class World:
         self.chain = GENESIS_CHAIN
         self.store.readable_replicas = REPLICAS
         session_id = SessionId(self.session)
-        self.say(
+        self.report_from_store(
             replication.SessionOpened(
                 session_id,
                 Generation(generation),
@@ -161,7 +161,9 @@ class World:
     def close(self, error_code: int = 0) -> None:
         self.store.readable_replicas = ()
         reason = "a replica was lost"
-        self.say(replication.SessionClosed(SessionId(self.session), reason, error_code))
+        self.report_from_store(
+            replication.SessionClosed(SessionId(self.session), reason, error_code)
+        )
 
     def commit(self, count: int | None = None) -> None:
         """Commit the given number of batches that were submitted in this session."""
@@ -174,18 +176,20 @@ class World:
             self.chain = next_chain(
                 self.chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
             )
-        self.say(
+        self.report_from_store(
             replication.TransactionsCommitted(SessionId(self.session), batches[-1].last, self.chain)
         )
 
     def prove(self) -> None:
-        """A quorum answers the latest request for a proof."""
+        """Let a quorum answer the latest request for a proof."""
         token = self.store.of(replication.ProveMark)[-1].token
-        self.say(replication.MarkProved(token, self.partition.high_water_mark))
+        self.report_from_store(replication.MarkProved(token, self.partition.high_water_mark))
 
     def fail_proof(self) -> None:
-        """No quorum answers it."""
-        self.say(replication.MarkProofFailed(self.store.of(replication.ProveMark)[-1].token))
+        """Let the latest request for a proof fail."""
+        self.report_from_store(
+            replication.MarkProofFailed(self.store.of(replication.ProveMark)[-1].token)
+        )
 
     # --- clients
 
@@ -258,7 +262,7 @@ class World:
         return [each.message for each in self.answers if isinstance(each.message, kind)]
 
 
-def ready(**limits: int) -> World:
+def world_with_mount(**limits: int) -> World:
     world = World(**limits)
     world.open()
     world.mount()
@@ -268,23 +272,23 @@ def ready(**limits: int) -> World:
 # --- appends and sessions
 
 
-def test_nothing_is_answered_between_session_opened_and_settled() -> None:
+def test_no_request_is_answered_between_session_opened_and_settled() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
-    world.say(
+    world.report_from_store(
         replication.SessionOpened(
             SessionId(1), Generation(1), TransactionId(4), GENESIS_CHAIN, follows_own_session=False
         )
     )
     assert world.answers == []
     assert not world.partition.is_open
-    world.say(replication.SessionSettled(SessionId(1), TransactionId(4)))
+    world.report_from_store(replication.SessionSettled(SessionId(1), TransactionId(4)))
     assert world.answer(mark) == messages.HighWaterMarkResponse(mark, 4)
     assert world.partition.is_open
 
 
 def test_a_lost_session_is_settled_before_its_appends_are_reported() -> None:
-    world = ready()
+    world = world_with_mount()
     first, second = world.append(), world.append()
     world.run()
     world.close()
@@ -297,8 +301,8 @@ def test_a_lost_session_is_settled_before_its_appends_are_reported() -> None:
     assert world.reason(behind) is RowOutcomeCode.NOT_MOUNTED
 
 
-def test_an_append_lost_to_a_full_disk_gets_an_answer() -> None:
-    world = ready()
+def test_an_append_lost_because_of_a_full_disk_is_answered() -> None:
+    world = world_with_mount()
     lost = world.append()
     world.run()
     world.close(errors.NoSpace.code)
@@ -307,7 +311,7 @@ def test_an_append_lost_to_a_full_disk_gets_an_answer() -> None:
 
 
 def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
-    world = ready()
+    world = world_with_mount()
     world.fill(3)
     waiting = world.append()
     world.close()
@@ -319,7 +323,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
 
 
 def test_a_partition_that_is_released_reports_the_known_outcomes_to_all_clients() -> None:
-    world = ready()
+    world = world_with_mount()
     in_flight = world.append()
     world.run()
     mounting = world.mount(BOB, B)
@@ -351,7 +355,7 @@ def test_requests_time_out_without_a_session() -> None:
 
 
 def test_the_store_is_woken_at_the_requested_time() -> None:
-    world = ready()
+    world = world_with_mount()
     world.store.wake_at_ms = 70
     assert world.partition.wake_at_ms == 70
     world.now_ms = 70
@@ -383,8 +387,8 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     assert world.reason(held) is RowOutcomeCode.COMMITTED
 
 
-def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None:
-    """Otherwise no attempt would end while the load lasts."""
+def test_a_checkpoint_waits_a_limited_time_for_an_archive_attempt() -> None:
+    """Otherwise no attempt would end under load."""
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open(9)
     world.mount()
@@ -402,7 +406,7 @@ def test_a_checkpoint_waits_for_an_attempt_to_archive_but_not_for_long() -> None
         assert len(world.store.of(replication.Checkpoint)) == checkpoints + expected, count
 
 
-def test_a_checkpoint_that_becomes_due_waits_for_what_is_still_in_flight() -> None:
+def test_a_due_checkpoint_waits_for_appends_in_flight() -> None:
     world = World(checkpoint_interval_count=1, checkpoint_interval_ms=1)
     world.open()
     world.mount()
@@ -425,9 +429,9 @@ def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
     world.run()
     due = replication.CheckpointDue(SessionId(world.session))
     checkpoints = len(world.store.of(replication.Checkpoint))
-    world.say(due)
+    world.report_from_store(due)
     world.commit()
-    # Only those by which the test makes the store speak: the session is too young.
+    # Only the test's own checkpoints: the session is too young for another one.
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
     world.now_ms = 50
     world.append()
@@ -440,7 +444,7 @@ def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
     world.run()
     world.now_ms = 100
     world.commit()
-    # None in the next session, in which little is archived.
+    # No checkpoint in the next session, in which little is archived.
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 7
 
 
@@ -448,7 +452,7 @@ def test_a_checkpoint_is_earlier_when_much_is_archived() -> None:
 
 
 def test_a_mount_waits_for_the_appends_in_flight() -> None:
-    world = ready()
+    world = world_with_mount()
     world.append()
     world.run()
     mount = world.mount(ALICE, B, sequence=2)
@@ -473,8 +477,8 @@ def test_a_mount_waits_for_the_appends_in_flight() -> None:
     assert world.reason(req_id) is RowOutcomeCode.COMMITTED
 
 
-def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
-    world = ready()
+def test_a_mount_during_a_lost_session_is_answered_by_the_next_one() -> None:
+    world = world_with_mount()
     world.append()
     world.run()
     mount = world.mount(ALICE, B, sequence=2)
@@ -490,8 +494,8 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
 
 
 def test_requests_of_a_closed_connection_are_forgotten() -> None:
-    """Without a session it could wait for days; a returning client repeats its request."""
-    world = ready()
+    """A request without a session could wait for days; a returning client repeats it."""
+    world = world_with_mount()
     world.append()
     world.run()
     mount = world.mount(BOB, B)
@@ -528,7 +532,7 @@ def test_headers_for_an_ended_feed_are_not_fetched(is_closed: bool) -> None:
 
 
 def test_an_older_connection_cannot_mount_again() -> None:
-    world = ready()
+    world = world_with_mount()
     world.mount(ALICE, B, sequence=5)
     assert world.error(world.mount(ALICE, A, sequence=4)) == errors.ConnectionSuperseded.code
     world.step(ConnectionClosed(B))
@@ -539,8 +543,8 @@ def test_an_older_connection_cannot_mount_again() -> None:
     assert world.answer(old) == messages.MountResponse(old, 0)
 
 
-def test_a_later_mount_of_the_client_ends_the_one_that_waits() -> None:
-    world = ready()
+def test_a_later_mount_of_the_client_ends_its_waiting_mount() -> None:
+    world = world_with_mount()
     world.append()
     world.run()
     first = world.mount(ALICE, A, sequence=1)
@@ -551,13 +555,13 @@ def test_a_later_mount_of_the_client_ends_the_one_that_waits() -> None:
 
 
 def test_generations_that_differ_are_rejected() -> None:
-    world = ready()
+    world = world_with_mount()
     assert world.error(world.mount(BOB, B, generation=0)) == errors.GenerationMismatch.code
     assert world.error(world.mount(BOB, B, generation=2)) == errors.NotOwned.code
 
 
-def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
-    world = ready()
+def test_a_new_generation_clears_fences_and_mounts() -> None:
+    world = world_with_mount()
     world.mount(ALICE, A, sequence=9)
     world.fill(2)
     world.close()
@@ -571,7 +575,7 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
 
 def test_mount_fences_survive_a_release_in_the_same_generation_but_mounts_do_not() -> None:
     """An older attempt must not mount after the partition was released and owned again."""
-    world = ready()
+    world = world_with_mount()
     world.mount(ALICE, B, sequence=5)
     world.step(replication.ReleaseOwnership())
     world.step(replication.TakeOwnership(Generation(1), REPLICAS))
@@ -584,19 +588,19 @@ def test_mount_fences_survive_a_release_in_the_same_generation_but_mounts_do_not
 
 
 def test_a_client_ahead_of_the_log_is_reported() -> None:
-    world = ready()
+    world = world_with_mount()
     new = world.mount(BOB, B, mark=0)
     old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
     world.prove()
     assert world.error(new) == errors.ClientAheadOfLog.code
-    assert not world.is_answered(old)  # it came when that proof was under way already
+    assert not world.is_answered(old)  # the request arrived after that proof had started
     world.prove()
     assert world.answer(old) == messages.MountResponse(old, 2)
     assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
 
 
 def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
-    world = ready()
+    world = world_with_mount()
     mount = world.mount(BOB, B, mark=0)
     world.fail_proof()
     assert world.error(mount) == errors.SessionLost.code
@@ -610,7 +614,7 @@ def test_without_a_proof_a_mount_ahead_of_the_log_must_retry() -> None:
 
 
 def test_a_mount_ahead_of_a_lost_session_is_mounted_by_the_next_one() -> None:
-    world = ready()
+    world = world_with_mount()
     mount = world.mount(BOB, B, mark=3)
     assert not world.is_answered(mount)
     world.close()
@@ -618,8 +622,8 @@ def test_a_mount_ahead_of_a_lost_session_is_mounted_by_the_next_one() -> None:
     assert isinstance(world.answer(mount), messages.Mounted)
 
 
-def test_a_mount_that_the_log_has_overtaken_is_mounted_after_the_proof() -> None:
-    world = ready()
+def test_a_mount_ahead_of_the_log_succeeds_after_the_log_reaches_its_mark() -> None:
+    world = world_with_mount()
     mount = world.mount(BOB, B, mark=0)
     world.fill(1)
     world.prove()
@@ -627,7 +631,7 @@ def test_a_mount_that_the_log_has_overtaken_is_mounted_after_the_proof() -> None
 
 
 def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten() -> None:
-    world = ready()
+    world = world_with_mount()
     mount = world.mount(BOB, B, mark=0, feed=True)
     world.step(ConnectionClosed(B))
     world.fill(1)
@@ -643,7 +647,7 @@ def test_a_connection_that_closes_while_its_mount_waits_for_a_proof_is_forgotten
 # --- feeds
 
 
-def fed(world: World, connection: ConnectionId) -> list[int]:
+def ids_in_feed(world: World, connection: ConnectionId) -> list[int]:
     """Return the IDs a connection was fed, in order."""
     ids: list[int] = []
     for each in world.answers:
@@ -654,10 +658,10 @@ def fed(world: World, connection: ConnectionId) -> list[int]:
 
 
 def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
-    world = ready()
+    world = world_with_mount()
     world.fill(5)
     mount = world.mount(BOB, B, mark=1, feed=True)
-    assert fed(world, B) == [2, 3, 4]
+    assert ids_in_feed(world, B) == [2, 3, 4]
     kinds = [type(each.message) for each in world.answers if each.connection == B]
     assert kinds == [messages.FeedBatch, messages.Mounted]
     (batch,) = world.of(messages.FeedBatch)
@@ -668,19 +672,19 @@ def test_a_feed_mount_is_answered_when_the_feed_has_reached_the_mark() -> None:
 
 
 def test_a_feed_mount_receives_the_batches_in_flight_that_it_waits_for() -> None:
-    world = ready()
+    world = world_with_mount()
     world.append()
     world.run()
     mount = world.mount(BOB, B, mark=-1, feed=True)
     assert not world.is_answered(mount)
     world.commit()
     world.run()
-    assert fed(world, B) == [0]
+    assert ids_in_feed(world, B) == [0]
     assert world.is_answered(mount)
 
 
 def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() -> None:
-    world = ready()
+    world = world_with_mount()
     world.fill(5)
     message = messages.MountWriter(world.req_id(BOB), 1, 1, wants_feed=True)
     mount = world.send(B, message)
@@ -695,7 +699,7 @@ def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() ->
 
 
 def test_a_feed_mount_that_outlives_its_generation_is_rejected() -> None:
-    world = ready()
+    world = world_with_mount()
     world.fill(5)
     message = messages.MountWriter(world.req_id(BOB), 1, 1, wants_feed=True)
     mount = world.send(B, message)
@@ -712,12 +716,12 @@ def test_a_feed_mount_that_outlives_its_generation_is_rejected() -> None:
     assert isinstance(world.answer(again), messages.Mounted)
 
 
-def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
-    world = ready()
+def test_a_feed_request_without_a_matching_mount_is_rejected() -> None:
+    world = world_with_mount()
     mount = world.mount(BOB, B, feed=True)
-    stranger = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
+    unknown_mount = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
     # A client whose mount ended with an earlier ownership mounts again: it was not notified.
-    assert world.error(stranger) == errors.NotMounted.code
+    assert world.error(unknown_mount) == errors.NotMounted.code
     world.send(B, messages.FeedRequest(mount, -2))
     ahead = world.send(B, messages.FeedRequest(mount, 7))
     codes = [each.error_code for each in world.of(messages.ErrorResponse)]
@@ -731,8 +735,8 @@ def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
     assert (found.req_id, found.error_code) == (twice, errors.BadRequest.code)
 
 
-def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
-    world = ready()
+def test_a_congested_client_receives_no_feed_until_it_has_drained() -> None:
+    world = world_with_mount()
     mount = world.mount(BOB, B, feed=True)
     other = world.mount(ALICE, C, sequence=2, feed=True)
     world.send(B, messages.FeedRequest(mount, -1))
@@ -743,12 +747,12 @@ def test_a_congested_client_is_fed_nothing_until_it_has_drained() -> None:
         world.run()
         world.commit()
         world.run()
-    assert fed(world, B) == []
-    assert fed(world, C) == [0, 1, 2]
+    assert ids_in_feed(world, B) == []
+    assert ids_in_feed(world, C) == [0, 1, 2]
     assert world.partition.wake_at_ms is None
     world.step(ConnectionDrained(B))
     world.run()
-    assert fed(world, B) == [0, 1, 2]
+    assert ids_in_feed(world, B) == [0, 1, 2]
 
 
 def test_evicted_data_is_fetched_once_for_all_clients() -> None:
@@ -761,7 +765,7 @@ def test_evicted_data_is_fetched_once_for_all_clients() -> None:
     assert fetch.message.session_id == 1
     world.step(FetchAnswered(fetch.token, headers(fetch, 3)))
     world.run()
-    assert fed(world, A) == fed(world, B) == [0, 1, 2]
+    assert ids_in_feed(world, A) == ids_in_feed(world, B) == [0, 1, 2]
     assert isinstance(world.answer(first), messages.Mounted)
     assert isinstance(world.answer(second), messages.Mounted)
 
@@ -779,7 +783,7 @@ def test_a_storage_that_sends_another_range_is_not_trusted() -> None:
         world.step(FetchAnswered(fetch.token, found))
         world.now_ms += 1_000
         world.run()
-    assert fed(world, A) == []
+    assert ids_in_feed(world, A) == []
     assert len({each.replica for each in world.fetches}) == 3
     fetch = world.fetches[-1]
     world.step(FetchAnswered(fetch.token, headers(fetch, 3)))
@@ -790,7 +794,7 @@ def test_a_storage_that_sends_another_range_is_not_trusted() -> None:
 # --- reads
 
 
-def ask_range(
+def request_range(
     world: World,
     first: int,
     last: int,
@@ -803,41 +807,41 @@ def ask_range(
     return world.send(A, message)
 
 
-def ranged(world: World, req_id: ReqId) -> messages.RangeData:
+def range_answer(world: World, req_id: ReqId) -> messages.RangeData:
     message = world.answer(req_id)
     assert isinstance(message, messages.RangeData)
     return message
 
 
 def range_bytes(fetch: Fetch, data: messages.RangeData, records: Buffer) -> messages.RangeBytes:
-    """The storage's form of what another partition has answered."""
-    place = (1, fetch.token, 0, data.first, data.count, data.form)
-    return messages.RangeBytes(*place, data.lengths, records, 0, bytes(16), data.lineage)
+    """Return the answer of another partition in the form of a storage's answer."""
+    range_fields = (1, fetch.token, 0, data.first, data.count, data.form)
+    return messages.RangeBytes(*range_fields, data.lengths, records, 0, bytes(16), data.lineage)
 
 
-def test_a_recent_range_touches_no_storage() -> None:
-    world = ready()
+def test_a_cached_range_is_answered_without_a_storage() -> None:
+    world = world_with_mount()
     world.fill(3)
     world.fill(2)
-    data = ranged(world, ask_range(world, 1, 100))
+    data = range_answer(world, request_range(world, 1, 100))
     assert (data.first, data.count, data.next, data.high_water_mark) == (1, 4, 5, 4)
     lengths = raw_records.lengths_from_wire(data.lengths, len(data.records))
     assert raw_records.first_bad_record(data.records, lengths) is None
     assert raw_records.ids_of(data.records, lengths).tolist() == [1, 2, 3, 4]
     assert [(each.first, each.last) for each in data.lineage] == [(0, 2), (3, 4)]
-    heads = ranged(world, ask_range(world, 1, 3, form=RangeForm.HEADERS))
+    heads = range_answer(world, request_range(world, 1, 3, form=RangeForm.HEADERS))
     assert (heads.count, len(heads.records), heads.lengths) == (3, 84, b"")
     assert world.fetches == []
 
 
 def test_a_range_is_filtered_by_header() -> None:
-    world = ready()
+    world = world_with_mount()
     world.fill(4)
-    data = ranged(world, ask_range(world, 0, 3, headers=(1, 3, 9)))
+    data = range_answer(world, request_range(world, 0, 3, headers=(1, 3, 9)))
     assert (data.first, data.count, data.next) == (0, 2, 4)
     lengths = raw_records.lengths_from_wire(data.lengths, len(data.records))
     assert raw_records.ids_of(data.records, lengths).tolist() == [1, 3]
-    heads = ranged(world, ask_range(world, 0, 3, headers=(2,), form=RangeForm.HEADERS))
+    heads = range_answer(world, request_range(world, 0, 3, headers=(2,), form=RangeForm.HEADERS))
     assert (heads.count, len(heads.records), heads.next) == (1, 28, 4)
 
 
@@ -846,14 +850,14 @@ def own_headers(world: World, client: ClientId, connection: ConnectionId, last: 
     return world.send(connection, messages.RangeRequest(world.req_id(client), *fields))
 
 
-def test_own_headers_are_those_of_a_client_that_is_mounted_on_the_connection() -> None:
-    world = ready()
+def test_own_headers_require_a_mount_on_the_connection() -> None:
+    world = world_with_mount()
     world.mount(BOB, B)
     for client, connection in ((ALICE, A), (BOB, B), (ALICE, A)):
         world.append(client, connection)
         world.run()
         world.commit()
-    data = ranged(world, own_headers(world, ALICE, A, 9))
+    data = range_answer(world, own_headers(world, ALICE, A, 9))
     ids = np.frombuffer(data.records, raw_records.HEADER_DTYPE)
     assert ids["transaction_id"].tolist() == [0, 2]
     assert set(ids["req_id"]["client_id"].tolist()) == {ALICE}
@@ -862,48 +866,48 @@ def test_own_headers_are_those_of_a_client_that_is_mounted_on_the_connection() -
         error = world.answer(own_headers(world, client, connection, 9))
         assert isinstance(error, messages.ErrorResponse)
         assert error.error_code == errors.NotMounted.code
-    none = ranged(world, own_headers(world, BOB, B, 0))
+    none = range_answer(world, own_headers(world, BOB, B, 0))
     assert (none.first, none.count, none.next, none.records) == (0, 0, 1, b"")
 
 
 def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
-    world = ready()
+    world = world_with_mount()
     world.mount(BOB, B)
     for client, connection in ((ALICE, A), (BOB, B)):
         world.append(client, connection)
         world.run()
         world.commit()
-    heads = ranged(world, ask_range(world, 0, 1, form=RangeForm.HEADERS))
+    heads = range_answer(world, request_range(world, 0, 1, form=RangeForm.HEADERS))
     world.partition.reads.clear_caches()
     request = own_headers(world, BOB, B, 1)
     (fetch,) = world.fetches
     assert fetch.message.form == RangeForm.HEADERS
-    place = (1, fetch.token, 0, 0, 2, RangeForm.HEADERS)
+    range_fields = (1, fetch.token, 0, 0, 2, RangeForm.HEADERS)
     records = bytes(heads.records)
     crc = zlib.crc32(records)
-    answer = messages.RangeBytes(*place, b"", records, crc, bytes(16), heads.lineage)
+    answer = messages.RangeBytes(*range_fields, b"", records, crc, bytes(16), heads.lineage)
     world.step(FetchAnswered(fetch.token, answer))
-    assert ranged(world, request).records == records[28:]
+    assert range_answer(world, request).records == records[28:]
 
 
-def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
-    world = ready()
+def test_a_range_ends_at_its_byte_limit_or_at_the_mark() -> None:
+    world = world_with_mount()
     world.fill(4)
-    one = ranged(world, ask_range(world, 2, 3, bytes_max=1))
+    one = range_answer(world, request_range(world, 2, 3, bytes_max=1))
     assert (one.count, one.next) == (1, 3)
-    request = ask_range(world, 4, 9)
+    request = request_range(world, 4, 9)
     assert not world.is_answered(request)
     world.prove()
-    beyond = ranged(world, request)
+    beyond = range_answer(world, request)
     assert (beyond.count, beyond.next, bytes(beyond.records)) == (0, 4, b"")
 
 
-def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
-    world = ready()
+def test_a_read_of_the_end_of_the_log_waits_for_a_proof() -> None:
+    world = world_with_mount()
     world.fill(1)
     mount = world.mount(BOB, B, feed=True)
     request = [
-        ask_range(world, 1, 9),
+        request_range(world, 1, 9),
         world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1)),
         world.send(B, messages.FeedRequest(mount, 1)),
     ]
@@ -914,42 +918,42 @@ def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
 
 
 def test_an_invalid_range_is_rejected() -> None:
-    world = ready()
+    world = world_with_mount()
     world.fill(4)
     for first, last in ((-1, 3), (3, 2)):
-        assert world.error(ask_range(world, first, last)) == errors.BadRequest.code
+        assert world.error(request_range(world, first, last)) == errors.BadRequest.code
     bad_form = messages.RangeRequest(world.req_id(ALICE), 0, 1, 10, 7, ())
     assert world.error(world.send(A, bad_form)) == errors.BadRequest.code
 
 
-def test_equal_ranges_share_a_fetch_and_failures_try_the_next_replica() -> None:
-    source = ready()
+def test_equal_ranges_share_a_fetch_that_is_retried_at_the_next_replica() -> None:
+    source = world_with_mount()
     source.fill(3)
-    whole = ranged(source, ask_range(source, 0, 2))
+    whole = range_answer(source, request_range(source, 0, 2))
     world = World()
     world.open(2)
-    first, second = ask_range(world, 0, 2), ask_range(world, 0, 2)
+    first, second = request_range(world, 0, 2), request_range(world, 0, 2)
     assert len(world.fetches) == 1
     world.step(FetchFailed(world.fetches[0].token, "refused"))
     assert len(world.fetches) == 2
     assert world.fetches[0].replica != world.fetches[1].replica
     fetch = world.fetches[1]
     world.step(FetchAnswered(fetch.token, range_bytes(fetch, whole, whole.records)))
-    assert bytes(ranged(world, first).records) == bytes(whole.records)
-    assert bytes(ranged(world, second).records) == bytes(whole.records)
+    assert bytes(range_answer(world, first).records) == bytes(whole.records)
+    assert bytes(range_answer(world, second).records) == bytes(whole.records)
 
 
-def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -> None:
+def test_a_fetch_that_fails_at_all_replicas_is_reported_and_removed() -> None:
     world = World()
     world.open(2)
-    req_id = ask_range(world, 0, 2)
+    req_id = request_range(world, 0, 2)
     for _ in range(6):
         world.step(FetchFailed(world.fetches[-1].token, "refused"))
         world.now_ms += 1_000
         world.run()
     assert world.error(req_id) == errors.Unreachable.code
     before = len(world.fetches)
-    ask_range(world, 0, 2)
+    request_range(world, 0, 2)
     assert len(world.fetches) == before + 1
 
 
@@ -960,7 +964,7 @@ def below_start(fetch: Fetch, first: int) -> FetchFailed:
 def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
     world = World()
     world.open(2)
-    request = ask_range(world, 0, 2)
+    request = request_range(world, 0, 2)
     data = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))
     for fetch in list(world.fetches):
         world.step(below_start(fetch, 2))
@@ -973,10 +977,10 @@ def test_a_read_below_the_start_of_the_log_fails_at_once() -> None:
     assert len(world.fetches) == 2, "the log begins there for all replicas"
 
 
-def test_a_replica_whose_log_begins_elsewhere_is_not_the_last_one_tried() -> None:
+def test_a_read_tries_other_replicas_if_a_log_begins_later() -> None:
     world = World()
     world.open(2)
-    ask_range(world, 1, 2)
+    request_range(world, 1, 2)
     world.step(below_start(world.fetches[0], 1))
     assert len(world.fetches) == 2
 
@@ -1011,12 +1015,12 @@ def test_a_feed_of_damaged_records_ends_with_an_error_that_names_them() -> None:
 
 
 def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
-    world = ready()
+    world = world_with_mount()
     req_id = world.append()
     world.run()
     world.close()
     opened = (SessionId(2), Generation(1), TransactionId(4), GENESIS_CHAIN, True)
-    world.say(
+    world.report_from_store(
         replication.SessionOpened(*opened),
         replication.SessionSettled(SessionId(2), TransactionId(-1), has_unknown_outcomes=True),
     )
@@ -1026,8 +1030,8 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     assert "before the start of the log" in released.reason
 
 
-def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
-    world = ready()
+def test_an_expiry_request_is_passed_to_the_store_and_answered() -> None:
+    world = world_with_mount()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     request = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
     assert world.answer(request) == messages.ExpireResponse(request, 3, False)
@@ -1038,8 +1042,8 @@ def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
     assert len(world.store.of(replication.ExpireArchive)) == 1
 
 
-def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() -> None:
-    world = ready()
+def test_a_replacement_request_is_passed_to_the_store_and_answered() -> None:
+    world = world_with_mount()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     wanted = replication.ReplaceArchivedObject("o", TransactionId(3), TransactionId(9), 5)
 
@@ -1061,10 +1065,10 @@ def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() ->
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3), (0, 10)])
 @pytest.mark.parametrize("is_archived", [True, False])
-def test_a_replacement_of_what_is_not_archived_is_rejected(
+def test_a_replacement_above_the_archived_mark_is_rejected(
     first: int, last: int, is_archived: bool
 ) -> None:
-    world = ready()
+    world = world_with_mount()
     if is_archived:
         world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     request = world.send(
@@ -1076,7 +1080,7 @@ def test_a_replacement_of_what_is_not_archived_is_rejected(
 
 @pytest.mark.parametrize("bounds", [(-1, 0), (0, -1)])
 def test_a_wrong_bound_of_an_expiry_is_rejected(bounds: tuple[int, int]) -> None:
-    world = ready()
+    world = world_with_mount()
     world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     assert (
         world.error(world.send(A, messages.ExpireRequest(world.req_id(ALICE), *bounds)))
@@ -1084,21 +1088,21 @@ def test_a_wrong_bound_of_an_expiry_is_rejected(bounds: tuple[int, int]) -> None
     )
 
 
-def test_nothing_expires_of_a_partition_without_an_archive() -> None:
-    world = ready()
+def test_a_partition_without_an_archive_rejects_an_expiry() -> None:
+    world = world_with_mount()
     request = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 0))
     assert world.error(request) == errors.BadRequest.code
 
 
-def test_a_damaged_record_is_not_passed_on() -> None:
-    source = ready()
+def test_a_damaged_record_is_not_sent_to_a_client() -> None:
+    source = world_with_mount()
     source.fill(3)
-    whole = ranged(source, ask_range(source, 0, 2))
+    whole = range_answer(source, request_range(source, 0, 2))
     rotten = bytearray(whole.records)
     rotten[40] ^= 1
     world = World()
     world.open(2)
-    req_id = ask_range(world, 0, 2)
+    req_id = request_range(world, 0, 2)
     fetch = world.fetches[0]
     world.step(FetchAnswered(fetch.token, range_bytes(fetch, whole, bytes(rotten))))
     assert not world.is_answered(req_id)
@@ -1106,13 +1110,13 @@ def test_a_damaged_record_is_not_passed_on() -> None:
 
 
 def test_the_data_of_one_transaction_is_returned() -> None:
-    world = ready()
+    world = world_with_mount()
     world.fill(2, data=b"payload")
     req_id = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 1))
     message = world.answer(req_id)
     data, fault = message.result
     assert (bytes(data or b""), fault) == (b"payload", None)
-    # Although it is requested too early, it is available later.
+    # The request was rejected because it came too early, but the range is available later.
     early = world.send(A, messages.TransactionDataRequest(world.req_id(ALICE), 2))
     world.prove()
     message = world.answer(early)
@@ -1128,7 +1132,7 @@ def test_the_data_of_one_transaction_is_returned() -> None:
 
 
 def test_an_append_ahead_of_the_log_is_reported_after_a_proof() -> None:
-    world = ready()
+    world = world_with_mount()
     ahead = world.append(mark=0)
     world.run()
     assert not world.is_answered(ahead)
@@ -1141,7 +1145,7 @@ def test_an_append_ahead_of_the_log_is_reported_after_a_proof() -> None:
 
 
 def test_without_a_proof_an_append_ahead_of_the_log_has_to_mount_again() -> None:
-    world = ready()
+    world = world_with_mount()
     ahead = world.append(mark=0)
     world.run()
     world.fail_proof()
@@ -1157,7 +1161,7 @@ def test_without_a_proof_an_append_ahead_of_the_log_has_to_mount_again() -> None
 
 
 def test_a_flush_waits_for_the_answer_of_an_append_ahead_of_the_log() -> None:
-    world = ready()
+    world = world_with_mount()
     ahead = world.append(mark=0)
     world.run()
     flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))
@@ -1172,7 +1176,7 @@ def test_a_flush_waits_for_the_answer_of_an_append_ahead_of_the_log() -> None:
 
 @pytest.mark.parametrize("ending", ["close", "move"])
 def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) -> None:
-    world = ready()
+    world = world_with_mount()
     ahead = world.append(mark=0)
     world.run()
     if ending == "close":
@@ -1183,7 +1187,7 @@ def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) 
 
 
 def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> None:
-    world = ready()
+    world = world_with_mount()
     payload = encode_append(
         [0, 0],
         [b"a", b"b"],
@@ -1198,7 +1202,7 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
     world.close()
     world.open(
         3, settled=0, follows_own_session=False
-    )  # Its first row was kept; others wrote after it.
+    )  # The first row was kept, and other clients wrote after it.
     answer = world.answer(batch)
     assert bytes(answer.reasons) == bytes((RowOutcomeCode.COMMITTED, RowOutcomeCode.NOT_MOUNTED))
 
@@ -1206,47 +1210,47 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
 # --- marks
 
 
-def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> None:
-    world = ready()
+def test_an_old_mark_is_proved_before_it_is_reported() -> None:
+    world = world_with_mount()
     fresh = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, -1)
     world.now_ms += world.limits.high_water_mark_staleness_ms_max + 1
     stale = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(stale)
     (proof,) = world.store.of(replication.ProveMark)
-    world.say(replication.MarkProved(proof.token, TransactionId(-1)))
+    world.report_from_store(replication.MarkProved(proof.token, TransactionId(-1)))
     assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
 
 
-def test_a_proven_mark_covers_everything_reported_meanwhile() -> None:
+def test_a_proved_mark_includes_commits_during_the_proof() -> None:
     """A proof confirms the session; the mark from its beginning may be outdated at its end."""
-    world = ready()
+    world = world_with_mount()
     request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     (proof,) = world.store.of(replication.ProveMark)
     world.append()
     world.run()
     world.commit()
-    world.say(replication.MarkProved(proof.token, TransactionId(-1)))
+    world.report_from_store(replication.MarkProved(proof.token, TransactionId(-1)))
     message = world.answer(request)
     assert message.high_water_mark == 0
 
 
-def test_an_opening_proves_the_mark_as_of_its_write_and_not_of_its_answer() -> None:
-    """A server that is paused while its states are written may be replaced meanwhile."""
+def test_an_opening_proves_the_mark_from_the_time_of_its_write() -> None:
+    """Another server may replace a server that is paused while its states are written."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
-    world.say(replication.WriteMetadata(1, metadata, marker, 0, 0))
+    world.report_from_store(replication.WriteMetadata(1, metadata, marker, 0, 0))
     world.now_ms += world.limits.high_water_mark_staleness_ms_max + 1
     world.open()
     request = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert not world.is_answered(request)
     (proof,) = world.store.of(replication.ProveMark)
-    world.say(replication.MarkProved(proof.token, TransactionId(-1)))
+    world.report_from_store(replication.MarkProved(proof.token, TransactionId(-1)))
     assert world.answer(request) == messages.HighWaterMarkResponse(request, -1)
 
 
-def test_a_commit_is_a_proof_as_of_its_submission() -> None:
-    world = ready()
+def test_a_commit_proves_the_mark_from_the_time_of_its_submission() -> None:
+    world = world_with_mount()
     world.append()
     world.run()
     world.now_ms += world.limits.high_water_mark_staleness_ms_max + 1
@@ -1260,24 +1264,24 @@ def test_a_commit_is_a_proof_as_of_its_submission() -> None:
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, 1)
 
 
-def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> None:
-    world = ready()
+def test_a_linearizable_replica_request_waits_for_a_proof() -> None:
+    world = world_with_mount()
     plain = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=False))
     assert world.answer(plain) == messages.ReplicasResponse(plain, 1, -1, REPLICAS, KEY, 4)
     proved = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     assert not world.is_answered(proved)
-    world.say(replication.MarkProofFailed(1))
+    world.report_from_store(replication.MarkProofFailed(1))
     assert world.error(proved) == errors.SessionLost.code
 
 
-def test_replicas_are_reported_with_what_is_archived() -> None:
+def test_replicas_are_reported_with_the_archived_mark() -> None:
     world = World(archive_interval_ms=7)
     world.open()
     world.mount()
     chain = GENESIS_CHAIN
     world.store.archived_mark = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
-    assert answer.unarchived_bytes == -1, "not known"
+    assert answer.unarchived_bytes == -1, "the size is unknown"
     assert answer.archive_interval_ms == 7
     world.store.archive_backlog = replication.ArchiveBacklog(1, 55, 3)
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
@@ -1287,18 +1291,18 @@ def test_replicas_are_reported_with_what_is_archived() -> None:
 
 
 def test_a_proof_lost_with_its_session_is_requested_in_the_next() -> None:
-    world = ready()
+    world = world_with_mount()
     request = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
     world.close()
     assert not world.is_answered(request)
     world.open(-1)
     proofs = world.store.of(replication.ProveMark)
-    world.say(replication.MarkProved(proofs[-1].token, TransactionId(-1)))
+    world.report_from_store(replication.MarkProved(proofs[-1].token, TransactionId(-1)))
     assert isinstance(world.answer(request), messages.ReplicasResponse)
 
 
 def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
-    world = ready()
+    world = world_with_mount()
     req_id = world.append()
     flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))
     world.append()
@@ -1313,12 +1317,12 @@ def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
 
 
 def test_an_unexpected_message_is_reported() -> None:
-    world = ready()
+    world = world_with_mount()
     req_id = world.send(A, messages.HighWaterMarkResponse(world.req_id(ALICE), 3))
     assert world.error(req_id) == errors.BadRequest.code
 
 
-def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
+def test_a_new_owner_requests_and_loads_the_lock_blocks() -> None:
     world = World(lock_load_count_max=100)
     world.open(5, follows_own_session=False)
     (fetch,) = world.fetches
@@ -1341,7 +1345,7 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     assert world.reason(appended) is RowOutcomeCode.COMMITTED
 
 
-def test_an_owner_that_continues_alone_sends_no_requests() -> None:
+def test_the_next_session_of_the_same_owner_requests_no_lock_blocks() -> None:
     world = World(lock_load_count_max=100)
     world.open(-1, follows_own_session=False)
     world.mount()

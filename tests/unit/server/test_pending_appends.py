@@ -28,7 +28,7 @@ def outcomes(pending: PendingBatch) -> list[tuple[int, RowOutcomeCode]]:
     return list(zip(ids, map(RowOutcomeCode, bytes(message.reasons)), strict=True))
 
 
-def opened(data: list[bytes]) -> PendingBatch:
+def pending_batch(data: list[bytes]) -> PendingBatch:
     """A batch that was decoded and of which no row is validated."""
     none: list[list[int]] = [[] for _ in data]
     payload = encode_append(
@@ -41,8 +41,8 @@ def opened(data: list[bytes]) -> PendingBatch:
     return pending
 
 
-def test_rows_that_are_not_validated_are_not_lost() -> None:
-    rows = opened([b"a", b"b", b"c"])
+def test_rows_that_are_not_validated_yet_are_not_lost() -> None:
+    rows = pending_batch([b"a", b"b", b"c"])
     rows.ids[:2] = 6, 7
     rows.on_rows_validated(2)
     assert rows.settle(TransactionId(6), RowOutcomeCode.NO_SPACE)
@@ -60,9 +60,9 @@ def test_rows_that_are_not_validated_are_not_lost() -> None:
     ]
 
 
-def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
+def test_a_piece_ends_before_the_row_that_exceeds_its_limit() -> None:
     size = 100 - RECORD_OVERHEAD_BYTES
-    rows = opened([bytes(size)] * 10)
+    rows = pending_batch([bytes(size)] * 10)
     assert [rows.piece_end(piece) for piece in (1, 100, 199, 200, 999, None)] == [
         1, 1, 1, 2, 9, 10
     ]  # fmt: skip

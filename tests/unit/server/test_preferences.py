@@ -4,14 +4,14 @@ from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.server.process.preferences import Preferences, reachable_partitions
 
 
-def preferring(*partitions):
+def new_preferences(*partitions):
     found = Preferences(60.0)
     found.change(partitions, ())
     return found
 
 
 def test_preferences_are_kept_in_order():
-    found = preferring(2, 0)
+    found = new_preferences(2, 0)
     assert found.active_preferences_after((1, 0), (2,)) == (0, 1)
     assert found.wanted == (2, 0)
     found.change((1, 0), (2,))
@@ -19,7 +19,7 @@ def test_preferences_are_kept_in_order():
 
 
 def test_a_handed_over_partition_pauses_for_a_while():
-    found = preferring(0, 1)
+    found = new_preferences(0, 1)
     assert found.suspend(1, 100.0)
     assert not found.suspend(7, 100.0)  # no command prefers that one
     assert (found.wanted, found.suspended) == ((0, 1), [1])
@@ -31,7 +31,7 @@ def test_a_handed_over_partition_pauses_for_a_while():
 
 
 def test_a_changed_preference_ends_the_pause():
-    found = preferring(0, 1)
+    found = new_preferences(0, 1)
     found.suspend(0, 5.0)
     found.suspend(1, 5.0)
     assert found.active_preferences_after((0,), (1,)) == (0,)
@@ -40,7 +40,7 @@ def test_a_changed_preference_ends_the_pause():
     assert (found.wanted, found.suspended) == ((0,), [])
 
 
-def test_a_quorum_has_to_answer():
+def test_a_partition_is_reachable_if_a_quorum_of_storages_answers():
     assigned = ReplicaAssignments({"a": (0, 1), "b": (0, 1), "c": (0,), "d": (1,)})
     reached = {"a": True, "b": False, "c": True, "d": False}
     assert reachable_partitions((0, 1, 2), assigned.replicas_of, reached) == [0]

@@ -17,7 +17,7 @@ def record_of(transaction_id: int, *, size: int = 100) -> bytes:
     return make_run(transaction_id, [size])[0]
 
 
-def kept(ahead: ReadAhead, *ids: int) -> list[int]:
+def buffered_ids(ahead: ReadAhead, *ids: int) -> list[int]:
     found = {each: ahead.find(TransactionId(each)) for each in ids}
     assert all(record in (None, record_of(each)) for each, record in found.items())
     return [each for each in ids if found[each] is not None]
@@ -26,18 +26,18 @@ def kept(ahead: ReadAhead, *ids: int) -> list[int]:
 def test_the_oldest_range_is_dropped_for_the_next() -> None:
     budget = CacheBudget(1 << 20)
     ahead = ReadAhead(budget)
-    for place in range(PREFETCHED_RANGES_MAX):
-        keep(ahead, 10 * place, 5)
+    for number in range(PREFETCHED_RANGES_MAX):
+        keep(ahead, 10 * number, 5)
     full_bytes = budget.used_bytes
     keep(ahead, 1_000, 5)
-    assert kept(ahead, 0, 10, 1_000) == [10, 1_000]
+    assert buffered_ids(ahead, 0, 10, 1_000) == [10, 1_000]
     assert budget.used_bytes == full_bytes
-    # The same one again takes its own place.
+    # The same range replaces itself.
     keep(ahead, 1_000, 5)
-    assert kept(ahead, 10, 1_000) == [10, 1_000]
+    assert buffered_ids(ahead, 10, 1_000) == [10, 1_000]
     ahead.clear()
     assert budget.used_bytes == 0
-    assert kept(ahead, 10, 1_000) == []
+    assert buffered_ids(ahead, 10, 1_000) == []
 
 
 def test_all_partitions_share_the_budget() -> None:
@@ -46,15 +46,15 @@ def test_all_partitions_share_the_budget() -> None:
     for ahead in partitions:
         keep(ahead, 0, 20)
         assert 0 < budget.used_bytes <= 20_000
-    assert [kept(ahead, 0) for ahead in partitions[:3]] == [[], [], []]
-    assert kept(partitions[-1], 0) == [0]
+    assert [buffered_ids(ahead, 0) for ahead in partitions[:3]] == [[], [], []]
+    assert buffered_ids(partitions[-1], 0) == [0]
 
 
 @pytest.mark.parametrize(
     ("after", "is_wanted"),
     [(0, False), (1, True), (NEAR_DISTANCE_MAX, True), (NEAR_DISTANCE_MAX + 1, False)],
 )
-def test_a_request_that_follows_another_closely_is_read_ahead(after: int, is_wanted: bool) -> None:
+def test_sequential_requests_are_read_ahead(after: int, is_wanted: bool) -> None:
     ahead = ReadAhead(CacheBudget(1 << 20))
     ahead.note_fetched_up_to(TransactionId(100))
     assert ahead.is_wanted(TransactionId(100 + after)) is is_wanted

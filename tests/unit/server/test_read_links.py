@@ -30,9 +30,9 @@ def request(sequence: int, first: int) -> RangeRaw:
     return RangeRaw(-1, sequence, 3, first, first, 100, RangeForm.WHOLE, False, True)
 
 
-def answer_to(asked: RangeRaw) -> RangeBytes:
-    place = (asked.session_id, asked.sequence, asked.partition_id, asked.first, 0)
-    return RangeBytes(*place, RangeForm.WHOLE, b"", b"", 0, GENESIS_CHAIN, ())
+def answer_to(request: RangeRaw) -> RangeBytes:
+    fields = (request.session_id, request.sequence, request.partition_id, request.first, 0)
+    return RangeBytes(*fields, RangeForm.WHOLE, b"", b"", 0, GENESIS_CHAIN, ())
 
 
 class Storage:
@@ -40,22 +40,22 @@ class Storage:
 
     def __init__(self) -> None:
         self.links: list[net.Link] = []
-        self.asked: list[RangeRaw] = []
+        self.requests: list[RangeRaw] = []
 
     def accept(self, link: net.Link) -> None:
         self.links.append(link)
         link.start(self.take, lambda _reason: None)
 
     def take(self, messages) -> None:
-        self.asked += [each for each in messages if not isinstance(each, OpenRequest)]
+        self.requests += [each for each in messages if not isinstance(each, OpenRequest)]
 
 
 @contextlib.asynccontextmanager
 async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
-    made = Storage()
-    listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, made.accept)
+    peer = Storage()
+    listener = await listen(WireProtocol.STORAGE, "127.0.0.1", 0, peer.accept)
     try:
-        yield made, ReplicaId(f"127.0.0.1:{listener.port}")
+        yield peer, ReplicaId(f"127.0.0.1:{listener.port}")
     finally:
         await listener.close()
 
@@ -72,20 +72,20 @@ def silent_storage(timeout: str) -> Iterator[ReplicaId]:
 
 @run_on_loop
 async def test_clients_with_equal_request_ids_get_their_own_answers():
-    """A partition that is lost and owned again counts from the beginning, and may still wait."""
-    async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
+    """A new ownership restarts the request IDs, and earlier requests may still wait."""
+    async with storage() as (storage_peer, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         fetches = [tasks.create_task(links.fetch(replica, request(1, each))) for each in (10, 20)]
-        await poll_until(lambda: len(there.asked) == 2)
-        for asked in reversed(there.asked):
-            there.links[0].send(answer_to(asked))
+        await poll_until(lambda: len(storage_peer.requests) == 2)
+        for request_received in reversed(storage_peer.requests):
+            storage_peer.links[0].send(answer_to(request_received))
         found = [await each for each in fetches]
         assert [(each.first, each.sequence) for each in found] == [(10, 1), (20, 1)]
         links.close()
 
 
 @run_on_loop
-async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(monkeypatch):
+async def test_a_link_that_breaks_after_the_hello_fails_at_once(monkeypatch):
     dial = net.dial
 
     async def dial_and_be_slow(*args, **options):
@@ -102,21 +102,21 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
 
 @run_on_loop
 async def test_a_late_answer_is_dropped():
-    async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
+    async with storage() as (storage_peer, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         # The link exists before the timeout starts: a cancelled dial has requested nothing.
         first = tasks.create_task(links.fetch(replica, request(1, 0)))
-        await poll_until(lambda: len(there.asked) == 1)
-        there.links[0].send(answer_to(there.asked[0]))
+        await poll_until(lambda: len(storage_peer.requests) == 1)
+        storage_peer.links[0].send(answer_to(storage_peer.requests[0]))
         await first
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(storage_links, "READ_TIMEOUT_S", 0.05)
             with pytest.raises(Unreachable, match="did not answer within"):
                 await links.fetch(replica, request(1, 10))
         again = tasks.create_task(links.fetch(replica, request(1, 20)))
-        await poll_until(lambda: len(there.asked) == 3)
-        for asked in there.asked[1:]:
-            there.links[0].send(answer_to(asked))
+        await poll_until(lambda: len(storage_peer.requests) == 3)
+        for request_received in storage_peer.requests[1:]:
+            storage_peer.links[0].send(answer_to(request_received))
         assert (await again).first == 20
         links.close()
 
@@ -149,8 +149,8 @@ async def test_a_wait_for_a_shared_dial_times_out():
 
 @run_on_loop
 async def test_a_storage_of_another_cluster_answers_no_reader():
-    async with storage() as (there, replica):
+    async with storage() as (storage_peer, replica):
         refusal = Nack(-1, -1, -1, ClusterKeyMismatch.code, -1, "this storage is of cluster 11")
-        there.take = lambda _messages: there.links[0].send(refusal)
+        storage_peer.take = lambda _messages: storage_peer.links[0].send(refusal)
         with pytest.raises(Unreachable, match="this storage is of cluster 11"):
             await ReadLinks(KEY, 4).fetch(replica, request(1, 10))

@@ -1,4 +1,4 @@
-"""Reads in detail: limits on fetches, waiting requests, sessions that end."""
+"""Reads from storages: limits on fetches, waiting requests, and ends of sessions."""
 
 import dataclasses
 import struct
@@ -57,18 +57,18 @@ REPLICAS = [ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1")]
 
 
 def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Reads:
-    made = Reads(
+    new_reads = Reads(
         PartitionId(0),
         PartitionLimits(lock_slot_count=11, **limits),
         TransactionCache(CacheBudget(budget_bytes)),
         FeedCache(20 * 100),
     )
-    made.replicas = REPLICAS
-    assert made.on_session_opened(SessionId(4), TransactionId(mark)) == []
-    return made
+    new_reads.replicas = REPLICAS
+    assert new_reads.on_session_opened(SessionId(4), TransactionId(mark)) == []
+    return new_reads
 
 
-def ask(
+def request_range(
     each: Reads, first: int, last: int, *, form: RangeForm = RangeForm.HEADERS, sequence: int = 1
 ) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
@@ -104,10 +104,10 @@ def headers(fetch: Fetch, count: int) -> RangeBytes:
 
 def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None:
     each = reads(fetches_max=2)
-    first = fetch_of(ask(each, 0, 9))
-    second = fetch_of(ask(each, 10, 19))
-    assert ask(each, 20, 29) == []
-    assert ask(each, 30, 39) == []
+    first = fetch_of(request_range(each, 0, 9))
+    second = fetch_of(request_range(each, 10, 19))
+    assert request_range(each, 20, 29) == []
+    assert request_range(each, 30, 39) == []
     answer, third = each.on_range_fetched(first.token, headers(first, 10), 0)
     assert isinstance(answer, SendToClient)
     assert isinstance(third, Fetch)
@@ -117,11 +117,11 @@ def test_a_limited_number_of_fetches_runs_and_the_others_wait_in_order() -> None
     assert fourth.message.first == 30
 
 
-def test_reads_for_closed_connections_only_are_not_fetched() -> None:
+def test_reads_only_for_closed_connections_are_not_fetched() -> None:
     each = reads(fetches_max=1)
-    first = fetch_of(ask(each, 0, 9))
+    first = fetch_of(request_range(each, 0, 9))
     for number in range(10, 60, 10):
-        assert ask(each, number, number + 9) == []
+        assert request_range(each, number, number + 9) == []
     message = RangeRequest(REQ_ID, 50, 59, 1 << 20, RangeForm.HEADERS, ())
     assert each.request_range(RequestReceived(ConnectionId(2), message, 70, 0), message) == []
     assert each.request_headers(TransactionId(70), TransactionId(79)) == []
@@ -138,7 +138,7 @@ def test_reads_for_closed_connections_only_are_not_fetched() -> None:
 
 def test_a_retry_for_a_closed_connection_is_dropped() -> None:
     each = reads()
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     for _ in REPLICAS[1:]:
         fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
     assert each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0) == []
@@ -149,31 +149,33 @@ def test_a_retry_for_a_closed_connection_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("nearby", [REPLICAS, REPLICAS[:2]])
-def test_replicas_nearby_take_turns(nearby: list[ReplicaId]) -> None:
+def test_nearby_replicas_are_queried_in_turn(nearby: list[ReplicaId]) -> None:
     each = reads()
     each.nearby = set() if nearby == REPLICAS else set(nearby)
-    asked = [fetch_of(ask(each, 10 * place, 10 * place + 9)).replica for place in range(6)]
-    assert sorted(asked) == sorted(6 // len(nearby) * nearby)
+    replicas = [
+        fetch_of(request_range(each, 10 * number, 10 * number + 9)).replica for number in range(6)
+    ]
+    assert sorted(replicas) == sorted(6 // len(nearby) * nearby)
 
 
-def test_replicas_nearby_are_queried_first_and_none_that_the_session_does_not_have() -> None:
+def test_nearby_replicas_of_the_session_are_queried_first() -> None:
     each = reads()
     each.nearby = {REPLICAS[1], ReplicaId("near-but-not-engaged:1")}
-    fetches = [fetch_of(ask(each, 10 * place, 10 * place + 9)) for place in range(4)]
+    fetches = [fetch_of(request_range(each, 10 * number, 10 * number + 9)) for number in range(4)]
     assert [fetch.replica for fetch in fetches] == 4 * [REPLICAS[1]]
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetches[0].token, "gone"), 0))
     other = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
     assert {fetch.replica, other.replica} == {REPLICAS[0], REPLICAS[2]}
-    # The next session is without the one that is near.
+    # The next session does not include the nearby replica.
     each.on_session_closed()
     each.replicas = [REPLICAS[0], REPLICAS[2]]
     assert each.on_session_opened(SessionId(5), TransactionId(999)) == []
-    assert fetch_of(ask(each, 500, 509)).replica in each.replicas
+    assert fetch_of(request_range(each, 500, 509)).replica in each.replicas
 
 
-def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
+def test_a_failed_fetch_is_sent_to_each_replica_before_it_waits() -> None:
     each = reads()
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     tried = [fetch.replica]
     for _ in range(2):
         assert fetch.is_urgent  # a slow storage times out soon until all were tried
@@ -194,15 +196,15 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
 @pytest.mark.parametrize("others", range(AVOIDED_FETCH_COUNT, AVOIDED_FETCH_COUNT + 6))
 def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(others: int) -> None:
     each = reads(mark=10_000)
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     tried = [fetch.replica]
     while outcomes := each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0):
         fetch = fetch_of(outcomes)
         tried.append(fetch.replica)
         assert len(set(tried)) == len(tried)
         # After many other fetches no replica is avoided any more.
-        for place in range(1, others + 1):
-            other = fetch_of(ask(each, 10 * place, 10 * place + 9, sequence=place + 1))
+        for number in range(1, others + 1):
+            other = fetch_of(request_range(each, 10 * number, 10 * number + 9, sequence=number + 1))
             each.on_range_fetched(other.token, headers(other, 10), 0)
     assert sorted(tried) == sorted(REPLICAS)
 
@@ -210,22 +212,22 @@ def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(other
 def test_a_fetch_from_the_only_storage_is_not_urgent() -> None:
     each = reads()
     each.replicas = REPLICAS[:1]
-    assert not fetch_of(ask(each, 0, 9)).is_urgent
+    assert not fetch_of(request_range(each, 0, 9)).is_urgent
 
 
 def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     each = reads(mark=10_000)
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     failed = fetch.replica
     requests = []
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0))
-    for place in range(1, 2 * AVOIDED_FETCH_COUNT):
+    for number in range(1, 2 * AVOIDED_FETCH_COUNT):
         requests.append(fetch.replica)
         each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
-        fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
+        fetch = fetch_of(request_range(each, 10 * number, 10 * number + 9))
     assert failed not in requests[:AVOIDED_FETCH_COUNT]
     assert failed in requests[AVOIDED_FETCH_COUNT : AVOIDED_FETCH_COUNT + 3]
-    # None is left out where there is no other.
+    # A replica is not avoided if there is no other.
     each.replicas = [failed]
     assert (
         fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0)).replica == failed
@@ -234,7 +236,7 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
 
 def test_after_some_rounds_the_client_gets_an_error() -> None:
     each = reads()
-    outcomes = ask(each, 0, 9)
+    outcomes = request_range(each, 0, 9)
     now_ms = 0
     for _ in range(ROUNDS_MAX * len(REPLICAS)):
         if not outcomes:
@@ -250,20 +252,20 @@ def test_after_some_rounds_the_client_gets_an_error() -> None:
 
 def test_reads_of_an_ended_session_continue_in_the_next() -> None:
     each = reads()
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     each.on_session_closed()
     each.replicas = []
     assert each.on_fetch_failed(FetchFailed(fetch.token, "fenced"), 0) == []
-    assert ask(each, 10, 19) == []
+    assert request_range(each, 10, 19) == []
     assert each.wake_at_ms is None
     each.replicas = REPLICAS
     again = each.on_session_opened(SessionId(5), TransactionId(999))
     assert [one.message.session_id for one in again if isinstance(one, Fetch)] == [5, 5]
 
 
-def test_an_answer_of_an_old_session_still_counts() -> None:
+def test_an_answer_from_an_earlier_session_is_accepted() -> None:
     each = reads()
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     each.on_session_closed()
     (answer,) = each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
     assert isinstance(answer, SendToClient)
@@ -271,12 +273,12 @@ def test_an_answer_of_an_old_session_still_counts() -> None:
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_read_in_progress_still_counts_after_a_timeout(is_good: bool) -> None:
+def test_a_read_in_progress_counts_towards_the_limit_after_a_timeout(is_good: bool) -> None:
     each = reads(fetches_max=1)
-    fetch = fetch_of(ask(each, 0, 9, sequence=1))
+    fetch = fetch_of(request_range(each, 0, 9, sequence=1))
     each.abandon()
     each.on_session_opened(SessionId(5), TransactionId(99))
-    assert ask(each, 10, 19, sequence=2) == []
+    assert request_range(each, 10, 19, sequence=2) == []
     late = (
         each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
         if is_good
@@ -290,20 +292,20 @@ def test_a_feed_and_a_reader_may_wait_for_the_same_fetch() -> None:
     fetch = fetch_of(each.request_headers(TransactionId(0), TransactionId(9)))
     assert each.request_headers(TransactionId(0), TransactionId(9)) == []
     found = each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
-    (stretch,) = found
-    assert (stretch.first, stretch.size) == (0, 10)
+    (feed_headers,) = found
+    assert (feed_headers.first, feed_headers.size) == (0, 10)
 
 
 def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
     each = reads(mark=10 * ROWS_MAX)
-    fetch = fetch_of(ask(each, 5, 9 * ROWS_MAX))
+    fetch = fetch_of(request_range(each, 5, 9 * ROWS_MAX))
     assert fetch.message.last == 5 + ROWS_MAX - 1
 
 
 def test_abandoning_returns_the_requests() -> None:
     each = reads(fetches_max=1)
-    fetch = fetch_of(ask(each, 0, 9, sequence=1))
-    ask(each, 10, 19, sequence=2)
+    fetch = fetch_of(request_range(each, 0, 9, sequence=1))
+    request_range(each, 10, 19, sequence=2)
     assert [one.message.req_id.sequence for one in each.abandon()] == [1, 2]
     assert each.on_range_fetched(fetch.token, headers(fetch, 10), 0) == []
 
@@ -316,8 +318,8 @@ def test_a_reconstructed_batch_gives_the_feed_no_chain() -> None:
         for first, session in ((0, SessionId(4)), (1, RECONSTRUCTED))
     )
     answer = dataclasses.replace(headers(fetch, 2), lineage=lineage)
-    (stretch,) = each.on_range_fetched(fetch.token, answer, 0)
-    assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
+    (feed_headers,) = each.on_range_fetched(fetch.token, answer, 0)
+    assert (feed_headers.first, len(feed_headers.headers), feed_headers.chain_at) == (0, 40, 0)
 
 
 def test_feed_headers_have_the_chain_of_their_last_batch_end() -> None:
@@ -342,14 +344,14 @@ def test_feed_headers_have_the_chain_of_their_last_batch_end() -> None:
         )
     assert each.cache_reads()["feed", "hit"] == 0
     for first, last, chain_at in ((0, 9, 9), (0, 5, 2), (1, 1, 1), (3, 5, -1), (4, 9, 9)):
-        stretch = each.read_cached(TransactionId(first), TransactionId(last))
-        assert stretch is not None
-        assert stretch.chain_at == chain_at, (first, last)
+        feed_headers = each.read_cached(TransactionId(first), TransactionId(last))
+        assert feed_headers is not None
+        assert feed_headers.chain_at == chain_at, (first, last)
     assert each.read_cached(TransactionId(10), TransactionId(12)) is None
     assert each.cache_reads()["feed", "miss"] == 1
 
 
-def whole(fetch: Fetch, *ids: int) -> RangeBytes:
+def whole_records(fetch: Fetch, *ids: int) -> RangeBytes:
     """Records of these IDs, with a stated count from the first requested ID on."""
     runs = [make_run(each, [5]) for each in ids]
     records = b"".join(run for run, _ in runs)
@@ -360,7 +362,7 @@ def whole(fetch: Fetch, *ids: int) -> RangeBytes:
     )
 
 
-def rotten(answer: RangeBytes) -> RangeBytes:
+def corrupt(answer: RangeBytes) -> RangeBytes:
     data = bytearray(answer.records)
     data[-5] ^= 1
     return dataclasses.replace(answer, records=bytes(data), records_crc=zlib.crc32(data))
@@ -369,15 +371,18 @@ def rotten(answer: RangeBytes) -> RangeBytes:
 @pytest.mark.parametrize(
     ("form", "spoil"),
     [
-        (RangeForm.WHOLE, lambda fetch: whole(fetch, 10, 12)),
-        (RangeForm.WHOLE, lambda fetch: whole(fetch, 11, 12)),
-        (RangeForm.WHOLE, lambda fetch: whole(fetch, 10, 11, 12, 13)),
-        (RangeForm.WHOLE, lambda fetch: rotten(whole(fetch, 10, 11))),
-        (RangeForm.WHOLE, whole),
-        (RangeForm.WHOLE, lambda fetch: dataclasses.replace(whole(fetch, 11, 12), first=11)),
-        (RangeForm.WHOLE, lambda fetch: dataclasses.replace(whole(fetch, 10, 11), count=3)),
+        (RangeForm.WHOLE, lambda fetch: whole_records(fetch, 10, 12)),
+        (RangeForm.WHOLE, lambda fetch: whole_records(fetch, 11, 12)),
+        (RangeForm.WHOLE, lambda fetch: whole_records(fetch, 10, 11, 12, 13)),
+        (RangeForm.WHOLE, lambda fetch: corrupt(whole_records(fetch, 10, 11))),
+        (RangeForm.WHOLE, whole_records),
+        (
+            RangeForm.WHOLE,
+            lambda fetch: dataclasses.replace(whole_records(fetch, 11, 12), first=11),
+        ),
+        (RangeForm.WHOLE, lambda fetch: dataclasses.replace(whole_records(fetch, 10, 11), count=3)),
         (RangeForm.WHOLE, lambda fetch: headers(fetch, 2)),
-        (RangeForm.HEADERS, lambda fetch: whole(fetch, 10, 11)),
+        (RangeForm.HEADERS, lambda fetch: whole_records(fetch, 10, 11)),
         (RangeForm.HEADERS, lambda fetch: headers(fetch, 4)),
         (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), records_crc=1)),
         (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), first=11)),
@@ -386,18 +391,18 @@ def rotten(answer: RangeBytes) -> RangeBytes:
 )
 def test_an_answer_of_a_storage_is_checked_before_the_next_read(form, spoil) -> None:
     each = reads()
-    fetch = fetch_of(ask(each, 10, 12, form=form))
+    fetch = fetch_of(request_range(each, 10, 12, form=form))
     again = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "gone"), 0))
     third = fetch_of(each.on_range_fetched(again.token, spoil(again), 0))
     assert third.replica not in {fetch.replica, again.replica}
-    good = whole(third, 10, 11) if form is RangeForm.WHOLE else headers(third, 2)
+    good = whole_records(third, 10, 11) if form is RangeForm.WHOLE else headers(third, 2)
     (answer,) = each.on_range_fetched(third.token, good, 0)
     assert isinstance(answer, SendToClient)
     assert isinstance(answer.message, RangeData)
     assert (answer.message.first, answer.message.next) == (10, 12)
 
 
-def ask_data(
+def request_data(
     each: Reads, wanted: int, *, sequence: int = 1
 ) -> list[SendToClient | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
@@ -413,28 +418,28 @@ def data_of(outcome: SendToClient | Fetch | FeedHeaders) -> tuple[int, bytes]:
     return outcome.message.transaction_id, bytes(data)
 
 
-def written(transaction_id: int) -> tuple[int, bytes]:
+def written_data(transaction_id: int) -> tuple[int, bytes]:
     record, _ = make_run(transaction_id, [5])
     return transaction_id, record[36:-4]
 
 
 def test_sequential_reads_are_read_ahead() -> None:
     each = reads(mark=5_000)
-    fetch = fetch_of(ask_data(each, 7))
+    fetch = fetch_of(request_data(each, 7))
     assert (fetch.message.first, fetch.message.last) == (7, 7)
-    (answer,) = each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
-    assert data_of(answer) == written(7)
-    fetch = fetch_of(ask_data(each, 8))
+    (answer,) = each.on_range_fetched(fetch.token, whole_records(fetch, 7), 0)
+    assert data_of(answer) == written_data(7)
+    fetch = fetch_of(request_data(each, 8))
     assert (fetch.message.first, fetch.message.last) == (8, 8 + PREFETCH_COUNT_MAX - 1)
     assert fetch.message.bytes_max == PREFETCH_BYTES_MAX
-    (answer,) = each.on_range_fetched(fetch.token, whole(fetch, *range(8, 20)), 0)
-    assert data_of(answer) == written(8)
+    (answer,) = each.on_range_fetched(fetch.token, whole_records(fetch, *range(8, 20)), 0)
+    assert data_of(answer) == written_data(8)
     # The records that came with it are cached, and the next range is requested.
     for transaction_id in range(9, 20):
-        (answer,) = ask_data(each, transaction_id)
-        assert data_of(answer) == written(transaction_id)
+        (answer,) = request_data(each, transaction_id)
+        assert data_of(answer) == written_data(transaction_id)
     assert each.cache_reads()["transaction", "hit"] == 11
-    fetch = fetch_of(ask_data(each, 20))
+    fetch = fetch_of(request_data(each, 20))
     assert fetch.message.last == 20 + PREFETCH_COUNT_MAX - 1
     assert each.fetches == 3
 
@@ -442,79 +447,81 @@ def test_sequential_reads_are_read_ahead() -> None:
 def test_random_reads_are_not_read_ahead() -> None:
     each = reads()
     for wanted in (500, 400, 600, 200, 700, 699):
-        fetch = fetch_of(ask_data(each, wanted))
+        fetch = fetch_of(request_data(each, wanted))
         assert (fetch.message.first, fetch.message.last) == (wanted, wanted)
-        each.on_range_fetched(fetch.token, whole(fetch, wanted), 0)
+        each.on_range_fetched(fetch.token, whole_records(fetch, wanted), 0)
 
 
 def test_reading_ahead_ends_at_the_mark() -> None:
     each = reads(mark=12)
-    fetch = fetch_of(ask_data(each, 9))
-    each.on_range_fetched(fetch.token, whole(fetch, 9), 0)
-    assert fetch_of(ask_data(each, 10)).message.last == 12
+    fetch = fetch_of(request_data(each, 9))
+    each.on_range_fetched(fetch.token, whole_records(fetch, 9), 0)
+    assert fetch_of(request_data(each, 10)).message.last == 12
 
 
 def test_read_ahead_ranges_are_not_requested_twice() -> None:
     each = reads()
-    fetch = fetch_of(ask_data(each, 7))
-    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
-    fetch = fetch_of(ask_data(each, 8))
-    assert [ask_data(each, wanted, sequence=wanted) for wanted in (9, 10, 11)] == [[], [], []]
-    # It ends earlier than expected: the rest is requested again.
-    *answers, more = each.on_range_fetched(fetch.token, whole(fetch, 8, 9), 0)
-    assert [data_of(answer) for answer in answers] == [written(8), written(9)]
+    fetch = fetch_of(request_data(each, 7))
+    each.on_range_fetched(fetch.token, whole_records(fetch, 7), 0)
+    fetch = fetch_of(request_data(each, 8))
+    assert [request_data(each, wanted, sequence=wanted) for wanted in (9, 10, 11)] == [[], [], []]
+    # The answer ends earlier than expected, so the rest is requested again.
+    *answers, more = each.on_range_fetched(fetch.token, whole_records(fetch, 8, 9), 0)
+    assert [data_of(answer) for answer in answers] == [written_data(8), written_data(9)]
     more = fetch_of([more])
     assert more.message.first == 10
-    answers = each.on_range_fetched(more.token, whole(more, 10, 11), 0)
-    assert [data_of(answer) for answer in answers] == [written(10), written(11)]
+    answers = each.on_range_fetched(more.token, whole_records(more, 10, 11), 0)
+    assert [data_of(answer) for answer in answers] == [written_data(10), written_data(11)]
     assert each.fetches == 3
 
 
 def test_damage_in_the_read_ahead_does_not_affect_earlier_ranges() -> None:
     each = reads()
-    fetch = fetch_of(ask_data(each, 7))
-    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
-    ahead = fetch_of(ask_data(each, 8))
-    assert ask_data(each, 9, sequence=2) == []
-    alone = each.on_range_fetched(ahead.token, rotten(whole(ahead, 8, 9)), 0)
+    fetch = fetch_of(request_data(each, 7))
+    each.on_range_fetched(fetch.token, whole_records(fetch, 7), 0)
+    ahead = fetch_of(request_data(each, 8))
+    assert request_data(each, 9, sequence=2) == []
+    alone = each.on_range_fetched(ahead.token, corrupt(whole_records(ahead, 8, 9)), 0)
     assert [(one.message.first, one.message.last) for one in alone if isinstance(one, Fetch)] == [
         (8, 8),
         (9, 9),
     ]
     assert all(isinstance(one, Fetch) and one.replica != ahead.replica for one in alone)
-    (answer,) = each.on_range_fetched(fetch_of(alone[:1]).token, whole(fetch_of(alone[:1]), 8), 0)
-    assert data_of(answer) == written(8)
+    (answer,) = each.on_range_fetched(
+        fetch_of(alone[:1]).token, whole_records(fetch_of(alone[:1]), 8), 0
+    )
+    assert data_of(answer) == written_data(8)
 
 
 def test_ranges_over_the_cache_limit_are_answered_and_not_kept() -> None:
     each = reads(budget_bytes=2_000)
-    fetch = fetch_of(ask_data(each, 7))
-    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
-    fetch = fetch_of(ask_data(each, 8))
-    assert ask_data(each, 9, sequence=2) == []
-    answers = each.on_range_fetched(fetch.token, whole(fetch, *range(8, 60)), 0)
-    assert [data_of(answer) for answer in answers] == [written(8), written(9)]
-    assert fetch_of(ask_data(each, 10)).message.first == 10
+    fetch = fetch_of(request_data(each, 7))
+    each.on_range_fetched(fetch.token, whole_records(fetch, 7), 0)
+    fetch = fetch_of(request_data(each, 8))
+    assert request_data(each, 9, sequence=2) == []
+    answers = each.on_range_fetched(fetch.token, whole_records(fetch, *range(8, 60)), 0)
+    assert [data_of(answer) for answer in answers] == [written_data(8), written_data(9)]
+    assert fetch_of(request_data(each, 10)).message.first == 10
 
 
 def test_read_ahead_is_dropped_if_the_session_cannot_confirm_it() -> None:
     each = reads()
     for wanted, until in ((7, 7), (8, 12)):
-        fetch = fetch_of(ask_data(each, wanted))
-        each.on_range_fetched(fetch.token, whole(fetch, *range(wanted, until + 1)), 0)
+        fetch = fetch_of(request_data(each, wanted))
+        each.on_range_fetched(fetch.token, whole_records(fetch, *range(wanted, until + 1)), 0)
     each.clear_caches()
-    assert fetch_of(ask_data(each, 9)).message.first == 9
+    assert fetch_of(request_data(each, 9)).message.first == 9
 
 
 def test_a_partition_can_be_abandoned_during_read_ahead() -> None:
     each = reads()
-    fetch = fetch_of(ask_data(each, 7))
-    each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
-    ahead = fetch_of(ask_data(each, 8))
+    fetch = fetch_of(request_data(each, 7))
+    each.on_range_fetched(fetch.token, whole_records(fetch, 7), 0)
+    ahead = fetch_of(request_data(each, 8))
     assert len(each.abandon()) == 1
     each.on_session_opened(SessionId(5), TransactionId(999))
-    assert each.on_range_fetched(ahead.token, whole(ahead, 8, 9), 0) == []
-    assert fetch_of(ask_data(each, 9)).message.first == 9
+    assert each.on_range_fetched(ahead.token, whole_records(ahead, 8, 9), 0) == []
+    assert fetch_of(request_data(each, 9)).message.first == 9
 
 
 def fail_rounds(each: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[object]:
@@ -537,9 +544,9 @@ def fail_rounds(each: Reads, fetch: Fetch, rounds: list[list[str]]) -> list[obje
 DAMAGED = ["!object a: bad", "!object a: wrong", "!object a: lost"]
 
 
-def test_the_error_of_a_request_has_a_reason_of_damage_if_there_is_one() -> None:
+def test_the_error_of_a_request_prefers_damage_as_its_reason() -> None:
     each = reads()
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     rounds = [["gone", "!object a: bad", "away"]] * ROUNDS_MAX
     (answer,) = fail_rounds(each, fetch, rounds)
     assert isinstance(answer, SendToClient)
@@ -549,7 +556,7 @@ def test_the_error_of_a_request_has_a_reason_of_damage_if_there_is_one() -> None
 
 def test_a_request_is_not_retried_if_all_replicas_report_damage() -> None:
     each = reads()
-    fetch = fetch_of(ask(each, 0, 9))
+    fetch = fetch_of(request_range(each, 0, 9))
     (answer,) = fail_rounds(each, fetch, [["gone", "away", "lost"], *[DAMAGED] * (ROUNDS_MAX - 1)])
     assert isinstance(answer, SendToClient)
     assert (answer.message.error_code, answer.message.retriable) == (
@@ -586,7 +593,7 @@ def test_a_feed_waits_while_a_replica_may_return_and_for_short_damage() -> None:
 
 @pytest.mark.parametrize("count", [FILTER_HEADERS_MAX, FILTER_HEADERS_MAX + 1])
 def test_a_filter_of_a_range_has_a_limited_number_of_headers(count) -> None:
-    """The server compares each record with them; a small request must not cost much time."""
+    """The server compares each record with the headers; a small request must not take much time."""
     message = RangeRequest(REQ_ID, 5, 6, 1 << 20, RangeForm.WHOLE, tuple(range(count)))
     (found,) = reads().request_range(RequestReceived(ConnectionId(1), message, 70, 0), message)
     if count <= FILTER_HEADERS_MAX:

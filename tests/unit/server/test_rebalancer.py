@@ -20,72 +20,72 @@ RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
 PACE = BalanceTimes(interval_ms=5, window_ms=100, cooldown_ms=3_600_000)
 
 
-async def balanced(zookeeper, *, servers, reporting, sick=None):
-    """Return views and rounds of a cluster whose servers balance, those in `reporting`.
+async def run_balancers(zookeeper, *, servers, reporting, unavailable=None):
+    """Return views and rounds of a cluster in which the servers in `reporting` balance the load.
 
-    The partitions of a server in `sick` do not open, so they cost it nothing.
+    The partitions of a server in `unavailable` do not open, so they cause no load.
     """
-    ill = set() if sick is None else sick
+    unavailable_servers = set() if unavailable is None else unavailable
     await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), CLUSTER_KEY))
-    inbox, looks, works, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
+    inbox, rounds, balancers, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
     for server_id in servers:
         coordinator = zookeeper.coordinator(ROOT)
         coordinator.keep_owners()
         await coordinator.register_server(server_descriptor(server_id))
-        works.append(coordinator.follow_servers(inbox))
+        balancers.append(coordinator.follow_servers(inbox))
         by_server[server_id] = coordinator
 
-    def costs(server_id):
-        looks(len(looks.values))
+    def loads_of(server_id):
+        rounds(len(rounds.values))
         now = asyncio.get_running_loop().time()
-        mine = inbox.values[-1].partitions_of(server_id) if inbox.values else {}
-        rate = 0.0 if server_id in ill else 1.0
-        return {partition: RATES[partition] * now * rate for partition in mine}
+        partitions = inbox.values[-1].partitions_of(server_id) if inbox.values else {}
+        rate = 0.0 if server_id in unavailable_servers else 1.0
+        return {partition: RATES[partition] * now * rate for partition in partitions}
 
     for server_id in reporting:
         balancing = Rebalancer(
             server_id,
             by_server[server_id],
-            lambda each=server_id: costs(each),
+            lambda each=server_id: loads_of(each),
             PACE,
-            lambda each=server_id: each not in ill,
+            lambda each=server_id: each not in unavailable_servers,
         )
-        works.append(balancing.run())
-    return inbox, looks, works
+        balancers.append(balancing.run())
+    return inbox, rounds, balancers
 
 
-async def some_rounds(looks):
+async def wait_for_rounds(rounds):
     """Wait for enough rounds that a partition that should move has moved."""
-    begun = len(looks.values)
-    await looks.wait_for(lambda count: count > begun + 5 * PACE.window_ms // PACE.interval_ms)
+    look_count = len(rounds.values)
+    await rounds.wait_for(lambda count: count > look_count + 5 * PACE.window_ms // PACE.interval_ms)
 
 
 def owners(view):
     return {partition: owner.server_id for partition, owner in view.owners.items()}
 
 
-def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
+def test_the_leader_moves_other_partitions_away_from_a_hot_one():
     async def scenario():
-        inbox, looks, works = await balanced(
+        inbox, rounds, balancers = await run_balancers(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
         )
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
             assert [owner.generation for owner in inbox.values[-1].owners.values()] == [1, 2, 1, 1]
 
     run_in_virtual_time(scenario())
 
 
-def test_nothing_moves_to_a_server_that_reports_nothing():
+def test_no_partition_moves_to_a_server_without_load_reports():
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        inbox, rounds, balancers = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/1" in zookeeper.dump()
 
@@ -97,13 +97,13 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
 
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
+        inbox, rounds, balancers = await run_balancers(zookeeper, servers=(1, 2), reporting=(1,))
         nodes = zookeeper.coordinator(ROOT).loads._nodes
         damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
         await nodes.put_ephemeral(nodes.paths.load(2), damaged, nodes.paths.loads)
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
         assert (
             f"balance.load_unreadable error={nodes.paths.load(2)}: published loads" in caplog.text
         )
@@ -111,25 +111,27 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
     run_in_virtual_time(scenario())
 
 
-def test_nothing_moves_to_a_server_that_is_idle_because_it_cannot_serve():
+def test_no_partition_moves_to_a_server_that_cannot_serve():
     async def scenario():
-        sick = {2}
+        unavailable = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
-        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1, 2), sick=sick)
-        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+        inbox, rounds, balancers = await run_balancers(
+            zookeeper, servers=(1, 2), reporting=(1, 2), unavailable=unavailable
+        )
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*balancers):
             await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
-            await some_rounds(looks)
+            await wait_for_rounds(rounds)
             assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/2" not in zookeeper.dump()
-            sick.clear()
-            await looks.wait_for(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
-            sick.add(2)
-            await looks.wait_for(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
+            unavailable.clear()
+            await rounds.wait_for(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
+            unavailable.add(2)
+            await rounds.wait_for(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
     run_in_virtual_time(scenario())
 
 
-def test_bytes_rows_and_answers_count():
+def test_the_load_includes_bytes_rows_and_answers():
     figures = AppendCounters()
     assert cost_of(figures, answers=0, answer_bytes=0) == 0
     assert cost_of(figures, answers=0, answer_bytes=2048) == 2
@@ -140,7 +142,7 @@ def test_bytes_rows_and_answers_count():
 
 
 class ScriptedCoordinator:
-    """A coordinator that shows the views it is given, and all loads to be the same."""
+    """A coordinator that returns the given views, and equal loads for all servers."""
 
     def __init__(self, views):
         self.views = list(views)
@@ -156,13 +158,15 @@ class ScriptedCoordinator:
         return {each: {} for each in server_ids}
 
 
-def shows(*servers, is_settled=True):
+def servers_view(*servers, is_settled=True):
     described = {each: SimpleNamespace(preferred=()) for each in servers}
     return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, excluded=())
 
 
-@pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
-def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, between):
+@pytest.mark.parametrize(
+    "between", [servers_view(1, 2, is_settled=False), servers_view(0, 1, 2), servers_view(1, 2, 3)]
+)
+def test_a_change_of_servers_or_leader_restarts_the_observation(monkeypatch, between):
     called, now_ms = [], 0
     monkeypatch.setattr("waltz_core.server.process.rebalancer.loop_clock_ms", lambda: now_ms)
     monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))
@@ -170,7 +174,7 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
 
     async def scenario():
         nonlocal now_ms
-        views = [shows(1, 2), shows(1, 2), between]
+        views = [servers_view(1, 2), servers_view(1, 2), between]
         balancing = Rebalancer(1, ScriptedCoordinator(views), dict, PACE)
         for _ in views[:3]:
             await balancing._measure_and_balance()

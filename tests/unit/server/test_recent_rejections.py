@@ -5,9 +5,9 @@ import zlib
 
 import pytest
 
-from tests.unit.server.test_append import BOB, A, B, World, proved
+from tests.unit.server.test_append import BOB, A, B, World, answer_proof
 from tests.unit.server.test_dependent_appends import Authors
-from tests.unit.server.test_partition import ALICE, ready
+from tests.unit.server.test_partition import ALICE, world_with_mount
 from tests.unit.server.test_partition import World as PartitionWorld
 from waltz_core import errors
 from waltz_core.records.record import Generation, ReqId, TransactionId
@@ -21,7 +21,7 @@ LOCK, AHEAD = RowOutcomeCode.LOCK, RowOutcomeCode.AHEAD
 TOO_LARGE = RowOutcomeCode.TOO_LARGE
 
 
-def listed(world: World) -> list[tuple[ReqId, RowOutcomeCode, int]]:
+def listed_rejections(world: World) -> list[tuple[ReqId, RowOutcomeCode, int]]:
     rows = world.pipeline.rejections.newest_first(world.pipeline.high_water_mark)
     return [(row.req_id, row.reason, row.conflict) for row in rows]
 
@@ -39,14 +39,14 @@ def test_a_rejection_because_of_a_committed_transaction_is_recorded_when_it_is_f
     world.turn()
     loser = world.single(BOB, write=[5])
     world.turn(wall_ms=1_234)
-    assert listed(world) == []
+    assert listed_rejections(world) == []
     world.commit()
-    assert listed(world) == [(loser, LOCK, 0)]
+    assert listed_rejections(world) == [(loser, LOCK, 0)]
     (row,) = world.pipeline.rejections.newest_first(TransactionId(0))
     assert row.stamp_ms == 1_234
 
 
-def test_a_row_that_is_lost_with_the_transaction_in_its_way_is_not_recorded() -> None:
+def test_a_row_lost_with_its_conflicting_transaction_is_not_recorded() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -57,44 +57,44 @@ def test_a_row_that_is_lost_with_the_transaction_in_its_way_is_not_recorded() ->
     world.open(-1)
     assert world.pipeline.counters.rejected[RowOutcomeCode.LOST] == 4
     assert world.pipeline.counters.rejected[LOCK] == 0
-    assert listed(world) == []
+    assert listed_rejections(world) == []
 
 
-def test_a_row_is_recorded_if_the_transaction_turns_out_to_be_committed() -> None:
+def test_a_row_is_recorded_if_its_conflicting_transaction_is_settled() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
     loser = world.single(BOB, write=[5])
     world.turn()
     world.pipeline.on_session_closed()
-    assert listed(world) == []
+    assert listed_rejections(world) == []
     world.open(0)
-    assert listed(world) == [(loser, LOCK, 0)]
+    assert listed_rejections(world) == [(loser, LOCK, 0)]
 
 
 def test_each_rejected_row_of_a_batch_is_recorded_with_its_own_request_id() -> None:
     world = World()
     rows = world.batch([b"a", b"b", b"c", b"d"], write=[[5], [5], [6], [7]], marks=[-1, -1, -1, 40])
     world.turn()
-    proved(world, world.commit())
-    assert listed(world) == [(row_of(rows, 3), AHEAD, -1), (row_of(rows, 1), LOCK, 0)]
+    answer_proof(world, world.commit())
+    assert listed_rejections(world) == [(row_of(rows, 3), AHEAD, -1), (row_of(rows, 1), LOCK, 0)]
 
 
 def test_a_mark_above_the_log_is_recorded_only_after_the_proof() -> None:
     world = World()
     world.single(mark=0, read=[1])
     unproved = world.turn()
-    assert listed(world) == []
+    assert listed_rejections(world) == []
     for each in unproved:
         assert isinstance(each, ConfirmAheadOfLog)
         world.pipeline.answer_ahead_of_log(each.pending, is_proved=False)
-    assert listed(world) == []  # NOT_MOUNTED
+    assert listed_rejections(world) == []  # NOT_MOUNTED
     ahead = world.single(BOB, mark=0, read=[1])
-    proved(world, world.turn())
-    assert listed(world) == [(ahead, AHEAD, -1)]
+    answer_proof(world, world.turn())
+    assert listed_rejections(world) == [(ahead, AHEAD, -1)]
 
 
-def test_rows_that_are_too_large_are_recorded_and_rows_to_be_sent_again_are_not(
+def test_rejections_that_the_client_retries_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("waltz_core.server.append.admission.TRANSACTION_BYTES_MAX", 4)
@@ -103,22 +103,22 @@ def test_rows_that_are_too_large_are_recorded_and_rows_to_be_sent_again_are_not(
     world.single(generation=Generation(2))
     world.single(over_limit=errors.Overloaded("over the limit", 5))
     world.turn()
-    assert listed(world) == [(large, TOO_LARGE, -1)]
+    assert listed_rejections(world) == [(large, TOO_LARGE, -1)]
 
 
-def test_a_writer_with_predecessors_in_flight_is_listed_when_these_are_committed() -> None:
+def test_a_rejection_by_predecessors_in_flight_is_listed_after_their_commit() -> None:
     world = Authors()
     world.follow(data=b"first")
     world.turn()
     loser = world.follow(BOB)
     world.turn()  # answered with predecessors
     assert world.pipeline.counters.rejected[LOCK] == 1
-    assert listed(world) == []
+    assert listed_rejections(world) == []
     world.commit()
-    assert listed(world) == [(loser, LOCK, 0)]
+    assert listed_rejections(world) == [(loser, LOCK, 0)]
 
 
-def test_writers_whose_predecessors_are_lost_are_dropped() -> None:
+def test_rejections_by_lost_predecessors_are_dropped() -> None:
     world = Authors()
     world.follow(data=b"first")
     world.turn()
@@ -127,19 +127,19 @@ def test_writers_whose_predecessors_are_lost_are_dropped() -> None:
         world.turn()
     world.pipeline.on_session_closed()
     assert world.pipeline.counters.rejected[LOCK] == 3
-    assert listed(world) == []
+    assert listed_rejections(world) == []
     world.open(-1, settled=-1)
     world.submitted.clear()
     world.single(BOB, write=[99])  # It gets the ID of the lost transaction.
     world.turn()
     world.commit()
-    assert listed(world) == []
+    assert listed_rejections(world) == []
 
 
 # --- how many, and for how long
 
 
-def test_the_newest_hundred_are_kept_newest_first() -> None:
+def test_the_newest_hundred_rejections_are_listed_newest_first() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -148,7 +148,7 @@ def test_the_newest_hundred_are_kept_newest_first() -> None:
     world.turn()
     last = world.single(BOB, write=[5])
     world.turn()
-    found = listed(world)
+    found = listed_rejections(world)
     assert len(found) == REJECTIONS_MAX == 100
     assert found[0] == (last, LOCK, 0)
     assert [each[0] for each in found[1:]] == [
@@ -162,9 +162,9 @@ def test_a_partition_that_has_moved_starts_with_no_rejections() -> None:
     world.single(BOB, write=[5])
     world.turn()
     world.commit()
-    assert len(listed(world)) == 1
+    assert len(listed_rejections(world)) == 1
     world.pipeline.abandon()
-    assert listed(world) == []
+    assert listed_rejections(world) == []
 
 
 # --- requests
@@ -176,18 +176,18 @@ def rejections_of(world: PartitionWorld) -> messages.RejectionsResponse:
     return answer
 
 
-def locked(world: PartitionWorld) -> ReqId:
+def append_with_lock(world: PartitionWorld) -> ReqId:
     req_id = world.req_id(ALICE)
     return world.send(A, messages.AppendRequest(req_id, -1, (5,), (), (), 0, b"", zlib.crc32(b"")))
 
 
 def test_an_owner_answers_with_the_rejections_of_its_partition_even_without_a_session() -> None:
-    world = ready()
+    world = world_with_mount()
     nothing = rejections_of(world)
     assert (nothing.stamps_ms, nothing.request_ids) == (b"", b"")
     assert (nothing.reasons, nothing.conflicting) == (b"", b"")
-    locked(world)
-    loser = locked(world)
+    append_with_lock(world)
+    loser = append_with_lock(world)
     world.run()
     world.commit()
     world.close()
@@ -198,9 +198,9 @@ def test_an_owner_answers_with_the_rejections_of_its_partition_even_without_a_se
 
 
 def test_a_server_that_released_the_partition_answers_that_it_does_not_own_it() -> None:
-    world = ready()
-    locked(world)
-    locked(world)
+    world = world_with_mount()
+    append_with_lock(world)
+    append_with_lock(world)
     world.run()
     world.commit()
     world.step(replication.ReleaseOwnership())

@@ -1,4 +1,4 @@
-"""The registry of writes through a server: its contract, its owners, and invalid requests."""
+"""The registry of writes through a server: contract, owners of writes, and invalid requests."""
 
 import asyncio
 
@@ -77,10 +77,10 @@ class Requester:
 async def with_requests():
     """Return the requests of a server, and the registry itself."""
     _, _, coordinator = await with_cluster()
-    made = RegistryRequests(
+    registry_requests = RegistryRequests(
         coordinator.writes, coordinator.next_client_id, PARTITION_COUNT, asyncio.get_running_loop()
     )
-    return made, coordinator.writes
+    return registry_requests, coordinator.writes
 
 
 def request(operation, write="w", **rest):
@@ -111,7 +111,7 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
     for operation in (OPERATIONS.CHECK, OPERATIONS.TASKS, OPERATIONS.FINISH, OPERATIONS.FORGET):
         await requests.answer(request(operation, attempt=1), requester)
     assert await write_registry.read("w") is None
-    # Its name is free again.
+    # The name of the write is free again.
     await requests.answer(request(OPERATIONS.BEGIN), other)
     assert (await write_registry.read("w")).principal == "other"
 
@@ -122,7 +122,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
     await requests.answer(request(OPERATIONS.ENTER), Requester("anonymous"))
-    # Only to enter it counts.
+    # Only entering a task as a named principal sets the owner.
     for each in ("other", "mine"):
         await requests.answer(request(OPERATIONS.BEGIN), Requester(each))
         await requests.answer(request(OPERATIONS.READ), Requester(each))
@@ -131,7 +131,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
     assert (await write_registry.read("w")).principal == "mine"
     with pytest.raises(errors.PermissionDenied):
         await requests.answer(request(OPERATIONS.ENTER), Requester("other"))
-    # The task of its time without an owner continues with its client ID and a proof.
+    # The task from before the write had an owner continues with its client ID and a proof.
     again = await requests.answer(request(OPERATIONS.ENTER), Requester("mine"))
     assert again.proof == b"mine/1".ljust(16)
 
@@ -140,31 +140,31 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
 async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), None)
-    won, denied = [], []
+    owners, denied = [], []
 
     async def enter(number):
         try:
             await requests.answer(request(OPERATIONS.ENTER, task=number), Requester(f"p{number}"))
-            won.append(number)
+            owners.append(number)
         except errors.PermissionDenied:
             denied.append(number)
 
     async with asyncio.TaskGroup() as group:
         for number in range(4):
             group.create_task(enter(number))
-    (winner,) = won
+    (winner,) = owners
     assert len(denied) == 3
     assert (await write_registry.read("w")).principal == f"p{winner}"
     assert list(await write_registry.read_tasks("w")) == [winner]
 
 
 @run_on_loop
-async def test_a_report_permits_and_records_requests_that_access_would_deny():
+async def test_report_mode_permits_and_counts_requests_that_it_would_deny():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
     other = Requester("other", is_enforced=False)
     entered = await requests.answer(request(OPERATIONS.ENTER), other)
-    # A proof would stay valid when the requests are denied.
+    # A proof would remain valid after access control is enforced.
     assert entered.proof == NO_PROOF
     assert len(other.denied) == 1
     assert (await write_registry.read("w")).principal == "mine"
@@ -178,13 +178,15 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     requester = Requester("mine")
     for name in ("a", "b"):
         await requests.answer(request(OPERATIONS.BEGIN, name), requester)
-    over = b'{"keep_ms": 0}'
-    await requests.answer(request(OPERATIONS.BEGIN, "expired", arguments=over), requester)
+    expired_arguments = b'{"keep_ms": 0}'
+    await requests.answer(
+        request(OPERATIONS.BEGIN, "expired", arguments=expired_arguments), requester
+    )
     await requests.answer(request(OPERATIONS.BEGIN, "c"), requester)  # removes the expired one
     assert await write_registry.read("expired") is None
     with pytest.raises(errors.BadRequest, match="mine already has 3 exactly-once writes"):
         await requests.answer(request(OPERATIONS.BEGIN, "d"), requester)
-    # Those that exist continue, and other principals are not affected.
+    # Existing writes continue, and other principals are not affected.
     await requests.answer(request(OPERATIONS.BEGIN, "a"), requester)
     await requests.answer(request(OPERATIONS.BEGIN, "d"), Requester("other"))
     await requests.answer(request(OPERATIONS.FORGET, "b"), requester)
@@ -194,8 +196,8 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
 
 
 @run_on_loop
-async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_no_client_id():
-    """Otherwise two principals have a proof of the same ID."""
+async def test_a_concurrent_change_of_the_write_owner_denies_the_client_id():
+    """Otherwise two principals would have a proof of the same client ID."""
     _, write_registry = await with_requests()
     mine, other = write_registry.for_principal("mine"), write_registry.for_principal("other")
 
@@ -210,7 +212,7 @@ async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_n
 
 
 @run_on_loop
-async def test_a_name_without_a_number_is_in_no_series():
+async def test_a_write_name_without_a_number_belongs_to_no_series():
     requests, write_registry = await with_requests()
     for name in ("a-5", "a-b", "a"):
         arguments = b'{"keep_ms": 1000, "in_series": true}'
@@ -219,8 +221,8 @@ async def test_a_name_without_a_number_is_in_no_series():
 
 
 @run_on_loop
-async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
-    """An attempt writes all of them to ZooKeeper."""
+async def test_a_task_with_many_runs_remembers_that_others_exist():
+    """An attempt writes all remembered runs to ZooKeeper."""
     requests, write_registry = await with_requests()
     await write_registry.begin("w", MARKS, 1_000)
     for run in range(30):
@@ -246,7 +248,7 @@ async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
 
 @run_on_loop
 async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
-    """Its principal may have lost its permissions, and a thief may have sent many."""
+    """The principal may have lost its permissions, or an attacker may have sent many requests."""
     requests, write_registry = await with_requests()
     requester, is_closed, may_read = Requester("mine"), False, asyncio.Event()
     await requests.answer(request(OPERATIONS.BEGIN), requester)
@@ -274,19 +276,19 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
 @pytest.mark.parametrize("is_left", [False, True])
 @run_on_loop
 async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, is_left):
-    """Each request reads a node for each task; a principal must not have a server read many."""
+    """Each request reads a znode per task; a principal must not cause many reads at once."""
     requests, _ = await with_requests()
     requester, left, most, is_open = Requester("mine"), [], [], asyncio.Event()
     await requests.answer(request(OPERATIONS.BEGIN), requester)
     for task in range(3 * CONCURRENT_READS_MAX):
         await requests.answer(request(OPERATIONS.ENTER, task=task), requester)
-    real, under_way = writes_module.WriteRegistry.read_task_state, []
+    real, running_tasks = writes_module.WriteRegistry.read_task_state, []
 
     async def read_task_state(self, write, task):
-        under_way.append(task)
-        most.append(len(under_way))
+        running_tasks.append(task)
+        most.append(len(running_tasks))
         await is_open.wait()
-        under_way.remove(task)
+        running_tasks.remove(task)
         return await real(self, write, task)
 
     monkeypatch.setattr(writes_module.WriteRegistry, "read_task_state", read_task_state)
@@ -308,7 +310,7 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
     if is_left:
         assert [each.result() for each in listings] == [errors.Unreachable] * 3
         assert len(most) == CONCURRENT_READS_MAX, (
-            "the rest of the first one, and the others, are not read"
+            "the remaining tasks and the other requests are not read"
         )
     else:
         assert [each.result() for each in listings] == [None] * 3
@@ -323,26 +325,26 @@ async def _outcome(answering):
 
 
 @run_on_loop
-async def test_expired_writes_are_removed_by_one_task_however_many_requests_cause_it():
-    """A request must not cause many times its own work."""
+async def test_concurrent_requests_share_one_task_to_remove_expired_writes():
+    """A request must not cause much more work than its own."""
     requests, write_registry = await with_requests()
-    begun, may_end = [], asyncio.Event()
+    started, may_end = [], asyncio.Event()
 
     async def forget_expired():
-        begun.append(1)
+        started.append(1)
         await may_end.wait()
 
     write_registry.forget_expired = forget_expired
     for _ in range(5):
         await requests.answer(request(OPERATIONS.FORGET), Requester("mine"))
         await asyncio.sleep(0)
-    assert begun == [1]
+    assert started == [1]
     may_end.set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await requests.answer(request(OPERATIONS.FORGET), Requester("mine"))
     await asyncio.sleep(0)
-    assert begun == [1, 1]
+    assert started == [1, 1]
 
 
 def test_a_write_without_an_owner_has_the_same_bytes_as_before():
@@ -418,11 +420,11 @@ async def test_an_invalid_request_is_rejected(wrong, error):
 
 
 # ---------------------------------------------------------------------------------------------
-# the way of a client
+# requests of a client
 
 
 @run_on_loop
-async def test_another_server_answers_for_one_that_does_not():
+async def test_another_server_answers_if_one_does_not():
     async with asyncio.TaskGroup() as tasks:
         _, _, coordinator = await with_cluster()
         servers = [RegistryServer(coordinator, tasks) for _ in range(3)]
@@ -434,19 +436,19 @@ async def test_another_server_answers_for_one_that_does_not():
             assert (await requests.read("w")).marks == MARKS
             assert (await requests.enter("w", 0, "r")).state.attempt == number + 1
         await servers[2].stop()
-        short, more_links = requests_of(
+        short_timeout, more_links = requests_of(
             directory, config=ClientConfig(request_timeout_ms=100, retry_interval_ms_min=5)
         )
         with pytest.raises(
             errors.Unreachable, match="answer a request about an exactly-once write within 100 ms:"
         ):
-            await short.read("w")
+            await short_timeout.read("w")
         await links.close("over")
         await more_links.close("over")
 
 
 @run_on_loop
-async def test_zookeeper_is_used_only_if_no_server_knows_the_requests(monkeypatch):
+async def test_zookeeper_is_used_only_if_no_server_supports_the_requests(monkeypatch):
     async with asyncio.TaskGroup() as tasks:
         _, _, coordinator = await with_cluster()
         opened = []
@@ -463,21 +465,21 @@ async def test_zookeeper_is_used_only_if_no_server_knows_the_requests(monkeypatc
         is_new = property(lambda link: link.address == owner_of_new.address)
         monkeypatch.setattr(ServerLink, "supports_registry", is_new)
         both, links = requests_of(Owners(owner_of_old, owner_of_new))
-        alone, other_links = requests_of(Owners(owner_of_old))
+        old_only, other_links = requests_of(Owners(owner_of_old))
         state = await both.begin("w", MARKS, 1_000)
         assert opened == []
-        assert await alone.begin("w", MARKS, 1_000) == state
+        assert await old_only.begin("w", MARKS, 1_000) == state
         assert opened == [1]
-        entered = await alone.enter("w", 3, "one")
+        entered = await old_only.enter("w", 3, "one")
         assert (entered.state.client_id, entered.identity.proof) == (1, bytes(16))
-        await alone.check("w", 3, 1)
-        assert (await alone.tasks("w", "two")) == ((3,), {3: 1})
-        assert await alone.read("w") == state
-        assert (await alone.finish("w", {"rows": 2}, 5)).is_done
-        await alone.forget("w")
-        assert await alone.read("w") is None
+        await old_only.check("w", 3, 1)
+        assert (await old_only.tasks("w", "two")) == ((3,), {3: 1})
+        assert await old_only.read("w") == state
+        assert (await old_only.finish("w", {"rows": 2}, 5)).is_done
+        await old_only.forget("w")
+        assert await old_only.read("w") is None
         assert opened == [1]
-        await alone.close()
+        await old_only.close()
         for each, server in ((links, new), (other_links, old)):
             await each.close("over")
             await server.stop()

@@ -72,7 +72,7 @@ def with_locks(
     return pending
 
 
-def validated(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
+def validate_in_pieces(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
     """Validate the five rows in pieces that end at these rows, all with nothing committed."""
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
     pending.open(decode_batch(message(), LIMITS))
@@ -90,12 +90,12 @@ def validated(stops: list[int]) -> tuple[PendingBatch, list[EncodedBatch]]:
 
 
 @pytest.mark.parametrize("stops", [[5], [1, 2, 3, 4, 5], [2, 5], [3, 4, 5]])
-def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]) -> None:
-    pending, parts = validated(stops)
+def test_pieces_have_the_same_outcomes_and_records_as_the_whole_batch(stops: list[int]) -> None:
+    pending, parts = validate_in_pieces(stops)
     assert pending.ids.tolist() == [0, 1, -1, -1, 2]
     assert pending.reasons.tolist() == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
     assert pending.conflicts.tolist() == [-1, -1, 0, -1, -1]
-    (whole,) = validated([5])[1]
+    (whole,) = validate_in_pieces([5])[1]
     assert b"".join(part.records for part in parts) == bytes(whole.records)
     assert b"".join(part.record_crcs for part in parts) == whole.record_crcs
     lengths = raw_records.lengths_from_wire(whole.lengths, len(whole.records))
@@ -103,7 +103,7 @@ def test_pieces_give_the_same_outcomes_and_records_as_the_whole(stops: list[int]
     assert numbers == [10, 11, 14]
 
 
-def test_a_piece_without_records_waits_only_for_its_conflicts() -> None:
+def test_a_piece_of_rejected_rows_waits_only_for_its_conflicts() -> None:
     pending = PendingBatch(A, 1_000, message(), REQ, FlushGroup(), 0)
     pending.open(decode_batch(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
@@ -134,13 +134,13 @@ def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.M
     monkeypatch.setattr(validation, "ONE_BY_ONE_MAX", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
     group = [single(*locks) for locks in zip(writes, reads, appends, strict=True)]
-    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
-    piece = validate_singles(group, LockTable(1009, BEFORE_FIRST), place)
+    in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    piece = validate_singles(group, LockTable(1009, BEFORE_FIRST), in_flight)
     assert [pending.reason for pending in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
     assert list(piece.writers) == [0, 0, 1, 1]
     pending = with_locks(writes, reads, appends)
-    piece = validate_rows(pending, 3, LockTable(1009, BEFORE_FIRST), place)
+    piece = validate_rows(pending, 3, LockTable(1009, BEFORE_FIRST), in_flight)
     assert pending.reasons.tolist() == [COMMITTED, LOCK, COMMITTED]
     found = zip(struct.unpack(">4i", piece.locks), piece.writers, strict=True)
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
@@ -148,18 +148,18 @@ def test_the_locks_of_accepted_rows_are_reported(few: int, monkeypatch: pytest.M
 
 def test_large_batches_carry_no_lock_distances() -> None:
     group = [single([row]) for row in range(DISTANCES_TRANSACTIONS_MAX + 1)]
-    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
-    whole = validate_singles(group, LockTable(10_007, BEFORE_FIRST), place)
+    in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    whole = validate_singles(group, LockTable(10_007, BEFORE_FIRST), in_flight)
     assert whole.locks == struct.pack(f">{len(group)}i", *range(len(group)))
     assert whole.writers == b""
-    few = validate_singles(group[1:], LockTable(10_007, BEFORE_FIRST), place)
+    few = validate_singles(group[1:], LockTable(10_007, BEFORE_FIRST), in_flight)
     assert list(few.writers) == list(range(DISTANCES_TRANSACTIONS_MAX))
 
 
-def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
+def test_all_locks_of_an_accepted_batch_are_reported() -> None:
     pending = with_locks([[1], [2]], [[9], []], [[], [3]])
-    place = InFlightRange(BEFORE_FIRST, TransactionId(0))
-    piece = validate_rows(pending, 2, LockTable(1009, BEFORE_FIRST), place)
+    in_flight = InFlightRange(BEFORE_FIRST, TransactionId(0))
+    piece = validate_rows(pending, 2, LockTable(1009, BEFORE_FIRST), in_flight)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
     assert list(piece.writers) == [0, 1, 1]
 

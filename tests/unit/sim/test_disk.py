@@ -22,7 +22,7 @@ def disk():
     return disk
 
 
-def test_synced_data_stays_and_the_rest_is_lost(disk):
+def test_synced_data_survives_and_the_rest_is_lost(disk):
     file = disk.open(PATH)
     file.pwrite([b"b" * 10, memoryview(b"c")], SECTOR_BYTES)
     file.sync()
@@ -35,7 +35,7 @@ def test_synced_data_stays_and_the_rest_is_lost(disk):
     assert left[:SECTOR_BYTES] == b"a" * SECTOR_BYTES
 
 
-def test_a_killed_process_loses_nothing(disk):
+def test_killing_the_process_loses_no_data(disk):
     disk.open(PATH).pwrite([b"z" * 2000], 1000)
     disk.lose_power(Survival.EVERYTHING, Random(1))
     assert disk.visible_content(PATH) == b"a" * 1000 + b"z" * 2000
@@ -66,7 +66,7 @@ def test_any_subset_of_whole_sectors_can_remain():
     assert len(patterns) == 16
 
 
-def test_growth_without_its_sectors_reads_as_zeros():
+def test_unwritten_sectors_of_a_grown_file_read_as_zeros():
     seen = set()
     for seed in range(100):
         disk = SimDisk()
@@ -106,7 +106,7 @@ def test_after_a_failed_sync_the_next_one_reports_a_false_success(disk):
     assert disk.visible_content(PATH)[:1] == b"a"
 
 
-def test_a_failed_write_leaves_its_first_half_and_no_partial_sector(disk):
+def test_a_failed_write_keeps_its_first_half_in_whole_sectors(disk):
     disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"bbbb"], SECTOR_BYTES - 2)
@@ -145,7 +145,7 @@ def test_calls_fail_while_the_power_is_off(disk):
         file.size()
 
 
-def test_one_opener_has_the_lock(disk):
+def test_only_one_opener_gets_the_lock(disk):
     one, other = disk.open(PATH), disk.open(PATH)
     assert one.lock_whole_file()
     assert not other.lock_whole_file()
@@ -183,7 +183,7 @@ def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     file.sync()
 
 
-def test_a_disk_with_false_syncs_has_synced_nothing(disk):
+def test_a_disk_with_false_syncs_loses_all_data(disk):
     disk.is_lying = True
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
@@ -258,7 +258,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
 
 def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
     disk, path, file = with_unreadable_sectors(b"a" * 2_000, 512, 1_999)
-    file.discard_unreadable(600, 1_000)  # that between them is to be written whole
+    file.discard_unreadable(600, 1_000)  # the sectors between them are rewritten completely
     assert file.pread(512, 512) == bytes(512)
     assert file.pread(512, 1_536) == bytes(2_000 - 1_536)
     assert file.size() == 2_000

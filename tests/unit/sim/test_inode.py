@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from waltz_sim.world.inode import SECTOR_BYTES, Inode
 
 
-def written(content):
+def synced_inode(content):
     """A file that was written and synced."""
     return Inode(bytearray(content), bytearray(content))
 
 
 def test_unsynced_data_is_never_dropped():
-    inode = written(b"a" * 2 * SECTOR_BYTES)
+    inode = synced_inode(b"a" * 2 * SECTOR_BYTES)
     inode.visible[3:5] = b"bb"
     inode.mark_written(3, 5)
     inode.drop_cached(0, 2 * SECTOR_BYTES)
@@ -20,7 +20,7 @@ def test_unsynced_data_is_never_dropped():
 
 
 def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
-    inode = written(b"a" * 10)
+    inode = synced_inode(b"a" * 10)
     inode.visible[:] = b"b" * 700
     inode.dirty_sectors.clear()
     inode.drop_cached(0, 10_000)
@@ -39,6 +39,6 @@ def test_a_drop_shows_the_synced_bytes_of_exactly_the_dropped_sectors(old, new, 
     assert len(inode.visible) == len(new)
     durable = old[: len(new)].ljust(len(new), b"\0")
     end = min(offset + size, len(new))
-    met = set(range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))) if end > offset else set()
+    sectors = set(range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))) if end > offset else set()
     for at, found in enumerate(inode.visible):
-        assert found == (durable if at // SECTOR_BYTES in met else new)[at]
+        assert found == (durable if at // SECTOR_BYTES in sectors else new)[at]

@@ -8,7 +8,7 @@ from waltz_spark.datasource import stream_read
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    made = Cluster()
-    monkeypatch.setattr(stream_read, "client_of", made.client)
-    monkeypatch.setattr(stream_read, "query_replica_sets", made.sources)
-    return made
+    new_cluster = Cluster()
+    monkeypatch.setattr(stream_read, "client_of", new_cluster.client)
+    monkeypatch.setattr(stream_read, "query_replica_sets", new_cluster.sources)
+    return new_cluster

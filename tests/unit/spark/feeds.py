@@ -1,4 +1,4 @@
-"""A log in memory for change feeds, and their rows by the definition, in plain Python."""
+"""A log in memory for change feeds, and a reference implementation of their rows."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,13 +34,13 @@ OPTIONS = {
 
 
 class Transaction(NamedTuple):
-    """What a transaction of a log has."""
+    """The header and payload of a transaction."""
 
     header: int
     data: bytes
 
 
-def packed(header: int = 0, **columns: object) -> Transaction:
+def transaction_with(header: int = 0, **columns: object) -> Transaction:
     """Return a transaction with these columns as payload."""
     return Transaction(header, msgpack.packb(columns))
 
@@ -102,7 +102,7 @@ def rows_of(batches: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
     return [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
 
 
-def replayed(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[Any, ...]]:
+def expected_rows(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[Any, ...]]:
     """Return the rows of a feed with `SCHEMA` and `OPTIONS` by the definition.
 
     A payload that does not fit is no change, as with `mode=DROPMALFORMED`.
@@ -114,7 +114,7 @@ def replayed(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[
         rows.append((payload["id"], payload.get("op"), payload.get("amount"), kind, at))
 
     for at, (header, data) in enumerate(transactions):
-        payload = unpacked(data)
+        payload = unpack(data)
         key = payload.get("id") if isinstance(payload, dict) else None
         is_delete = header == DELETE_HEADER or (key is not None and payload.get("op") == "D")
         fits = key is not None and (is_delete or not isinstance(payload.get("amount"), str))
@@ -131,14 +131,14 @@ def replayed(transactions: Sequence[Transaction], first: int = 0) -> list[tuple[
     return rows
 
 
-def unpacked(data: bytes) -> Any:
+def unpack(data: bytes) -> Any:
     """Return a payload; None if it is damaged."""
     try:
         return msgpack.unpackb(data)
-    except (msgpack.UnpackException, ValueError):  # the latter for no bytes at all
+    except (msgpack.UnpackException, ValueError):  # ValueError for an empty payload
         return None
 
 
-def between(rows: list[tuple[Any, ...]], begin: int, end: int) -> list[tuple[Any, ...]]:
+def rows_between(rows: list[tuple[Any, ...]], begin: int, end: int) -> list[tuple[Any, ...]]:
     """Return the rows of transactions after `delete_replaced_rows`, up to `end`."""
     return [row for row in rows if begin < row[-1] <= end]

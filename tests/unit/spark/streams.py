@@ -71,7 +71,7 @@ def reader_of(**options: str) -> WaltzStreamReader:
 
 
 def read(reader: WaltzStreamReader, start: stream_read.Offset, end: stream_read.Offset) -> set[int]:
-    """Return the partitions of which a micro-batch reads anything."""
+    """Return the partitions from which a micro-batch reads."""
     tasks = reader.partitions(start, end)
     assert all(isinstance(each, ReadTask) for each in tasks)
     return {each.partition for each in tasks if isinstance(each, ReadTask)}

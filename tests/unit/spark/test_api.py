@@ -49,26 +49,26 @@ def test_marks_are_a_mapping_of_integers_of_any_type() -> None:
         ({0: True}, "found 0: True"),
     ],
 )
-def test_anything_else_is_reported_with_what_was_expected(marks: object, found: str) -> None:
+def test_invalid_marks_are_reported_with_the_expected_type(marks: object, found: str) -> None:
     with pytest.raises(BadConfig, match="a mapping from partition to high-water mark") as caught:
         _marks_as_option(marks)
     caught.match(found)
 
 
-@pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
-def test_an_argument_other_than_a_data_frame_is_reported(what: object) -> None:
+@pytest.mark.parametrize("argument", [None, [(1, "a")], "df"])
+def test_an_argument_other_than_a_data_frame_is_reported(argument: object) -> None:
     with pytest.raises(
         BadRequest,
-        match=f"argument df of append: expected a Spark DataFrame, found {type(what).__name__}",
+        match=f"argument df of append: expected a Spark DataFrame, found {type(argument).__name__}",
     ):
-        append(what, "localhost:2181/waltz")  # type: ignore[arg-type]
+        append(argument, "localhost:2181/waltz")  # type: ignore[arg-type]
 
 
 def frame(*columns: str, **settings: str) -> SimpleNamespace:
     return SimpleNamespace(columns=list(columns), sparkSession=SimpleNamespace(conf=settings))
 
 
-def test_marks_cannot_be_given_twice() -> None:
+def test_marks_cannot_be_given_as_option_and_argument() -> None:
     marks = {"high_water_marks": {0: 1}, "ClientHighWaterMarks": '{"0": 2}'}
     with pytest.raises(
         BadConfig,
@@ -93,7 +93,7 @@ def test_columns_that_spark_cannot_distinguish_are_reported_before_anything_is_w
     _check_distinct_columns(frame("id", "status", "partition", "data", **INSENSITIVE), {})
 
 
-def test_a_given_option_replaces_a_default_in_any_case() -> None:
+def test_a_given_option_overrides_a_default_case_insensitively() -> None:
     df = MagicMock(columns=["data"])
     df.sparkSession.conf = INSENSITIVE
     options = df.write.format.return_value.mode.return_value.options
@@ -113,20 +113,20 @@ def test_a_given_option_replaces_a_default_in_any_case() -> None:
         ("{here}/of [1]", r"file://{here}/of \[1\]"),
     ],
 )
-def test_spark_is_given_the_directory_that_the_results_are_in(
+def test_spark_reads_the_results_from_the_result_directory(
     tmp_path: Path, path: str, expected: str
 ) -> None:
     given = path.format(here=tmp_path)
-    place = open_results_directory(given, is_for_reading=True)
-    assert _path_for_spark(given, place) == expected.format(here=tmp_path)
+    results = open_results_directory(given, is_for_reading=True)
+    assert _path_for_spark(given, results) == expected.format(here=tmp_path)
 
 
-def test_a_session_without_java_is_an_error_that_names_what_was_found(tmp_path: Path) -> None:
+def test_the_error_for_a_session_without_java_names_its_type(tmp_path: Path) -> None:
     program = "import waltz_spark; waltz_spark.session(master='local[1]')"
-    of_no_java = {**os.environ, "JAVA_HOME": str(tmp_path)}
+    environment = {**os.environ, "JAVA_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=of_no_java,
+        env=environment,
         stderr=subprocess.PIPE,
         text=True,
         check=False,

@@ -76,7 +76,7 @@ class RandomLog:
         return BatchOutcome(len(log) - 1, ids, reasons, conflicts)
 
 
-def shaped(rows: list[tuple[int, bytes]]) -> ConvertedRows:
+def convert_rows(rows: list[tuple[int, bytes]]) -> ConvertedRows:
     count = len(rows)
     empty = pa.array([[]] * count, pa.list_(pa.int32()))
     append = pa.RecordBatch.from_arrays(
@@ -113,13 +113,15 @@ def test_every_row_gets_one_outcome_in_order(seed: int) -> None:
     rows = rows_of(chance, 200)
     log = RandomLog(seed, loss=chance.choice([0.0, 0.02, 0.2]))
     pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
-    reported_count = list(Appender(log, OPTIONS).send(shaped(piece) for piece in pieces))
+    reported_count = list(Appender(log, OPTIONS).send(convert_rows(piece) for piece in pieces))
     for partition in range(3):
-        mine = [data for p, data in rows if p == partition]
-        assert log.taken.get(partition, []) == [data for data in mine if not data.endswith(b"!")]
+        rows_of_partition = [data for p, data in rows if p == partition]
+        assert log.taken.get(partition, []) == [
+            data for data in rows_of_partition if not data.endswith(b"!")
+        ]
         answered = [a for a in reported_count if a.partition == partition]
         names = [name for a in answered for name in a.identity.column("name").to_pylist()]
-        assert sorted(names) == sorted(data.decode() for data in mine)
+        assert sorted(names) == sorted(data.decode() for data in rows_of_partition)
         for a in answered:
             committed = a.reasons == TAKEN
             assert (a.transaction_ids[committed] >= 0).all()
@@ -136,7 +138,7 @@ def test_a_payload_near_the_limit_is_sent_alone() -> None:
     big = b"x" * (3 * 1024 * 1024)
     log = RandomLog(1, loss=0.0)
     reported_count = list(
-        Appender(log, OPTIONS).send([shaped([(0, big), (0, b"a"), (0, big), (0, b"b")])])
+        Appender(log, OPTIONS).send([convert_rows([(0, big), (0, b"a"), (0, big), (0, b"b")])])
     )
     assert [len(data) for data in log.taken[0]] == [len(big), 1, len(big), 1]
     assert sum(len(a.reasons) for a in reported_count) == 4
@@ -144,11 +146,11 @@ def test_a_payload_near_the_limit_is_sent_alone() -> None:
 
 
 def test_rows_with_many_locks_are_sent_in_smaller_batches() -> None:
-    rows = shaped([(0, b"%d" % number) for number in range(100)])
+    rows = convert_rows([(0, b"%d" % number) for number in range(100)])
     bounds = pa.array(np.arange(101, dtype=np.int32) * LOCKS_MAX)
     locks = pa.ListArray.from_arrays(bounds, np.tile(np.arange(LOCKS_MAX, dtype=np.int32), 100))
-    place = rows.append.schema.get_field_index("append_locks")
-    append = rows.append.set_column(place, "append_locks", locks)
+    index = rows.append.schema.get_field_index("append_locks")
+    append = rows.append.set_column(index, "append_locks", locks)
     log = RandomLog(1, loss=0.0)
     options = dataclasses.replace(OPTIONS, batch_rows=1000)
     reported_count = list(Appender(log, options).send([dataclasses.replace(rows, append=append)]))
@@ -165,7 +167,7 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
             reasons = np.full(len(rows), int(RowOutcomeCode.AHEAD), np.uint8)
             return BatchOutcome(0, nothing, reasons, nothing)
 
-    rows = shaped([(2, b"a")])
+    rows = convert_rows([(2, b"a")])
     mark = rows.append.column("client_high_water_mark")[0]
     sentence = (
         "partition 2: the log ends at transaction 0, but the client_high_water_mark of a row is "
@@ -176,7 +178,7 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
 
 
 @pytest.mark.usefixtures("without_pauses")
-def test_rows_over_a_limit_for_too_long_fail_with_the_words_of_the_server(
+def test_rows_over_a_limit_fail_after_a_timeout_with_the_server_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Limited(RandomLog):
@@ -192,7 +194,7 @@ def test_rows_over_a_limit_for_too_long_fail_with_the_words_of_the_server(
     monkeypatch.setattr(appender_module, "RETRY_SECONDS_MAX", 0.0)
     sentence = r"\(last answer: OVERLOADED: etl is over a limit\), so 1 rows are not in the log"
     with pytest.raises(Overloaded, match=sentence):
-        list(Appender(Limited(0, loss=0.0), OPTIONS).send([shaped([(2, b"a")])]))
+        list(Appender(Limited(0, loss=0.0), OPTIONS).send([convert_rows([(2, b"a")])]))
 
 
 class LimitedRetries:
@@ -202,31 +204,31 @@ class LimitedRetries:
 
     def __init__(self) -> None:
         self.excluded: list[bytes] = []
-        self.asked = 0
+        self.row_count = 0
 
     def pause_s(self, retries: int) -> float:
         assert retries < self.retries_max
         return 0.0
 
-    def recompute(self, refused: RejectedRows) -> RecomputedRows:
-        assert (refused.conflicting == 5).all()
-        assert (refused.marks == -1).all()
+    def recompute(self, rejected_rows: RejectedRows) -> RecomputedRows:
+        assert (rejected_rows.conflicting == 5).all()
+        assert (rejected_rows.marks == -1).all()
         rows = []
-        made = []
-        for row, data in enumerate(refused.source.column("data").to_pylist()):
-            self.asked += 1
-            if self.asked % 3 == 0:
+        recomputed = []
+        for row, data in enumerate(rejected_rows.source.column("data").to_pylist()):
+            self.row_count += 1
+            if self.row_count % 3 == 0:
                 self.excluded.append(data)
             else:
                 rows.append(row)
                 # A "!!" is rejected a second time, and a "!!!" finally.
-                made.append((refused.partition, data[:-1]))
-        return RecomputedRows(with_source(made), np.array(rows, np.int64))
+                recomputed.append((rejected_rows.partition, data[:-1]))
+        return RecomputedRows(with_source(recomputed), np.array(rows, np.int64))
 
 
 def with_source(rows: list[tuple[int, bytes]]) -> ConvertedRows:
-    made = shaped(rows)
-    return dataclasses.replace(made, source=made.append.select(["data"]))
+    converted = convert_rows(rows)
+    return dataclasses.replace(converted, source=converted.append.select(["data"]))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -246,7 +248,7 @@ def test_rejected_rows_are_computed_again(seed: int) -> None:
         names = answered.identity.column("name").to_pylist()
         for name, reason in zip(names, answered.reasons.tolist(), strict=True):
             key = name.rstrip("!")
-            assert key not in ends, "every row ends once"
+            assert key not in ends, "every row has one outcome"
             ends[key] = reason == TAKEN
             assert answered.attempt >= answered.retries + 1
     assert len(ends) == len(rows)

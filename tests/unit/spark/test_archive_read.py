@@ -1,4 +1,4 @@
-"""How a read is split into tasks at the borders of archived objects."""
+"""The split of a read into tasks at the boundaries of archived objects."""
 
 import pytest
 from pyspark import cloudpickle
@@ -43,7 +43,7 @@ def objects_with(*ends: tuple[int, float], first: int = 0) -> ArchivedObjects:
         (objects_with((9, 1), (19, 1)), (20, 25), [(20, 25)]),
     ],
 )
-def test_pieces_end_with_objects_and_with_the_bytes_of_a_task(
+def test_tasks_end_at_object_boundaries_and_at_the_byte_limit(
     objects: ArchivedObjects | None, span: tuple[int, int], expected: list[tuple[int, int]]
 ) -> None:
     found = split_at_objects(TransactionRange(3, *span), objects)
@@ -51,7 +51,7 @@ def test_pieces_end_with_objects_and_with_the_bytes_of_a_task(
     assert {each.partition for each in found} == {3}
 
 
-def test_a_task_gets_its_own_objects_only() -> None:
+def test_a_task_receives_only_the_objects_of_its_range() -> None:
     whole = objects_with((9, 0.4), (19, 0.4), (29, 0.4))
     part = cloudpickle.loads(cloudpickle.dumps(whole.objects_between(12, 19)))
     assert [each.last for each in part.entries] == [19]

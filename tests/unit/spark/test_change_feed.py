@@ -1,4 +1,4 @@
-"""Rows of a change feed: their kinds and payloads, transactions that are no changes, options."""
+"""Rows of a change feed: kinds and payloads, transactions without changes, and options."""
 
 import json
 from datetime import UTC, date, datetime
@@ -18,11 +18,11 @@ from tests.unit.spark.feeds import (
     SCHEMA,
     Log,
     Transaction,
+    expected_rows,
     options_of,
-    packed,
     reader,
-    replayed,
     rows_of,
+    transaction_with,
 )
 from waltz_core.client import Avro
 from waltz_core.encryption import keys
@@ -42,13 +42,13 @@ def feed(log: Log, begin: int = -1, **options: str) -> list[tuple]:
 def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
     log = Log(
         [
-            packed(id=1, op="I", amount=10),
-            packed(id=2, amount=20),
-            packed(id=1, op="U", amount=11),
-            packed(id=1, op="D"),
-            packed(id=1, op="D"),  # it has no row
-            packed(DELETE_HEADER, id=2, amount="any"),  # a delete needs only the key
-            packed(id=1, op="I", amount=12),
+            transaction_with(id=1, op="I", amount=10),
+            transaction_with(id=2, amount=20),
+            transaction_with(id=1, op="U", amount=11),
+            transaction_with(id=1, op="D"),
+            transaction_with(id=1, op="D"),  # it has no row
+            transaction_with(DELETE_HEADER, id=2, amount="any"),  # a delete needs only the key
+            transaction_with(id=1, op="I", amount=12),
         ]
     )
     assert feed(log) == [
@@ -60,11 +60,13 @@ def test_each_change_of_a_row_has_its_kind_and_the_payload_before_it() -> None:
         (2, None, 20, "delete", 5),
         (1, "I", 12, "insert", 6),
     ]
-    assert feed(log) == replayed(log.transactions)
+    assert feed(log) == expected_rows(log.transactions)
 
 
-def test_a_read_from_the_middle_has_the_same_rows_as_one_from_the_beginning() -> None:
-    log = Log([packed(id=n % 7, op="IUD"[n % 3], amount=n) for n in range(60)], batch_rows=8)
+def test_a_read_from_any_start_has_the_rows_of_a_full_read() -> None:
+    log = Log(
+        [transaction_with(id=n % 7, op="IUD"[n % 3], amount=n) for n in range(60)], batch_rows=8
+    )
     whole = feed(log)
     for begin in (0, 20, 58):
         log.reads.clear()
@@ -89,7 +91,7 @@ def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
         given = {"dataFormat": "avro", "schemaRegistry": registry.url}
         avro = [rows.serialize(each) for each in plain]
         log = Log([Transaction(0, each) for each in avro])
-        expected = replayed([packed(**each) for each in plain])
+        expected = expected_rows([transaction_with(**each) for each in plain])
         assert feed(log, **given) == expected
         sealed = [keys_of_log.encrypt(each, partition=PARTITION, header=0) for each in avro]
         with_keys = given | {"encryptionKeys": str(tmp_path)}
@@ -103,7 +105,7 @@ def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
             feed(Log([Transaction(0, avro[0]), Transaction(0, b"{}")]), **given)
 
 
-def test_columns_of_the_log_are_those_of_the_transaction_that_causes_the_row() -> None:
+def test_log_columns_have_the_values_of_the_changing_transaction() -> None:
     schema = StructType().add("amount", "long")
     for name, kind in (
         ("header", "integer"),
@@ -114,7 +116,13 @@ def test_columns_of_the_log_are_those_of_the_transaction_that_causes_the_row() -
         ("_change_type", "string"),
     ):
         schema.add(name, kind)
-    log = Log([packed(5, id=1, amount=1), packed(6, id=1, amount=2), packed(DELETE_HEADER, id=1)])
+    log = Log(
+        [
+            transaction_with(5, id=1, amount=1),
+            transaction_with(6, id=1, amount=2),
+            transaction_with(DELETE_HEADER, id=1),
+        ]
+    )
     found = feed(log, schema=schema, deleteWhere="header >= 9")
     times = [datetime.fromtimestamp(n / 1000, UTC) for n in range(3)]
     data = [each.data for each in log.transactions]
@@ -141,20 +149,20 @@ def test_a_key_may_have_several_columns_of_all_types_of_keys() -> None:
     schema.add("_change_type", "string")
     one = {name: values[0] for name, (_, values) in kinds.items()}
     others = [one | {name: values[1]} for name, (_, values) in kinds.items()]
-    log = Log([packed(**each) for each in (one, *others, one)])
+    log = Log([transaction_with(**each) for each in (one, *others, one)])
     rules = {"key": ",".join(kinds), "deleteWhere": ""}
     found = feed(log, schema=schema, **rules)
     assert [row[-1] for row in found] == ["insert"] * 7 + ["update_preimage", "update_postimage"]
     assert found[-1][1:5] == (Decimal("1.50"), "a", b"a", date(1970, 1, 2))
 
 
-def test_a_large_row_before_a_change_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_previous_row_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_feed, "PREVIOUS_BYTES_MAX", 20)
-    log = Log([packed(id=n % 5, op="U", amount=n) for n in range(20)])
+    log = Log([transaction_with(id=n % 5, op="U", amount=n) for n in range(20)])
     batches = list(reader(log, 4, 19).rows())
     # Two payloads of 14 bytes are over the limit, and each of the 15 changes is an update.
     assert [batch.num_rows for batch in batches] == [4] * 7 + [2]
-    assert rows_of(iter(batches)) == [row for row in replayed(log.transactions) if row[-1] > 4]
+    assert rows_of(iter(batches)) == [row for row in expected_rows(log.transactions) if row[-1] > 4]
 
 
 # ---- transactions that are no changes
@@ -166,37 +174,47 @@ def test_a_large_row_before_a_change_ends_a_step(monkeypatch: pytest.MonkeyPatch
         (Transaction(0, b"\xc1"), "expected a payload in msgpack"),
         (Transaction(DELETE_HEADER, b"\xc1"), "expected a payload in msgpack"),
         (Transaction(0, msgpack.packb([1])), "expected a map of columns"),
-        (packed(op="U", amount=1), "expected a value in key column 'id', found null"),
-        (packed(DELETE_HEADER, op="U"), "expected a value in key column 'id', found null"),
-        (packed(id=1, amount="many"), "column 'amount': expected int64, found 'many'"),
-        (packed(id="x", op="D", amount="many"), "column 'id': expected int64, found 'x'"),
+        (transaction_with(op="U", amount=1), "expected a value in key column 'id', found null"),
+        (
+            transaction_with(DELETE_HEADER, op="U"),
+            "expected a value in key column 'id', found null",
+        ),
+        (transaction_with(id=1, amount="many"), "column 'amount': expected int64, found 'many'"),
+        (transaction_with(id="x", op="D", amount="many"), "column 'id': expected int64, found 'x'"),
     ],
 )
-def test_a_transaction_that_does_not_fit_fails_the_read_or_is_no_change(
+def test_an_invalid_transaction_fails_the_read_or_is_skipped(
     transaction: Transaction, text: str
 ) -> None:
-    log = Log([packed(id=1, amount=1), packed(id=2), transaction, packed(id=1, op="D")])
+    log = Log(
+        [
+            transaction_with(id=1, amount=1),
+            transaction_with(id=2),
+            transaction,
+            transaction_with(id=1, op="D"),
+        ]
+    )
     for begin in (-1, 2):  # it fails, wherever the rows begin
         with pytest.raises(BadFormat, match=f"partition 3, transaction 2[:,] .*{text}"):
             feed(log, begin)
     assert [row[3:] for row in feed(log, **DROP)] == [("insert", 0), ("insert", 1), ("delete", 3)]
-    assert feed(log, **DROP) == replayed(log.transactions)
+    assert feed(log, **DROP) == expected_rows(log.transactions)
 
 
-def test_columns_that_must_be_there_are_not_needed_for_a_delete() -> None:
+def test_a_delete_does_not_need_the_required_columns() -> None:
     schema = StructType().add("id", "long").add("amount", "long", nullable=False)
     schema.add("op", "string").add("_change_type", "string")
-    log = Log([packed(id=1, amount=1, op="I"), packed(id=1, op="D")])
+    log = Log([transaction_with(id=1, amount=1, op="I"), transaction_with(id=1, op="D")])
     for options in ({}, {"requiredColumns": "amount"}):
         found = feed(log, schema=schema, **options)
         assert found == [(1, 1, "I", "insert"), (1, 1, "I", "delete")]
-    log = Log([packed(id=1, op="I")])
+    log = Log([transaction_with(id=1, op="I")])
     with pytest.raises(BadFormat, match="column 'amount' is NOT NULL"):
         feed(log, schema=schema)
     assert feed(log, schema=schema, **DROP) == []
 
 
-def test_json_payloads_and_names_in_another_case() -> None:
+def test_column_names_of_json_payloads_are_case_insensitive() -> None:
     log = Log([Transaction(0, json.dumps({"Id": 1, "AMOUNT": n}).encode()) for n in range(2)])
     found = feed(log, dataFormat="json", key="ID")
     assert [row[2:] for row in found] == [
@@ -209,7 +227,9 @@ def test_json_payloads_and_names_in_another_case() -> None:
 # ---- encryption
 
 
-def encrypted(directory: Path, *transactions: Transaction, key_id: str = "a") -> list[Transaction]:
+def encrypt_transactions(
+    directory: Path, *transactions: Transaction, key_id: str = "a"
+) -> list[Transaction]:
     (directory / key_id).write_text(sha256(key_id.encode()).hexdigest())
     keys.key_cache_for.cache_clear()
     with_key = Encryption.from_reference(str(directory), key_id=key_id)
@@ -224,33 +244,45 @@ def encrypted(directory: Path, *transactions: Transaction, key_id: str = "a") ->
 def test_payloads_are_decrypted_and_stored_as_the_log_has_them(tmp_path: Path) -> None:
     schema = SCHEMA.fields[:]
     schema = StructType(schema).add("data_error", "string")
-    secret = [packed(7, id=123456789, amount=n) for n in range(2)]
-    log = Log(encrypted(tmp_path, *secret, packed(DELETE_HEADER, id=123456789)))
-    place = tmp_path / "state"
+    secret = [transaction_with(7, id=123456789, amount=n) for n in range(2)]
+    log = Log(
+        encrypt_transactions(tmp_path, *secret, transaction_with(DELETE_HEADER, id=123456789))
+    )
+    state_file = tmp_path / "state"
     found = []
     for end in range(3):
         found += rows_of(
-            reader(log, end - 1, end, place, schema=schema, encryptionKeys=str(tmp_path)).rows()
+            reader(
+                log, end - 1, end, state_file, schema=schema, encryptionKeys=str(tmp_path)
+            ).rows()
         )
-        stored = place.read_bytes()
+        stored = state_file.read_bytes()
         assert log.transactions[min(end, 1)].data in stored
         assert not any(each.data[1:8] in stored for each in secret)
     assert found == [
-        (*row, None) for row in replayed([*secret, packed(DELETE_HEADER, id=123456789)])
+        (*row, None)
+        for row in expected_rows([*secret, transaction_with(DELETE_HEADER, id=123456789)])
     ]
 
 
-def test_payloads_whose_key_is_deleted_are_no_changes(tmp_path: Path) -> None:
-    first = encrypted(tmp_path, packed(id=1, amount=1), packed(id=2, amount=2), key_id="gone")
-    log = Log(first + encrypted(tmp_path, packed(id=1, amount=3), packed(id=2, op="D")))
+def test_payloads_with_a_destroyed_key_are_skipped(tmp_path: Path) -> None:
+    first = encrypt_transactions(
+        tmp_path, transaction_with(id=1, amount=1), transaction_with(id=2, amount=2), key_id="gone"
+    )
+    log = Log(
+        first
+        + encrypt_transactions(
+            tmp_path, transaction_with(id=1, amount=3), transaction_with(id=2, op="D")
+        )
+    )
     options = {"encryptionKeys": str(tmp_path)}
-    place = tmp_path / "state"
-    assert len(rows_of(reader(log, -1, 1, place, **options, **DROP).rows())) == 2
+    state_file = tmp_path / "state"
+    assert len(rows_of(reader(log, -1, 1, state_file, **options, **DROP).rows())) == 2
     (tmp_path / "gone").unlink()
     keys.key_cache_for.cache_clear()
     assert feed(log, **options, **DROP) == [(1, None, 3, "insert", 2)]
     # A state that has such a row does not know more.
-    kept = rows_of(reader(log, 1, 3, place, **options, **DROP).rows())
+    kept = rows_of(reader(log, 1, 3, state_file, **options, **DROP).rows())
     assert kept == [(1, None, 3, "insert", 2)]
     with pytest.raises(BadFormat, match=r"transaction 0: the payload cannot be decrypted .*gone"):
         feed(log, **options)
@@ -281,7 +313,7 @@ def test_payloads_whose_key_is_deleted_are_no_changes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_option_that_a_change_feed_cannot_have_is_an_error(
+def test_options_that_a_change_feed_does_not_support_are_errors(
     options: dict[str, str], text: str
 ) -> None:
     with pytest.raises(BadConfig, match=text):
@@ -298,7 +330,9 @@ def test_an_option_that_a_change_feed_cannot_have_is_an_error(
         (StructType().add("id", "double"), {"deleteWhere": ""}, "key column 'id': expected a bool"),
     ],
 )
-def test_rules_must_fit_the_schema(schema: StructType, options: dict[str, str], text: str) -> None:
+def test_rules_must_match_the_schema(
+    schema: StructType, options: dict[str, str], text: str
+) -> None:
     source = WaltzDataSource(OPTIONS | options)
     with pytest.raises(BadConfig, match=text):
         source.reader(schema)
@@ -317,7 +351,7 @@ def test_the_kind_of_a_change_is_a_column_of_the_log() -> None:
     WaltzDataSource(OPTIONS | options).reader(required)
 
 
-def test_rules_name_columns_as_the_schema_does() -> None:
+def test_rules_use_the_column_names_of_the_schema() -> None:
     rules = options_of(key="ID", deleteWhere="OP = 'D'").change_feed_rules
     assert rules is not None
     assert rules.delete_where is not None

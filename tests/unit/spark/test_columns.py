@@ -65,10 +65,10 @@ def schema(**columns: str) -> StructType:
             PLAIN,
             ("log has no column 'write_lock'; did you mean 'write_locks'? Hint: rename the column"),
         ),
-        # Packed with the others, it would be payload, and nothing locked.
+        # Packed with the other columns, it would be payload, and no lock would be written.
         *(
-            ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{meant}'?")
-            for name, meant in (
+            ({"id": "long", name: "array<int>"}, PACKED, f"did you mean '{expected_hash}'?")
+            for name, expected_hash in (
                 ("WRITE_LOCKS", "write_locks"),
                 ("Append_Locks", "append_locks"),
                 ("write_lock", "write_locks"),
@@ -130,10 +130,8 @@ def test_valid_columns_and_columns_named_by_an_option_are_accepted(options: Writ
     check_schema(schema(id="long"), PACKED)
 
 
-def shaper(options: WriteOptions = PLAIN, **kwargs: int) -> RowConverter:
-    return RowConverter(
-        options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, keeps_input_columns=False, **kwargs
-    )
+def row_converter(options: WriteOptions = PLAIN, **kwargs: int) -> RowConverter:
+    return RowConverter(options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, keeps_input_columns=False, **kwargs)
 
 
 def test_the_first_lock_chooses_the_partition() -> None:
@@ -145,7 +143,7 @@ def test_the_first_lock_chooses_the_partition() -> None:
             "append_locks": pa.array([[one], [one], [two]], pa.list_(pa.int32())),
         }
     )
-    found = shaper().convert(batch)
+    found = row_converter().convert(batch)
     assert found.partitions.tolist() == [
         partition_of_hash(one, 4),
         partition_of_hash(two, 4),
@@ -161,13 +159,13 @@ def test_partition_by_hashes_like_the_client() -> None:
     keys = [0, 1, -5, 1 << 40, None]
     batch = pa.record_batch({"data": pa.array([b"x"] * 5), "key": pa.array(keys, pa.int64())})
     expected = [partition_of_hash(lock_hash("", key or 0), 4) for key in keys]
-    assert shaper(options).convert(batch).partitions.tolist() == expected
+    assert row_converter(options).convert(batch).partitions.tolist() == expected
 
 
 def test_an_invalid_utf8_string_has_a_hash_and_cannot_be_packed() -> None:
     raw = pa.array([b"x", b"\xff"]).view(pa.string())
     batch = pa.record_batch({"data": pa.array([b"x"] * 2), "key": raw})
-    chosen = shaper(replace(PLAIN, partition_by="key")).convert(batch).partitions.tolist()
+    chosen = row_converter(replace(PLAIN, partition_by="key")).convert(batch).partitions.tolist()
     assert chosen == [partition_of_hash(lock_hash("", crc32(key)), 4) for key in (b"x", b"\xff")]
     for data_format in ("msgpack", "json"):
         options = replace(PACKED, data_format=data_format)
@@ -177,14 +175,14 @@ def test_an_invalid_utf8_string_has_a_hash_and_cannot_be_packed() -> None:
             with pytest.raises(
                 BadRequest, match=f"column '{kind}' cannot be packed .* not valid UTF-8"
             ):
-                shaper(options).convert(pa.record_batch({kind: column}))
+                row_converter(options).convert(pa.record_batch({kind: column}))
 
 
-def test_a_given_partition_wins_and_a_null_falls_back() -> None:
+def test_a_given_partition_is_used_and_a_null_is_replaced() -> None:
     batch = pa.record_batch(
         {"data": pa.array([b"x"] * 3), "partition": pa.array([3, None, 3], pa.int32())}
     )
-    assert shaper().convert(batch).partitions.tolist() == [3, 1, 3]
+    assert row_converter().convert(batch).partitions.tolist() == [3, 1, 3]
 
 
 def test_null_locks_are_ignored() -> None:
@@ -194,7 +192,7 @@ def test_null_locks_are_ignored() -> None:
             "append_locks": pa.array([[None], [7, None]], pa.list_(pa.int32())),
         }
     )
-    found = shaper().convert(batch)
+    found = row_converter().convert(batch)
     assert found.append.column("append_locks").to_pylist() == [[], [7]]
 
 
@@ -238,7 +236,7 @@ LOCKS = pa.list_(pa.int32())
 def test_a_wrong_value_is_reported_in_one_sentence(
     columns: dict[str, object], error: type[Exception], sentence: str
 ) -> None:
-    shaped = shaper()
+    shaped = row_converter()
     marks = pa.array([-1, None], pa.int64())
     right = {"data": pa.array([b"x", b"y"]), "client_high_water_mark": marks}
     assert shaped.convert(pa.record_batch(right)).append.num_rows == 2
@@ -252,13 +250,13 @@ def test_log_columns_are_not_packed() -> None:
     batch = pa.record_batch(
         {"a": [1], "header": pa.array([5], pa.int32()), "partition": pa.array([0], pa.int32())}
     )
-    found = shaper(PACKED).convert(batch)
+    found = row_converter(PACKED).convert(batch)
     assert found.append.column("data").to_pylist() == [b"\x81\xa1a\x01"]
     assert found.append.column("header").to_pylist() == [5]
 
 
-def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
-    """Rows that were spooled and rows that were not travel in one batch."""
+def test_rows_from_the_spool_have_the_schema_of_other_rows() -> None:
+    """One batch can contain rows from the spool and other rows."""
     fields = [pa.field("id", pa.int64(), nullable=False), pa.field("data", pa.binary())]
     batch = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([b"x"])], schema=pa.schema(fields))
     options = replace(
@@ -276,21 +274,21 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     assert again.append.schema == shaped.append.schema
 
 
-def test_rows_without_a_lock_are_distributed_from_the_task_number_on() -> None:
-    """Tasks of one row each spread over all partitions."""
+def test_rows_without_a_lock_are_distributed_starting_at_the_task_number() -> None:
+    """Tasks with one row each use all partitions."""
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b"]})
     for task in range(6):
-        rows = shaper(first_round_robin_index=task)
+        rows = row_converter(first_round_robin_index=task)
         found = rows.convert(batch).partitions.tolist() + rows.convert(batch).partitions.tolist()
         assert found == [turn % 4 for turn in range(task, task + 4)]
 
 
-SOME = replace(PLAIN, partitions=(1, 3))
+CHOSEN_PARTITIONS = replace(PLAIN, partitions=(1, 3))
 
 
-def test_with_partitions_rows_without_a_lock_are_distributed_over_these() -> None:
+def test_rows_without_a_lock_are_distributed_over_the_given_partitions() -> None:
     batch = pa.RecordBatch.from_pydict({"data": [b"a", b"b", b"c"]})
-    rows = shaper(SOME, first_round_robin_index=3)
+    rows = row_converter(CHOSEN_PARTITIONS, first_round_robin_index=3)
     shaped = rows.convert(batch)
     assert shaped.partitions.tolist() == [3, 1, 3]
     assert shaped.append.column("client_high_water_mark").to_pylist() == [13, 11, 13]
@@ -314,20 +312,20 @@ def test_a_row_of_another_partition_is_rejected_unless_it_names_one() -> None:
         "'partitions', 1, 3, found partition 2 of row 1 .* Hint: set a partition in column "
         "'partition'",
     ):
-        shaper(SOME).convert(batch)
+        row_converter(CHOSEN_PARTITIONS).convert(batch)
     named = batch.append_column("partition", pa.array([None, 3], pa.int32()))
-    assert shaper(SOME).convert(named).partitions.tolist() == [1, 3]
+    assert row_converter(CHOSEN_PARTITIONS).convert(named).partitions.tolist() == [1, 3]
     outside = batch.append_column("partition", pa.array([None, 0], pa.int32()))
     with pytest.raises(
         BadRequest,
         match=r"column 'partition': expected one of .* 1, 3, found partition 0 of row 1",
     ):
-        shaper(SOME).convert(outside)
+        row_converter(CHOSEN_PARTITIONS).convert(outside)
 
 
 def test_partition_by_does_not_depend_on_the_chosen_partitions() -> None:
-    """Writers with other partitions would put the same key elsewhere, where locks do not see it."""
+    """Otherwise two writers could append a key to two partitions, without a lock conflict."""
     (other,) = [key for key in range(100) if partition_of_hash(lock_hash("", key), 4) == 2][:1]
     batch = pa.record_batch({"data": pa.array([b"x"]), "key": pa.array([other], pa.int64())})
     with pytest.raises(BadRequest, match=r"column 'key' chooses the partition: .* partition 2 of"):
-        shaper(replace(SOME, partition_by="key")).convert(batch)
+        row_converter(replace(CHOSEN_PARTITIONS, partition_by="key")).convert(batch)

@@ -15,12 +15,12 @@ from waltz_spark.shared_clients import client_of, close_clients, with_client
 class Client:
     """Connects when the test permits it; a client of "dead" waits for the test."""
 
-    made: list[str] = []  # noqa: RUF012 - emptied by each test
+    connected: list[str] = []  # noqa: RUF012 - emptied by each test
     dials = threading.Semaphore(0)
     may_answer = threading.Event()
 
     def __init__(self, connect: str) -> None:
-        self.made.append(connect)
+        self.connected.append(connect)
         if connect.startswith("dead"):
             self.dials.release()
             assert self.may_answer.wait(TEST_TIMEOUT_S)
@@ -33,13 +33,13 @@ class Client:
 def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(shared_clients, "WaltzClient", Client)
     monkeypatch.setattr(shared_clients, "_clients", {})
-    Client.made.clear()
+    Client.connected.clear()
     Client.may_answer.clear()
     yield
     close_clients()
 
 
-def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
+def test_an_unresponsive_zookeeper_does_not_block_other_clusters() -> None:
     with ThreadPoolExecutor() as pool:
         try:
             waiting = pool.submit(client_of, "dead:2181/x")
@@ -49,7 +49,7 @@ def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
             assert not waiting.done()
         finally:
             Client.may_answer.set()
-    assert Client.made == ["dead:2181/x", "live:2181/x"]
+    assert Client.connected == ["dead:2181/x", "live:2181/x"]
 
 
 def test_callers_of_one_cluster_wait_and_share_the_client() -> None:
@@ -59,10 +59,10 @@ def test_callers_of_one_cluster_wait_and_share_the_client() -> None:
         second = pool.submit(client_of, "dead:2181/x")
         Client.may_answer.set()
         assert first.result(TEST_TIMEOUT_S) is second.result(TEST_TIMEOUT_S)
-    assert Client.made == ["dead:2181/x"]
+    assert Client.connected == ["dead:2181/x"]
 
 
-def test_objects_are_frozen_once_for_each_kind_of_work(
+def test_garbage_collection_is_frozen_once_for_each_kind_of_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
@@ -83,7 +83,7 @@ def test_the_client_of_a_cluster_that_was_replaced_is_replaced() -> None:
 
     second = with_client("live:2181/x", use)
     assert second is client_of("live:2181/x")
-    assert Client.made == ["live:2181/x"] * 2
+    assert Client.connected == ["live:2181/x"] * 2
 
 
 def test_a_cluster_that_cannot_be_connected_to_is_an_error_after_one_more_attempt() -> None:
@@ -92,4 +92,4 @@ def test_a_cluster_that_cannot_be_connected_to_is_an_error_after_one_more_attemp
 
     with pytest.raises(ClusterKeyMismatch, match="key 1"):
         with_client("live:2181/x", use)
-    assert Client.made == ["live:2181/x"] * 2
+    assert Client.connected == ["live:2181/x"] * 2

@@ -1,4 +1,4 @@
-"""A read of a log that begins above 0 starts there, or reports what has expired."""
+"""A read of a log that begins above 0 starts there, or reports expired transactions."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ class Log:
         return [SimpleNamespace(stamps=[(first, first, 10_000 * first)])]
 
 
-def source(first: int | None = FIRST) -> ReplicaSet:
+def replica_set(first: int | None = FIRST) -> ReplicaSet:
     archived = None
     if first is not None:
         archived = ArchivedRange(TransactionId(first), TransactionId(MARK), "m", 0)
@@ -41,7 +41,7 @@ def source(first: int | None = FIRST) -> ReplicaSet:
 
 def start_of(first: int | None = FIRST, **options: str) -> int:
     chosen = parse_read({"path": CONNECT, **options})
-    return starts(Log(), chosen, {0: source(first)})[0]
+    return starts(Log(), chosen, {0: replica_set(first)})[0]
 
 
 @pytest.mark.parametrize(("first", "start"), [(None, -1), (0, -1), (5, 4), (10, 9)])
@@ -63,7 +63,7 @@ def test_a_given_mark_below_the_first_available_id_is_data_loss(mark: int, is_lo
 @pytest.mark.parametrize(
     ("seconds", "start", "is_lost"), [(40, 4, True), (50, 4, True), (51, 5, False), (99, 9, False)]
 )
-def test_a_time_before_which_nothing_is_available_is_data_loss(
+def test_a_start_time_before_the_first_available_transaction_is_data_loss(
     seconds: int, start: int, is_lost: bool
 ) -> None:
     options = {"startingTimestamp": f"1970-01-01T00:{seconds // 60:02}:{seconds % 60:02}Z"}
@@ -76,7 +76,7 @@ def test_a_time_before_which_nothing_is_available_is_data_loss(
 @pytest.mark.parametrize(
     ("ids", "is_lost"), [("0-1", True), ("3-7", True), ("7,4", True), ("5-7", False), ("12", False)]
 )
-def test_ids_below_the_first_available_one_are_data_loss(
+def test_ids_below_the_first_available_id_are_data_loss(
     ids: str, is_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"startingHighWaterMarks": "earliest", "transactionIds": ids}
@@ -110,8 +110,8 @@ def test_without_expiry_a_time_before_the_log_is_its_beginning() -> None:
         read_range=lambda _, first, *__, **___: [SimpleNamespace(stamps=[(first, first, 77_000)])]
     )
     options = parse_read({"path": CONNECT, "startingTimestamp": "1970-01-01T00:00:09Z"})
-    assert starts(log, options, {0: source(0)}) == {0: -1}
-    assert starts(log, options, {0: source(None)}) == {0: -1}
+    assert starts(log, options, {0: replica_set(0)}) == {0: -1}
+    assert starts(log, options, {0: replica_set(None)}) == {0: -1}
 
 
 def test_a_stream_continues_at_the_first_available_id_and_reports_it(
@@ -139,7 +139,7 @@ def test_a_stream_continues_at_the_first_available_id_and_reports_it(
     assert spans == [(0, FIRST, 10), (1, 0, 10)]
 
 
-def test_a_micro_batch_that_has_expired_reads_nothing(cluster: Cluster) -> None:
+def test_an_expired_micro_batch_reads_no_rows(cluster: Cluster) -> None:
     reader = reader_of(pollInterval="0", failOnDataLoss="false")
     start = reader.initialOffset()
     end = reader.latestOffset(start, ReadMaxRows(4))

@@ -12,7 +12,7 @@ from waltz_spark.spark_version import ReadAllAvailable
 EARLIEST = {"startingHighWaterMarks": "earliest"}
 
 
-def planned(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tuple[int, ...]]:
+def plan(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tuple[int, ...]]:
     """Return partition, first ID, begin and last ID of each task."""
     marks = {str(each): mark for each, mark in begin.items()}
     start = marks | {"cluster": cluster.info.key.hex()}
@@ -27,20 +27,20 @@ def planned(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tup
     ]
 
 
-def test_a_task_has_the_whole_log_of_a_partition_with_something_new(cluster: Cluster) -> None:
+def test_a_task_has_the_whole_log_of_a_partition_with_new_transactions(cluster: Cluster) -> None:
     cluster.set_cluster(1, 5_000_000, 10, 7)
-    assert planned(cluster, {0: 3_999_999, 1: -1, 2: 7}) == [
+    assert plan(cluster, {0: 3_999_999, 1: -1, 2: 7}) == [
         (0, 0, 3_999_999, 5_000_000),
         (1, 0, -1, 10),
     ]
 
 
-def test_expired_transactions_are_data_loss_also_before_the_start(cluster: Cluster) -> None:
+def test_expired_transactions_before_the_start_are_data_loss_too(cluster: Cluster) -> None:
     cluster.set_cluster(1, 50, 10)
     cluster.firsts = {0: 20}
     with pytest.raises(DataLoss, match=r"all transactions of partition 0, .* is 20: .*Hint: set"):
-        planned(cluster, {0: 30, 1: 9})
-    assert planned(cluster, {0: 50, 1: 9}) == [(1, 0, 9, 10)]
-    found = planned(cluster, {0: 30, 1: 9}, failOnDataLoss="false")
+        plan(cluster, {0: 30, 1: 9})
+    assert plan(cluster, {0: 50, 1: 9}) == [(1, 0, 9, 10)]
+    found = plan(cluster, {0: 30, 1: 9}, failOnDataLoss="false")
     assert found == [(0, 20, 30, 50), (1, 0, 9, 10)]
-    assert planned(cluster, {0: 5, 1: 10}, failOnDataLoss="false") == [(0, 20, 19, 50)]
+    assert plan(cluster, {0: 5, 1: 10}, failOnDataLoss="false") == [(0, 20, 19, 50)]

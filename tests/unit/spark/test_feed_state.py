@@ -1,4 +1,4 @@
-"""Feed states: each state of the file that a task may find, and kills; the directory."""
+"""Feed states: files in any state that a task may find, killed tasks, and the directory."""
 
 import os
 import shutil
@@ -13,12 +13,12 @@ import pytest
 from tests.unit.spark.feeds import (
     SCHEMA,
     Log,
-    between,
+    expected_rows,
     options_of,
-    packed,
     reader,
-    replayed,
+    rows_between,
     rows_of,
+    transaction_with,
 )
 from waltz_core.errors import Unavailable
 from waltz_spark.datasource import feed_read, feed_state
@@ -33,8 +33,8 @@ from waltz_spark.datasource.feed_state import (
 
 COUNT = 40
 PAGE_BYTES = 4096
-LOG = [packed(id=n % 6, op="UID"[n % 5 % 3], amount=n) for n in range(COUNT)]
-ROWS = replayed(LOG)
+LOG = [transaction_with(id=n % 6, op="UID"[n % 5 % 3], amount=n) for n in range(COUNT)]
+ROWS = expected_rows(LOG)
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def file(tmp_path: Path) -> Path:
 def micro_batch(file: Path, begin: int, end: int) -> list[tuple[int, int]]:
     """Run a micro-batch, check its rows, and return the ranges of the log that it has read."""
     log = Log(LOG, batch_rows=4)
-    assert rows_of(reader(log, begin, end, file).rows()) == between(ROWS, begin, end)
+    assert rows_of(reader(log, begin, end, file).rows()) == rows_between(ROWS, begin, end)
     return log.reads
 
 
-def place(file: Path) -> tuple[int, int]:
+def stored_marks(file: Path) -> tuple[int, int]:
     state = open_cached_state(file)
     assert state is not None
     found = state.mark, state.previous_mark
@@ -59,22 +59,22 @@ def place(file: Path) -> tuple[int, int]:
 
 def test_an_absent_state_is_built_and_continues_from_its_mark(file: Path) -> None:
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
     assert micro_batch(file, 19, 24) == [(20, 24)]
-    assert place(file) == (24, 19)
+    assert stored_marks(file) == (24, 19)
 
 
 def test_a_state_at_an_earlier_mark_catches_up(file: Path) -> None:
     micro_batch(file, 9, 19)
     assert micro_batch(file, 29, 34) == [(20, 29), (30, 34)]
-    assert place(file) == (34, 29)
+    assert stored_marks(file) == (34, 29)
 
 
-def test_a_repeated_micro_batch_returns_to_its_start_also_with_another_end(file: Path) -> None:
+def test_a_repeated_micro_batch_with_another_end_returns_to_its_start(file: Path) -> None:
     micro_batch(file, -1, 9)
     for end in (19, 25, 12):
         assert micro_batch(file, 9, end) == [(10, end)]
-        assert place(file) == (end, 9)
+        assert stored_marks(file) == (end, 9)
 
 
 def test_a_state_at_a_later_mark_returns_to_an_earlier_one_and_catches_up(file: Path) -> None:
@@ -82,17 +82,17 @@ def test_a_state_at_a_later_mark_returns_to_an_earlier_one_and_catches_up(file: 
     assert micro_batch(file, 14, 16) == [(10, 14), (15, 16)]
 
 
-def test_a_state_that_cannot_return_is_built_again(file: Path) -> None:
+def test_a_state_without_its_previous_mark_is_rebuilt(file: Path) -> None:
     micro_batch(file, 29, 34)
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database" * 1000, bytes(8192)])
-def test_a_file_that_is_no_state_is_replaced(file: Path, content: bytes) -> None:
+def test_an_invalid_state_file_is_replaced(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert micro_batch(file, 9, 19) == [(0, 9), (10, 19)]
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
 
 
 def test_a_file_of_another_version_is_replaced(file: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_row_with_another_payload_is_found_when_it_is_read(file: Path) -> None
     assert micro_batch(file, 24, 30) == [(0, 24), (25, 30)]
 
 
-def test_rows_that_were_yielded_before_damage_is_found_are_not_yielded_again(file: Path) -> None:
+def test_rows_yielded_before_damage_is_found_are_not_repeated(file: Path) -> None:
     micro_batch(file, -1, 19)
     log = Log(LOG, batch_rows=1)
     rows = reader(log, 19, 30, file).rows()
@@ -161,12 +161,12 @@ def test_rows_that_were_yielded_before_damage_is_found_are_not_yielded_again(fil
     assert LOG[16].data in content
     state = rows.gi_frame.f_locals["state"]  # type: ignore[attr-defined]
     state._database.execute("UPDATE latest SET sum = sum + 1")
-    assert found + rows_of(rows) == between(ROWS, 19, 30)
+    assert found + rows_of(rows) == rows_between(ROWS, 19, 30)
     done = log.reads[1][1]
     assert log.reads == [(20, 30), (0, done), (done + 1, 30)]
 
 
-def test_a_state_that_cannot_be_committed_costs_no_rows(
+def test_a_failed_commit_of_the_state_does_not_change_the_rows(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_state: FeedState, _mark: int, *, previous_mark: int) -> None:
@@ -178,26 +178,26 @@ def test_a_state_that_cannot_be_committed_costs_no_rows(
     assert not file.exists()
 
 
-def test_a_file_in_use_is_left_alone(file: Path) -> None:
+def test_a_state_file_in_use_is_not_changed(file: Path) -> None:
     micro_batch(file, 9, 19)
     other = open_cached_state(file)
     assert other is not None
     assert micro_batch(file, 19, 24) == [(0, 19), (20, 24)]
     other.close()
-    assert place(file) == (19, 9)
+    assert stored_marks(file) == (19, 9)
 
 
-def test_a_task_that_ends_before_its_last_row_leaves_the_mark_before(file: Path) -> None:
+def test_an_incomplete_task_keeps_the_previous_mark(file: Path) -> None:
     micro_batch(file, -1, 19)
-    for begin in (19, -1):  # it continues, and it returns
+    for begin in (19, -1):  # continue, and return to an earlier mark
         rows = reader(Log(LOG, batch_rows=1), begin, 30, file).rows()
         next(rows)
         rows.close()  # type: ignore[attr-defined]
-        assert place(file) == (19, -1)
+        assert stored_marks(file) == (19, -1)
     micro_batch(file, 19, 30)
 
 
-def test_a_killed_task_leaves_the_mark_before(file: Path) -> None:
+def test_a_killed_task_keeps_the_previous_mark(file: Path) -> None:
     """SQLite has written pages of the transaction to the file already."""
     micro_batch(file, -1, 19)
     script = f"""
@@ -219,14 +219,14 @@ def test_a_killed_task_leaves_the_mark_before(file: Path) -> None:
         assert child.stdout.readline() == b"written\n"
         assert file.stat().st_size > 2_000_000
         child.kill()
-    assert place(file) == (19, -1)
+    assert stored_marks(file) == (19, -1)
     assert micro_batch(file, 19, 30) == [(20, 30)]
 
 
-def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
+def test_a_task_with_a_deleted_file_does_not_change_the_new_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy in the middle of a transaction is what a kill leaves."""
+    """A copy in the middle of a SQLite transaction has the state after a kill."""
     monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA cache_size = -16")
     paused = open_cached_state(file)
     assert paused is not None
@@ -243,7 +243,7 @@ def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
     for each in (file, Path(f"{file}-journal")):
         shutil.copy(each, killed)
     running.close()
-    assert place(killed / file.name) == (19, -1)
+    assert stored_marks(killed / file.name) == (19, -1)
     database = sqlite3.connect(killed / file.name)
     assert (
         database.execute("SELECT count(*) FROM latest WHERE length(data) = 1000").fetchone()[0] == 0
@@ -251,7 +251,7 @@ def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
     database.close()
 
 
-def test_a_state_on_the_way_is_committed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_catch_up_is_committed_in_steps(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_read, "TRANSACTIONS_PER_COMMIT", 5)
     log = Log(LOG, batch_rows=1)
     fail_at = 18
@@ -266,36 +266,36 @@ def test_a_state_on_the_way_is_committed(file: Path, monkeypatch: pytest.MonkeyP
     log.read = read  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):
         rows_of(reader(log, 29, 34, file).rows())
-    assert place(file) == (14, 14)
+    assert stored_marks(file) == (14, 14)
     assert micro_batch(file, 29, 34) == [(15, 19), (20, 24), (25, 29), (30, 34)]
 
 
-def test_a_log_that_begins_later_is_read_from_there(file: Path) -> None:
+def test_a_log_is_read_from_its_first_available_id(file: Path) -> None:
     log = Log(LOG)
     found = rows_of(reader(log, 14, 20, file, first=15).rows())
-    assert found == between(replayed(LOG, first=15), 14, 20)
+    assert found == rows_between(expected_rows(LOG, first=15), 14, 20)
     assert log.reads == [(15, 20)]
     assert rows_of(reader(log, 14, 22, file, first=15).rows())[: len(found)] == found
-    # A state before it misses what has expired, as the feed does.
+    # An earlier state lacks the expired transactions, as does the feed.
     assert rows_of(reader(log, 34, 36, file, first=30).rows())
     assert log.reads[2:] == [(30, 34), (35, 36)]
 
 
-def test_rows_of_expired_transactions_are_unknown_also_to_a_state_that_has_them(
+def test_rows_of_expired_transactions_are_unknown_despite_a_stored_state(
     file: Path,
 ) -> None:
     micro_batch(file, 9, 19)
     log = Log(LOG)
     for begin, end in ((19, 22), (19, 26), (26, 39)):  # the second one runs again
-        expected = between(replayed(LOG, first=17), begin, end)
+        expected = rows_between(expected_rows(LOG, first=17), begin, end)
         assert rows_of(reader(log, begin, end, file, first=17).rows()) == expected
         assert rows_of(reader(log, begin, end, first=17).rows()) == expected
     assert log.reads[0] == (20, 22)
 
 
-def test_no_space_is_an_error_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_full_disk_names_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA max_page_count = 8")
-    log = Log([packed(id=n, text="x" * 1000) for n in range(100)])
+    log = Log([transaction_with(id=n, text="x" * 1000) for n in range(100)])
     with pytest.raises(Unavailable, match=r"feed state .* is full\. Hint: free space there"):
         rows_of(reader(log, -1, 99).rows())
 
@@ -311,7 +311,9 @@ def test_memory_does_not_grow_with_the_keys() -> None:
             def read(self, first, last):
                 for start in range(first, last + 1, 4000):
                     ids = range(start, min(start + 4000, last + 1))
-                    self.transactions = {n: feeds.packed(id=n % 80_000, op="x" * 500) for n in ids}
+                    self.transactions = {
+                        n: feeds.transaction_with(id=n % 80_000, op="x" * 500) for n in ids
+                    }
                     yield self._batch(ids)
         peaks = []
         rows = 0
@@ -339,7 +341,7 @@ def test_memory_does_not_grow_with_the_keys() -> None:
 # ---- the file and its directory
 
 
-def test_the_file_depends_on_what_the_state_depends_on(
+def test_the_file_name_depends_on_the_inputs_of_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -375,7 +377,9 @@ def test_the_file_depends_on_what_the_state_depends_on(
     assert len({plain, *others}) == 1 + len(others)
 
 
-def test_the_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_the_state_directory_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
     found = state_file_path("x")
     assert found is not None
@@ -389,11 +393,11 @@ def test_the_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert state_file_path("x") is None
 
 
-def test_a_state_is_private_without_a_directory_for_temporary_files(
+def test_without_a_temporary_directory_the_state_is_not_shared(
     monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     def fail() -> str:
-        raise FileNotFoundError("no usable temporary directory")  # a full disk is one, too
+        raise FileNotFoundError("no usable temporary directory")  # also raised for a full disk
 
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", fail)
     assert state_file_path("x") is None
@@ -417,7 +421,7 @@ def test_states_that_were_not_used_for_8_days_are_deleted(file: Path) -> None:
     assert sorted(each.name for each in file.parent.iterdir()) == list(names)
 
 
-def test_a_private_state_keeps_nothing_to_return_to() -> None:
+def test_a_private_state_stores_no_previous_rows() -> None:
     state = create_private_state()
     state.save_replaced_rows([(b"k", None)])
     state.write([(b"k", StoredRow(1, 2, b"d"))], [b"other"])

@@ -14,7 +14,7 @@ def test_a_name_that_differs_from_a_reserved_one_in_its_case_is_rejected(name: s
         check_column_names(schema, ["id"])
 
 
-def test_a_column_of_the_log_may_be_declared():
+def test_the_schema_may_declare_a_log_column():
     check_column_names(StructType([StructField("header", LongType())]), ["header"])
 
 

@@ -1,4 +1,4 @@
-"""Options of format("waltz"): each invalid one is an error that names it and the fix."""
+"""Options of format("waltz"): the error for an invalid option names the option and the fix."""
 
 from collections.abc import Callable
 
@@ -99,11 +99,13 @@ def test_options_of_spark_itself_are_accepted() -> None:
     check_names({**CLUSTER, "checkpointlocation": "/x", "queryname": "q", "provider": "waltz"})
 
 
-def test_every_option_of_the_table_is_known_in_any_case() -> None:
+def test_documented_options_are_accepted_case_insensitively() -> None:
     check_names({option.name.upper(): "x" for option in OPTIONS})
 
 
-def test_the_error_for_no_cluster_lists_all_three_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_cluster_lists_all_three_ways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     with pytest.raises(BadConfig) as caught:
         parse_read({})
@@ -171,7 +173,7 @@ def test_options_without_an_effect_are_rejected() -> None:
             parse_write({**retry, name: "5"})
 
 
-def test_a_write_has_the_name_of_its_options() -> None:
+def test_the_write_name_is_derived_from_the_options() -> None:
     assert parse_write(CLUSTER).write_name is None
     assert parse_write({**CLUSTER, "writeId": "n-1"}).write_name == "n-1"
     assert parse_write({**CLUSTER, "writeId": "n", "batchId": "7"}).write_name == "n~7"

@@ -69,7 +69,7 @@ def destroy(directory: Path, key_id: str) -> None:
         ({"requireEncryption": "true"}, "option 'requireEncryption' is for reading"),
     ],
 )
-def test_a_write_has_one_source_of_key_ids(options: dict[str, str], text: str) -> None:
+def test_a_write_requires_exactly_one_source_of_key_ids(options: dict[str, str], text: str) -> None:
     with pytest.raises(BadConfig, match=text):
         parse_write(CONNECT | options)
 
@@ -95,7 +95,7 @@ def test_a_read_with_wrong_options_is_rejected(options: dict[str, str], text: st
         parse_read(CONNECT | options)
 
 
-def test_with_keys_the_log_has_another_column() -> None:
+def test_with_encryption_keys_the_schema_has_a_data_error_column() -> None:
     assert WaltzDataSource(CONNECT).schema().endswith("data binary")
     schema = WaltzDataSource(CONNECT | {"encryptionKeys": "/k"}).schema()
     assert schema.endswith("data binary, data_error string")
@@ -118,7 +118,7 @@ def test_columns_that_may_be_null_are_not_declared_not_null(mode: str) -> None:
             plain.reader(log_columns_ddl((name, kind, False)))
     with pytest.raises(BadRequest, match="'data_error' of the log: expected type string"):
         plain.reader(log_columns_ddl(("data_error", INT, True)))
-    # Without keys the name is the user's.
+    # Without keys, users can use this name for their columns.
     WaltzDataSource(CONNECT | {"dataFormat": "json"}).reader(
         log_columns_ddl(("data_error", INT, True))
     )
@@ -134,7 +134,7 @@ KINDS = {
 
 
 def ddl_schema(ddl: str) -> StructType:
-    """Spark parses DDL in Java only."""
+    """Parse a DDL schema; Spark itself parses DDL only in Java."""
     fields = [each.split() for each in ddl.split(",")]
     return log_columns_ddl(*((name, KINDS[kind], True) for name, kind in fields))
 
@@ -153,7 +153,7 @@ def log_batch(converter: BatchConverter, payloads: list[bytes]) -> pa.RecordBatc
     return pa.RecordBatch.from_pydict({name: columns[name] for name in converter.columns})
 
 
-def sealed(directory: Path, value: object, key_id: str = "a") -> bytes:
+def encrypt_value(directory: Path, value: object, key_id: str = "a") -> bytes:
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     return encryption(directory).encrypt(data, partition=PARTITION, header=HEADER, key_id=key_id)
 
@@ -162,8 +162,8 @@ def read_options(directory: Path, **options: str) -> ReadOptions:
     return parse_read({**CONNECT, "encryptionKeys": str(directory), **options})
 
 
-def test_a_read_without_a_format_has_null_and_the_reason(directory: Path) -> None:
-    payloads = [sealed(directory, b"1"), sealed(directory, b"2", "b"), b"plain"]
+def test_an_undecrypted_payload_without_a_format_is_null_with_a_reason(directory: Path) -> None:
+    payloads = [encrypt_value(directory, b"1"), encrypt_value(directory, b"2", "b"), b"plain"]
     destroy(directory, "b")
     schema = ddl_schema("data_error string, transaction_id bigint, data binary")
     converter = BatchConverter(read_options(directory), schema)
@@ -181,7 +181,7 @@ def test_a_read_without_a_format_has_null_and_the_reason(directory: Path) -> Non
     assert found == [None, "the key 'b' does not exist", "the payload is not encrypted"]
 
 
-def test_a_read_of_headers_decrypts_nothing(directory: Path) -> None:
+def test_a_read_of_headers_does_not_decrypt_payloads(directory: Path) -> None:
     converter = BatchConverter(read_options(directory / "none"), ddl_schema("header int"))
     assert "data" not in converter.columns
     assert converter.columns == ["header"]
@@ -198,10 +198,10 @@ def test_an_undecrypted_payload_is_null_in_every_mode(
     directory: Path, mode: str, ids: list[int | None]
 ) -> None:
     payloads = [
-        sealed(directory, {"id": 1}),
-        sealed(directory, b"no json"),
-        sealed(directory, {"id": 3}),
-        sealed(directory, {"id": 4}, "b"),
+        encrypt_value(directory, {"id": 1}),
+        encrypt_value(directory, b"no json"),
+        encrypt_value(directory, {"id": 3}),
+        encrypt_value(directory, {"id": 4}, "b"),
         b'{"id": 5}',
     ]
     destroy(directory, "b")
@@ -217,10 +217,10 @@ def test_an_undecrypted_payload_is_null_in_every_mode(
         assert by_id[11]["data_error"] is None
 
 
-def test_failfast_fails_for_a_payload_that_was_decrypted_and_names_it(directory: Path) -> None:
+def test_failfast_names_a_decrypted_payload_that_cannot_be_unpacked(directory: Path) -> None:
     schema = ddl_schema("id bigint, data_error string")
-    good, bad = sealed(directory, {"id": 1}), sealed(directory, b"no json")
-    lost = sealed(directory, {"id": 2}, "b")
+    good, bad = encrypt_value(directory, {"id": 1}), encrypt_value(directory, b"no json")
+    lost = encrypt_value(directory, {"id": 2}, "b")
     destroy(directory, "b")
     converter = BatchConverter(read_options(directory, dataFormat="json"), schema)
     found = converter.convert(log_batch(converter, [lost, good])).to_pylist()
@@ -235,7 +235,7 @@ def test_failfast_fails_for_a_payload_that_was_decrypted_and_names_it(directory:
 
 
 class Log(RandomLog):
-    """Rejects no row, whatever the last byte of its ciphertext is."""
+    """Accepts every row, independently of the last byte of its ciphertext."""
 
     def __init__(self, seed: int, *, loss: float) -> None:
         super().__init__(seed, loss=loss)
@@ -265,11 +265,11 @@ def write_options(directory: Path, **options: str):
     return parse_write({**CONNECT, "encryptionKeys": str(directory), **options})
 
 
-def shaper(options) -> RowConverter:
+def row_converter(options) -> RowConverter:
     return RowConverter(options, 4, {}, keeps_input_columns=False)
 
 
-def decrypted(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:
+def decrypt_column(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:
     column = pa.array(payloads, pa.binary())
     found = encryption(directory).decrypt_column(
         column, partition=PARTITION, headers=[HEADER] * len(payloads)
@@ -277,44 +277,46 @@ def decrypted(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:
     return found.data.to_pylist()
 
 
-def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory: Path) -> None:
+def test_each_attempt_encrypts_its_rows_with_a_new_salt(directory: Path) -> None:
     rows = [b"row %d" % number for number in range(30)]
     options = write_options(directory, encryptionKeyId="a", batchSize="7")
     log = Log(3, loss=0.1)  # some rows are sent again
-    shaped = shaper(options).convert(frame(rows))
+    shaped = row_converter(options).convert(frame(rows))
     assert shaped.append.column("data").to_pylist() == rows  # compared and spooled as plain text
     assert list(Appender(log, options).send([shaped]))
-    assert decrypted(directory, log.payloads) == rows
+    assert decrypt_column(directory, log.payloads) == rows
     assert len({each[6:22] for each in log.payloads}) >= 5  # a salt for each append
 
 
-def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> None:
+def test_the_byte_limit_of_an_append_includes_the_envelopes(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a", batchSize="10000")
     log = Log(0, loss=0.0)
-    list(Appender(log, options).send([shaper(options).convert(frame([bytes(400)] * 10_000))]))
+    list(
+        Appender(log, options).send([row_converter(options).convert(frame([bytes(400)] * 10_000))])
+    )
     assert len(log.payloads) == 10_000
     assert max(log.append_bytes) <= BATCH_BYTES_MAX < 10_000 * len(log.payloads[0])
 
 
-def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
+def test_the_key_column_selects_the_key_of_each_row(directory: Path) -> None:
     rows = [b"1", b"2", b"3"]
     options = write_options(directory, encryptionKeyIdColumn="customer")
     log = Log(0, loss=0.0)
-    with RowSpool() as spool:  # an attempt that runs again spools its rows
-        spool.put(shaper(options).convert(frame(rows, ["a", "b", "a"])))
+    with RowSpool() as spool:  # a repeated attempt spools its rows
+        spool.put(row_converter(options).convert(frame(rows, ["a", "b", "a"])))
         list(Appender(log, options).send(spool.take()))
     assert [each[4:6] for each in log.payloads] == [b"\x01a", b"\x01b", b"\x01a"]
     destroy(directory, "b")
-    assert decrypted(directory, log.payloads) == [b"1", None, b"3"]
+    assert decrypt_column(directory, log.payloads) == [b"1", None, b"3"]
 
 
 def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
     with pytest.raises(BadRequest, match="in column 'customer', found null in row 1 of its task"):
-        shaper(options).convert(frame([b"1", b"2"], ["a", None]))
+        row_converter(options).convert(frame([b"1", b"2"], ["a", None]))
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):
-        shaper(options).convert(frame([b"1"], ["../a"]))
-    shaped = shaper(options).convert(frame([b"1"], ["c"]))
+        row_converter(options).convert(frame([b"1"], ["../a"]))
+    shaped = row_converter(options).convert(frame([b"1"], ["c"]))
     with pytest.raises(BadConfig, match=r"encryption key 'c': .* has no such key"):
         list(Appender(Log(0, loss=0.0), options).send([shaped]))
 
@@ -333,14 +335,14 @@ def test_the_key_column_is_checked_on_the_driver(ddl: str, text: str) -> None:
     check_schema(ddl_schema("data binary, customer string"), options)
 
 
-def test_the_limit_of_a_payload_includes_its_envelope(directory: Path) -> None:
+def test_the_payload_limit_includes_the_envelope(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a")
     largest = bytes(TRANSACTION_BYTES_MAX - 105)
     log = Log(0, loss=0.0)
-    list(Appender(log, options).send([shaper(options).convert(frame([largest, b"x"]))]))
-    assert decrypted(directory, log.payloads) == [largest, b"x"]
+    list(Appender(log, options).send([row_converter(options).convert(frame([largest, b"x"]))]))
+    assert decrypt_column(directory, log.payloads) == [largest, b"x"]
     with pytest.raises(TooLarge, match="limit of 4,194,199 with encryption"):
-        shaper(options).convert(frame([largest + b"x"]))
+        row_converter(options).convert(frame([largest + b"x"]))
 
 
 def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path) -> None:
@@ -349,7 +351,7 @@ def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path)
     key = row_keys.keys_of_record(PARTITION, HEADER, b"1")[0]
     for key_ids, is_clear in ((["a", "a"], True), (["a", "b"], False)):
         earlier = EarlierRows({key: [EarlierRecord(PARTITION, 5)]}, keys=row_keys)
-        shaped = shaper(options).convert(frame([b"1", b"1"], key_ids))
+        shaped = row_converter(options).convert(frame([b"1", b"1"], key_ids))
         if is_clear:
             rest, (answered,) = earlier.split(shaped)
             assert rest is not None

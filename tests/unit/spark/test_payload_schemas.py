@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from tests.protobuf_files import encode_descriptor, order_file
 from tests.schema_registry import InProcessRegistry, run_schema_registry
-from tests.unit.spark.test_rows import EVERY_TYPE, PARTS, listed, structs
+from tests.unit.spark.test_rows import EVERY_TYPE, PARTS, list_of, struct_of
 from waltz_core.client import Avro, Protobuf
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.records.unpacking import Unpacker
@@ -43,13 +43,15 @@ def registry() -> Iterator[InProcessRegistry]:
         yield found
 
 
-def given_for(
+def options_for(
     registry: InProcessRegistry, data_format: str = "avro", **more: str
 ) -> dict[str, str]:
     return {**CONNECT, "dataFormat": data_format, "schemaRegistry": registry.url, **more}
 
 
-def written(options: dict[str, str], batch: pa.RecordBatch) -> tuple[WriteOptions, pa.RecordBatch]:
+def resolve_and_convert(
+    options: dict[str, str], batch: pa.RecordBatch
+) -> tuple[WriteOptions, pa.RecordBatch]:
     """Return the options as the driver passes them, and the append columns of a task."""
     found = resolve_write_schema(parse_write(options), list(batch.schema))
     sent: WriteOptions = CPickleSerializer().loads(CPickleSerializer().dumps(found))
@@ -103,7 +105,7 @@ def read(options: dict[str, str], columns: str, data: pa.Array, **more: str) -> 
         ({"dataFormat": "avro", "schemaRegistry": "r:80"}, "expected a URL like http://"),
     ],
 )
-def test_a_format_with_schemas_needs_a_registry_and_no_other_has_one(options, text):
+def test_only_formats_with_schemas_accept_and_require_a_registry(options, text):
     for parse in (parse_read, parse_write):
         with pytest.raises(BadConfig, match=text):
             parse(CONNECT | options)
@@ -128,7 +130,7 @@ def test_a_password_in_the_url_is_rejected_without_showing_it():
         ({"dataFormat": "msgpack"} | SUBJECT, "'schemaRegistry' needs dataFormat"),
     ],
 )
-def test_a_write_names_its_schema(options, text):
+def test_invalid_schema_options_of_a_write_are_rejected(options, text):
     with pytest.raises(BadConfig, match=text):
         parse_write(CONNECT | {"schemaRegistry": "http://r"} | options)
 
@@ -151,7 +153,7 @@ def test_the_default_version_depends_on_the_format():
     ("data_format", "key"),
     [("avro", types.IntegerType()), ("protobuf", types.ArrayType(types.LongType()))],
 )
-def test_keys_that_a_format_lacks_are_rejected_on_the_driver(data_format, key):
+def test_unsupported_map_keys_are_rejected_on_the_driver(data_format, key):
     kind = types.MapType(key, types.IntegerType())
     schema = StructType([types.StructField("m", kind)])
     options = CONNECT | {"dataFormat": data_format, "schemaRegistry": "http://r"} | SUBJECT
@@ -173,7 +175,7 @@ ROWS = pa.RecordBatch.from_pydict(
 
 
 def test_a_write_registers_the_schema_of_its_columns_on_the_driver(registry):
-    options, append = written(given_for(registry, **SUBJECT), ROWS)
+    options, append = resolve_and_convert(options_for(registry, **SUBJECT), ROWS)
     assert registry.requests == [("POST", "/subjects/orders-value/versions")]
     assert json.loads(registry.by_id[1]["schema"]) == schema_of_columns(list(ROWS.schema))
     first = append.column("data")[0].as_py()
@@ -181,14 +183,14 @@ def test_a_write_registers_the_schema_of_its_columns_on_the_driver(registry):
     reader = Avro(registry.url)
     assert reader.deserialize(first) == {"id": 1, "item": "ring", "price": dt.date(2020, 1, 1)}
     assert options.registry.schema.schema_id == 1
-    # Tasks need no registry to write, nor to find their rows in the log.
-    keys = RowKeys(parse_write(given_for(registry, identityColumns="id,price", **SUBJECT)))
+    # Tasks need no registry to write rows, or to find their rows in the log.
+    keys = RowKeys(parse_write(options_for(registry, identityColumns="id,price", **SUBJECT)))
     assert keys.keys_of_record(0, 0, first) == keys.keys_of_record(0, 5, first)
 
 
-def test_identity_columns_identify_rows_of_any_other_value(registry):
-    given_ = given_for(registry, identityColumns="id,price", **SUBJECT)
-    options, append = written(given_, ROWS)
+def test_identity_columns_alone_determine_the_row_hash(registry):
+    write_options = options_for(registry, identityColumns="id,price", **SUBJECT)
+    options, append = resolve_and_convert(write_options, ROWS)
     registry.fault = "reset"
     keys = RowKeys(options)
     (one, two) = append.column("data").to_pylist()
@@ -200,12 +202,12 @@ def test_identity_columns_identify_rows_of_any_other_value(registry):
 
 
 def test_an_incompatible_schema_is_rejected_before_any_task(registry):
-    written(given_for(registry, **SUBJECT), ROWS)
+    resolve_and_convert(options_for(registry, **SUBJECT), ROWS)
     field = pa.field("amount", pa.float64(), nullable=False)
     with pytest.raises(BadRequest, match="not compatible"):
-        resolve_write_schema(parse_write(given_for(registry, **SUBJECT)), [*ROWS.schema, field])
+        resolve_write_schema(parse_write(options_for(registry, **SUBJECT)), [*ROWS.schema, field])
     nullable = [*ROWS.schema, field.with_nullable(True)]
-    resolve_write_schema(parse_write(given_for(registry, **SUBJECT)), nullable)
+    resolve_write_schema(parse_write(options_for(registry, **SUBJECT)), nullable)
     assert len(registry.subjects["orders-value"]) == 2
 
 
@@ -217,17 +219,17 @@ def test_columns_are_written_with_a_registered_version(registry):
         {"name": "more", "type": "string", "default": "x"},
     ]
     registry.put("orders-value", json.dumps({"type": "record", "name": "R", "fields": fields}))
-    given_ = given_for(registry, schemaVersion="latest", **SUBJECT)
-    _, append = written(given_, ROWS)
+    write_options = options_for(registry, schemaVersion="latest", **SUBJECT)
+    _, append = resolve_and_convert(write_options, ROWS)
     found = [Avro(registry.url).deserialize(each) for each in append.column("data").to_pylist()]
     assert found[0] == {"id": 1, "item": "ring", "price": dt.date(2020, 1, 1), "more": "x"}
     large = ROWS.set_column(0, "id", pa.array([1, 1 << 40]))
     with pytest.raises(BadRequest, match="field 'id': 1099511627776 is out of the range of int"):
-        written(given_, large)
+        resolve_and_convert(write_options, large)
     with pytest.raises(
         BadRequest, match="column 'nothing': subject 'orders-value' has no such field"
     ):
-        written(given_, ROWS.append_column("nothing", pa.array([1, 2])))
+        resolve_and_convert(write_options, ROWS.append_column("nothing", pa.array([1, 2])))
 
 
 def test_protobuf_writes_a_message_of_the_registered_file(registry):
@@ -240,31 +242,34 @@ def test_protobuf_writes_a_message_of_the_registered_file(registry):
             "lines": pa.array([[{"sku": "x"}], []], pa.list_(pa.struct([("sku", pa.string())]))),
         }
     )
-    given_ = given_for(registry, "protobuf", **SUBJECT)
-    _, append = written(given_, batch)
+    write_options = options_for(registry, "protobuf", **SUBJECT)
+    _, append = resolve_and_convert(write_options, batch)
     first, second = append.column("data").to_pylist()
     assert first[:7] == b"\0\0\0\0\1\0\x08"
     assert Protobuf(registry.url).deserialize(first)["lines"] == [{"sku": "x", "count": 0}]
     columns = "id long, at timestamp, counts counts, lines lines"
-    back = read(given_for(registry, "protobuf"), columns, append.column("data"))
+    back = read(options_for(registry, "protobuf"), columns, append.column("data"))
     assert back.to_pylist() == batch.to_pylist()
     assert "at" not in Protobuf(registry.url).deserialize(second)
-    refunds = given_ | {"schemaMessage": "shop.Refund"}
-    assert written(refunds, batch.select(["id"]))[1].column("data")[0].as_py()[5:7] == b"\2\2"
+    refunds = write_options | {"schemaMessage": "shop.Refund"}
+    assert (
+        resolve_and_convert(refunds, batch.select(["id"]))[1].column("data")[0].as_py()[5:7]
+        == b"\2\2"
+    )
     with pytest.raises(BadRequest, match=r"column 'at': subject .* has no such field; it has id"):
-        written(refunds, batch)
+        resolve_and_convert(refunds, batch)
 
 
 def test_every_spark_type_of_avro_round_trips_exactly(registry):
     batch = EVERY_TYPE.drop_columns(["map_int"]).to_batches()[0]
-    _, append = written(given_for(registry, **SUBJECT), batch)
+    _, append = resolve_and_convert(options_for(registry, **SUBJECT), batch)
     unpacker = Unpacker(list(batch.schema), "avro", decode=Avro(registry.url).decode)
     back = unpacker.columns(append.column("data"), str)
     for part, before, after in zip(batch.schema, batch.columns, back, strict=True):
         assert (after.type, after.to_pylist()) == (part.type, before.to_pylist()), part.name
 
 
-def text_mapped(part):
+def map_with_text_keys(part):
     kind, values = part
     keys = st.text(max_size=3)
     pairs = st.dictionaries(keys, st.none() | values, max_size=3).map(lambda v: [*v.items()])
@@ -273,7 +278,7 @@ def text_mapped(part):
 
 KINDS = st.recursive(
     st.sampled_from(PARTS),
-    lambda inner: st.one_of(inner.map(listed), inner.map(text_mapped), structs(inner)),
+    lambda inner: st.one_of(inner.map(list_of), inner.map(map_with_text_keys), struct_of(inner)),
     max_leaves=4,
 )
 
@@ -295,10 +300,10 @@ def test_any_nested_column_round_trips_through_avro(data):
     assert is_whole.all()
 
 
-def test_a_column_that_is_not_nullable_is_no_union(registry):
+def test_a_column_that_is_not_nullable_is_not_a_union(registry):
     schema = StructType([types.StructField("id", types.LongType(), nullable=False)])
     options = resolve_write_schema(
-        parse_write(given_for(registry, **SUBJECT)), list(arrow_schema(schema))
+        parse_write(options_for(registry, **SUBJECT)), list(arrow_schema(schema))
     )
     fields = json.loads(options.registry.schema.text)["fields"]
     assert fields[0] == {"name": "id", "type": "long"}
@@ -307,13 +312,15 @@ def test_a_column_that_is_not_nullable_is_no_union(registry):
 # --- reading
 
 
-def test_old_and_new_rows_are_read_into_the_columns_of_the_reader(registry):
+def test_rows_of_old_and_new_schemas_are_read_with_the_reader_schema(registry):
     older = pa.RecordBatch.from_pydict({"id": pa.array([1], pa.int32()), "gone": pa.array(["x"])})
     registry.put("a", "0")
-    _, first = written(given_for(registry, schemaSubject="s1"), older)
-    _, second = written(given_for(registry, schemaSubject="s2"), ROWS)
+    _, first = resolve_and_convert(options_for(registry, schemaSubject="s1"), older)
+    _, second = resolve_and_convert(options_for(registry, schemaSubject="s2"), ROWS)
     data = pa.concat_arrays([first.column("data"), second.column("data")])
-    found = read(given_for(registry), "transaction_id long, ID long, item string, price date", data)
+    found = read(
+        options_for(registry), "transaction_id long, ID long, item string, price date", data
+    )
     assert found.to_pylist() == [
         {"transaction_id": 0, "ID": 1, "item": None, "price": None},
         {"transaction_id": 1, "ID": 1, "item": "ring", "price": dt.date(2020, 1, 1)},
@@ -322,11 +329,11 @@ def test_old_and_new_rows_are_read_into_the_columns_of_the_reader(registry):
 
 
 def test_the_mode_decides_about_payloads_that_cannot_be_read(registry):
-    _, append = written(given_for(registry, **SUBJECT), ROWS)
+    _, append = resolve_and_convert(options_for(registry, **SUBJECT), ROWS)
     good = append.column("data").to_pylist()
     unknown = b"\0\0\0\0\x63" + good[0][5:]
     data = pa.array([good[0], b"{}", unknown, good[0][:-1], good[1]], pa.binary())
-    options = given_for(registry)
+    options = options_for(registry)
     with pytest.raises(BadFormat, match="partition 2, transaction 1: expected a payload in avro: "):
         read(options, "id long", data)
     nulls = read(options, "id long, _corrupt_record binary", data, mode="PERMISSIVE")
@@ -340,31 +347,33 @@ def test_the_mode_decides_about_payloads_that_cannot_be_read(registry):
 
 @pytest.mark.parametrize("mode", ["FAILFAST", "PERMISSIVE", "DROPMALFORMED"])
 def test_an_outage_fails_the_read_in_every_mode(registry, mode):
-    _, append = written(given_for(registry, **SUBJECT), ROWS)
+    _, append = resolve_and_convert(options_for(registry, **SUBJECT), ROWS)
     registry.fault = (503, b"")
     with pytest.raises(Unavailable, match=r"schema registry at .* status 503"):
-        read(given_for(registry), "id long", append.column("data"), mode=mode)
+        read(options_for(registry), "id long", append.column("data"), mode=mode)
     registry.fault = (401, b"")
     with pytest.raises(BadConfig, match="rejects the credentials"):
-        read(given_for(registry), "id long", append.column("data"), mode=mode)
+        read(options_for(registry), "id long", append.column("data"), mode=mode)
 
 
-def test_a_file_has_the_credentials_of_driver_and_tasks(registry, tmp_path):
+def test_driver_and_tasks_read_credentials_from_a_file(registry, tmp_path):
     registry.user = "waltz:a secret"
     file = tmp_path / "auth"
     file.write_text(registry.user)
-    given_ = given_for(registry, schemaRegistryAuthFile=str(file))
-    options, append = written(given_ | SUBJECT, ROWS)
-    assert read(given_, "id long", append.column("data")).to_pydict() == {"id": [1, 2]}
+    write_options = options_for(registry, schemaRegistryAuthFile=str(file))
+    options, append = resolve_and_convert(write_options | SUBJECT, ROWS)
+    assert read(write_options, "id long", append.column("data")).to_pydict() == {"id": [1, 2]}
     assert "secret" not in repr(options)
     assert b"secret" not in CPickleSerializer().dumps(options)
 
 
-def test_the_prefix_of_a_schema_is_inside_the_encrypted_payload(registry, tmp_path: Path):
+def test_the_schema_prefix_is_inside_the_encrypted_payload(registry, tmp_path: Path):
     (tmp_path / "a").write_text("0f" * 32)
     keys = {"encryptionKeys": str(tmp_path)}
-    options, append = written(given_for(registry, **keys, encryptionKeyId="a", **SUBJECT), ROWS)
+    options, append = resolve_and_convert(
+        options_for(registry, **keys, encryptionKeyId="a", **SUBJECT), ROWS
+    )
     sealed = PayloadEncryptor(options).encrypt_columns(append, 2).column("data")
     assert {bytes(each)[:3] for each in sealed.to_pylist()} == {b"WZE"}
-    found = read(given_for(registry), "id long, data_error string", sealed, **keys)
+    found = read(options_for(registry), "id long, data_error string", sealed, **keys)
     assert found.to_pydict() == {"id": [1, 2], "data_error": [None, None]}

@@ -47,7 +47,7 @@ def test_a_mark_of_an_unknown_partition_is_rejected(name: str) -> None:
         ("endingHighWaterMarks", resolve_ends, Purpose.BATCH),
     ],
 )
-def test_marks_are_given_for_each_partition_that_is_read(name, resolve, use) -> None:
+def test_marks_are_required_for_each_partition(name, resolve, use) -> None:
     options = parse_read({"path": "zk:2181/w/x", name: '{"0": 4, "2": 3}'}, use)
     assert resolve(options, {0: 9, 2: 3}) == {0: 4, 2: 3}
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_a_mark_past_the_end_is_data_loss_unless_allowed() -> None:
     assert resolve_ends(allowed, {0: 9}) == {0: 9}
 
 
-def test_ranges_of_ids_cut_every_partition() -> None:
+def test_ranges_of_ids_apply_to_every_partition() -> None:
     found = spans({0: -1, 1: -1}, {0: 99, 1: 15}, [(10, 19), (15, 30)])
     assert found == [
         TransactionRange(0, 10, 19),
@@ -93,7 +93,7 @@ def test_ranges_of_ids_cut_every_partition() -> None:
     ]
 
 
-def test_an_absent_partition_is_named() -> None:
+def test_the_error_names_a_missing_partition() -> None:
     with pytest.raises(BadConfig, match=r"expected partitions in 0..3, found 7"):
         chosen_partitions(read(partitions="0,7"), 4)
     assert chosen_partitions(read(partitions="2,0"), 4) == [0, 2]

@@ -42,7 +42,7 @@ CONNECT = "zk:2181/w/x"
 
 
 class Progress(dict[str, Any]):
-    """The parts of a progress that matter here."""
+    """The used parts of a query progress."""
 
     def __init__(self, query: "Query", *ends: object) -> None:
         super().__init__(sources=[{"endOffset": end} for end in ends])
@@ -77,8 +77,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def client() -> Iterator[WaltzClient]:
-    with MemoryWaltz(partition_count=2) as waltz, waltz.client() as made:
-        yield made
+    with MemoryWaltz(partition_count=2) as waltz, waltz.client() as memory_client:
+        yield memory_client
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def listener(client: WaltzClient, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def offset(client: WaltzClient, *marks: int) -> str:
-    """Return an offset as a progress has it."""
+    """Return an offset in the format of a query progress."""
     return json.dumps(encode_offset(dict(enumerate(marks)), client.cluster().key))
 
 
@@ -147,7 +147,7 @@ def test_each_log_of_a_query_has_its_lag_and_other_sources_have_none(
     assert lag("transactions", name, 0, source=2) == 1
 
 
-def test_a_failed_query_keeps_its_position_until_it_starts_again(
+def test_the_lag_of_a_failed_query_continues_until_it_restarts(
     client: WaltzClient, listener: Any
 ) -> None:
     failed, again = Query(listener, "balances"), Query(listener, "balances")
@@ -205,7 +205,7 @@ def test_an_unknown_age_is_nan(
     assert lag("transactions", "balances", 0) == 1
 
 
-def test_without_the_log_the_rows_are_exported_and_the_lag_is_not(
+def test_without_the_log_only_the_row_metrics_are_exported(
     client: WaltzClient, listener: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = Query(listener, "balances")
@@ -231,7 +231,7 @@ def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
     for _ in range(2):
         assert lag("transactions", "balances", 0) is None
     monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", 0.2)
-    query_metrics._connects["other:2181/w"] = None  # its log answers
+    query_metrics._connects["other:2181/w"] = None  # the other log answers
     wait_until("the other log answers", lambda: lag("transactions", "balances", 0) == 0)
     del query_metrics._connects["other:2181/w"], query_metrics._scrape._requests["other:2181/w"]
     assert lag("transactions", "balances", 0) is None
@@ -297,16 +297,16 @@ def test_a_commit_writes_nothing_unless_metrics_are_exported(tmp_path: Path) -> 
 def test_a_directory_of_other_users_is_not_used(tmp_path: Path) -> None:
     make_directory()
     open_counts("query")
-    (place,) = tmp_path.iterdir()
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    place.chmod(0o777)
+    (directory,) = tmp_path.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o777)
     add_counts("query", WriteCounts(1, 1, 1))
     assert read_counts("query") == NO_ROWS
     with pytest.raises(BadConfig, match="other users may write to it"):
         make_directory()
-    place.chmod(0o700)
-    moved = place.rename(tmp_path / "moved")
-    place.symlink_to(moved)
+    directory.chmod(0o700)
+    moved = directory.rename(tmp_path / "moved")
+    directory.symlink_to(moved)
     with pytest.raises(BadConfig, match="belongs to another user"):
         make_directory()
 

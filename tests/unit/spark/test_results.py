@@ -1,4 +1,4 @@
-"""Files of results: which rows they have, and which files are visible."""
+"""Files of results: their rows, and which files are visible."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from waltz_spark.writer.results import (
 
 
 @pytest.mark.parametrize("write", ["1", "n-1", "run-0123", "a.b", "x[y]"])
-def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
+def test_a_result_file_name_identifies_its_write(write: str) -> None:
     assert is_result_file_of(result_file_name(3, 70_000, write), write)
     assert is_result_file_of(result_file_name(123_456, 0, write), write)
 
@@ -31,9 +31,9 @@ def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        result_file_name(0, 3, "n-1"),  # the other one's name ends with this one's
+        result_file_name(0, 3, "n-1"),  # the other name ends with this name
         result_file_name(0, 3, "11"),
-        "part-00000-0c1d-1.parquet",  # Spark's own names begin alike
+        "part-00000-0c1d-1.parquet",  # file names of Spark begin alike
         "part-00000-3-1.parquet.crc",
         "_SUCCESS",
     ],
@@ -56,12 +56,12 @@ def test_a_column_unsupported_by_parquet_is_reported_before_any_write() -> None:
     with pytest.raises(BadRequest, match="option resultColumns"):
         check_column_types(schema, None)
     check_column_types(schema, ["id"])
-    # What gives way to a column of the results, or is the payload, need not be carried.
+    # Payload columns, and columns that results replace, are not stored.
     check_column_types(StructType().add("status", empty).add("data", empty), None)
 
 
 def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
-    """Return the file of an attempt that has answered two rows."""
+    """Return the file of a task attempt with outcomes of two rows."""
     file = ResultFile(str(path), result_file_name(0, number, write), rejected_status=REJECTED)
     ids, none = np.arange(2, dtype=np.int64), np.full(2, -1, np.int64)
     identity = pa.RecordBatch.from_pydict({"id": pa.array([1, 2])})
@@ -69,7 +69,7 @@ def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
     return file
 
 
-def test_only_results_that_the_job_keeps_are_visible(tmp_path: Path) -> None:
+def test_only_published_result_files_are_visible(tmp_path: Path) -> None:
     kept, lost, other = attempt(tmp_path, 3), attempt(tmp_path, 4), attempt(tmp_path, 3, "v")
     lost.close()
     other.close()

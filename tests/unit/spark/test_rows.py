@@ -49,7 +49,7 @@ EVERY_TYPE = pa.table(
 ).combine_chunks()
 
 
-def where(index: int) -> str:
+def describe_row(index: int) -> str:
     return f"partition 0, transaction {index}"
 
 
@@ -57,7 +57,7 @@ def where(index: int) -> str:
 def test_every_spark_type_round_trips_exactly(data_format: str) -> None:
     batch = EVERY_TYPE.to_batches()[0]
     payloads = pack_rows(batch.columns, batch.schema.names, data_format)
-    unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, where)
+    unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, describe_row)
     for field, before, after in zip(batch.schema, batch.columns, unpacked, strict=True):
         assert after.type == field.type, field.name
         assert after.to_pylist() == before.to_pylist(), field.name
@@ -77,37 +77,37 @@ def test_timestamps_before_standard_time_keep_their_seconds(data_format: str, zo
 def test_a_value_of_another_type_names_its_row_and_column() -> None:
     payloads = pack_rows([pa.array(["1", "x"])], ["a"], "msgpack")
     with pytest.raises(BadFormat, match="transaction 0, column 'a': expected int32, found '1'"):
-        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, where)
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, describe_row)
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 @given(payload=st.binary(max_size=40))
-def test_any_bytes_give_columns_or_a_typed_error(data_format: str, payload: bytes) -> None:
+def test_any_bytes_are_unpacked_or_raise_a_typed_error(data_format: str, payload: bytes) -> None:
     unpacker = Unpacker([pa.field("a", pa.int32()), pa.field("b", pa.date32())], data_format)
     with contextlib.suppress(BadFormat):
-        found = unpacker.columns(pa.array([payload], pa.binary()), where)
+        found = unpacker.columns(pa.array([payload], pa.binary()), describe_row)
         assert [len(column) for column in found] == [1, 1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_numbers_are_rejected_in_json(value: float) -> None:
     nested = pa.array([[0.5], [0.5, value]], pa.list_(pa.float64()))
-    for column, place in ((pa.array([0.5, value]), "$.price"), (nested, "$.price[1]")):
+    for column, json_path in ((pa.array([0.5, value]), "$.price"), (nested, "$.price[1]")):
         with pytest.raises(BadRequest, match="dataFormat=json: found") as caught:
             pack_rows([column], ["price"], "json")
-        assert f"found {value} at {place};" in str(caught.value)
+        assert f"found {value} at {json_path};" in str(caught.value)
         back = Unpacker([pa.field("price", column.type)], "msgpack").columns(
-            pack_rows([column], ["price"], "msgpack"), where
+            pack_rows([column], ["price"], "msgpack"), describe_row
         )
         assert str(back[0].to_pylist()) == str(column.to_pylist())
     with pytest.raises(BadFormat, match=r"partition 0, transaction 1: .*found NaN at \$\.price"):
         Unpacker([pa.field("price", pa.float64())], "json").columns(
-            pa.array([b'{"price":1}', b'{"price":NaN}']), where
+            pa.array([b'{"price":1}', b'{"price":NaN}']), describe_row
         )
 
 
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
-def test_only_values_that_do_not_fit_become_null(data_format: str) -> None:
+def test_only_values_that_cannot_be_converted_become_null(data_format: str) -> None:
     fields = [pa.field("a", pa.int32()), pa.field("b", pa.map_(pa.string(), pa.int64()))]
     texts, maps = pa.array(["x"]), pa.array([[("k", 1)]], fields[1].type)
     rows = [[pa.array([1]), maps], [texts, maps], [pa.array([2]), texts], [texts, texts]]
@@ -125,7 +125,7 @@ def test_only_values_that_do_not_fit_become_null(data_format: str) -> None:
     assert good.tolist() == is_whole.tolist()
 
 
-# Types that are cast on the way, and some that are not, with values of theirs.
+# Types that are cast during conversion, and other types, with sample values.
 PARTS: list[tuple[pa.DataType, st.SearchStrategy[object]]] = [
     (pa.int32(), st.integers(-(1 << 31), (1 << 31) - 1)),
     (pa.int64(), st.integers(-(1 << 63), (1 << 63) - 1)),
@@ -146,12 +146,12 @@ PARTS: list[tuple[pa.DataType, st.SearchStrategy[object]]] = [
 KEYS = [part for part in PARTS if not pa.types.is_null(part[0])]
 
 
-def listed(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> tuple[object, object]:
+def list_of(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> tuple[object, object]:
     kind, values = part
     return pa.list_(kind), st.lists(st.none() | values, max_size=3)
 
 
-def mapped(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStrategy[object]:
+def map_of(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStrategy[object]:
     kind, values = part
     return st.sampled_from(KEYS).map(
         lambda key: (
@@ -161,7 +161,7 @@ def mapped(part: tuple[pa.DataType, st.SearchStrategy[object]]) -> st.SearchStra
     )
 
 
-def structs(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+def struct_of(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     def struct(parts: list[tuple[pa.DataType, st.SearchStrategy[object]]]) -> object:
         named = {f"f{each}": part for each, part in enumerate(parts)}
         values = {name: st.none() | part[1] for name, part in named.items()}
@@ -174,7 +174,7 @@ def structs(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 KINDS = st.recursive(
     st.sampled_from(PARTS),
-    lambda inner: st.one_of(inner.map(listed), inner.flatmap(mapped), structs(inner)),
+    lambda inner: st.one_of(inner.map(list_of), inner.flatmap(map_of), struct_of(inner)),
     max_leaves=4,
 )
 
@@ -189,7 +189,7 @@ def test_any_nested_value_round_trips_with_a_null_at_each_level(
     column = column.slice(data.draw(st.integers(0, len(column))))  # as Spark cuts its batches
     payloads = pack_rows([column], ["a"], data_format)
     unpacker = Unpacker([pa.field("a", kind)], data_format)
-    back = unpacker.columns(payloads, where)[0]
+    back = unpacker.columns(payloads, describe_row)[0]
     back.validate(full=True)
     assert back.type == kind
     assert back.to_pylist() == column.to_pylist()
@@ -218,7 +218,7 @@ def test_values_under_a_null_are_not_cast(
 ) -> None:
     column = pa.array(values, kind)
     payloads = pack_rows([column], ["a"], data_format)
-    back = Unpacker([pa.field("a", kind)], data_format).columns(payloads, where)
+    back = Unpacker([pa.field("a", kind)], data_format).columns(payloads, describe_row)
     assert (back[0].type, back[0].to_pylist()) == (kind, values)
 
 
@@ -235,23 +235,23 @@ def test_values_under_a_null_are_not_cast(
         (pa.binary(), b'{"a": "a"}'),
     ],
 )
-def test_a_nested_value_of_another_type_is_named(kind: pa.DataType, payload: bytes) -> None:
+def test_the_error_names_a_nested_value_of_another_type(kind: pa.DataType, payload: bytes) -> None:
     with pytest.raises(BadFormat, match="transaction 1, column 'a': expected "):
-        Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
+        Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), describe_row)
 
 
-def test_a_payload_with_half_a_character_is_named() -> None:
+def test_the_error_names_a_payload_with_a_lone_surrogate() -> None:
     payloads = pa.array([b"{}", b'{"a": "\\ud800"}'])
     with pytest.raises(
         BadFormat, match="transaction 1: expected a payload in json: found an unpaired surrogate"
     ):
-        Unpacker([pa.field("a", pa.string())], "json").columns(payloads, where)
+        Unpacker([pa.field("a", pa.string())], "json").columns(payloads, describe_row)
 
 
-def test_a_payload_with_unhashable_keys_is_named() -> None:
+def test_the_error_names_a_payload_with_unhashable_keys() -> None:
     payload = b"\x81\x91\x01\x01"  # {[1]: 1}
     with pytest.raises(BadFormat, match="transaction 0: expected a payload in msgpack"):
-        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), where)
+        Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), describe_row)
 
 
 STRING, INT, VOID = types.StringType(), types.IntegerType(), types.NullType()
@@ -283,7 +283,7 @@ def test_json_packs_maps_with_any_key() -> None:
     kind = pa.map_(pa.struct([("d", pa.date32())]), pa.int32())
     column = pa.array([[({"d": dt.date(2000, 1, 1)}, 1), ({"d": None}, 2)], None], kind)
     back = Unpacker([pa.field("a", kind)], "json").columns(
-        pack_rows([column], ["a"], "json"), where
+        pack_rows([column], ["a"], "json"), describe_row
     )
     assert back[0].equals(column)
 
@@ -309,27 +309,27 @@ def test_mode_permissive_rejects_columns_that_are_not_null(
         check_nullable("a", kind, nullable=nullable)
     assert f"column {name} is NOT NULL in the schema" in str(caught.value)
     as_struct = types.StructType([types.StructField("a", kind, nullable=nullable)])
-    check_nullable("a", as_struct.toNullable(), nullable=True)  # what the hint says
+    check_nullable("a", as_struct.toNullable(), nullable=True)  # as the hint suggests
 
 
 def test_reader_and_writer_reject_types_before_any_task() -> None:
     connect = {"path": "zk1:2181/waltz/none", "dataFormat": "msgpack"}
     source = WaltzDataSource(connect)
     log = types.StructField("header", INT, nullable=False)  # the log has no null there
-    never = types.StructType([log, types.StructField("a", INT, nullable=False)])
+    not_nullable = types.StructType([log, types.StructField("a", INT, nullable=False)])
     permissive = WaltzDataSource(connect | {"mode": "PERMISSIVE"})
     with pytest.raises(BadRequest, match="column 'a' is NOT NULL in the schema"):
-        permissive.reader(never)
+        permissive.reader(not_nullable)
     with pytest.raises(BadRequest, match="column 'a' is NOT NULL in the schema"):
-        permissive.streamReader(never).initialOffset()
-    source.reader(never)  # checked row by row
+        permissive.streamReader(not_nullable).initialOffset()
+    source.reader(not_nullable)  # checked row by row
     for name, kind in (("commit_time", types.TimestampType()), ("_corrupt_record", STRING)):
-        wrong = types.StructType([*never, types.StructField(name, kind, nullable=False)])
+        wrong = types.StructType([*not_nullable, types.StructField(name, kind, nullable=False)])
         with pytest.raises(
             BadRequest, match=f"column '{name}' is NOT NULL in the schema, but it is"
         ):
             source.reader(wrong)
-    source._parse_write_options(never)  # what is written may well be without nulls
+    source._parse_write_options(not_nullable)  # written columns may be declared as not null
     keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
     for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):
         with pytest.raises(BadRequest, match="but dataFormat=msgpack does not support keys"):

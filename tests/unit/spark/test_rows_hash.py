@@ -1,4 +1,4 @@
-"""How a finished write recognizes its rows, and the error for other rows."""
+"""The hash by which a finished write recognizes its rows, and the error for other rows."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from waltz_spark.writer.rows_hash import RowsHash, hash_rows
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
 PACKED = replace(PLAIN, data_format="msgpack")
-IDENTIFIED = replace(PACKED, identity_columns=("id", "day"))
+WITH_IDENTITY_COLUMNS = replace(PACKED, identity_columns=("id", "day"))
 PARTITIONS = 4
 Row = tuple[bytes, int, int | None]  # payload, header, partition
 
@@ -42,7 +42,7 @@ def batch_of(rows: Sequence[Row]) -> pa.RecordBatch:
     )
 
 
-def sum_of(
+def hash_of(
     batches: Sequence[pa.RecordBatch], options: WriteOptions = PLAIN, *, task: int = 0
 ) -> RowsHash:
     shaper = RowConverter(
@@ -52,49 +52,54 @@ def sum_of(
     return reduce(RowsHash.plus, sums, RowsHash())
 
 
-def of_one(columns: dict[str, object], options: WriteOptions = PLAIN) -> RowsHash:
-    return sum_of([pa.RecordBatch.from_pydict(columns)], options)
+def hash_of_columns(columns: dict[str, object], options: WriteOptions = PLAIN) -> RowsHash:
+    return hash_of([pa.RecordBatch.from_pydict(columns)], options)
 
 
 @given(st.data())
 def test_the_row_sum_does_not_depend_on_order_batches_or_tasks(data: st.DataObject) -> None:
     rows = data.draw(st.lists(rows_of_any_kind, min_size=1, max_size=12))
-    expected = sum_of([batch_of(rows)])
+    expected = hash_of([batch_of(rows)])
     shuffled = data.draw(st.permutations(rows))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)))) | {0, len(rows)})
     parts = [batch_of(shuffled).slice(start, end - start) for start, end in pairwise(cuts)]
-    by_task = [sum_of([part], task=task) for task, part in enumerate(parts)]
-    assert reduce(RowsHash.plus, by_task) == sum_of(parts) == expected
+    by_task = [hash_of([part], task=task) for task, part in enumerate(parts)]
+    assert reduce(RowsHash.plus, by_task) == hash_of(parts) == expected
     assert expected.rows == len(rows)
 
 
 @given(*[st.lists(rows_of_any_kind, min_size=1, max_size=6)] * 2)
-def test_other_rows_have_another_hash(one: list[Row], other: list[Row]) -> None:
-    sums = [sum_of([batch_of(rows)]) for rows in (one, other)]
+def test_different_rows_have_different_hashes(one: list[Row], other: list[Row]) -> None:
+    sums = [hash_of([batch_of(rows)]) for rows in (one, other)]
     assert (sums[0].digest == sums[1].digest) == (Counter(one) == Counter(other))
 
 
 def test_the_row_sum_is_the_same_in_every_version() -> None:
-    """Records of finished writes keep it."""
-    found = sum_of([batch_of([(b"Monday", 7, 3), (b"", 0, None), (b"x" * 5_000, -1, 0)])])
+    """The hash is stored in records of finished writes."""
+    found = hash_of([batch_of([(b"Monday", 7, 3), (b"", 0, None), (b"x" * 5_000, -1, 0)])])
     assert found.as_fields() == {"rows": 3, "rows_hash": "679d80a9b48c1a9d"}
 
 
-def test_text_of_any_arrow_type_is_its_bytes() -> None:
+def test_text_of_any_arrow_type_is_hashed_by_its_bytes() -> None:
     kinds = (pa.binary(), pa.string(), pa.large_binary(), pa.large_string())
-    assert len({of_one({"data": pa.array(["day", "night"]).cast(kind)}) for kind in kinds}) == 1
+    assert (
+        len({hash_of_columns({"data": pa.array(["day", "night"]).cast(kind)}) for kind in kinds})
+        == 1
+    )
 
 
-def test_packed_rows_are_their_payload() -> None:
+def test_packed_rows_are_hashed_by_their_payload() -> None:
     columns = {"id": pa.array([1, 2]), "owner": pa.array(["Anna", "Boris"])}
     large = columns | {"owner": columns["owner"].cast(pa.large_string())}
-    assert of_one(columns, PACKED) == of_one(large, PACKED)
-    assert of_one(columns, PACKED) != of_one(columns | {"owner": pa.array(["Anna", "B."])}, PACKED)
+    assert hash_of_columns(columns, PACKED) == hash_of_columns(large, PACKED)
+    assert hash_of_columns(columns, PACKED) != hash_of_columns(
+        columns | {"owner": pa.array(["Anna", "B."])}, PACKED
+    )
 
 
-def test_locks_and_marks_do_not_count_but_the_partition_they_choose_does() -> None:
-    def locked(first: int, partition: int | None) -> RowsHash:
-        return of_one(
+def test_the_hash_includes_the_partition_but_not_locks_and_marks() -> None:
+    def hash_with_lock(first: int, partition: int | None) -> RowsHash:
+        return hash_of_columns(
             {
                 "data": [b"x"],
                 "partition": pa.array([partition], pa.int32()),
@@ -103,31 +108,38 @@ def test_locks_and_marks_do_not_count_but_the_partition_they_choose_does() -> No
             }
         )
 
-    elsewhere = next(
+    other_partition = next(
         n
         for n in range(8, 99)
         if partition_of_hash(n, PARTITIONS) != partition_of_hash(7, PARTITIONS)
     )
-    assert locked(7, 2) == locked(elsewhere, 2)
-    assert locked(7, None) != locked(elsewhere, None)
-    assert of_one({"data": [b"x"]}) != locked(7, None), "round robin is no place"
+    assert hash_with_lock(7, 2) == hash_with_lock(other_partition, 2)
+    assert hash_with_lock(7, None) != hash_with_lock(other_partition, None)
+    assert hash_of_columns({"data": [b"x"]}) != hash_with_lock(7, None), (
+        "a round-robin partition is not hashed"
+    )
 
 
 def test_identity_columns_replace_the_row_in_the_sum() -> None:
-    def row(number: int, day: str, amount: float) -> RowsHash:
+    def hash_of_row(number: int, day: str, amount: float) -> RowsHash:
         columns = {
             "id": [number],
             "day": [day],
             "amount": [amount],
             "header": pa.array([3], pa.int32()),
         }
-        return of_one(columns, IDENTIFIED)
+        return hash_of_columns(columns, WITH_IDENTITY_COLUMNS)
 
-    assert row(1, "Monday", 2.5) == row(1, "Monday", 7.5)
-    assert len({row(1, "Monday", 0), row(2, "Monday", 0), row(1, "Tuesday", 0)}) == 3
+    assert hash_of_row(1, "Monday", 2.5) == hash_of_row(1, "Monday", 7.5)
+    assert (
+        len(
+            {hash_of_row(1, "Monday", 0), hash_of_row(2, "Monday", 0), hash_of_row(1, "Tuesday", 0)}
+        )
+        == 3
+    )
 
 
-def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
+def test_equal_rows_and_missing_hashes_are_accepted() -> None:
     rows = RowsHash(2, 77)
     rows.check_equal("daily", {"committed": 2, **rows.as_fields()}, hint="")
     rows.check_equal("daily", {"committed": 9}, hint="")
@@ -153,7 +165,7 @@ def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
         ),
     ],
 )
-def test_other_rows_are_an_error_that_names_both_counts(rows: RowsHash, sentence: str) -> None:
+def test_the_error_for_different_rows_names_both_counts(rows: RowsHash, sentence: str) -> None:
     with pytest.raises(BadRequest) as caught:
         rows.check_equal("daily", RowsHash(1, 77).as_fields(), hint="Do this.")
     assert str(caught.value) == sentence

@@ -14,7 +14,7 @@ from waltz_spark.spark_version import DataSourceStreamArrowWriter, adapt_stream_
 
 
 @pytest.fixture(autouse=True)
-def before_4_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_admission_control(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spark_version, "HAS_ADMISSION_CONTROL", False)
 
 
@@ -26,7 +26,7 @@ def old_reader_of(**options: str):
     return adapt_stream_reader(reader_of(pollInterval="0", **options))
 
 
-def test_a_micro_batch_reads_all_that_exists_and_a_warning_is_reported(
+def test_a_micro_batch_without_admission_control_reads_the_whole_log(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = old_reader_of(maxTransactionsPerTrigger="3")
@@ -50,7 +50,7 @@ def test_offsets_never_go_back(cluster: Cluster) -> None:
 
 
 def test_the_end_may_be_requested_before_the_start_is_known(cluster: Cluster) -> None:
-    """PySpark does so with availableNow."""
+    """With `availableNow`, PySpark requests the end first."""
     reader = old_reader_of()
     end = reader.latestOffset()
     assert end == offset(10, 10)
@@ -61,7 +61,7 @@ def test_the_end_may_be_requested_before_the_start_is_known(cluster: Cluster) ->
     assert read(reader, {"0": 4, "1": 10}, end) == {0}
 
 
-def test_a_start_above_the_end_that_was_found_is_not_data_loss(cluster: Cluster) -> None:
+def test_a_start_above_an_outdated_end_is_not_data_loss(cluster: Cluster) -> None:
     reader = old_reader_of()
     end = reader.latestOffset()
     cluster.set_cluster(1, 12, 12)
@@ -77,7 +77,7 @@ def test_another_cluster_with_a_longer_log_is_data_loss(cluster: Cluster) -> Non
         reader.partitions(start, end)
 
 
-def test_where_data_loss_is_allowed_another_log_is_read_from_its_start(cluster: Cluster) -> None:
+def test_another_log_is_read_from_its_start_if_data_loss_is_allowed(cluster: Cluster) -> None:
     reader = old_reader_of(failOnDataLoss="false")
     end = reader.latestOffset()
     tasks = reader.partitions({"0": 10, "1": 30}, end)
@@ -87,22 +87,22 @@ def test_where_data_loss_is_allowed_another_log_is_read_from_its_start(cluster: 
 def test_the_first_marks_are_confirmed_by_a_quorum(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else shows a reader whose start is unknown that a server is not the owner now."""
+    """Without a known start, only a quorum shows that a server is no longer the owner."""
     requests = []
     given = WaltzStreamReader._request_marks
 
-    def noted(self: WaltzStreamReader, *, linearizable: bool):
+    def record_linearizable(self: WaltzStreamReader, *, linearizable: bool):
         requests.append(linearizable)
         return given(self, linearizable=linearizable)
 
-    monkeypatch.setattr(WaltzStreamReader, "_request_marks", noted)
+    monkeypatch.setattr(WaltzStreamReader, "_request_marks", record_linearizable)
     reader = old_reader_of()
     reader.latestOffset()
     reader.latestOffset()
     assert requests == [True, False]
 
 
-def test_a_new_pyspark_gets_the_reader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_new_pyspark_the_reader_is_not_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spark_version, "HAS_ADMISSION_CONTROL", True)
     reader = reader_of()
     assert adapt_stream_reader(reader) is reader

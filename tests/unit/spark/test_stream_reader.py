@@ -21,7 +21,7 @@ def offset(key: int, *marks: int) -> stream_read.Offset:
     return {**by_name, "cluster": bytes([key] * 16).hex()}
 
 
-def nothing(_reader: WaltzStreamReader) -> None:
+def do_nothing(_reader: WaltzStreamReader) -> None:
     pass
 
 
@@ -30,9 +30,9 @@ def report(reader: WaltzStreamReader) -> None:
     reader.reportLatestOffset()
 
 
-@pytest.mark.parametrize("between", [nothing, report])
+@pytest.mark.parametrize("between", [do_nothing, report])
 @pytest.mark.parametrize("poll", ["0", "3600000"])
-def test_no_micro_batch_reads_another_log_under_old_offsets(
+def test_a_micro_batch_does_not_read_a_recreated_log_with_old_offsets(
     cluster: Cluster, between: Callable[[WaltzStreamReader], None], poll: str
 ) -> None:
     reader = reader_of(pollInterval=poll)
@@ -44,7 +44,7 @@ def test_no_micro_batch_reads_another_log_under_old_offsets(
         reader.partitions(start, end)
 
 
-@pytest.mark.parametrize("between", [nothing, report])
+@pytest.mark.parametrize("between", [do_nothing, report])
 @pytest.mark.parametrize("poll", ["0", "3600000"])
 @pytest.mark.parametrize("marks", [(50, 50), (50, 3)])  # longer, and one that ends before
 def test_with_data_loss_allowed_a_new_log_is_read_once_from_its_start(
@@ -69,7 +69,7 @@ def test_with_data_loss_allowed_a_new_log_is_read_once_from_its_start(
     assert read(reader, again, last) == {0, 1}
 
 
-def test_a_log_that_only_grows_is_read_on(cluster: Cluster) -> None:
+def test_a_log_that_grows_is_not_mistaken_for_another(cluster: Cluster) -> None:
     reader = reader_of(pollInterval="0")
     start = reader.initialOffset()
     end = reader.latestOffset(start, LIMIT)
@@ -78,7 +78,7 @@ def test_a_log_that_only_grows_is_read_on(cluster: Cluster) -> None:
     assert reader.latestOffset(end, LIMIT) == offset(1, 50, 50)
 
 
-def test_a_query_that_starts_again_does_not_read_another_log_that_is_longer(
+def test_a_restarted_query_does_not_read_another_longer_log(
     cluster: Cluster,
 ) -> None:
     reader = reader_of()
@@ -117,7 +117,7 @@ def test_a_checkpoint_past_the_restored_end_is_data_loss(cluster: Cluster) -> No
         reader_of().partitions(start, end)
 
 
-def test_a_micro_batch_that_was_planned_before_a_restart_reads_only_one_log(
+def test_a_micro_batch_planned_before_a_restart_reads_only_one_log(
     cluster: Cluster,
 ) -> None:
     start = reader_of().initialOffset()
@@ -138,6 +138,6 @@ def test_offsets_of_development_versions_get_the_cluster_with_the_next_batch(
     assert read(reader, {"0": 10, "1": 10}, end) == {0, 1}
 
 
-def test_the_lag_is_of_partitions_alone() -> None:
+def test_the_lag_is_reported_only_for_partitions() -> None:
     progress = {"latestOffset": offset(1, 9, 50), "endOffset": json.dumps(offset(1, 4, 50))}
     assert lag_of({"sources": [progress]}) == [{0: 5, 1: 0}]

@@ -1,4 +1,4 @@
-"""The rules of another follower of an Iceberg table; how names and errors are recognized."""
+"""Stored rules of another follower of an Iceberg table; parsing of names and errors."""
 
 import pytest
 from pyspark.errors import PySparkException
@@ -42,12 +42,12 @@ def test_a_new_follower_of_an_iceberg_table_has_the_rules_of_the_newest_one():
         ("", []),
     ],
 )
-def test_parts_of_a_name(text: str, parts: list[str]):
+def test_a_table_name_is_split_into_its_parts(text: str, parts: list[str]):
     assert split_table_name(text) == parts
 
 
 def test_a_name_that_sql_does_not_accept_is_reported_as_such():
-    """Not as a Spark without a library of Delta, which cannot parse the statement either."""
+    """The error differs from that of Spark without Delta, which also rejects the statement."""
     with pytest.raises(BadConfig, match=r"or the name of a table, found 'a b'. Hint: .* backticks"):
         merged_table.MergedDeltaTable(None, "a b", ID, ["id"])
 
@@ -67,7 +67,7 @@ VIOLATED = (
         f"{TWO_PARTITIONS_PREFIX}(1) has changes .",
     ],
 )
-def test_the_text_of_a_row_that_violates_a_constraint_has_no_meaning(value: str):
+def test_text_in_a_row_is_not_taken_for_an_error_class(value: str):
     with pytest.raises(PySparkException, match="DELTA_VIOLATE"), translate_errors("table t", None):
         raise PySparkException(VIOLATED + value)
 
@@ -83,7 +83,7 @@ def test_the_text_of_a_row_that_violates_a_constraint_has_no_meaning(value: str)
         (f"{TWO_PARTITIONS_PREFIX}(7) has changes in two partitions, 0 and 1.", BadRequest),
     ],
 )
-def test_errors_of_spark_and_formats(text: str, kind: type[Exception]):
+def test_errors_of_spark_and_table_formats_are_classified(text: str, kind: type[Exception]):
     with pytest.raises(kind, match=r"^table t: "), translate_errors("table t", None):
         raise PySparkException(text)
 

@@ -1,4 +1,4 @@
-"""How an error of a worker reaches the user."""
+"""The path of an error from a Spark worker to the user."""
 
 import os
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ HIDE = "SPARK_HIDE_TRACEBACK"
 
 
 @without_stack
-def one(error: Exception) -> None:
+def raise_error(error: Exception) -> None:
     raise error
 
 
 @without_stack_each
-def each(error: Exception) -> Iterator[int]:
+def yield_and_raise(error: Exception) -> Iterator[int]:
     yield 1
     raise error
 
@@ -28,7 +28,7 @@ def test_a_spark_worker_omits_the_stack_trace_of_a_waltz_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
-    for call in (one, lambda error: list(each(error))):
+    for call in (raise_error, lambda error: list(yield_and_raise(error))):
         monkeypatch.setenv(HIDE, "")
         with pytest.raises(errors.LockFailed, match="refused"):
             call(errors.LockFailed("refused"))
@@ -44,17 +44,17 @@ def test_an_unexpected_error_keeps_its_stack_trace(
     monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
     monkeypatch.setenv(HIDE, "")
     with pytest.raises(type(error)):
-        one(error)
+        raise_error(error)
     with pytest.raises(type(error)):
-        list(each(error))
+        list(yield_and_raise(error))
     assert os.environ[HIDE] == ""
 
 
-def test_the_users_own_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_traces_outside_of_a_worker_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARK_PYTHON_RUNTIME", raising=False)
     monkeypatch.setenv(HIDE, "")
     with pytest.raises(errors.BadRequest):
-        one(errors.BadRequest("no"))
+        raise_error(errors.BadRequest("no"))
     assert os.environ[HIDE] == ""
 
 
@@ -78,16 +78,16 @@ def test_errors_of_other_libraries_are_not_converted() -> None:
     assert error_of(RuntimeError("ValueError: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.Any: no")) is None
     assert error_of(RuntimeError("waltz_core.errors.ClassVar: no")) is None
-    own = errors.BadRequest("no")
-    assert error_of(own) is own
+    waltz_error = errors.BadRequest("no")
+    assert error_of(waltz_error) is waltz_error
 
 
 WORKER = "An exception was thrown from the Python worker:\n"
-OURS = "waltz_core.errors.LockFailed: partition 2: a row was rejected"
+WALTZ = "waltz_core.errors.LockFailed: partition 2: a row was rejected"
 JAVA = "\n SQLSTATE: 38000\n\tat org.apache.spark.Some.method(Some.scala:1)"
 
 
-STACK = (
+TRACE = (
     'Traceback (most recent call last):\n  File "a.py", line 3, in a\n    raise b\n    ^^^^^^^\n'
 )
 SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source writer: "
@@ -96,21 +96,21 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
 @pytest.mark.parametrize(
     "text",
     [
-        WORKER + OURS,
-        f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{OURS}{JAVA}",
+        WORKER + WALTZ,
+        f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{WALTZ}{JAVA}",
         # As PySpark 4.3 reports it: in a task, on the driver, of a stream, over Connect.
-        f"o42.save.\n: org.apache.spark.PythonException: [PYTHON_EXCEPTION] {WORKER[:-1]} {OURS}",
-        f"Lost task 0.3 in stage 3.0 (TID 6) (host executor 1): [PYTHON_EXCEPTION] {WORKER}{OURS}",
-        f"{SOURCE}{OURS}{JAVA}",
-        f"o42.awaitTermination.\n: org.apache.spark.StreamingQueryException: {SOURCE}{OURS}{JAVA}",
-        f"(org.apache.spark.sql.AnalysisException) {SOURCE}{OURS}{JAVA}",
-        f"[STREAM_FAILED] Query [id = a, runId = b] terminated with exception: {SOURCE}{OURS}",
-        f"[PYTHON_STREAMING_DATA_SOURCE_RUNTIME_ERROR] Failed when perform planPartitions: {OURS}",
-        # With a stack before it.
-        WORKER + STACK + OURS,
-        f"{SOURCE}{STACK}  [Previous line repeated 3 more times]\n{OURS}",
-        # Ours, raised over another one.
-        f"KeyError: 1\n\nDuring handling of the above exception, another:\n\n{STACK}{OURS}",
+        f"o42.save.\n: org.apache.spark.PythonException: [PYTHON_EXCEPTION] {WORKER[:-1]} {WALTZ}",
+        f"Lost task 0.3 in stage 3.0 (TID 6) (host executor 1): [PYTHON_EXCEPTION] {WORKER}{WALTZ}",
+        f"{SOURCE}{WALTZ}{JAVA}",
+        f"o42.awaitTermination.\n: org.apache.spark.StreamingQueryException: {SOURCE}{WALTZ}{JAVA}",
+        f"(org.apache.spark.sql.AnalysisException) {SOURCE}{WALTZ}{JAVA}",
+        f"[STREAM_FAILED] Query [id = a, runId = b] terminated with exception: {SOURCE}{WALTZ}",
+        f"[PYTHON_STREAMING_DATA_SOURCE_RUNTIME_ERROR] Failed when perform planPartitions: {WALTZ}",
+        # After a stack trace.
+        WORKER + TRACE + WALTZ,
+        f"{SOURCE}{TRACE}  [Previous line repeated 3 more times]\n{WALTZ}",
+        # A Waltz error that was raised while another error was handled.
+        f"KeyError: 1\n\nDuring handling of the above exception, another:\n\n{TRACE}{WALTZ}",
     ],
 )
 def test_the_waltz_error_at_the_end_of_a_text_is_used(text: str) -> None:
@@ -127,9 +127,9 @@ def test_the_waltz_error_at_the_end_of_a_text_is_used(text: str) -> None:
     ],
 )
 def test_a_later_error_takes_precedence(between: str) -> None:
-    text = f"{WORKER}{OURS}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
+    text = f"{WORKER}{WALTZ}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
     assert trailing_error(text) is None
-    assert type(error_of(RuntimeError(text))) is errors.LockFailed  # it is inside
+    assert type(error_of(RuntimeError(text))) is errors.LockFailed  # contains a Waltz error
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_texts_without_a_waltz_error_are_not_converted(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        OURS,
-        f"[CAST_INVALID_INPUT] The value '{OURS}' of the type \"STRING\" cannot be cast{JAVA}",
-        f"[CAST_INVALID_INPUT] The value '[PYTHON_X] y: {OURS}' of the type \"STRING\"",
-        f"[USER_RAISED_EXCEPTION] {OURS}{JAVA}",
-        f"[USER_RAISED_EXCEPTION] x {OURS}{JAVA}",
-        f"[USER_RAISED_EXCEPTION] x:\n{OURS}{JAVA}",
-        f"[PYTHON_EXCEPTION] {WORKER}{STACK}RuntimeError: my job: {OURS}{JAVA}",
-        f"[PYTHON_EXCEPTION] {WORKER}{STACK}RuntimeError: two lines\n{OURS}{JAVA}",
-        f"[PYTHON_EXCEPTION] {WORKER}{STACK}RuntimeError: two lines\n  and\n{OURS}{JAVA}",
-        f"\tat org.apache.spark.Some.method(Some.scala:1)\n{OURS}",
+        WALTZ,
+        f"[CAST_INVALID_INPUT] The value '{WALTZ}' of the type \"STRING\" cannot be cast{JAVA}",
+        f"[CAST_INVALID_INPUT] The value '[PYTHON_X] y: {WALTZ}' of the type \"STRING\"",
+        f"[USER_RAISED_EXCEPTION] {WALTZ}{JAVA}",
+        f"[USER_RAISED_EXCEPTION] x {WALTZ}{JAVA}",
+        f"[USER_RAISED_EXCEPTION] x:\n{WALTZ}{JAVA}",
+        f"[PYTHON_EXCEPTION] {WORKER}{TRACE}RuntimeError: my job: {WALTZ}{JAVA}",
+        f"[PYTHON_EXCEPTION] {WORKER}{TRACE}RuntimeError: two lines\n{WALTZ}{JAVA}",
+        f"[PYTHON_EXCEPTION] {WORKER}{TRACE}RuntimeError: two lines\n  and\n{WALTZ}{JAVA}",
+        f"\tat org.apache.spark.Some.method(Some.scala:1)\n{WALTZ}",
     ],
 )
 def test_a_waltz_error_quoted_by_a_user_is_not_converted(text: str) -> None:
@@ -162,6 +162,6 @@ def test_a_waltz_error_quoted_by_a_user_is_not_converted(text: str) -> None:
 
 @given(before=st.text(st.sampled_from("ab: \n'[]()"), max_size=20))
 def test_a_waltz_error_within_a_line_of_other_text_is_not_converted(before: str) -> None:
-    assert error_of(RuntimeError(f"{before}{OURS}")) is None
-    found = error_of(RuntimeError(f"{before}\n{SOURCE}{OURS}"))
+    assert error_of(RuntimeError(f"{before}{WALTZ}")) is None
+    found = error_of(RuntimeError(f"{before}\n{SOURCE}{WALTZ}"))
     assert type(found) is errors.LockFailed

@@ -103,9 +103,9 @@ def make_segments(disk, *counts_of_each):
         chain = entries[-1].chain if entries else GENESIS_CHAIN
         if position:
             segments.add(5, chain)
-        more, made = fill_segment(segments.current, counts, chain)
+        more, new_entries = fill_segment(segments.current, counts, chain)
         records += more
-        entries += made
+        entries += new_entries
     return segments, records, entries
 
 

@@ -65,7 +65,7 @@ ONLY_REPLICA = ZooKeeperState(True, True, 7, ("a:1",), 1)
 
 
 class Terminal:
-    """The machine, and the answers to the errands that it may have."""
+    """The machine for administration requests, and the results of its tasks."""
 
     def __init__(self, **answers):
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
@@ -76,9 +76,9 @@ class Terminal:
         self.open = []  # effects `RunAdminTask` that were not carried out yet
 
     def post(self, message, *, version=1, connection=1):
-        self.take(self.machine.step(AdminRequest(connection, version, message), 0))
+        self.perform(self.machine.step(AdminRequest(connection, version, message), 0))
 
-    def take(self, effects):
+    def perform(self, effects):
         for effect in effects:
             match effect:
                 case RunAdminTask():
@@ -94,11 +94,11 @@ class Terminal:
         value = values[0] if values else self.answers.get(type(run.task).__name__)
         if callable(value):
             value = value(run.task)
-        self.take(self.machine.step(AdminTaskDone(run.task_id, value), 0))
+        self.perform(self.machine.step(AdminTaskDone(run.task_id, value), 0))
         return run.task
 
     def ask(self, message, **options):
-        """Post a message, carry out whatever it needs, return the answer."""
+        """Post a message, carry out its tasks, and return the answer."""
         self.post(message, **options)
         while self.open:
             self.carry_out()
@@ -120,7 +120,7 @@ class Terminal:
         return [task for task in self.admin_tasks if not isinstance(task, questions)]
 
 
-def refused(answer, error):
+def error_text(answer, error):
     assert isinstance(answer, wire.AdminRejected), answer
     assert error_from_code(answer.error_code, "").__class__ is error
     return answer.text
@@ -132,13 +132,13 @@ def refused(answer, error):
 def test_the_cluster_is_checked():
     assert Terminal().ask(wire.CheckCluster(-1, KEY, 4)) == wire.Done(-1)
     for other in (wire.CheckCluster(-1, KEY, 5), wire.CheckCluster(-1, bytes(16), 4)):
-        text = refused(Terminal().ask(other), errors.ClusterKeyMismatch)
+        text = error_text(Terminal().ask(other), errors.ClusterKeyMismatch)
         assert f"expected cluster key {KEY.hex()} with 4 partitions" in text
         as_0_13 = Terminal().ask(other, version=0)
         assert as_0_13 == wire.AdminFailure(-1, f"ClusterKeyMismatch: {text}", ())
 
 
-def test_partitions_are_assigned_and_switched_one_by_one():
+def test_partitions_are_assigned_and_set_available_one_by_one():
     terminal = Terminal()
     assert terminal.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
     assert terminal.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
@@ -151,14 +151,14 @@ def test_partitions_are_assigned_and_switched_one_by_one():
     ]
 
 
-def test_a_request_for_several_stops_at_a_rejection_and_reports_what_is_done():
+def test_a_request_for_several_partitions_stops_at_the_first_error():
     terminal = Terminal(
         SetAvailableTask=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
     answer = terminal.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
-    assert refused(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
+    assert error_text(answer, DiskFailed) == "no. Partitions already done: [0, 1]"
     assert [each.partition_id for each in terminal.changes] == [0, 1, 2]
-    assert refused(terminal.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
+    assert error_text(terminal.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
 
 
 def test_marks_and_held_partitions_are_reported():
@@ -167,13 +167,13 @@ def test_marks_and_held_partitions_are_reported():
     assert terminal.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert terminal.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
     absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
-    assert "this storage does not have" in refused(
+    assert "this storage does not have" in error_text(
         absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest
     )
 
 
 @pytest.mark.parametrize("disk_error", [None, "statvfs: input/output error"])
-def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
+def test_the_gauges_have_the_names_and_format_of_waltz_0_13(disk_error):
     free_bytes = None if disk_error else 5_000
     disk_status = DiskStatus(free_bytes, 64, True, 1_700_000_000_000, disk_error)
     terminal = Terminal(
@@ -257,16 +257,14 @@ IN_SESSION = (
         (ENGAGED, True, None),
     ],
 )
-def test_an_assigned_replica_is_never_removed_and_one_of_the_session_only_with_force(
-    state, forced, text
-):
+def test_removing_a_replica_of_the_session_requires_force(state, forced, text):
     terminal = Terminal(FindZooKeeperState=state)
     answer = terminal.ask(wire.RemovePartition(1, 2, True, forced))
     if text is None:
         assert answer == wire.Done(1)
         assert terminal.changes == [Unassign(2, True)]
     else:
-        assert text in refused(answer, errors.BadRequest)
+        assert text in error_text(answer, errors.BadRequest)
         answer = terminal.ask(wire.SetAssigned(1, (2,), False, True), version=0)
         assert isinstance(answer, wire.AdminFailure)
         assert terminal.changes == []
@@ -278,7 +276,7 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     assert terminal.changes == [admin_tasks.ReSeedTask(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
     terminal = Terminal(FindZooKeeperState=bare)
-    text = refused(terminal.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
+    text = error_text(terminal.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
     assert "without it, 1 are left, less than the quorum of 2)" in text
     assert "offline first" in text
     assert terminal.changes == []
@@ -286,12 +284,12 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     assert terminal.changes == [admin_tasks.ReSeedTask(2)]
 
 
-def test_a_replica_is_suspect_unless_it_is_the_only_one():
+def test_the_only_replica_in_sync_is_not_marked_as_suspect_without_force():
     terminal = Terminal(FindZooKeeperState=ENGAGED)
     assert terminal.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert terminal.changes == [admin_tasks.MarkSuspectTask(2)]
     terminal = Terminal(FindZooKeeperState=ONLY_REPLICA)
-    assert "the only one in sync" in refused(
+    assert "the only one in sync" in error_text(
         terminal.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
     )
     assert terminal.changes == []
@@ -301,15 +299,15 @@ def test_a_replica_is_suspect_unless_it_is_the_only_one():
 @pytest.mark.parametrize(
     "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
 )
-def test_nothing_is_deleted_while_zookeeper_is_unavailable(message):
+def test_no_replica_is_deleted_while_zookeeper_is_unavailable(message):
     terminal = Terminal(FindZooKeeperState=CoordinatorUnavailable("ZooKeeper is away"))
-    assert refused(terminal.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
+    assert error_text(terminal.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
     assert terminal.changes == []
 
 
 def test_an_absent_replica_cannot_be_removed():
     terminal = Terminal(InspectReplica=FACTS._replace(is_held=False))
-    refused(terminal.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
+    error_text(terminal.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
     assert terminal.changes == []
 
 
@@ -333,7 +331,7 @@ def test_a_storage_and_a_replica_are_reported():
     assert answered.reason == "no control slot is valid"
     assert (answered.synced_max, answered.damaged) == (-1, b"")
     refusal = Terminal(InspectReplica=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
-    assert "no control slot is valid" in refused(refusal, errors.BadRequest)
+    assert "no control slot is valid" in error_text(refusal, errors.BadRequest)
 
 
 def test_a_copy_returns_only_records_below_the_confirmed_mark():
@@ -344,14 +342,14 @@ def test_a_copy_returns_only_records_below_the_confirmed_mark():
     assert copy.records_crc == zlib.crc32(copy.records)
     nothing = terminal.ask(wire.CopyRequest(1, 2, 41, 1 << 30))
     assert (nothing.first, nothing.lineage, bytes(nothing.records)) == (41, (), b"")
-    refused(terminal.ask(wire.CopyRequest(1, 2, -1, 1)), errors.BadRequest)
+    error_text(terminal.ask(wire.CopyRequest(1, 2, -1, 1)), errors.BadRequest)
 
 
 def test_a_copy_is_accepted_only_while_the_partition_is_offline():
     entry = LineageEntry(53, 53, 6, 5, bytes(16))
     copy = wire.Copy(1, 2, 53, b"", b"", 0, GENESIS_CHAIN, (entry,))
     terminal = Terminal(PutCopy=53)
-    assert "must be offline while it" in refused(terminal.ask(copy), errors.BadRequest)
+    assert "must be offline while it" in error_text(terminal.ask(copy), errors.BadRequest)
     assert terminal.changes == []
     terminal = Terminal(PutCopy=53, InspectReplica=OFFLINE)
     assert terminal.ask(copy) == wire.Copied(1, 2, 53)
@@ -374,7 +372,7 @@ def test_changes_run_one_at_a_time_and_queries_do_not_wait_for_them():
     terminal.open.reverse()
     terminal.carry_out()
     assert terminal.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
-    terminal.carry_out(DiskFailed("no"))  # a waiting request continues all the same
+    terminal.carry_out(DiskFailed("no"))  # a waiting request continues nevertheless
     assert terminal.carry_out() == admin_tasks.SetAvailableTask(1, False)
     assert terminal.carry_out() == admin_tasks.MarkSuspectTask(2)
     assert [(sender, answer.sequence) for sender, answer in terminal.answered[1:]] == [
@@ -392,10 +390,10 @@ def test_the_end_of_a_connection_ends_its_requests_after_their_current_task():
     terminal.post(wire.MarkSuspect(3, 3, True), connection=2)
     terminal.post(wire.RemovePartition(4, 1, True, False))
     terminal.carry_out()
-    terminal.take(terminal.machine.step(AdminDisconnected(1), 0))
+    terminal.perform(terminal.machine.step(AdminDisconnected(1), 0))
     assert [type(run.task) for run in terminal.open] == [
         admin_tasks.SetAvailableTask
-    ]  # it is under way
+    ]  # the task is running
     while terminal.open:
         terminal.carry_out()
     done = [
@@ -435,10 +433,10 @@ def test_without_access_control_requests_of_a_closed_connection_continue(access,
     """As in Waltz 0.13; a revocation closes only connections with access control."""
 
     async def run():
-        begun, tasks_may_end = [], asyncio.Event()
+        started_partitions, tasks_may_end = [], asyncio.Event()
 
         async def run_exclusively(partition_id, _call):
-            begun.append(partition_id)
+            started_partitions.append(partition_id)
             await tasks_may_end.wait()
 
         failures = []
@@ -452,7 +450,7 @@ def test_without_access_control_requests_of_a_closed_connection_continue(access,
             received([wire.SetAvailable(1, (0, 1), False), wire.MarkSuspect(2, 2, True)])
             closed("revoked")
             tasks_may_end.set()
-        assert begun == done
+        assert started_partitions == done
         assert failures == []
 
     asyncio.run(run())
@@ -474,7 +472,7 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
             port._accept(link)
             received, _ = link.start.call_args.args
             received([wire.MarkSuspect(2, 2, True)])
-            audited.begin.call_args.args[0](None)  # its line is written
+            audited.begin.call_args.args[0](None)  # the line of the request is written
             await asyncio.sleep(0)
             audited.end.assert_not_called()
             port.stop()
@@ -487,11 +485,11 @@ def test_a_shutdown_writes_the_outcome_of_audited_requests():
     asyncio.run(run())
 
 
-def test_a_request_whose_last_task_is_under_way_at_the_end_of_its_connection_is_done():
+def test_a_request_in_its_last_task_completes_after_its_connection_closes():
     terminal = Terminal()
     terminal.post(wire.MarkSuspect(1, 2, True))
     terminal.post(wire.SessionInfoRequest(2, 2))
-    terminal.take(terminal.machine.step(AdminDisconnected(1), 0))
+    terminal.perform(terminal.machine.step(AdminDisconnected(1), 0))
     terminal.carry_out()
     terminal.carry_out()
     assert [each.name for each in terminal.reports] == ["storage.admin_request_completed"]
@@ -507,17 +505,17 @@ def test_waiting_requests_are_limited():
     assert [answer.sequence for _, answer in terminal.answered] == [
         WAITING_MAX + each for each in range(3)
     ]
-    refused(terminal.answered[0][1], errors.Overloaded)
+    error_text(terminal.answered[0][1], errors.Overloaded)
     for _ in range(WAITING_MAX):
         terminal.carry_out()
     assert terminal.open == []
     assert len(terminal.answered) == WAITING_MAX + 3
 
 
-def test_a_message_other_than_a_request_is_rejected_and_ends_nothing():
+def test_an_unexpected_message_is_rejected_without_closing_the_connection():
     terminal = Terminal()
     for message in (wire.Done(1), wire.AdminRejected(1, 5, "x"), wire.Copied(1, 2, 3)):
-        assert "does not accept" in refused(terminal.ask(message), errors.BadRequest)
+        assert "does not accept" in error_text(terminal.ask(message), errors.BadRequest)
     assert terminal.machine.step(Wakeup(), 5) == []
     assert terminal.machine.wake_at_ms is None
     assert terminal.ask(wire.MarkSuspect(9, 2, True)) == wire.Done(9)

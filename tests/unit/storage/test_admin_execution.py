@@ -1,4 +1,4 @@
-"""Upkeep of a storage directory: reports and changes that the engine's tests do not cover."""
+"""Administration of a storage directory: reports and changes; test_storage_engine.py has others."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_held_replicas_and_their_states_are_reported(engine):
     assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
 
 
-def test_the_disk_is_reported_with_the_time(engine):
+def test_the_disk_report_has_a_time(engine):
     room = disk_status_of(engine, 1_234)
     assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
     assert room.free_bytes > 0
@@ -76,7 +76,7 @@ def test_the_disk_is_reported_with_the_time(engine):
     assert disk_status_of(engine, 1_234).is_full
 
 
-def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
+def test_unknown_free_space_does_not_hide_the_other_values(engine, monkeypatch):
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
@@ -122,11 +122,13 @@ def test_an_abandoned_partition_stays_closed(engine):
 def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monkeypatch):
     execute_change(engine, admin_tasks.Assign(1))
 
-    def broken(*_arguments, **_options):
+    def raise_bad_format(*_arguments, **_options):
         raise BadFormat("rotten")
 
-    monkeypatch.setattr("waltz_core.storage.service.storage_engine.PartitionLog.open", broken)
-    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # is done all the same
+    monkeypatch.setattr(
+        "waltz_core.storage.service.storage_engine.PartitionLog.open", raise_bad_format
+    )
+    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # succeeds nevertheless
     assert replica_status_of(engine, 1, is_served=False).reason == "rotten"
 
 
@@ -151,7 +153,7 @@ def test_copied_records_are_appended_and_set_no_mark(engine):
         ({"lineage": ()}, BadRequest),
     ],
 )
-def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
+def test_a_copy_of_another_log_changes_nothing(engine, changed, error):
     execute_change(engine, admin_tasks.Assign(1))
     with pytest.raises(error):
         execute_change(engine, admin_tasks.PutCopy(copy_of(OwnerSession(5, 1), **changed)))
@@ -182,7 +184,7 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
 
 @pytest.mark.parametrize("is_found", [True, False])
 def test_a_copy_without_space_does_not_use_the_reserve(is_found):
-    """Whether that is seen before it is written, or in the middle of that."""
+    """The shortage is detected before the write or during it."""
     engine, disk = full_engine()
     copy, size = copy_of(OwnerSession(5, 1)), 3 * 44 + 3 * 8 + 64
     disk.capacity_bytes += size - is_found
@@ -215,6 +217,6 @@ def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     assert log.slot.provisional is not None
 
 
-def test_a_change_contains_its_partition():
+def test_each_admin_task_has_its_partition():
     assert admin_execution.partition_of(admin_tasks.Assign(2)) == 2
     assert admin_execution.partition_of(admin_tasks.PutCopy(copy_of(OwnerSession(5, 1)))) == 1

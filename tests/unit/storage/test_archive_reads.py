@@ -5,7 +5,7 @@ from shutil import rmtree
 
 import pytest
 
-from tests.unit.storage.test_archiving import filled, make, range_to, request
+from tests.unit.storage.test_archiving import fill_log, make, range_to, request
 from tests.unit.storage.test_service import KEY, open_request, prepare, range_of, reports
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.reader import ArchiveReader
@@ -45,24 +45,26 @@ __all__ = ["make"]
 ROWS = 16
 
 
-class Archived:
+class ArchivedLog:
     """A storage with 16 rows in batches of two, all archived; those up to `start` are removed."""
 
     def __init__(self, bench, directory):
         self.bench = bench
-        filled(bench, batches=ROWS // 2)
-        self.whole = bench.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
-        self.headers = raw_records.headers_of(self.whole.records, self.whole.lengths)
+        fill_log(bench, batches=ROWS // 2)
+        self.all_records = bench.log.read_range(0, ROWS - 1, 1 << 20, whole_batches=True)
+        self.headers = raw_records.headers_of(self.all_records.records, self.all_records.lengths)
         self.owner = bench.owned(6)
         self.store = ArchiveStore(f"file://{directory}/archive")
         job = request(bench, self.owner, range_to(self.owner, ROWS - 1))
-        self.made = upload(self.store, KEY, job)
-        bench.step(service.UploadDone(job, self.made))
+        self.uploaded = upload(self.store, KEY, job)
+        bench.step(service.UploadDone(job, self.uploaded))
         self.cache = ArchiveCache(1 << 20)
 
     def mark(self):
-        made = self.made
-        return self.owner.make(SetArchived, made.last, made.chain, 0, made.file_crc, made.name)
+        uploaded = self.uploaded
+        return self.owner.make(
+            SetArchived, uploaded.last, uploaded.chain, 0, uploaded.file_crc, uploaded.name
+        )
 
     def answer(self, message, connection=1):
         """Return the answer to a request; reads of the archive are carried out."""
@@ -75,8 +77,8 @@ class Archived:
         return found
 
     def read(self):
-        """Carry out the reads of the archive; return how many there were."""
-        reads = [each.read for each in self.bench.only(service_effects.ReadArchive)]
+        """Carry out the reads of the archive; return their number."""
+        reads = [each.read for each in self.bench.effects_of(service_effects.ReadArchive)]
         self.bench.effects = [
             each for each in self.bench.effects if not isinstance(each, service_effects.ReadArchive)
         ]
@@ -99,7 +101,7 @@ class Archived:
 @pytest.fixture
 def archived(make, tmp_path):
     bench = make(segment_bytes_max=700, retention=RetentionLimits(age_ms_max=1_000))
-    found = Archived(bench, tmp_path)
+    found = ArchivedLog(bench, tmp_path)
     assert isinstance(bench.ask(1, found.mark()), SuccessResponse)
     bench.finish()
     assert bench.log.start.transaction_id == ROWS - 1, "the log has no archived record any more"
@@ -109,16 +111,16 @@ def archived(make, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 15), (3, 3), (5, 12), (14, 99)])
-def test_a_reader_gets_removed_records_as_they_were(archived, first, last):
+def test_a_reader_receives_removed_records_unchanged(archived, first, last):
     message = range_of(archived.owner, first, last, whole_batches=False, reader=True)
     found = archived.answer(message, 7)
     assert isinstance(found, RangeBytes)
     end = min(last, ROWS - 1)
     assert (found.first, found.count) == (first, end - first + 1)
     offset, stop = (
-        int(each) for each in raw_records.offsets_of(archived.whole.lengths)[[first, end + 1]]
+        int(each) for each in raw_records.offsets_of(archived.all_records.lengths)[[first, end + 1]]
     )
-    assert bytes(found.records) == archived.whole.records[offset:stop]
+    assert bytes(found.records) == archived.all_records.records[offset:stop]
     assert [each.first for each in found.lineage] == list(range(first // 2 * 2, end + 1, 2))
 
 
@@ -133,8 +135,8 @@ def test_a_reader_gets_the_headers_of_removed_records(archived):
 def test_the_owner_gets_the_lineage_of_removed_batches(archived):
     found = archived.lineage(3, 9)
     assert isinstance(found, LineageResponse)
-    assert found.lineage == archived.whole.entries[1:5]
-    assert found.chain_before == archived.whole.entries[0].chain
+    assert found.lineage == archived.all_records.entries[1:5]
+    assert found.chain_before == archived.all_records.entries[0].chain
 
 
 def test_a_copy_does_not_read_the_archive(archived):
@@ -150,7 +152,7 @@ def test_positions_in_files_are_rejected(archived):
 def expire(archived, first):
     """Let the owner announce a manifest with a later first ID."""
     reader = ArchiveReader(
-        archived.store, archived.made.name, archived.made.file_crc, archived.cache
+        archived.store, archived.uploaded.name, archived.uploaded.file_crc, archived.cache
     )
     data = reader.manifest.with_expiry(first, 0).to_bytes()
     archived.store.write("expired", data)
@@ -169,7 +171,7 @@ def test_a_read_of_expired_records_names_the_first_available_id(archived, form):
     assert archived.answer(range_of(archived.owner, 6, 9, **fields), 7).count == 4
 
 
-def test_the_owner_learns_that_a_lineage_has_expired(archived):
+def test_the_owner_receives_an_error_for_an_expired_lineage(archived):
     expire(archived, 6)
     found = archived.error(archived.owner.make(LineageRequest, 3, 9))
     assert (type(found), found.first_available) == (BeforeLogStart, 6)
@@ -204,19 +206,19 @@ def test_a_failed_read_of_the_archive_is_reported_once_for_a_while(archived):
     assert len(read(4)) == 2
 
 
-def test_a_store_that_fails_is_reported_once_whatever_is_read(archived):
+def test_an_object_store_failure_is_reported_once_for_all_reads(archived):
     bench, kinds = archived.bench, (ArchiveUnavailable, ArchiveUnavailable, BeforeLogStart)
     for number, kind in enumerate(kinds):
         bench.send(7, range_of(archived.owner, number, 9, whole_batches=False, reader=True))
         bench.finish()
-        (effect,) = bench.only(service_effects.ReadArchive)
+        (effect,) = bench.effects_of(service_effects.ReadArchive)
         bench.effects.clear()
         bench.step(service.ArchiveAnswered(effect.read, kind(f"cannot read {number}")))
         found = reports(bench, "storage.archive_read_failed")
         assert len(found) == (1 if number == 0 else 0)
 
 
-def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived):
+def test_without_an_announced_mark_a_reader_gets_a_retryable_error(archived):
     later = archived.bench.owned(7, connection=2)
     message = range_of(later, 0, 9, whole_batches=False, reader=True)
     found = archived.error(message, 7)
@@ -230,10 +232,10 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
 
 
 def test_an_archive_of_another_log_is_not_read(archived):
-    """The mark of a rolled-back ZooKeeper, for example: neither the owner nor a reader gets it."""
+    """For example after a rollback of ZooKeeper: neither owner nor readers get these records."""
     later = archived.bench.owned(7, connection=2)
-    made = archived.made
-    mark = later.make(SetArchived, made.last, bytes(16), 0, made.file_crc, made.name)
+    uploaded = archived.uploaded
+    mark = later.make(SetArchived, uploaded.last, bytes(16), 0, uploaded.file_crc, uploaded.name)
     for connection, reader in ((2, False), (7, True)):
         archived.bench.send(2, mark)
         message = range_of(later, 0, 9, whole_batches=False, reader=reader)
@@ -246,11 +248,11 @@ def test_an_archive_of_another_log_is_not_read(archived):
         assert isinstance(found, ArchiveUnavailable)
         assert "has not sent" in str(found)
     # The mark of this log is known to a read that follows it directly.
-    archived.bench.send(2, replace(mark, chain=made.chain))
+    archived.bench.send(2, replace(mark, chain=uploaded.chain))
     assert archived.answer(range_of(later, 0, 9, whole_batches=False, reader=True), 7).count == 10
 
 
-def test_an_answer_arrives_though_the_session_has_ended(archived):
+def test_a_read_is_answered_after_the_end_of_the_session(archived):
     message = range_of(archived.owner, 0, 1, whole_batches=False, reader=True)
     archived.bench.send(7, message)
     archived.bench.finish()
@@ -261,7 +263,7 @@ def test_an_answer_arrives_though_the_session_has_ended(archived):
 
 
 def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
-    archived = Archived(make(), tmp_path)
+    archived = ArchivedLog(make(), tmp_path)
     bench, owner = archived.bench, archived.owner
     bench.log._files.write_slot(replace(bench.log.slot, damaged=(IdRange(4, 7),)))
     message = range_of(owner, 4, 9, whole_batches=False, reader=False)
@@ -282,7 +284,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     assert isinstance(found, ChecksumMismatch)
     assert "records 4..7 are damaged" in str(found)
     assert "; in the archive: archive: cannot read " in str(found)
-    assert archived.made.name in str(found)
+    assert archived.uploaded.name in str(found)
     assert "Hint: `waltz-core archive verify" in str(found)
     (report,) = reports(bench, "storage.archive_read_failed")
     assert isinstance(report["error"], ObjectMissing)
@@ -294,7 +296,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     archived.cache.close()
 
 
-def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(archived):
+def test_reads_from_the_archive_are_limited_and_block_no_connection(archived):
     bench, owner = archived.bench, archived.owner
     messages = [
         range_of(owner, 0, 9, bytes_max=1 << 16, reader=True) for _ in range(QUERIES_MAX + 1)
@@ -303,7 +305,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
         bench.send(7, message)
         bench.finish()
     assert bench.service.queue_limits.reader_bytes == 0
-    assert not bench.only(service_effects.PauseReading)
+    assert not bench.effects_of(service_effects.PauseReading)
     (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
     assert rejected.sequence == messages[-1].sequence
     error = error_from_code(rejected.error_code, rejected.message)
@@ -318,7 +320,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
 
 def test_a_storage_without_an_archive_returns_an_error_that_states_this(make):
     bench = make(archive=None)
-    filled(bench)
+    fill_log(bench)
     owner = bench.owned(6)
     bench.log._files.begin_after(AckedMarker(3, bench.log.chain_at(3)), bench.log.slot)
     bench.ask(7, open_request())

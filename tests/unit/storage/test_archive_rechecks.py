@@ -1,4 +1,4 @@
-"""Reads of the archive that have found damage are repeated until the file is right."""
+"""Reads of damaged archive files are repeated until the file is repaired."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.storage.process.archive_rechecks import recheck
 
-OBJECT = 51  # transactions of each
+OBJECT = 51  # transactions per object
 
 
 class Case:
@@ -52,22 +52,22 @@ def case(tmp_path):
     return Case(tmp_path)
 
 
-def test_damage_ends_with_the_repair_of_its_file(case):
+def test_damage_is_cleared_after_the_archived_file_is_repaired(case):
     assert len(case.access.damaged_locations) == case.recheck() == 2
     case.missing.rename(case.paths[1])
     assert case.recheck() == 1
     assert case.log.manifest.newest_objects[0].name in case.access.read_damage
     case.paths[0].write_bytes(case.data)
-    assert case.recheck() == 0, "also at the other place"
+    assert case.recheck() == 0, "cleared at both positions"
     assert case.access.read_damage == ""
 
 
-def test_damage_stays_without_an_answer(case, monkeypatch):
+def test_damage_is_kept_while_the_object_store_is_unavailable(case, monkeypatch):
     def unavailable(*_):
         raise ArchiveUnavailable("no route")
 
     case.missing.rename(case.paths[1])
-    assert case.recheck(last=-1) == 2, "the session does not have it as archived"
+    assert case.recheck(last=-1) == 2, "the archived mark of the session is below the object"
     asyncio.run(recheck(case.access, {}, case.threads))
     monkeypatch.setattr(ArchiveStore, "open", unavailable)
     assert case.recheck() == 2

@@ -44,15 +44,15 @@ MADE = NewManifest(5, GENESIS_CHAIN, 9, "m", 7)
 
 @pytest.fixture
 def make(tmp_path):
-    made = []
+    benches = []
 
     def make_bench(**options):
         options = {"archive": OLD} | options
-        made.append(Bench(tmp_path / str(len(made)), **options))
-        return made[-1]
+        benches.append(Bench(tmp_path / str(len(benches)), **options))
+        return benches[-1]
 
     yield make_bench
-    for bench in made:
+    for bench in benches:
         bench.engine.abandon()
 
 
@@ -64,7 +64,7 @@ def collection_of(owner, *, attempt=3, last=5):
     return owner.make(CollectGarbage, attempt, last, GENESIS_CHAIN, "m", 7)
 
 
-def filled(bench, *, batches=3, size=2, session=5):
+def fill_log(bench, *, batches=3, size=2, session=5):
     """Return an owner that has appended batches, with data of 100 bytes."""
     owner = bench.owned(session)
     for _ in range(batches):
@@ -76,7 +76,7 @@ def request(bench, owner, message):
     """Send a request to archive; return the job to upload, if any."""
     bench.send(1, message)
     bench.finish()
-    jobs = bench.only(service_effects.UploadRange)
+    jobs = bench.effects_of(service_effects.UploadRange)
     bench.effects = [
         each for each in bench.effects if not isinstance(each, service_effects.UploadRange)
     ]
@@ -95,7 +95,7 @@ def rejection(bench, message, connection=1):
 
 def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     store = ArchiveStore(f"file://{tmp_path}/archive")
     message = range_to(owner, 5)
     bench.log.clock_ms = lambda: STAMP_MS + 7
@@ -130,7 +130,7 @@ def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
 def test_a_range_ends_with_the_batch_that_fills_an_object(make, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     bench = make(archive=ArchiveLimits(object_bytes=700, age_ms=1 << 60))
-    owner = filled(bench, batches=6)
+    owner = fill_log(bench, batches=6)
     job = request(bench, owner, range_to(owner, 11))
     assert [len(each.batches) for each in job.runs] == [1, 1, 1]
     assert (job.first, job.end.last, job.record_bytes) == (0, 5, 6 * 140)
@@ -139,11 +139,11 @@ def test_a_range_ends_with_the_batch_that_fills_an_object(make, monkeypatch):
 def test_other_work_runs_between_the_pieces_of_a_range(make, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     bench = make()
-    owner = filled(bench, batches=6)
+    owner = fill_log(bench, batches=6)
     bench.send(1, range_to(owner, 11), owner.append(), owner.append())
     order = []
-    while bench.works:
-        work = bench.works.pop(0)
+    while bench.work_items:
+        work = bench.work_items.pop(0)
         order.append("piece" if work.piece is not None else "append")
         bench.step(service.WorkDone(work, work.run()))
     assert order == ["piece", "append", *["piece"] * 5]
@@ -152,12 +152,12 @@ def test_other_work_runs_between_the_pieces_of_a_range(make, monkeypatch):
 def test_pieces_are_read_at_the_rate_and_a_pause_is_reported_as_progress(make, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=0, bytes_per_s=10))
-    owner = filled(bench, batches=4)
+    owner = fill_log(bench, batches=4)
     began_ms = bench.now_ms
     bench.send(1, range_to(owner, 7))
     bench.finish()
     notified_ms = [began_ms]
-    while not (uploads := bench.only(service_effects.UploadRange)):
+    while not (uploads := bench.effects_of(service_effects.UploadRange)):
         bench.now_ms = bench.service.wake_at_ms
         notified = len(progress_of(bench))
         bench.step(Wakeup())
@@ -172,14 +172,14 @@ def test_pieces_are_read_at_the_rate_and_a_pause_is_reported_as_progress(make, m
 @pytest.mark.parametrize("last", [5, 1 << 40])
 def test_a_range_ends_where_the_synced_log_does(make, last):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     assert request(bench, owner, range_to(owner, last)).end.last == 5
 
 
-def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
+def test_a_range_below_the_minimum_size_and_age_is_not_archived(make):
     age_ms = 1 << 60
     bench = make(archive=ArchiveLimits(object_bytes=6 * 140, age_ms=age_ms))
-    owner = filled(bench)
+    owner = fill_log(bench)
     assert request(bench, owner, range_to(owner, 5)) is None
     bench.log.clock_ms = lambda: STAMP_MS + 7
     assert request(bench, owner, range_to(owner, 5)) is None
@@ -193,7 +193,7 @@ def test_nothing_is_archived_while_there_is_too_little_and_it_is_young(make):
 def test_the_archive_backlog_is_reported_over_all_segments(make):
     age_ms = 1 << 60
     bench = make(archive=ArchiveLimits(1 << 20, age_ms), segment_bytes_max=600)
-    owner = filled(bench, batches=8)
+    owner = fill_log(bench, batches=8)
     assert len(bench.log._files.segments.all) > 2
     request(bench, owner, range_to(owner, 9, first=2, chain=bench.log.chain_at(1)))
     assert (notices(bench)[-1].unarchived_last, notices(bench)[-1].unarchived_bytes) == (9, 8 * 140)
@@ -203,32 +203,32 @@ def test_the_archive_backlog_is_reported_over_all_segments(make):
 def test_a_batch_that_reaches_beyond_the_range_is_not_archived(make, monkeypatch, last, end):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     job = request(bench, owner, range_to(owner, last))
     assert (job and job.end.last) == end
     assert [each.error for each in notices(bench)] == ([""] if end is None else [])
 
 
-def test_a_clock_behind_the_commit_stamps_stops_no_range_that_has_begun(make, monkeypatch):
+def test_a_clock_behind_the_commit_stamps_does_not_stop_a_started_range(make, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 150)
     bench = make(archive=ArchiveLimits(object_bytes=400, age_ms=0))
-    owner = filled(bench, size=1)
+    owner = fill_log(bench, size=1)
     monkeypatch.setattr(bench.log, "clock_ms", lambda: STAMP_MS - 1)
     job = request(bench, owner, range_to(owner, 2))
     assert [len(each.batches) for each in job.runs] == [1, 1, 1]
 
 
-def test_an_old_batch_is_archived_whatever_its_size(make):
+def test_an_old_batch_of_any_size_is_archived(make):
     ages = [bench_age - STAMP_MS for bench_age in (STAMP_MS + 1_000, STAMP_MS + 1 << 50)]
     for age_ms, is_archived in zip(ages, (True, False), strict=True):
         bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=age_ms))
-        owner = filled(bench)
+        owner = fill_log(bench)
         assert (request(bench, owner, range_to(owner, 5)) is not None) == is_archived
 
 
 def test_a_range_with_another_chain_damage_or_reconstructed_batches_is_an_error(make, monkeypatch):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     request(bench, owner, range_to(owner, 5, chain=NONCE))
     assert "expected chain hash " in notices(bench)[-1].error
     request(bench, owner, range_to(owner, 5, first=1))
@@ -251,9 +251,9 @@ def test_a_range_with_another_chain_damage_or_reconstructed_batches_is_an_error(
     assert len(reports(bench, "storage.archive_failed")) == 4
 
 
-def test_a_failed_upload_is_reported_and_the_next_attempt_is_free(make):
+def test_a_failed_upload_is_reported_and_does_not_block_the_next(make):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     job = request(bench, owner, range_to(owner, 5))
     bench.step(service.UploadDone(job, ArchiveUnavailable("cannot write x")))
     (notice,) = notices(bench)
@@ -261,9 +261,9 @@ def test_a_failed_upload_is_reported_and_the_next_attempt_is_free(make):
     assert request(bench, owner, range_to(owner, 5, attempt=2)).attempt == 2
 
 
-def test_requests_of_others_and_without_an_archive_are_rejected(make):
+def test_archive_requests_of_other_owners_or_without_an_archive_are_rejected(make):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     assert isinstance(rejection(bench, range_to(owner, 5), connection=2), SessionFenced)
     assert isinstance(rejection(bench, range_to(OwnerSession(4), 5)), SessionFenced)
     assert "found 3..2" in str(rejection(bench, range_to(owner, 2, first=3)))
@@ -272,7 +272,7 @@ def test_requests_of_others_and_without_an_archive_are_rejected(make):
     assert isinstance(rejection(bench, collection_of(owner), connection=2), SessionFenced)
     assert isinstance(rejection(bench, collection_of(OwnerSession(4))), SessionFenced)
     other = make(archive=None)
-    owner = filled(other)
+    owner = fill_log(other)
     for message in (range_to(owner, 5), collection_of(owner)):
         found = rejection(other, message)
         assert isinstance(found, BadRequest)
@@ -281,7 +281,7 @@ def test_requests_of_others_and_without_an_archive_are_rejected(make):
 
 def test_one_range_is_read_or_uploaded_at_a_time(make):
     bench = make()
-    owners = [filled(bench)]
+    owners = [fill_log(bench)]
     for partition_id in (1, 2):
         log = bench.engine.assign(partition_id)
         bench.step(service.PartitionOpened(log))
@@ -293,7 +293,7 @@ def test_one_range_is_read_or_uploaded_at_a_time(make):
         bench.send(1, range_to(owner, 1))
     bench.finish()
     order = []
-    while jobs := bench.only(service_effects.UploadRange)[len(order) :]:
+    while jobs := bench.effects_of(service_effects.UploadRange)[len(order) :]:
         job = jobs[0].job
         order.append(job.partition_id)
         bench.step(service.UploadDone(job, MADE))
@@ -316,13 +316,13 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     make, ending, is_uploading
 ):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     bench.send(1, range_to(owner, 5))
     if is_uploading:
         bench.finish()
     ENDINGS[ending](bench)
     bench.finish()
-    uploads = bench.only(service_effects.UploadRange)
+    uploads = bench.effects_of(service_effects.UploadRange)
     assert len(uploads) == is_uploading
     if ending == "drop":
         bench.step(service.PartitionOpened(bench.log))
@@ -331,11 +331,11 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     bench.send(3, range_to(later, 5))
     bench.finish()
     if is_uploading:
-        assert len(bench.only(service_effects.UploadRange)) == 1
+        assert len(bench.effects_of(service_effects.UploadRange)) == 1
         bench.step(service.UploadDone(uploads[0].job, MADE))
         bench.finish()
         assert not notices(bench, 1)
-    job = bench.only(service_effects.UploadRange)[-1].job
+    job = bench.effects_of(service_effects.UploadRange)[-1].job
     assert job.session_id == 7
     bench.step(service.UploadDone(job, MADE))
     assert [each.session_id for each in notices(bench, 3)] == [7]
@@ -345,19 +345,19 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
 
 @pytest.mark.parametrize("is_uploading", [False, True])
 def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploading):
-    """The owner has abandoned it."""
+    """The owner has abandoned the collection."""
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     bench.send(1, range_to(owner, 5))
     if is_uploading:
         bench.finish()
     bench.send(1, range_to(owner, 5, attempt=2))
     bench.finish()
-    jobs = [each.job for each in bench.only(service_effects.UploadRange)]
+    jobs = [each.job for each in bench.effects_of(service_effects.UploadRange)]
     if is_uploading:
         bench.step(service.UploadDone(jobs[0], MADE))
         bench.finish()
-        jobs = [each.job for each in bench.only(service_effects.UploadRange)][1:]
+        jobs = [each.job for each in bench.effects_of(service_effects.UploadRange)][1:]
     (job,) = jobs
     assert job.attempt == 2
     bench.step(service.UploadDone(job, MADE))
@@ -367,7 +367,7 @@ def test_a_new_request_replaces_an_earlier_one_of_its_partition(make, is_uploadi
 # ---- garbage
 
 
-def collected(bench, connection=1):
+def collection_notices(bench, connection=1):
     return [each for each in bench.answers(connection) if isinstance(each, GarbageCollected)]
 
 
@@ -382,13 +382,13 @@ OUTCOMES = {
 def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
     outcome, expected = OUTCOMES[kind]
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     assert isinstance(bench.ask(1, collection_of(owner)), SuccessResponse)
-    (effect,) = bench.only(service_effects.CollectFiles)
+    (effect,) = bench.effects_of(service_effects.CollectFiles)
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
     assert effect.job == GarbageCollectionJob(5, NONCE, 3, recorded)
     bench.step(service.FilesCollected(effect.job, outcome))
-    assert collected(bench) == [GarbageCollected(5, 0, 0, 3, *expected)]
+    assert collection_notices(bench) == [GarbageCollected(5, 0, 0, 3, *expected)]
     assert reports(bench, "storage.garbage_collected") == (
         [{"partition": 0, "files": 3, "bytes": 700, "unknown_files": 1}] if kind == "some" else []
     )
@@ -401,21 +401,21 @@ def test_garbage_is_collected_for_the_owner_and_reported(make, kind):
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_collection_is_not_reported_to_an_owner_whose_session_has_ended(make, ending):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     bench.send(1, collection_of(owner))
-    (effect,) = bench.only(service_effects.CollectFiles)
+    (effect,) = bench.effects_of(service_effects.CollectFiles)
     ENDINGS[ending](bench)
     bench.finish()
     bench.step(service.FilesCollected(effect.job, BadRequest("found a later session")))
-    assert not [each for number in (1, 2) for each in collected(bench, number)]
+    assert not [each for number in (1, 2) for each in collection_notices(bench, number)]
     assert not reports(bench, "storage.garbage_collection_failed"), (
-        "the later owner explains its files"
+        "the later owner collects its own garbage"
     )
 
 
 def test_a_collection_and_an_upload_wait_for_each_other(make):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     log = bench.engine.assign(1)
     bench.step(service.PartitionOpened(log))
     second = OwnerSession(5, 1)
@@ -423,14 +423,14 @@ def test_a_collection_and_an_upload_wait_for_each_other(make):
     bench.ask(1, second.append(2))
     bench.send(1, collection_of(owner))
     assert request(bench, second, range_to(second, 1)) is None
-    (effect,) = bench.only(service_effects.CollectFiles)
+    (effect,) = bench.effects_of(service_effects.CollectFiles)
     bench.step(service.FilesCollected(effect.job, CollectedGarbage(0, 0, 0, False)))
     bench.finish()
-    (upload,) = bench.only(service_effects.UploadRange)
+    (upload,) = bench.effects_of(service_effects.UploadRange)
     bench.send(1, collection_of(owner, attempt=4))
-    assert len(bench.only(service_effects.CollectFiles)) == 1
+    assert len(bench.effects_of(service_effects.CollectFiles)) == 1
     bench.step(service.UploadDone(upload.job, MADE))
-    assert bench.only(service_effects.CollectFiles)[1].job.attempt == 4
+    assert bench.effects_of(service_effects.CollectFiles)[1].job.attempt == 4
 
 
 # ---- stores that hang
@@ -444,7 +444,7 @@ def progress_of(bench):
 def three_jobs(make):
     """Return a bench that uploads a range of partition 0; two other partitions wait."""
     bench = make()
-    owners = [filled(bench)]
+    owners = [fill_log(bench)]
     for partition_id in (1, 2):
         log = bench.engine.assign(partition_id)
         bench.step(service.PartitionOpened(log))
@@ -454,10 +454,10 @@ def three_jobs(make):
     for owner in owners:
         bench.send(1, range_to(owner, 1))
     bench.finish()
-    return bench, bench.only(service_effects.UploadRange)[0].job
+    return bench, bench.effects_of(service_effects.UploadRange)[0].job
 
 
-def test_the_owners_of_all_jobs_are_notified_of_progress_now_and_then(make):
+def test_the_owners_of_all_jobs_are_notified_of_progress_at_intervals(make):
     bench, job = three_jobs(make)
     for _ in range(PROGRESS_INTERVAL_MS // 1_000):
         bench.step(service.ArchiveProgressed())
@@ -488,12 +488,12 @@ def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make)
     assert reports(bench, "storage.archive_stalled") == [{"partition": 0, "ms": STALLED_MS}]
     assert len(progress_of(bench)) == notified
     bench.finish()
-    assert len(bench.only(service_effects.UploadRange)) == 1, "memory is bounded"
+    assert len(bench.effects_of(service_effects.UploadRange)) == 1, "memory is bounded"
     assert bench.service.archive_running_since_ms == began_ms
     bench.step(service.UploadDone(job, ArchiveUnavailable("timed out")))
     for partition_id in (1, 2):
         bench.finish()
-        job = bench.only(service_effects.UploadRange)[-1].job
+        job = bench.effects_of(service_effects.UploadRange)[-1].job
         assert job.partition_id == partition_id
         bench.step(service.UploadDone(job, MADE))
     assert [each.error for each in notices(bench)] == ["timed out", "", ""]
@@ -509,10 +509,10 @@ def test_a_prepared_answer_has_the_start_if_an_archive_is_configured(make):
 # ---- retention
 
 
-def with_segments(make, **limits):
+def bench_with_segments(make, **limits):
     """Return a bench whose log has four segments of two batches, all confirmed, and its owner."""
     bench = make(segment_bytes_max=700, retention=RetentionLimits(**limits))
-    filled(bench, batches=8)
+    fill_log(bench, batches=8)
     owner = bench.owned(6)
     assert len(bench.log._files.segments.all) == 4
     return bench, owner
@@ -522,84 +522,84 @@ def mark_at(bench, owner, last):
     return owner.make(SetArchived, last, bench.log.chain_at(last) or GENESIS_CHAIN, 0, 0, "m")
 
 
-def starts(bench):
+def removed_starts(bench):
     return [each["start"] for each in reports(bench, "storage.segment_removed")]
 
 
 def test_segments_over_the_size_are_removed_up_to_the_archived_mark(make):
-    bench, owner = with_segments(make, bytes_max=2_000)
+    bench, owner = bench_with_segments(make, bytes_max=2_000)
     assert bench.log.size_bytes > 4 * 560
     assert isinstance(bench.ask(1, mark_at(bench, owner, 1)), SuccessResponse)
     bench.finish()
-    assert starts(bench) == [], "the mark is within the oldest segment"
+    assert removed_starts(bench) == [], "the mark is within the oldest segment"
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
-    assert starts(bench) == [5], "no more than needed"
+    assert removed_starts(bench) == [5], "no more than needed"
     assert bench.log.size_bytes <= 2_000
     assert bench.log.start.transaction_id == 5
     assert bench.ask(1, owner.append(2)).synced_max == 17
 
 
 def test_segments_over_the_age_are_removed_but_never_the_newest(make):
-    bench, owner = with_segments(make, age_ms_max=1_000)
+    bench, owner = bench_with_segments(make, age_ms_max=1_000)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
-    assert starts(bench) == [5, 9, 15]
+    assert removed_starts(bench) == [5, 9, 15]
 
 
 @pytest.mark.parametrize("limits", [{}, {"bytes_max": 1 << 30, "age_ms_max": 1 << 60}])
-def test_without_a_limit_or_below_it_nothing_is_removed(make, limits):
-    bench, owner = with_segments(make, **limits)
+def test_segments_within_the_retention_limits_are_not_removed(make, limits):
+    bench, owner = bench_with_segments(make, **limits)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
-    assert starts(bench) == []
+    assert removed_starts(bench) == []
     bench.now_ms += INTERVAL_MS
     bench.step(Wakeup())
     pieces = []
-    while bench.works:
-        work = bench.works.pop(0)
+    while bench.work_items:
+        work = bench.work_items.pop(0)
         pieces.append(work.piece)
         bench.step(service.WorkDone(work, work.run()))
     assert any(isinstance(each, RetentionPiece) for each in pieces) == bool(limits)
-    assert starts(bench) == []
+    assert removed_starts(bench) == []
 
 
 def test_a_mark_with_another_chain_is_rejected(make):
-    bench, owner = with_segments(make, bytes_max=1)
+    bench, owner = bench_with_segments(make, bytes_max=1)
     for last in (2, 15, 99):
         found = rejection(bench, owner.make(SetArchived, last, NONCE, 0, 0, "m"))
         assert isinstance(found, BadRequest)
         assert f"at transaction {last}, up to which the log is archived; found" in str(found)
-    assert starts(bench) == []
+    assert removed_starts(bench) == []
 
 
-def test_the_next_round_checks_again_and_a_later_session_has_another_mark(make):
-    bench, owner = with_segments(make, bytes_max=2_400)
+def test_retention_is_checked_again_with_the_mark_of_a_later_session(make):
+    bench, owner = bench_with_segments(make, bytes_max=2_400)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
-    before = starts(bench)
+    before = removed_starts(bench)
     for _ in range(4):
         bench.ask(1, owner.append(2, b"x" * 100))
     next_ms = bench.now_ms + INTERVAL_MS
     while bench.now_ms < next_ms:
         tick(bench)
         bench.finish()
-    assert starts(bench)[len(before) :], "appends have made the log too large again"
+    assert removed_starts(bench)[len(before) :], "appends have exceeded the size limit again"
     later = bench.owned(7, 2)
-    before = starts(bench)
+    before = removed_starts(bench)
     for _ in range(6):
         bench.ask(2, later.append(2, b"x" * 100))
     bench.now_ms += 2 * INTERVAL_MS
     tick(bench)
     bench.finish()
-    assert starts(bench) == before
+    assert removed_starts(bench) == before
     bench.ask(2, mark_at(bench, later, 15))
     bench.finish()
-    assert len(starts(bench)) > len(before)
+    assert len(removed_starts(bench)) > len(before)
 
 
-def test_the_largest_log_loses_its_oldest_segment_first(make):
-    bench, owner = with_segments(make, bytes_max=2_400)
+def test_retention_starts_with_the_oldest_segment_of_the_largest_log(make):
+    bench, owner = bench_with_segments(make, bytes_max=2_400)
     log = bench.engine.assign(1)
     bench.step(service.PartitionOpened(log))
     second = OwnerSession(5, 1)
@@ -627,9 +627,9 @@ EXPIRIES = {
 def test_objects_expire_for_the_owner_and_it_is_reported(make, kind):
     outcome, expected = EXPIRIES[kind]
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     assert isinstance(bench.ask(1, expiry_of(owner)), SuccessResponse)
-    (effect,) = bench.only(service_effects.WriteExpiry)
+    (effect,) = bench.effects_of(service_effects.WriteExpiry)
     recorded = RecordedManifest(0, 5, GENESIS_CHAIN, "m", 7)
     assert effect.job == ExpiryJob(5, NONCE, 3, recorded, 4, 77, 60_000)
     bench.step(service.ExpiryWritten(effect.job, outcome))
@@ -644,9 +644,9 @@ def test_objects_expire_for_the_owner_and_it_is_reported(make, kind):
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, ending):
     bench = make()
-    owner = filled(bench)
+    owner = fill_log(bench)
     bench.send(1, expiry_of(owner))
-    (effect,) = bench.only(service_effects.WriteExpiry)
+    (effect,) = bench.effects_of(service_effects.WriteExpiry)
     ENDINGS[ending](bench)
     bench.finish()
     bench.step(service.ExpiryWritten(effect.job, ManifestAfterExpiry(3, "e", 8)))
@@ -654,7 +654,7 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     assert not [each for each in answers if isinstance(each, ObjectsExpired)]
 
 
-def test_marks_that_keep_arriving_do_not_delay_the_removal():
+def test_repeated_marks_do_not_delay_the_removal():
     partitions, marks, removals = 10, 9, 0
     retention = Retention(RetentionLimits(age_ms_max=1))
     for partition in range(partitions):
@@ -669,8 +669,8 @@ def test_marks_that_keep_arriving_do_not_delay_the_removal():
     assert removals > 50
 
 
-def replacement_of(owner, first, last, *, made, name="o", attempt=3):
-    mark = (made.last, made.chain, made.name, made.file_crc)
+def replacement_of(owner, first, last, *, mark, name="o", attempt=3):
+    mark = (mark.last, mark.chain, mark.name, mark.file_crc)
     return owner.make(ReplaceObject, attempt, first, last, name, *mark)
 
 
@@ -685,10 +685,10 @@ def archived_in(bench, owner, store, *ends):
     return uploaded, [each for each in store.list_names("") if each.endswith(".parquet")]
 
 
-def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_path, monkeypatch):
+def test_an_object_of_any_size_is_rewritten_from_the_log(make, tmp_path, monkeypatch):
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     bench = make(archive=ArchiveLimits(object_bytes=1 << 20, age_ms=0))
-    owner = filled(bench, batches=6)
+    owner = fill_log(bench, batches=6)
     store = ArchiveStore(f"file://{tmp_path}/archive")
     made, names = archived_in(bench, owner, store, 1, 9, 11)
     (name,) = (each for each in names if "/2-9-" in each)
@@ -696,7 +696,7 @@ def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_pat
     store.delete(name)
     bench.service._archive._limits = ArchiveLimits(object_bytes=1, age_ms=1 << 60)
     count = len(notices(bench))
-    message = replacement_of(owner, 2, 9, made=made, name=name, attempt=7)
+    message = replacement_of(owner, 2, 9, mark=made, name=name, attempt=7)
     job = request(bench, owner, message)
     assert [len(each.batches) for each in job.runs] == [1, 1, 1, 1]
     again = upload(store, KEY, job)
@@ -711,19 +711,19 @@ def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_pat
 
 
 def test_replacing_an_archived_object_uses_bounded_memory(make, monkeypatch):
-    """A client may name any IDs; only the manifest shows that no object has them."""
+    """A client may request any IDs; only the manifest shows that no object has them."""
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     monkeypatch.setattr("waltz_core.storage.service.archive_jobs.REPLACED_BYTES_MAX", 900)
     bench = make(archive=OLD)
-    owner = filled(bench, batches=20)
-    assert request(bench, owner, replacement_of(owner, 0, 39, made=MADE)) is None
+    owner = fill_log(bench, batches=20)
+    assert request(bench, owner, replacement_of(owner, 0, 39, mark=MADE)) is None
     assert "expected whole batches with transactions 0..39, found batches up to 7" in (
         notices(bench)[-1].error
     )
 
 
 def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
-    bench, owner = with_segments(make, bytes_max=2_000)
+    bench, owner = bench_with_segments(make, bytes_max=2_000)
     bench.ask(1, mark_at(bench, owner, 15))
     bench.finish()
     assert bench.log.start.transaction_id == 5
@@ -733,8 +733,8 @@ def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
         (7, 9, "expected a batch that begins at transaction 7"),
         (4, 7, "4..7 were requested, but the log of this storage begins at 6"),
     ):
-        request(bench, owner, replacement_of(owner, first, last, made=MADE))
+        request(bench, owner, replacement_of(owner, first, last, mark=MADE))
         assert reason in notices(bench)[-1].error
         assert notices(bench)[-1].manifest == ""
     assert len(reports(bench, "storage.object_replacement_failed")) == 4
-    assert "found 3..2" in str(rejection(bench, replacement_of(owner, 3, 2, made=MADE)))
+    assert "found 3..2" in str(rejection(bench, replacement_of(owner, 3, 2, mark=MADE)))

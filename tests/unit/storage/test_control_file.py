@@ -1,4 +1,4 @@
-"""The control file and the slots: the newer structure counts, a crash leaves the older one."""
+"""The control file and the slots: the newest structure is used, or the older one after a crash."""
 
 import os
 import threading
@@ -52,7 +52,7 @@ def test_control_data_survives_a_power_loss():
 
 
 @pytest.mark.parametrize("survival", Survival)
-def test_a_crash_in_the_middle_of_a_write_leaves_the_old_or_the_new(survival):
+def test_a_crash_during_a_write_leaves_the_old_or_the_new_state(survival):
     for seed in range(30):
         disk = new_disk()
         control = open_control(disk)
@@ -68,7 +68,7 @@ def test_a_crash_in_the_middle_of_a_write_leaves_the_old_or_the_new(survival):
         assert found in (old, new)
 
 
-def test_a_failed_write_changes_nothing_that_counts():
+def test_a_failed_write_does_not_change_the_current_state():
     disk = new_disk()
     control = open_control(disk)
     old = control.set_flags(2, 1)
@@ -103,35 +103,35 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
     trusted = again.info(1)
     again.close()
     disk.lose_power(Survival.NOTHING, Random(1))
-    assert open_control(disk).info(1) == trusted, "what is trusted is durable"
+    assert open_control(disk).info(1) == trusted, "trusted state is durable"
 
 
 def test_one_sync_covers_all_earlier_writes(tmp_path):
     control = open_control(RealDisk(), tmp_path)
-    began, go_on, syncs = threading.Event(), threading.Event(), []
+    started, may_continue, syncs = threading.Event(), threading.Event(), []
     file = control._file
 
     def slow_sync():
         syncs.append(control._written_count)
-        began.set()
-        assert go_on.wait(TEST_TIMEOUT_S)
+        started.set()
+        assert may_continue.wait(TEST_TIMEOUT_S)
         file.sync()
 
     control._file = SimpleNamespace(pwrite=file.pwrite, sync=slow_sync, close=file.close)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(control.set_marks, 0, 7, 40)
-        assert began.wait(TEST_TIMEOUT_S)
+        assert started.wait(TEST_TIMEOUT_S)
         others = [pool.submit(control.set_marks, each, 7, 41) for each in (1, 2)]
         until = time.monotonic() + TEST_TIMEOUT_S
         while control._written_count < 3:
             assert time.monotonic() < until
-        go_on.set()
+        may_continue.set()
         assert [each.result(TEST_TIMEOUT_S).sequence for each in (first, *others)] == [1, 1, 1]
     assert syncs == [1, 3]
     control.close()
 
 
-def test_the_other_structure_counts_when_one_is_damaged():
+def test_a_damaged_copy_falls_back_to_the_other_copy():
     disk = new_disk()
     control = open_control(disk)
     older = control.set_flags(1, 1)
@@ -148,7 +148,7 @@ def test_the_other_structure_counts_when_one_is_damaged():
         open_control(disk)
 
 
-def test_a_structure_in_the_place_of_another_is_rejected():
+def test_a_structure_at_the_position_of_another_is_rejected():
     disk = new_disk()
     open_control(disk)
     content = disk.visible_content(PATH)
@@ -195,7 +195,7 @@ def test_a_missing_or_truncated_file_with_partitions_is_rejected(tmp_path, size)
         assert path.stat().st_size == size
 
 
-def test_a_crash_during_its_creation_leaves_no_file_or_a_complete_one():
+def test_a_crash_during_the_creation_leaves_no_file_or_a_complete_file():
     for steps in range(1, 10):
         disk = new_disk()
         disk.plan_fault(disk.step_count + steps, DiskFault.POWER_LOSS)
@@ -207,7 +207,7 @@ def test_a_crash_during_its_creation_leaves_no_file_or_a_complete_one():
         else:
             assert steps > 4
             return
-    pytest.fail("it was never made without a crash")
+    pytest.fail("no creation completed without a crash")
 
 
 # ---- our slots
@@ -217,7 +217,7 @@ def new_slots(disk, **fields):
     return SlotFile.create(disk, ROOT, Slot(2, **fields))
 
 
-def test_slots_take_turns_and_the_newest_counts():
+def test_slots_are_written_alternately_and_the_newest_is_used():
     disk = new_disk()
     slots = new_slots(disk)
     for promised in range(5):
@@ -244,22 +244,19 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
 
 
 @pytest.mark.parametrize("spoiled", ["newest", "older"])
-def test_a_slot_in_the_place_of_the_other_is_invalid(spoiled):
-    """A misdirected write of our own bytes: valid, but not there."""
+def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
+    """A misdirected write of a valid slot to the wrong position."""
     disk = new_disk()
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
     slots.write(Slot(2, promised=9))
     content, newest = disk.visible_content(SLOTS), slots._position
-    victim = newest if spoiled == "newest" else 1 - newest
-    other = SLOT_BLOCK_BYTES * (1 - victim)
-    disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
+    lost_file = newest if spoiled == "newest" else 1 - newest
+    other = SLOT_BLOCK_BYTES * (1 - lost_file)
+    disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * lost_file, content[other : other + SLOT_BLOCK_BYTES])
     again = SlotFile.open(disk, ROOT, 2)
-    assert (again.slot.promised, again.has_lost_newer_slot) == (
-        6 if spoiled == "newest" else 9,
-        True,
-    )
-    # The next one goes where the other one should be: the slot that counts stays.
+    assert (again.slot.promised, again.has_lost_newer_slot) == (6 if spoiled == "newest" else 9, True)
+    # The next write replaces the misdirected slot, and the current slot is kept.
     again.write(Slot(2, promised=12))
     kept = disk.visible_content(SLOTS)[other : other + SLOT_BLOCK_BYTES]
     assert kept == content[other : other + SLOT_BLOCK_BYTES]
@@ -297,7 +294,7 @@ def test_slots_that_cannot_be_read_leave_no_file_open():
     SlotFile.open(disk, ROOT, 2).close()
 
 
-def test_a_slot_write_releases_lost_sectors_of_its_own_block_only(monkeypatch):
+def test_a_slot_write_releases_only_lost_sectors_of_its_block(monkeypatch):
     disk = new_disk()
     slots = SlotFile.create(disk, ROOT, Slot(2))
     abandoned = []
@@ -311,7 +308,7 @@ def test_a_slot_write_releases_lost_sectors_of_its_own_block_only(monkeypatch):
         assert disk.visible_content(SLOTS)[position : position + SLOT_BYTES] == slots.slot.encode()
         assert abandoned.pop() == (position, SLOT_BYTES)
     slots.write(Slot(2))
-    assert abandoned == [], "the write went through"
+    assert abandoned == [], "the write succeeded"
     monkeypatch.setattr(SimFile, "discard_unreadable", lambda *_: False)
     disk.plan_fault_at_call({"write"}, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed, match="write"):

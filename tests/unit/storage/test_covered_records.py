@@ -40,7 +40,7 @@ def records(first, count, data=b"data"):
     return [layout.record(one, data) for one in range(first, first + count)]
 
 
-def whole(last):
+def all_records(last):
     return b"".join(records(0, last + 1))
 
 
@@ -103,7 +103,7 @@ class World:
 
 
 @pytest.fixture
-def empty(tmp_path):
+def empty_world(tmp_path):
     world = World(tmp_path)
     yield world
     world.log.abandon()
@@ -111,11 +111,11 @@ def empty(tmp_path):
 
 
 @pytest.fixture
-def world(empty):
+def world(empty_world):
     """Ten records of 0.13, its mark at 5, prepared by an owner."""
-    empty.run_0_13(1, 5, records(0, 10))
-    empty.log.prepare(2, NONCE)
-    return empty
+    empty_world.run_0_13(1, 5, records(0, 10))
+    empty_world.log.prepare(2, NONCE)
+    return empty_world
 
 
 def cover(world, last=BEFORE_FIRST):
@@ -143,73 +143,73 @@ def append_ours(world, session, mark, batches_count=1):
         log.sync()
 
 
-def on_disk(world):
-    """Return the records in the file, counted or not."""
+def record_bytes(world):
+    """Return all records in the file, including covered records."""
     return (world.directory / "0" / f"{0:019d}.seg").read_bytes()[128:]
 
 
 # ---- adopted batches
 
 
-def test_batch_ends_depend_on_ids_and_marks_and_not_on_reopenings(empty):
+def test_batch_ends_depend_on_ids_and_marks_and_not_on_reopenings(empty_world):
     for session, mark, count in ((2, -1, 600), (3, 599, 700), (4, 1299, 900)):
-        first = empty.log.max_id + 1
-        empty.run_0_13(session, mark, records(first, count, b""))
-    assert empty.bounds() == [(0, 1023), (1024, 1299), (1300, 2047), (2048, 2199)]
-    empty.crash()
-    assert empty.log.max_id == 2_199
-    assert not empty.log.suspect
+        first = empty_world.log.max_id + 1
+        empty_world.run_0_13(session, mark, records(first, count, b""))
+    assert empty_world.bounds() == [(0, 1023), (1024, 1299), (1300, 2047), (2048, 2199)]
+    empty_world.crash()
+    assert empty_world.log.max_id == 2_199
+    assert not empty_world.log.suspect
 
 
-def test_batches_of_large_records_fit_into_a_frame(empty):
-    """Otherwise no replica could copy them."""
-    empty.run_0_13(1, BEFORE_FIRST, records(0, 900, bytes(20_000)))
+def test_batches_of_large_records_fit_into_a_frame(empty_world):
+    """Otherwise no replica could copy the batches."""
+    empty_world.run_0_13(1, BEFORE_FIRST, records(0, 900, bytes(20_000)))
     sizes, first = [], 0
     while first < 900:
-        read = empty.log.read_range(first, 899, 1, whole_batches=True)
+        read = empty_world.log.read_range(first, 899, 1, whole_batches=True)
         sizes.append(len(read.records))
         first = read.entries[-1].last + 1
     assert sum(sizes) == 900 * 20_040
     assert max(sizes) < FRAME_BYTES_MAX
     assert min(sizes[:-1]) > FRAME_BYTES_MAX // 4
-    empty.crash()
-    assert len(empty.bounds()) == len(sizes)
+    empty_world.crash()
+    assert len(empty_world.bounds()) == len(sizes)
 
 
 @pytest.mark.parametrize("count", [2, 7, 20])
-def test_batches_of_records_that_0_13_has_replaced_are_made_again(empty, count):
-    """0.13 ignores batches: one of ours above the mark may belong to replaced records."""
-    append_ours(empty, 1, BEFORE_FIRST)
-    append_ours(empty, 2, 4, batches_count=2)
+def test_batches_of_records_replaced_by_0_13_are_rebuilt(empty_world, count):
+    """0.13 ignores batches: a batch above the mark may belong to replaced records."""
+    append_ours(empty_world, 1, BEFORE_FIRST)
+    append_ours(empty_world, 2, 4, batches_count=2)
     last = 4 + count
-    empty.run_0_13(3, last, records(5, count, b"other"), cut_to=4)
-    read = empty.log.read_range(0, last, 1 << 20, whole_batches=True)
+    empty_world.run_0_13(3, last, records(5, count, b"other"), cut_to=4)
+    read = empty_world.log.read_range(0, last, 1 << 20, whole_batches=True)
     crcs = raw_records.record_crcs(read.records, read.lengths)
     assert check_chain(read.entries, 0, GENESIS_CHAIN, crcs) is None
-    assert empty.bounds() == [(0, 4), (5, last)]
+    assert empty_world.bounds() == [(0, 4), (5, last)]
     assert [one.session_id for one in read.entries] == [1, NO_SESSION]
-    assert not empty.log.suspect
-    assert empty.log.state().low_water_mark == last
+    assert not empty_world.log.suspect
+    assert empty_world.log.state().low_water_mark == last
 
 
-def test_a_mark_of_0_13_does_not_bind_an_owner(world):
+def test_a_mark_of_0_13_is_not_reported_as_confirmed(world):
     state = world.log.state()
     assert (state.low_water_mark, state.mark_confirmed) == (5, False)
     assert world.log.confirmed_low_water_mark == 5
 
 
-def test_a_log_below_its_mark_reports_no_session(empty):
-    """0.13 sets its mark before it has filled the log up: the log is unknown, not short."""
-    empty.run_0_13(3, 7, records(0, 5))
-    assert empty.log.prepare(4, NONCE).last_session == NO_SESSION
-    empty.run_0_13(5, 7, records(5, 3))
-    assert empty.log.prepare(6, NONCE).last_session == 5
+def test_a_log_below_its_mark_reports_no_session(empty_world):
+    """0.13 sets its mark before it copies records: such a log is unknown, not short."""
+    empty_world.run_0_13(3, 7, records(0, 5))
+    assert empty_world.log.prepare(4, NONCE).last_session == NO_SESSION
+    empty_world.run_0_13(5, 7, records(5, 3))
+    assert empty_world.log.prepare(6, NONCE).last_session == 5
 
 
 # ---- covering
 
 
-def test_the_same_records_get_other_batches(world):
+def test_covered_records_can_get_other_batches(world):
     assert cover(world) == (BEFORE_FIRST, GENESIS_CHAIN)
     assert (world.log.max_id, world.log.synced_max) == (BEFORE_FIRST, BEFORE_FIRST)
     first, second, third, fourth = other_batches(records(0, 12), (3, 4, 3, 2), 2)
@@ -219,11 +219,11 @@ def test_the_same_records_get_other_batches(world):
     append(world, second)
     append(world, third)
     world.log.append(2, *fourth)
-    assert (world.log.max_id, world.log.synced_max) == (11, 9), "from here on as in any log"
+    assert (world.log.max_id, world.log.synced_max) == (11, 9), "later appends work as in any log"
     world.log.sync()
     world.log.set_low_water_mark(2, 11, world.log.chain)
     world.log.engage(2, 11)
-    assert on_disk(world) == world.content() == whole(11)
+    assert record_bytes(world) == world.content() == all_records(11)
     assert world.bounds() == [(0, 2), (3, 6), (7, 9), (10, 11)]
     assert world.log.state().mark_confirmed
     world.crash()
@@ -231,8 +231,8 @@ def test_the_same_records_get_other_batches(world):
     assert not world.log.suspect
 
 
-def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(world):
-    """It is below the confirmed mark: if it counted as another one, nothing could be appended."""
+def test_a_damaged_record_is_covered_and_stays_damaged(world):
+    """The record is below the confirmed mark: if it counted as different, appends would fail."""
     (path,) = (world.directory / "0").glob("*.seg")
     content = path.read_bytes()
     position = content.index(records(3, 1)[0]) + 37
@@ -245,17 +245,17 @@ def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(w
     assert world.bounds() == [(0, 2), (3, 6), (7, 9)]
     assert world.log.damaged == (IdRange(3, 3),)
     world.log.repair(3, np.array([44]), records(3, 1)[0])
-    assert world.content() == whole(9)
+    assert world.content() == all_records(9)
     assert world.log.damaged == ()
 
 
 def test_a_mark_inside_of_a_batch_truncates_the_records_above_it(world):
-    """The mark is decided below the end: records above it are removed when the mark is set."""
+    """The decided mark is below the end of the log; setting it removes the records above it."""
     last, chain = cover(world, 7)
     assert (last, world.log.chain) == (7, chain)
-    assert on_disk(world) == whole(9)
+    assert record_bytes(world) == all_records(9)
     world.log.set_low_water_mark(2, 7, chain)
-    assert on_disk(world) == world.content() == whole(7)
+    assert record_bytes(world) == world.content() == all_records(7)
     assert world.bounds() == [(0, 5), (6, 7)]
     assert world.log.chain_at(7) == chain
 
@@ -268,18 +268,18 @@ def test_a_truncation_without_space_is_repeated_when_the_mark_is_set_again(world
             world.log.set_low_water_mark(2, 7, chain)
     world.log.set_low_water_mark(2, 7, chain)
     world.log.engage(2, 7)
-    assert on_disk(world) == world.content() == whole(7)
+    assert record_bytes(world) == world.content() == all_records(7)
     world.crash()
     assert world.log.chain == chain
     assert not world.log.suspect
 
 
-def test_records_after_the_last_one_are_appended(world):
+def test_records_after_the_last_covered_record_are_appended(world):
     cover(world)
     first, second = other_batches(records(0, 14), (8, 6), 2)
     append(world, first)
     append(world, second)
-    assert world.content() == whole(13)
+    assert world.content() == all_records(13)
     with pytest.raises(BadRequest):
         append(world, second)
 
@@ -289,16 +289,16 @@ def test_new_records_replace_only_those_above_the_mark(world):
     other = [*records(0, 6), *records(6, 4, b"else")]
     for fields in other_batches(other, (6, 4), 2):
         append(world, fields)
-    assert world.content() == whole(5) + on_disk(world)[6 * 44 :]
+    assert world.content() == all_records(5) + record_bytes(world)[6 * 44 :]
     assert world.bounds() == [(0, 5), (6, 9)]
     assert b"else" in world.content()
 
 
-def test_nonconsecutive_batches_are_rejected_and_cover_nothing(world):
+def test_nonconsecutive_batches_are_rejected(world):
     cover(world)
     batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
     first, lengths, data, chain, (entry,) = batches[0]
-    other = b"\1" * len(chain)  # the same records, after some that are missing here
+    other = b"\1" * len(chain)  # the same records, after records that are missing here
     crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
     behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
     for start, before, placed in ((1, chain, entry), (first, other, entry), (first, other, behind)):
@@ -307,17 +307,17 @@ def test_nonconsecutive_batches_are_rejected_and_cover_nothing(world):
         assert world.log.max_id == BEFORE_FIRST
     for each in batches:
         append(world, each)
-    assert on_disk(world) == world.content() == whole(9)
+    assert record_bytes(world) == world.content() == all_records(9)
 
 
-def test_nothing_below_the_confirmed_mark_is_truncated(world):
+def test_records_below_the_confirmed_mark_are_not_truncated(world):
     cover(world)
     (wrong,) = other_batches([*records(0, 3), *records(3, 4, b"else")], (7,), 2)
     with pytest.raises(DataLoss, match="below the low-water mark 5"):
         append(world, wrong)
-    assert on_disk(world) == whole(9)
+    assert record_bytes(world) == all_records(9)
     world.crash()
-    assert world.content() == whole(9)
+    assert world.content() == all_records(9)
     assert not world.log.suspect
 
 
@@ -330,12 +330,12 @@ def test_a_later_session_finds_all_records_with_batches(world):
     assert not world.log.slot.is_unbatched
     assert world.log.truncate(3, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)[0] == BEFORE_FIRST
     assert world.log.prepare(4, NONCE).synced_max == 9
-    assert world.content() == whole(9)
+    assert world.content() == all_records(9)
 
 
 @pytest.mark.parametrize("added", [None, 2])
 def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
-    """This version after a clean stop, or 0.13, which appends some."""
+    """This version after a clean stop, or 0.13, which appends records."""
     cover(world)
     if added is None:
         world.stop()
@@ -345,10 +345,10 @@ def test_a_log_with_covered_records_keeps_them_at_the_next_start(world, added):
     assert not world.log.suspect
     last = 9 + (added or 0)
     assert world.log.prepare(5, NONCE).synced_max == last
-    assert world.content() == whole(last)
+    assert world.content() == all_records(last)
 
 
-def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(world):
+def test_a_failed_rebatching_closes_the_log_until_it_is_reopened(world):
     cover(world)
     world.disk.next_errors["pread"] = DiskFailed("no")
     with pytest.raises(DiskFailed, match="cannot write batches"):
@@ -368,7 +368,7 @@ def test_a_disk_failure_between_two_appends_loses_no_record(world):
     with pytest.raises(DiskFailed):
         append(world, second)
     assert world.log.prepare(3, NONCE).synced_max == 9
-    assert world.content() == whole(9)
+    assert world.content() == all_records(9)
 
 
 def test_a_session_truncates_once_and_only_at_an_existing_batch(world):
@@ -394,43 +394,47 @@ def test_records_of_an_owner_are_truncated_as_usual(world):
     chain = next_chain(before, entry.first, entry.last, entry.session_id, crcs)
     append(world, (first, lengths, data, before, (entry._replace(chain=chain),)))
     assert log.truncate(2, 9, 9, before) == (9, before)
-    assert on_disk(world) == whole(9)
+    assert record_bytes(world) == all_records(9)
 
 
 # ---- files of earlier versions, which accepted records from 0.13 servers
 
 
-def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
+def test_unbatched_records_of_an_earlier_version_get_batches(empty_world):
     (fields,) = other_batches(records(0, 10), (10,), 2)
-    empty.log.prepare(2, NONCE)
-    append(empty, fields)
+    empty_world.log.prepare(2, NONCE)
+    append(empty_world, fields)
     acked = AckedMarker(9, UNBATCHED)
-    empty.write_slot(acked=acked, promised=6, nonce=NO_NONCE, provisional=ProvisionalMark(6, 20))
-    assert empty.content() == whole(9)
-    assert not empty.log.slot.is_unbatched
-    assert not empty.log.suspect
-    prepared = empty.log.prepare(7, NONCE)
-    assert (prepared.synced_max, prepared.last_session) == (9, NO_SESSION), "it is below its mark"
+    empty_world.write_slot(
+        acked=acked, promised=6, nonce=NO_NONCE, provisional=ProvisionalMark(6, 20)
+    )
+    assert empty_world.content() == all_records(9)
+    assert not empty_world.log.slot.is_unbatched
+    assert not empty_world.log.suspect
+    prepared = empty_world.log.prepare(7, NONCE)
+    assert (prepared.synced_max, prepared.last_session) == (9, NO_SESSION), (
+        "the log is below its mark"
+    )
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty, restarts):
-    """Another replica has the same records in adopted batches: both would vote for the cut."""
-    empty.log.prepare(2, NONCE)
+def test_a_truncation_keeps_covered_records_after_a_mark_of_a_0_13_server(empty_world, restarts):
+    """Another replica has adopted the same records: both would vote for the truncation."""
+    empty_world.log.prepare(2, NONCE)
     first, second = other_batches(records(0, 10), (6, 4), 2)
-    append(empty, first)
-    append(empty, second)
+    append(empty_world, first)
+    append(empty_world, second)
     fields = {"promised": 6, "nonce": NO_NONCE, "last_session": 6}
-    empty.write_slot(**fields, provisional=ProvisionalMark(6, 9))
+    empty_world.write_slot(**fields, provisional=ProvisionalMark(6, 9))
     session = 7
-    assert empty.log.prepare(session, NONCE).last_session == 6
+    assert empty_world.log.prepare(session, NONCE).last_session == 6
     if restarts:
-        empty.crash()
+        empty_world.crash()
         session = 8
-        empty.log.prepare(session, NONCE)
+        empty_world.log.prepare(session, NONCE)
     chain = first[-1][0].chain
-    assert empty.log.truncate(session, 5, 5, chain) == (5, chain)
-    empty.crash()
-    found = empty.log.prepare(9, NONCE)
+    assert empty_world.log.truncate(session, 5, 5, chain) == (5, chain)
+    empty_world.crash()
+    found = empty_world.log.prepare(9, NONCE)
     assert (found.synced_max, found.last_session) == (9, 6)
-    assert empty.content() == whole(9)
+    assert empty_world.content() == all_records(9)

@@ -12,7 +12,7 @@ from waltz_core.storage.process.storage_daemon import StorageDaemon
 
 
 class Link:
-    """A connection; notes when it is admitted."""
+    """A connection that records its admission."""
 
     def __init__(self, name, admitted, *, is_closed=False):
         self.name = name
@@ -23,18 +23,18 @@ class Link:
         self._admitted.append(self.name)
 
 
-def test_early_connections_are_admitted_in_order_and_closed_ones_never():
-    """A later connection of one server has the higher number, and supersedes the earlier one."""
+def test_early_connections_are_admitted_in_order_unless_closed():
+    """A later connection of a server gets a higher number and supersedes the earlier one."""
     admitted = []
     daemon = StorageDaemon.__new__(StorageDaemon)
     daemon._is_assigned = asyncio.Event()
     daemon._early_links, daemon._links, daemon._numbers = [], {}, itertools.count(1)
-    first, dead, second = (
+    first, closed, second = (
         Link("first", admitted),
         Link("dead", admitted, is_closed=True),
         Link("second", admitted),
     )
-    for link in (first, dead, second):
+    for link in (first, closed, second):
         daemon._accept(link)
     assert admitted == []
     daemon._on_assignment_checked()
@@ -76,10 +76,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("what", ["room", "close"])
-def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(tmp_path, what):
-    """The next process needs its locks; a thread that hangs on a disk may never return."""
-    command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), what]
+@pytest.mark.parametrize("hanging_call", ["room", "close"])
+def test_a_hanging_disk_does_not_block_the_shutdown(tmp_path, hanging_call):
+    """The next process needs the locks; a thread that hangs on a disk may never return."""
+    command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), hanging_call]
     ended = subprocess.run(
         command, timeout=TEST_TIMEOUT_S, check=False, capture_output=True, text=True
     )

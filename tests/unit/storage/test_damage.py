@@ -40,7 +40,7 @@ def log():
     return Log()
 
 
-def test_a_hole_is_filled_bit_by_bit_from_its_beginning(log):
+def test_damage_is_repaired_in_parts_from_its_beginning(log):
     left = log.fill(4, 5)
     assert left == (IdRange(1, 1), IdRange(6, 6))
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
@@ -53,14 +53,14 @@ def test_damage_found_during_a_repair_is_recorded(log):
 
 
 @pytest.mark.parametrize(("first", "last"), [(5, 6), (0, 1), (1, 2), (4, 7), (8, 8)])
-def test_only_known_damage_is_written_over(log, first, last):
+def test_only_known_damage_is_overwritten(log, first, last):
     before = log.disk.files()
     with pytest.raises(BadRequest, match=f"partition 2: .* damaged range.*, found {first}"):
         log.fill(first, last)
     assert log.disk.files() == before
 
 
-def test_records_that_are_wrong_by_themselves_are_not_written(log):
+def test_corrupt_records_are_not_written(log):
     before = log.disk.files()
     run, lengths = make_run(4, [20])
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_records_that_are_wrong_by_themselves_are_not_written(log):
     assert log.disk.files() == before
 
 
-def test_records_of_another_history_leave_the_damage_known(log):
+def test_records_of_another_history_do_not_repair_damage(log):
     run, lengths, _ = make_batches(1, [1], seed=8)
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
         damage.repair_damage(HOLE, log.segments, 1, lengths, run)
@@ -81,7 +81,7 @@ def test_records_of_another_history_leave_the_damage_known(log):
     assert log.segments.read(0, 2)[0] == log.records[: 3 * RECORD_BYTES]
 
 
-def test_records_of_another_length_do_not_fit(log):
+def test_records_of_another_length_are_rejected(log):
     run, lengths = make_run(1, [21])
     with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
         damage.repair_damage(HOLE, log.segments, 1, lengths, run)
@@ -92,17 +92,17 @@ def spoil_batch(log, position):
     log.disk.flip_bits(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * position + 8)
 
 
-def test_a_batch_that_rotted_with_its_records_is_rebuilt_from_them(log):
+def test_a_damaged_batch_is_rebuilt_from_repaired_records(log):
     spoil_batch(log, 1)
     left = log.fill(4, 5)
-    assert left == (IdRange(1, 1), IdRange(6, 6)), "what is left of it is waited for"
+    assert left == (IdRange(1, 1), IdRange(6, 6)), "the rest of the damage remains"
     with pytest.raises(ChecksumMismatch):
         log.segments.entries(4, 4, 1)
     assert log.fill(6, 6, slot=Slot(2, damaged=left)) == (IdRange(1, 1),)
     assert log.segments.entries(0, 9, 9)[1] == tuple(log.entries)
 
 
-def test_the_batch_behind_a_lost_one_is_waited_for(log):
+def test_a_repair_waits_for_the_batch_after_a_lost_batch(log):
     spoil_batch(log, 0)
     left = log.fill(4, 5)
     left = log.fill(1, 1, slot=Slot(2, damaged=left))
@@ -116,40 +116,40 @@ def test_the_batch_behind_a_lost_one_is_waited_for(log):
     assert log.segments.read(0, 9)[0] == log.records
 
 
-def foreign(first, last):
+def records_of_another_log(first, last):
     run, lengths, _ = make_batches(first, [last - first + 1], seed=8)
     return first, lengths, run
 
 
 @pytest.mark.parametrize("spoiled", [0, 1])
-def test_records_of_another_history_prove_no_batch(log, spoiled):
+def test_records_of_another_history_do_not_prove_a_batch(log, spoiled):
     spoil_batch(log, spoiled)
     slot = Slot(2, damaged=(IdRange(4, 6),))
     log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
     before = log.disk.visible_content(ROOT / segment_name(0, ".chn"))
     with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not match the chain hash after"):
-        damage.repair_damage(slot, log.segments, *foreign(4, 6))
+        damage.repair_damage(slot, log.segments, *records_of_another_log(4, 6))
     assert log.disk.visible_content(ROOT / segment_name(0, ".chn")) == before
     assert log.fill(4, 6, slot=slot) == ()
     assert log.segments.read(0, 9)[0] == log.records
 
 
-def test_a_whole_batch_is_compared_with_its_records_next_to_a_lost_one(log):
+def test_a_complete_batch_next_to_a_lost_one_is_verified(log):
     spoil_batch(log, 1)
     slot = Slot(2, damaged=(IdRange(1, 6),))
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
-        damage.repair_damage(slot, log.segments, *foreign(1, 4))
+        damage.repair_damage(slot, log.segments, *records_of_another_log(1, 4))
 
 
-def test_a_repair_does_not_wait_for_a_rotten_adjacent_batch(log):
+def test_a_repair_does_not_wait_for_a_damaged_adjacent_batch(log):
     spoil_batch(log, 1)
     assert log.fill(1, 1) == (IdRange(4, 6),)
     spoil_batch(log, 2)
-    assert log.fill(1, 1) == (IdRange(4, 6),), "nor does it look at the log's end"
+    assert log.fill(1, 1) == (IdRange(4, 6),), "the repair does not read the end of the log"
 
 
 @pytest.mark.parametrize("spoiled", [(0, 1), (2,)])
-def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
+def test_adjacent_lost_batches_or_a_lost_last_batch_cannot_be_proved(log, spoiled):
     for position in spoiled:
         spoil_batch(log, position)
     log.disk.flip_bits(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
@@ -163,8 +163,8 @@ def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
 # ---- blocks that the disk does not give (512 bytes on this one)
 
 
-class Lost(Log):
-    """Batches 0..29 and 30..59 in one segment, and 60..69 in the next; nothing has rotted."""
+class LogWithLostBlocks(Log):
+    """Batches 0..29 and 30..59 in one segment, and 60..69 in the next, without corruption."""
 
     def __init__(self):
         self.disk = new_disk()
@@ -173,9 +173,9 @@ class Lost(Log):
 
 
 @pytest.mark.parametrize("pieces", [(39,), (26, 39), (22, 31, 33, 39), tuple(range(21, 40))])
-def test_lost_blocks_are_written_over_in_pieces(pieces):
-    """However much of a block a piece has: the rest of it reads as zeros, until its turn comes."""
-    log = Lost()
+def test_lost_blocks_are_overwritten_in_parts(pieces):
+    """A piece may cover a part of a block; the rest reads as zeros until it is repaired, too."""
+    log = LogWithLostBlocks()
     first, last = SEGMENT_HEADER_BYTES + RECORD_BYTES * 21, SEGMENT_HEADER_BYTES + RECORD_BYTES * 40
     log.disk.make_unreadable(log.path, first + 30, last - 30)
     damaged = (IdRange(21, 39),)
@@ -183,16 +183,16 @@ def test_lost_blocks_are_written_over_in_pieces(pieces):
     for end in pieces:
         damaged = log.fill(at, end, slot=Slot(2, damaged=damaged))
         at = end + 1
-    outside = [one for one in damaged if one.last < 21 or one.first > 39]
-    assert len(outside) == len(damaged), "none of what was filled is damaged"
-    for one in outside:  # it shared a block with them
+    outside_range = [one for one in damaged if one.last < 21 or one.first > 39]
+    assert len(outside_range) == len(damaged), "no repaired record is damaged"
+    for one in outside_range:  # the record shared a block with them
         assert 12 < one.first <= one.last < 49
         log.fill(*one, slot=Slot(2, damaged=(one,)))
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
 
 
-def test_the_block_in_which_an_older_segment_ends_is_written_over():
-    log = Lost()
+def test_the_last_block_of_an_older_segment_is_overwritten():
+    log = LogWithLostBlocks()
     end = len(log.disk.visible_content(log.path))
     log.disk.make_unreadable(log.path, end - 1, end - 1)
     left = log.fill(58, 59, slot=Slot(2, damaged=(IdRange(58, 59),)))
@@ -204,7 +204,7 @@ def test_the_block_in_which_an_older_segment_ends_is_written_over():
 
 @pytest.mark.parametrize("position", [0, SEGMENT_HEADER_BYTES + 8 * 50])
 def test_lost_blocks_of_an_index_are_rebuilt(position):
-    log = Lost()
+    log = LogWithLostBlocks()
     path = log.path.with_suffix(".idx")
     content = log.disk.visible_content(path)
     log.segments.close()
@@ -230,8 +230,8 @@ def test_lost_blocks_of_batches_are_rebuilt(position):
     assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]
 
 
-def test_a_segments_header_is_kept_when_its_block_is_released():
-    log = Lost()
+def test_a_segment_header_is_kept_when_its_block_is_released():
+    log = LogWithLostBlocks()
     before = log.disk.visible_content(log.path)
     log.disk.make_unreadable(log.path, 0, 0)
     damaged = log.fill(0, 6, slot=Slot(2, damaged=(IdRange(0, 6),)))
@@ -239,8 +239,8 @@ def test_a_segments_header_is_kept_when_its_block_is_released():
     assert damaged == (), "record 6 ends in the next block"
 
 
-def test_records_that_do_not_fit_release_no_sector():
-    log = Lost()
+def test_records_that_do_not_match_release_no_sector():
+    log = LogWithLostBlocks()
     position = SEGMENT_HEADER_BYTES + RECORD_BYTES * 20
     log.disk.make_unreadable(log.path, position, position)
     run, lengths = make_run(20, [500])

@@ -24,13 +24,13 @@ from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 
 @pytest.fixture(params=["real", "twin"])
-def place(request, tmp_path):
+def disk_and_directory(request, tmp_path):
     """A disk, and a directory on it."""
     return (RealDisk(), tmp_path) if request.param == "real" else (new_disk(), ROOT)
 
 
-def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(place):
-    disk, directory = place
+def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(disk_and_directory):
+    disk, directory = disk_and_directory
     file = disk.open(directory / "f", create=True)
     file.pwrite([b"0123", memoryview(b""), memoryview(b"45678")], 2)
     assert file.size() == 11
@@ -47,21 +47,21 @@ def test_parts_are_written_one_after_the_other_and_read_up_to_the_end(place):
 
 
 @pytest.mark.parametrize("bytes_max", [None, 3])
-def test_parts_are_written_in_as_many_calls_as_the_system_wants(tmp_path, monkeypatch, bytes_max):
+def test_partial_writes_of_the_system_are_continued(tmp_path, monkeypatch, bytes_max):
     whole = os.pwritev
     if bytes_max:
         monkeypatch.setattr(
             os, "pwritev", lambda fd, parts, at: whole(fd, [memoryview(parts[0])[:bytes_max]], at)
         )
     file = RealDisk().open(tmp_path / "f", create=True)
-    parts = [bytes([place % 251]) * (place % 5) for place in range(3000)]
+    parts = [bytes([number % 251]) * (number % 5) for number in range(3000)]
     file.pwrite(parts, 7)
     assert file.pread(10_000, 7) == b"".join(parts)
     file.close()
 
 
 @pytest.fixture
-def lost(monkeypatch):
+def unreadable_blocks(monkeypatch):
     """The numbers of blocks that the real disk cannot read, and the error for them."""
     found = SimpleNamespace(blocks=set(), number=errno.EIO, is_once=False)
     pread = os.pread
@@ -78,16 +78,16 @@ def lost(monkeypatch):
     return found
 
 
-def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, lost):
+def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, unreadable_blocks):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 20_000)
     file = RealDisk().open(path)
-    lost.blocks |= {1, 3}
+    unreadable_blocks.blocks |= {1, 3}
     file.discard_unreadable(0, 8_192)  # blocks 0 and 1
     file.discard_unreadable(16_384, 100)  # block 4
     zeros = bytes(4_096)
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * (20_000 - 8_192)
-    lost.blocks |= {2, 4}
+    unreadable_blocks.blocks |= {2, 4}
     file.discard_unreadable(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
     file.discard_unreadable(2 * 4_096 - 1, 1)  # block 1
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * 4_096 + bytes(20_000 - 12_288)
@@ -95,37 +95,43 @@ def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, lost):
 
 
 @pytest.fixture
-def whole_file(lost, tmp_path):
+def file_with_unreadable_block(unreadable_blocks, tmp_path):
     """A file with one block that the disk cannot read."""
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
-    lost.blocks.add(0)
+    unreadable_blocks.blocks.add(0)
     return path
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
-def test_an_error_without_a_byte_range_releases_nothing(lost, whole_file, number):
-    lost.number = number
-    RealDisk().open(whole_file).discard_unreadable(0, 10)
-    assert whole_file.read_bytes() == b"a" * 100
+def test_an_error_without_a_byte_range_releases_no_block(
+    unreadable_blocks, file_with_unreadable_block, number
+):
+    unreadable_blocks.number = number
+    RealDisk().open(file_with_unreadable_block).discard_unreadable(0, 10)
+    assert file_with_unreadable_block.read_bytes() == b"a" * 100
 
 
-def test_a_block_that_is_read_at_the_second_attempt_is_kept(lost, whole_file):
-    lost.is_once = True
-    RealDisk().open(whole_file).discard_unreadable(0, 10)
-    assert not lost.blocks
-    assert whole_file.read_bytes() == b"a" * 100
+def test_a_block_that_is_read_at_the_second_attempt_is_kept(
+    unreadable_blocks, file_with_unreadable_block
+):
+    unreadable_blocks.is_once = True
+    RealDisk().open(file_with_unreadable_block).discard_unreadable(0, 10)
+    assert not unreadable_blocks.blocks
+    assert file_with_unreadable_block.read_bytes() == b"a" * 100
 
 
-def test_a_system_that_cannot_release_blocks_keeps_them(lost, whole_file, monkeypatch):
-    file = RealDisk().open(whole_file)
+def test_a_system_that_cannot_release_blocks_keeps_them(
+    unreadable_blocks, file_with_unreadable_block, monkeypatch
+):
+    file = RealDisk().open(file_with_unreadable_block)
     monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
     file.discard_unreadable(0, 10)
-    assert whole_file.read_bytes() == b"a" * 100
+    assert file_with_unreadable_block.read_bytes() == b"a" * 100
 
 
-def test_files_are_created_renamed_and_deleted(place):
-    disk, directory = place
+def test_files_are_created_renamed_and_deleted(disk_and_directory):
+    disk, directory = disk_and_directory
     with pytest.raises(DiskFailed, match=r"cannot open .*/f"):
         disk.open(directory / "f")
     disk.open(directory / "f", create=True).close()
@@ -140,16 +146,16 @@ def test_files_are_created_renamed_and_deleted(place):
     assert disk.list(directory) == []
 
 
-def test_directories_are_made_with_their_parents(place):
-    disk, directory = place
+def test_directories_are_made_with_their_parents(disk_and_directory):
+    disk, directory = disk_and_directory
     for _ in range(2):
         disk.make_directory(directory / "a" / "b" / "c")
     assert disk.exists(directory / "a" / "b" / "c")
     assert disk.list(directory / "a") == ["b"]
 
 
-def test_files_are_created_whole_in_place_of_older_ones(place):
-    disk, directory = place
+def test_a_new_file_atomically_replaces_an_older_one(disk_and_directory):
+    disk, directory = disk_and_directory
     create_durably(disk, directory, [("f", b"old, and longer")])
     create_durably(disk, directory, [("e", b"1"), ("f", b"new")])
     assert disk.list(directory) == ["e", "f"]
@@ -162,7 +168,7 @@ def test_files_are_created_whole_in_place_of_older_ones(place):
 
 
 def test_a_file_gets_its_name_after_its_content():
-    """Rule 4: whichever step fails, there is the old file or the new one."""
+    """Rule 4: after a failure at any step, either the old or the new file exists."""
     for step in range(1, 20):
         disk = new_disk()
         create_durably(disk, ROOT, [("a", b"old"), ("b", b"old")])
@@ -175,11 +181,11 @@ def test_a_file_gets_its_name_after_its_content():
         else:
             assert step > 8
             return
-    pytest.fail("it never came to its end")
+    pytest.fail("no call completed without a fault")
 
 
-def test_only_one_opener_can_lock_a_whole_file(place):
-    disk, directory = place
+def test_only_one_opener_can_lock_a_whole_file(disk_and_directory):
+    disk, directory = disk_and_directory
     one = disk.open(directory / "f", create=True)
     two = disk.open(directory / "f")
     assert one.lock_whole_file()
@@ -227,7 +233,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_an_error_of_the_system_states_what_failed_and_where(tmp_path, monkeypatch, call, number):
+def test_an_error_of_the_system_names_the_call_and_the_file(tmp_path, monkeypatch, call, number):
     file = RealDisk().open(tmp_path / "f", create=True)
 
     def fail(*_args):
@@ -235,7 +241,7 @@ def test_an_error_of_the_system_states_what_failed_and_where(tmp_path, monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fail)
-        # A sync that finds no room has lost what it was to write: that is no full disk only.
+        # A sync without space has lost data: this is more than a full disk.
         full = number in {errno.ENOSPC, errno.EDQUOT} and call not in {"fdatasync", "pread"}
         with pytest.raises(NoSpace if full else DiskFailed, match=f"{tmp_path}/f: ") as caught:
             CALLS[call](file)
@@ -254,17 +260,17 @@ def no_syncs(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_syncs")
-def test_no_more_files_are_open_than_the_limit_and_all_can_be_used(tmp_path):
+def test_the_number_of_open_descriptors_is_limited(tmp_path):
     disk = RealDisk(8)
-    files = [disk.open(tmp_path / str(place), create=True) for place in range(20)]
+    files = [disk.open(tmp_path / str(number), create=True) for number in range(20)]
     rng = Random(1)
     contents = [b""] * len(files)
     for _ in range(80):
-        place = rng.randrange(len(files))
+        number = rng.randrange(len(files))
         more = rng.randbytes(3)
-        files[place].pwrite([more], len(contents[place]))
-        files[place].sync()
-        contents[place] += more
+        files[number].pwrite([more], len(contents[number]))
+        files[number].sync()
+        contents[number] += more
         other = rng.randrange(len(files))
         assert files[other].pread(100, 0) == contents[other][:100]
         assert files[other].size() == len(contents[other])
@@ -286,9 +292,9 @@ def test_the_file_that_was_not_used_for_longest_is_closed_first(tmp_path):
     assert open_names(tmp_path) == {"1", "2", "4"}
 
 
-def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
+def test_a_file_with_unsynced_writes_stays_open(tmp_path):
     disk = RealDisk(2)
-    files = [disk.open(tmp_path / str(place), create=True) for place in range(6)]
+    files = [disk.open(tmp_path / str(number), create=True) for number in range(6)]
     changes = (
         lambda file: file.pwrite([b"x"], 0),
         lambda file: file.truncate(3),
@@ -304,16 +310,16 @@ def test_a_file_with_writes_that_are_not_synced_stays_open(tmp_path):
     assert open_names(tmp_path) == {"1", "2"}
 
 
-def test_a_file_that_may_be_lost_is_closed_with_writes_that_are_not_synced(tmp_path):
+def test_a_best_effort_file_can_be_closed_with_unsynced_writes(tmp_path):
     disk = RealDisk(2)
     files = [
-        disk.open(tmp_path / str(place), create=True, is_best_effort=True) for place in range(6)
+        disk.open(tmp_path / str(number), create=True, is_best_effort=True) for number in range(6)
     ]
     for turn in range(3):
-        for place, file in enumerate(files):
-            file.pwrite([bytes([place])], turn)
+        for number, file in enumerate(files):
+            file.pwrite([bytes([number])], turn)
             assert len(open_names(tmp_path)) == 2
-    assert [file.pread(9, 0) for file in files] == [bytes([place] * 3) for place in range(6)]
+    assert [file.pread(9, 0) for file in files] == [bytes([number] * 3) for number in range(6)]
 
 
 def test_the_in_memory_disk_rejects_a_sync_of_a_best_effort_file():
@@ -341,7 +347,7 @@ def test_a_file_that_cannot_be_opened_again_is_a_failed_read_or_a_failed_write(t
     file.close()
     with pytest.raises(DiskFailed, match="is closed") as caught:
         file.pread(4, 0)
-    assert not isinstance(caught.value, ReadFailed), "that is a bug of ours, not the disk's"
+    assert not isinstance(caught.value, ReadFailed), "this is a bug of Waltz, not a disk failure"
 
 
 def test_a_file_closed_during_a_call_keeps_its_descriptor_until_the_end(tmp_path, monkeypatch):
@@ -349,14 +355,14 @@ def test_a_file_closed_during_a_call_keeps_its_descriptor_until_the_end(tmp_path
     file = disk.open(tmp_path / "f", create=True)
     write, numbers = os.pwritev, []
 
-    def closed_meanwhile(fd, parts, offset):
+    def close_during_write(fd, parts, offset):
         file.close()  # as another thread does
         numbers.append(os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT))
         assert fd not in numbers
         return write(fd, parts, offset)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", closed_meanwhile)
+        patched.setattr(os, "pwritev", close_during_write)
         file.pwrite([b"mine"], 0)
     os.close(numbers[0])
     assert (tmp_path / "f").read_bytes() == b"mine"
@@ -372,7 +378,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
     disk, requests = RealDisk(2), []
     kept = disk.open(tmp_path / "kept", create=True)
 
-    def advised(fd, offset, size, advice):
+    def record_advice(fd, offset, size, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
         requests.append((name, offset, size))
@@ -381,7 +387,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
             raise OSError(errno.EINVAL, "no such advice")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fadvise", advised)
+        patched.setattr(os, "posix_fadvise", record_advice)
         disk.prefetch(tmp_path, ["empty", "none", "small", "large"])
     assert requests == [
         ("empty", 0, 0),
@@ -418,8 +424,8 @@ def test_a_file_that_is_locked_stays_open(tmp_path):
     disk = RealDisk(2)
     assert disk.open(tmp_path / "whole", create=True).lock_whole_file()
     assert disk.open(tmp_path / "range", create=True).lock_range(0, 9)
-    for place in range(6):
-        disk.open(tmp_path / str(place), create=True).size()
+    for number in range(6):
+        disk.open(tmp_path / str(number), create=True).size()
     assert open_names(tmp_path) == {"whole", "range"}
     assert not RealDisk().open(tmp_path / "whole").lock_whole_file()
 
@@ -429,7 +435,7 @@ def test_threads_share_the_descriptors(tmp_path):
     disk = RealDisk(3)
 
     def write(thread):
-        files = [disk.open(tmp_path / f"{thread} {place}", create=True) for place in range(5)]
+        files = [disk.open(tmp_path / f"{thread} {number}", create=True) for number in range(5)]
         for turn in range(100):
             file = files[turn % 5]
             file.pwrite([bytes([thread])], turn // 5)
@@ -451,7 +457,7 @@ def test_free_space_excludes_reserved_blocks(tmp_path):
         RealDisk().free_bytes(tmp_path / "none")
 
 
-def test_errors_of_names_are_typed(tmp_path):
+def test_errors_for_invalid_names_are_typed(tmp_path):
     disk = RealDisk()
     with pytest.raises(DiskFailed, match="cannot list"):
         disk.list(tmp_path / "none")
@@ -466,8 +472,8 @@ def test_errors_of_names_are_typed(tmp_path):
         disk.make_directory(tmp_path / "file" / "below")
 
 
-def test_space_is_reserved(place):
-    disk, directory = place
+def test_reserved_space_is_allocated(disk_and_directory):
+    disk, directory = disk_and_directory
     file = disk.open(directory / "f", create=True)
     file.allocate(5000)
     assert file.size() == 5000
@@ -549,24 +555,24 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
 
 
 @pytest.mark.parametrize("has_cut", [False, True])
-def test_the_system_does_release_old_pages(tmp_path, has_cut):
-    """In pieces that no folio fits, on the disk that the tests run on; a cut is a new end."""
+def test_the_system_drops_old_pages_from_the_page_cache(tmp_path, has_cut):
+    """The pieces match no folio; after a truncation, the newest part is at the new end."""
     kept, size = MIB, 1_088_001
     file = RealDisk(page_cache_bytes_max=kept).open(tmp_path / "f", create=True)
     for count in (16, 14) if has_cut else (16,):
         for number in range(file.size() // size, count):
             file.pwrite([os.urandom(size)], number * size)
             file.sync()
-        there = pages_in_memory(tmp_path / "f")
+        in_memory = pages_in_memory(tmp_path / "f")
         if has_cut:
             file.truncate(size)
             file.sync()
     file.close()
-    if all(there):
+    if all(in_memory):
         pytest.skip("a file system in memory")
-    assert there[-1]
-    # Less than a step is not given back, nor is a folio in which a step ends.
-    assert sum(there) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
+    assert in_memory[-1]
+    # Less than one step is not released, nor a folio in which a step ends.
+    assert sum(in_memory) * mmap.PAGESIZE <= kept + STEP_BYTES + 2 * MIB + size
 
 
 def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
@@ -574,19 +580,19 @@ def test_dropped_pages_are_read_from_the_disk_again(tmp_path):
     content = os.urandom(8 * mmap.PAGESIZE)
     file.pwrite([content], 0)
     file.sync()
-    file.pwrite([b"z"], 4 * MIB)  # what is not synced is written first, or stays
+    file.pwrite([b"z"], 4 * MIB)  # unsynced pages are written first, or kept
     file.drop_cached(0, 5 * MIB)
-    there = pages_in_memory(tmp_path / "f")[:8]
+    in_memory = pages_in_memory(tmp_path / "f")[:8]
     assert file.pread(len(content), 0) == content
     assert file.pread(2, 4 * MIB) == b"z"
     file.close()
-    if all(there):
+    if all(in_memory):
         pytest.skip("a file system in memory")
-    assert not any(there)
+    assert not any(in_memory)
 
 
 def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
-    """Whatever it was written by: the system has it in folios that may be larger than a piece."""
+    """The page cache has the file in folios, which may be larger than a piece."""
     file, written, piece = RealDisk().open(tmp_path / "f", create=True), 2 * MIB, MIB // 4
     size = 3 * written
     for at in range(100, size, written):
@@ -598,9 +604,9 @@ def test_each_piece_of_a_sequential_read_is_read_from_the_disk(tmp_path):
         file.pread(piece, at)
     from_disk = bytes_read() - before
     file.drop_cached(0, 2 * size)
-    there = pages_in_memory(tmp_path / "f")
+    in_memory = pages_in_memory(tmp_path / "f")
     file.close()
-    if all(there):
+    if all(in_memory):
         pytest.skip("a file system in memory")
     assert from_disk >= size
 
@@ -618,6 +624,6 @@ def pages_in_memory(path):
         found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
         address = ctypes.c_void_p(ctypes.addressof(first))
         failed = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), found)
-        del first  # else the mapping could not be closed
+        del first  # otherwise the mapping could not be closed
     assert not failed
     return [bool(each & 1) for each in found]

@@ -1,4 +1,4 @@
-"""Space of a directory: the reserve, and when appends are rejected."""
+"""Disk space of a directory: the reserve, and the rejection of appends."""
 
 from pathlib import Path
 from threading import Thread
@@ -22,7 +22,7 @@ ROOT = Path("/waltz")
 RESERVE = ROOT / RESERVE_NAME
 
 
-def made(*, capacity=10_000, reserve=4_000):
+def new_space(*, capacity=10_000, reserve=4_000):
     disk = SimDisk(capacity_bytes=capacity)
     disk.make_directory(ROOT)
     space = DiskSpace(disk, ROOT, reserve)
@@ -31,7 +31,7 @@ def made(*, capacity=10_000, reserve=4_000):
 
 
 def test_appends_are_rejected_before_they_touch_the_reserve():
-    disk, space = made()
+    disk, space = new_space()
     steps = disk.step_count
     space.check_append(6_000)
     assert not space.is_full
@@ -39,11 +39,11 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
         space.check_append(6_001)
     assert space.is_full
     assert space.reserved_bytes == 4_000
-    assert disk.step_count == steps, "nothing was written"
+    assert disk.step_count == steps, "no byte was written"
 
 
-def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
-    disk, space = made(capacity=4_500)
+def test_appends_wait_until_a_released_reserve_is_restored():
+    disk, space = new_space(capacity=4_500)
     space.check_append(500)
     disk.write_durably(ROOT / "other", bytes(400))
     space.release_reserve()
@@ -62,7 +62,7 @@ def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
 
 @pytest.mark.parametrize("note_shortage", [False, True])
 def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
-    disk, space = made()
+    disk, space = new_space()
     if note_shortage:
         space.check_append(100)
         space.note_shortage(2_000)
@@ -79,12 +79,12 @@ def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
 
 
 def test_a_disk_that_is_full_at_the_start_is_reported():
-    disk, space = made(capacity=3_999)
+    disk, space = new_space(capacity=3_999)
     assert (space.is_full, space.reserved_bytes) == (True, 0)
     assert disk.visible_content(RESERVE) == b""
 
 
-def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
+def test_a_disk_without_space_for_a_file_name_is_full_at_the_start():
     disk = SimDisk()
     disk.make_directory(ROOT)
     disk.open = Mock(side_effect=NoSpace("cannot open"))
@@ -93,8 +93,8 @@ def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
     assert (space.is_full, space.reserved_bytes) == (True, 0)
 
 
-def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
-    disk, space = made()
+def test_a_failure_to_fill_or_release_the_reserve_is_not_fatal():
+    disk, space = new_space()
     for fault in (DiskFault.IO_ERROR, DiskFault.DISK_FULL):
         disk.plan_fault(disk.step_count + 1, fault)
         space.release_reserve()
@@ -107,7 +107,7 @@ def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
 
 
 def test_without_a_reserve_only_free_space_counts():
-    _, space = made(reserve=0)
+    _, space = new_space(reserve=0)
     space.check_append(10_000)
     with pytest.raises(NoSpace):
         space.check_append(10_001)
@@ -130,7 +130,7 @@ def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
 
 
 class ReleasingThread(SimDisk):
-    """Has another thread give the reserve back while one fills it."""
+    """A disk on which another thread releases the reserve while one thread fills it."""
 
     space = None
 
@@ -138,9 +138,9 @@ class ReleasingThread(SimDisk):
         file = super().open(path, **how)
         if self.space is not None and path == RESERVE:
             space, self.space = self.space, None
-            self.rival = Thread(target=space.release_reserve)
-            self.rival.start()
-            self.rival.join(0.05)  # it may not get through before the reserve is filled
+            self.thread = Thread(target=space.release_reserve)
+            self.thread.start()
+            self.thread.join(0.05)  # the thread must wait until the reserve is filled
         return file
 
 
@@ -149,37 +149,37 @@ def test_the_reserve_is_not_released_while_another_thread_fills_it():
     disk.make_directory(ROOT)
     space = disk.space = DiskSpace(disk, ROOT, 4_000)
     space.fill_reserve()
-    disk.rival.join()
+    disk.thread.join()
     assert (space.reserved_bytes, disk.exists(RESERVE), space.is_full) == (0, False, True)
     space.recheck()
     assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
 
 
-def test_a_call_without_room_is_repeated_with_the_reserve():
-    _, space = made()
+def test_a_call_without_space_is_repeated_with_the_reserve():
+    _, space = new_space()
     calls = []
 
-    def wants_room():
+    def call_without_space():
         calls.append(space.reserved_bytes)
         if space.reserved_bytes:
             raise NoSpace("no")
         return "done"
 
-    assert space.call_with_reserve(wants_room) == "done"
+    assert space.call_with_reserve(call_without_space) == "done"
     assert calls == [4_000, 0]
 
-    def wants_more():
+    def always_full():
         raise NoSpace("never enough")
 
     with pytest.raises(NoSpace, match="never"):
-        space.call_with_reserve(wants_more)
+        space.call_with_reserve(always_full)
 
 
 def test_the_space_of_an_append_includes_its_index_and_batches():
     assert append_bytes(1_000, 10, 2) == 1_000 + 80 + 128
 
 
-def test_a_disk_with_much_room_is_queried_now_and_then():
+def test_free_space_of_a_large_disk_is_queried_rarely():
     disk = SimDisk()
     disk.make_directory(ROOT)
     disk.free_bytes = request_mock = Mock(wraps=disk.free_bytes)
@@ -196,11 +196,13 @@ def test_a_disk_with_much_room_is_queried_now_and_then():
     space.check_append(3_000)
     with pytest.raises(NoSpace):
         space.check_append(10_001)
-    assert request_mock.call_count == 5, "half of the 6,000 that were left may be written unasked"
+    assert request_mock.call_count == 5, (
+        "half of the remaining 6,000 bytes may be written without a query"
+    )
 
 
-def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():
-    disk, space = made(capacity=10_000, reserve=0)
+def test_the_fill_rate_covers_the_last_day():
+    disk, space = new_space(capacity=10_000, reserve=0)
 
     def rate_at(hour, used):
         disk.capacity_bytes = 10_000 - used
@@ -213,7 +215,7 @@ def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():
     assert rate_at(1, 10) == 240
     assert rate_at(2, 10) == 120
     assert rate_at(3, 0) == 0
-    # What the first hours have written is forgotten after a day, also that nothing was removed.
+    # After a day the rate no longer includes the first hours.
     last = DAY_MS // SAMPLE_INTERVAL_MS + 5
     rates = [rate_at(hour, 5_000) for hour in range(4, last)]
     assert rates[0] == 30_000

@@ -57,7 +57,7 @@ CHECKED = ("info", "lineage", "entry", "id", "slot", "wipe")
 @pytest.mark.parametrize("name", STRUCTURES)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
-def test_any_bytes_decode_or_are_rejected(name, data):
+def test_arbitrary_bytes_are_decoded_or_rejected(name, data):
     good, decode = STRUCTURES[name]
     raw = bytearray(
         good[: data.draw(st.integers(0, len(good)))] if data.draw(st.booleans()) else good
@@ -83,11 +83,11 @@ def test_every_flipped_bit_is_detected(name):
                 decode(bytes(raw))
 
 
-def test_a_slot_reports_how_long_ago_a_replica_was_engaged():
+def test_a_slot_stores_the_last_engaged_session():
     for last, engaged in ((-1, -1), (7, -1), (7, 0), (7, 7), (1 << 40, (1 << 40) - 9)):
         slot = Slot(0, last_session=last, engaged=engaged)
         assert Slot.decode(slot.encode()) == slot
-    # Too long ago to be stored, and a number that would precede all sessions.
+    # A distance too large to be stored, and a session number below all valid ones.
     assert Slot.decode(Slot(0, last_session=1 << 40, engaged=3).encode()).engaged == -1
     body = Slot(0, last_session=7, engaged=0).encode()[:-8] + (9).to_bytes(4, "big")
     with pytest.raises(BadFormat, match="expected an engaged session of at least 0, found -1"):

@@ -16,7 +16,7 @@ from waltz_core.storage.files.id_ranges import (
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6), st.booleans()), max_size=20))
-def test_damaged_ranges_hold_what_was_added_and_not_removed(steps):
+def test_damaged_ranges_contain_the_added_ids_without_the_removed_ones(steps):
     ranges = ()
     model = set()
     for first, more, add in steps:

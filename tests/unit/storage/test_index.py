@@ -48,7 +48,7 @@ def new_lineage(disk, chain_before=GENESIS_CHAIN):
     return LineageFile(disk.open(CHN), header)
 
 
-def filled(disk, counts=(3, 1, 5, 2), first=0):
+def filled_lineage(disk, counts=(3, 1, 5, 2), first=0):
     """A lineage file of batches, and the entries in it."""
     lineage = new_lineage(disk)
     entries = make_batches(first, counts)[2]
@@ -64,7 +64,7 @@ def entry_offset(position):
 # ---- offsets
 
 
-def test_offsets_are_read_back_as_far_as_there_are_any():
+def test_a_read_of_offsets_ends_at_the_last_offset():
     index = new_index(new_disk())
     assert index.count == 0
     assert index.read(0, 5).tolist() == []
@@ -94,7 +94,7 @@ def test_only_the_synced_part_of_an_index_is_left():
     assert OffsetIndex(disk.open(IDX), BLANK).count == 1
 
 
-def test_half_an_offset_at_the_end_is_ignored(tmp_path):
+def test_a_partial_offset_at_the_end_is_ignored(tmp_path):
     path = tmp_path / "i.idx"
     path.write_bytes(BLANK.encode() + (128).to_bytes(8, "big") + b"\0\0\0")
     assert path.stat().st_size == SEGMENT_HEADER_BYTES + 11
@@ -106,8 +106,8 @@ def test_half_an_offset_at_the_end_is_ignored(tmp_path):
 # ---- batches
 
 
-def test_the_place_of_an_id_is_that_of_the_batch_that_ends_at_or_after_it():
-    lineage, entries = filled(new_disk(), (3, 1, 5, 2))
+def test_the_position_of_an_id_is_the_first_batch_that_ends_at_or_after_it():
+    lineage, entries = filled_lineage(new_disk(), (3, 1, 5, 2))
     for wanted in range(14):
         expected = next((i for i, one in enumerate(entries) if one.last >= wanted), 4)
         assert lineage.position_of(wanted) == expected
@@ -115,9 +115,9 @@ def test_the_place_of_an_id_is_that_of_the_batch_that_ends_at_or_after_it():
 
 
 @pytest.mark.parametrize("damaged", range(6))
-def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
+def test_the_position_is_found_despite_an_unreadable_entry(damaged):
     disk = new_disk()
-    lineage, entries = filled(disk, (2,) * 6)
+    lineage, entries = filled_lineage(disk, (2,) * 6)
     disk.flip_bits(CHN, entry_offset(damaged) + 4)
     with pytest.raises(ChecksumMismatch):
         lineage.entry(damaged)
@@ -126,13 +126,13 @@ def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
     for position, entry in enumerate(entries):
         if position not in {damaged, damaged + 1}:
             assert lineage.position_of(entry.last) == position
-    # Whether the bad one holds these IDs is not known, so it is not passed over.
+    # The unreadable entry may contain these IDs, so the search does not skip it.
     assert lineage.position_of(entries[damaged].last) in {damaged, damaged + 1}
 
 
-def test_a_torn_end_is_trimmed_and_earlier_damage_stays():
+def test_a_torn_end_is_truncated_and_earlier_damage_is_kept():
     disk = new_disk()
-    lineage, entries = filled(disk, (2,) * 5)
+    lineage, entries = filled_lineage(disk, (2,) * 5)
     disk.flip_bits(CHN, entry_offset(1))
     disk.flip_bits(CHN, entry_offset(3))
     disk.flip_bits(CHN, entry_offset(4))
@@ -144,7 +144,7 @@ def test_a_torn_end_is_trimmed_and_earlier_damage_stays():
     assert lineage.entry(3) == entries[3]
 
 
-def test_the_newest_synced_id_of_the_entries_counts():
+def test_the_newest_synced_id_of_readable_entries_is_used():
     disk = new_disk()
     lineage = new_lineage(disk)
     entries = make_batches(0, (2,) * 4)[2]
@@ -157,9 +157,9 @@ def test_the_newest_synced_id_of_the_entries_counts():
     assert lineage.durable_before(2) == BEFORE_FIRST
 
 
-def test_a_header_is_rewritten_durably_and_the_entries_stay():
+def test_a_header_is_rewritten_durably_without_changing_entries():
     disk = new_disk()
-    lineage, entries = filled(disk)
+    lineage, entries = filled_lineage(disk)
     lineage.rewrite_header(KEY)
     disk.lose_power(Survival.NOTHING, Random(1))
     header = LineageHeader.decode(disk.visible_content(CHN)[:LINEAGE_HEADER_BYTES])
@@ -170,9 +170,9 @@ def test_a_header_is_rewritten_durably_and_the_entries_stay():
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (3, 0)])
-def test_an_entry_at_the_place_of_another_is_invalid(source, target):
+def test_an_entry_at_the_position_of_another_is_invalid(source, target):
     disk = new_disk()
-    lineage, _ = filled(disk)
+    lineage, _ = filled_lineage(disk)
     data = disk.visible_content(CHN)[entry_offset(source) :][:LINEAGE_ENTRY_BYTES]
     disk.open(CHN).pwrite([data], entry_offset(target))
     with pytest.raises(ChecksumMismatch):
@@ -181,7 +181,7 @@ def test_an_entry_at_the_place_of_another_is_invalid(source, target):
 
 def test_an_entry_of_another_segment_is_invalid():
     disk = new_disk()
-    _, entries = filled(disk)
+    _, entries = filled_lineage(disk)
     other = LineageFile(disk.open(CHN), LineageHeader(BLANK._replace(created_ms=6), GENESIS_CHAIN))
     with pytest.raises(ChecksumMismatch):
         other.entry(0)

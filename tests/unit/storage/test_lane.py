@@ -16,15 +16,15 @@ OWNER = OwnerSession(1)
 
 
 def lane(*, writes=(), reads=(), piece=None):
-    made = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
-    made.writes.extend(LaneRequest(1, each) for each in writes)
-    made.reads.extend(LaneRequest(1, each) for each in reads)
-    made.piece = piece
-    return made
+    new_lane = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
+    new_lane.writes.extend(LaneRequest(1, each) for each in writes)
+    new_lane.reads.extend(LaneRequest(1, each) for each in reads)
+    new_lane.piece = piece
+    return new_lane
 
 
-def kinds(taken):
-    requests, piece = taken
+def kinds(work):
+    requests, piece = work
     return [type(each.message).__name__ for each in requests] + ([] if piece is None else [piece])
 
 
@@ -36,8 +36,8 @@ def test_reads_and_writes_alternate_and_appends_are_grouped():
     owner = OwnerSession(1)
     writes = [owner.append(), owner.append(), owner.make(Engage, 1), owner.append()]
     one = lane(writes=writes, reads=[a_read() for _ in range(3)])
-    taken = [kinds(one.take_next()) for _ in range(7)]
-    assert taken == [
+    work = [kinds(one.take_next()) for _ in range(7)]
+    assert work == [
         ["RangeRaw"],
         ["AppendRaw", "AppendRaw"],
         ["RangeRaw"],
@@ -48,7 +48,7 @@ def test_reads_and_writes_alternate_and_appends_are_grouped():
     ]
 
 
-def test_the_scrubs_piece_runs_first_and_once():
+def test_a_scrub_piece_runs_first_and_once():
     one = lane(writes=[OWNER.make(Engage, 1)], reads=[a_read()], piece=ScrubPiece(7, 100))
     assert [kinds(one.take_next()) for _ in range(3)] == [
         [ScrubPiece(7, 100)],
@@ -65,7 +65,7 @@ def test_a_group_is_bounded(monkeypatch):
     assert [len(one.take_next()[0]) for _ in range(4)] == [2, 2, 1, 0]
 
 
-def test_requests_cost_the_bytes_that_they_carry_or_request():
+def test_requests_are_charged_for_sent_or_requested_bytes():
     least = queue_bytes(OWNER.make(Heartbeat))
     assert queue_bytes(a_read()) == least + 100
     # An answer is never as large as a peer may request, and locations are small.

@@ -1,4 +1,4 @@
-"""The lock files: the newest bytes count, also when others are damaged."""
+"""The lock files: the newest blocks are returned, even if other files are damaged."""
 
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.storage.disk.file_system import RealDisk
@@ -7,12 +7,12 @@ from waltz_sim.world.simulated_disk import DiskFault
 
 
 def new_file(disk, file_bytes_max=100):
-    made = LockFile(disk, ROOT)
-    made.file_bytes_max = file_bytes_max
-    return made
+    file = LockFile(disk, ROOT)
+    file.file_bytes_max = file_bytes_max
+    return file
 
 
-def test_appended_blocks_are_returned_with_the_newest_last():
+def test_appended_blocks_are_returned_oldest_first():
     locks = new_file(new_disk())
     locks.append([b"one", b"two"])
     locks.append([b"three"])
@@ -21,7 +21,7 @@ def test_appended_blocks_are_returned_with_the_newest_last():
     assert locks.newest(0) == b""
 
 
-def test_a_full_file_takes_the_place_of_the_other():
+def test_a_full_lock_file_replaces_the_older_one():
     disk = new_disk()
     locks = new_file(disk, 10)
     for number in range(7):

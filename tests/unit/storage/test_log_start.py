@@ -26,7 +26,7 @@ from waltz_core.storage.files.format import (
 NO_LOG = AckedMarker(4000, Chain(b"c" * 16))
 
 
-def names(world, suffix=".seg"):
+def file_names(world, suffix=".seg"):
     return sorted(path.name for path in (world.directory / "0").glob(f"*{suffix}"))
 
 
@@ -34,7 +34,7 @@ def end_of(log, transaction_id):
     return AckedMarker(transaction_id, log.chain_at(transaction_id))
 
 
-def marked(world):
+def confirm_mark(world):
     """Confirm the mark at the end of the log; return that end."""
     log = world.log
     log.set_low_water_mark(log.promised, log.max_id, log.chain)
@@ -55,21 +55,21 @@ def world(tmp_path):
 
 
 def remove_all(world):
-    archived = marked(world)
+    archived = confirm_mark(world)
     while world.log.remove_oldest(archived):
         pass
     return archived
 
 
 def test_the_start_is_a_batch_end_at_or_after_the_end_of_the_removed_segment(world):
-    log, archived = world.log, marked(world)
-    before = names(world)
+    log, archived = world.log, confirm_mark(world)
+    before = file_names(world)
     entries = log.lineage(0, log.max_id)[1]
-    everything = world.everything()
+    everything = world.all_records()
     assert log.remove_oldest(archived)
-    assert names(world) == before[1:]
+    assert file_names(world) == before[1:]
     second = int(before[1][:-4])
-    assert second % 4 != 0, "the border is within a batch"
+    assert second % 4 != 0, "the boundary is within a batch"
     assert log.start == end_of(log, second + 4 - second % 4 - 1)
     first = log.start.transaction_id + 1
     read = log.read_range(first, log.max_id, 1 << 20, whole_batches=True)
@@ -79,11 +79,11 @@ def test_the_start_is_a_batch_end_at_or_after_the_end_of_the_removed_segment(wor
 
 
 def test_the_start_is_not_the_end_of_a_reconstructed_batch(world):
-    log, archived = world.log, marked(world)
-    lineage = log._files.segments.all[1].lineage  # the border is within its first batch
+    log, archived = world.log, confirm_mark(world)
+    lineage = log._files.segments.all[1].lineage  # the boundary is within its first batch
     lost = lineage.entry(0)
-    made = lost._replace(session_id=RECONSTRUCTED, chain=Chain(bytes(16)))
-    lineage.rewrite(0, [made])
+    reconstructed = lost._replace(session_id=RECONSTRUCTED, chain=Chain(bytes(16)))
+    lineage.rewrite(0, [reconstructed])
     assert log.remove_oldest(archived)
     assert log.start == end_of(log, lost.last + 4)
     first = log.start.transaction_id + 1
@@ -93,7 +93,7 @@ def test_the_start_is_not_the_end_of_a_reconstructed_batch(world):
 def test_all_segments_but_the_newest_can_be_removed_and_appends_continue(world):
     archived = remove_all(world)
     log = world.log
-    assert len(names(world)) == 1
+    assert len(file_names(world)) == 1
     assert log.start.transaction_id < archived.transaction_id
     world.append([3, 2])
     for _ in range(2):
@@ -105,8 +105,8 @@ def test_all_segments_but_the_newest_can_be_removed_and_appends_continue(world):
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_reads_below_the_start_name_the_first_id(world, first):
-    marked(world)
+def test_the_error_for_a_read_below_the_start_names_the_first_id(world, first):
+    confirm_mark(world)
     log = world.log
     log.remove_oldest(end_of(log, log.max_id))
     start = log.start.transaction_id
@@ -123,11 +123,11 @@ def test_reads_below_the_start_name_the_first_id(world, first):
     assert log.verify(0, 1000) > start + 1, "the scrub begins at the start"
 
 
-def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
+def test_segments_above_the_archived_or_confirmed_mark_are_not_removed(world):
     log = world.log
-    before = names(world)
+    before = file_names(world)
     assert not log.remove_oldest(end_of(log, log.max_id)), "no mark is confirmed"
-    marked(world)
+    confirm_mark(world)
     assert not log.remove_oldest(end_of(log, 3))
     with pytest.raises(
         BadRequest,
@@ -136,11 +136,11 @@ def test_nothing_is_removed_above_the_archived_id_or_the_confirmed_mark(world):
         log.remove_oldest(AckedMarker(47, Chain(b"c" * 16)))
     with pytest.raises(BadRequest, match="at transaction 99, up to which the log is archived"):
         log.remove_oldest(AckedMarker(99, log.chain))
-    assert names(world) == before
+    assert file_names(world) == before
     assert log.start.transaction_id == -1
 
 
-def test_nothing_is_truncated_below_the_start(world):
+def test_a_truncation_below_the_start_is_rejected(world):
     remove_all(world)
     log = world.log
     start = log.start
@@ -153,7 +153,7 @@ def test_nothing_is_truncated_below_the_start(world):
 
 
 def test_damage_below_the_start_is_forgotten(world):
-    marked(world)
+    confirm_mark(world)
     log = world.log
     segment = world.directory / "0" / segment_name(0, ".seg")
     content = bytearray(segment.read_bytes())
@@ -169,10 +169,10 @@ def test_damage_below_the_start_is_forgotten(world):
 
 
 def steps_of(world, change):
-    """Run a change with the power lost before each of its steps, and open the log again."""
+    """For each step of a change, lose the power before this step and open the log again."""
     steps = 0
     while True:
-        world.disk.left = steps
+        world.disk.steps_left = steps
         try:
             change(world.log)
         except PowerLost:
@@ -180,14 +180,14 @@ def steps_of(world, change):
             world.crash()
             yield steps
             continue
-        world.disk.left = None
+        world.disk.steps_left = None
         assert steps > 5
         return
 
 
-def test_a_removal_that_power_loss_interrupts_is_finished_by_the_opening(world):
-    archived = marked(world)
-    everything = world.everything()
+def test_opening_a_log_completes_an_interrupted_removal(world):
+    archived = confirm_mark(world)
+    everything = world.all_records()
     starts = set()
     for _ in steps_of(world, lambda log: log.remove_oldest(archived)):
         log = world.log
@@ -208,7 +208,7 @@ def test_a_reset_drops_all_records_and_is_suspect_until_a_mark_is_set(world):
         log = world.log
         assert (log.max_id, log.chain, log.start, log.suspect) == (*NO_LOG, NO_LOG, True)
         assert log.confirmed_low_water_mark == 4000
-        assert names(world) == [segment_name(4001, ".seg")]
+        assert file_names(world) == [segment_name(4001, ".seg")]
         assert log.state().synced_max == 4000
         assert log.verify(0, 1000) == 4001
         world.crash()
@@ -219,25 +219,25 @@ def test_a_reset_drops_all_records_and_is_suspect_until_a_mark_is_set(world):
     assert world.log.read_range(4001, 4005, 1 << 20, whole_batches=True).entries[0].last == 4002
 
 
-def test_a_reset_is_finished_by_the_opening_wherever_it_stopped(tmp_path):
+def test_opening_a_log_completes_a_reset_interrupted_at_any_step(tmp_path):
     ends = set()
     for steps in range(100):
         world = World(tmp_path / str(steps), segment_bytes_max=500)
         world.log.prepare(1, NONCE)
         for _ in range(4):
             world.append([4])
-        world.disk.left = steps
+        world.disk.steps_left = steps
         try:
             world.log.reset(1, NO_LOG)
         except PowerLost:
             log = world.crash()
             ends.add((log.max_id, log.suspect))
             if log.suspect:
-                assert names(world) == [segment_name(4001, ".seg")]
+                assert file_names(world) == [segment_name(4001, ".seg")]
                 assert log.prepare(2, NONCE).synced_max == 4000
             world.close()
             continue
-        world.disk.left = None
+        world.disk.steps_left = None
         world.close()
         break
     assert ends == {(15, False), (4000, True)}
@@ -250,7 +250,7 @@ def test_a_log_that_may_be_needed_is_not_reset(world):
     problem = "begin after transaction 47, because it has transactions up to 47"
     with pytest.raises(BadRequest, match=problem):
         log.reset(1, end_of(log, 47))
-    marked(world)
+    confirm_mark(world)
     log.prepare(2, NONCE)
     with pytest.raises(DataLoss, match="the replica must keep records up to its low-water mark 47"):
         log.reset(2, AckedMarker(40, Chain(b"c" * 16)))
@@ -291,7 +291,7 @@ def test_a_first_segment_that_begins_above_the_start_is_reported(world):
     world.open()
 
 
-def test_a_lost_lineage_of_the_oldest_segment_makes_the_log_suspect(world):
+def test_a_log_without_the_lineage_of_its_first_segment_is_suspect(world):
     remove_all(world)
     world.append([4])
     world.log.abandon()
@@ -304,8 +304,8 @@ def test_a_lost_lineage_of_the_oldest_segment_makes_the_log_suspect(world):
     assert (log.max_id, log.start) == (51, start)
 
 
-def test_a_removal_that_fails_is_finished_by_the_next_opening(world):
-    archived = marked(world)
+def test_opening_a_log_completes_a_failed_removal(world):
+    archived = confirm_mark(world)
     world.disk.unlink, unlink = _failing, world.disk.unlink
     with pytest.raises(DiskFailed, match="cannot remove the log before"):
         world.log.remove_oldest(archived)
@@ -313,7 +313,7 @@ def test_a_removal_that_fails_is_finished_by_the_next_opening(world):
     world.disk.unlink = unlink
     log = world.crash()
     assert log.start.transaction_id >= 0
-    assert names(world)[0] != segment_name(0, ".seg")
+    assert file_names(world)[0] != segment_name(0, ".seg")
     assert (log.max_id, log.suspect) == (47, False)
 
 

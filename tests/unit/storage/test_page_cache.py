@@ -14,13 +14,13 @@ MIB = 1024 * 1024
 PAGE_CACHE_BYTES_MAX = 4 * MIB
 
 
-def given_back(tail, *writes):
+def released_ranges(tail, *writes):
     """Write the given sizes at positions; return the released ranges: (start, size) of each."""
     found = []
     for at, size in writes:
         tail.note_write(at, size)
         found.append(tail.take_droppable())
-    assert tail.take_droppable() is None, "once"
+    assert tail.take_droppable() is None, "each range is returned once"
     return [each for each in found if each is not None]
 
 
@@ -28,22 +28,24 @@ def pieces(size, *, start=0, step=MIB):
     return [(at, step) for at in range(start, start + size, step)]
 
 
-def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
+def test_old_pages_are_released_in_steps_and_the_newest_are_kept():
     tail = RecentPages(PAGE_CACHE_BYTES_MAX)
     assert tail.take_droppable() is None
     newest = PAGE_CACHE_BYTES_MAX + STEP_BYTES - MIB
-    assert given_back(tail, *pieces(newest)) == []
-    assert given_back(tail, (0, MIB)) == [], "overwriting does not move the end"
-    dropped = given_back(tail, *pieces(5 * STEP_BYTES, start=newest))
+    assert released_ranges(tail, *pieces(newest)) == []
+    assert released_ranges(tail, (0, MIB)) == [], "overwriting does not move the end"
+    dropped = released_ranges(tail, *pieces(5 * STEP_BYTES, start=newest))
     assert [start + size for start, size in dropped] == [n * STEP_BYTES for n in range(1, 6)]
-    # Each begins earlier than the last one ended: that may have ended within a folio.
+    # Each range begins before the end of the last one, which may be within a folio.
     expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
     assert [start for start, _ in dropped] == expected
     tail.truncate(2 * MIB)
-    assert given_back(tail, *pieces(PAGE_CACHE_BYTES_MAX + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
+    assert released_ranges(tail, *pieces(PAGE_CACHE_BYTES_MAX + MIB, start=2 * MIB)) == [
+        (0, 3 * MIB)
+    ]
     assert (
         len(
-            given_back(
+            released_ranges(
                 RecentPages(PAGE_CACHE_BYTES_MAX),
                 *pieces(PAGE_CACHE_BYTES_MAX + 2 * STEP_BYTES, step=4096),
             )
@@ -53,22 +55,24 @@ def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
 
 
 def test_only_sequentially_written_pages_are_released():
-    assert given_back(RecentPages(0), (100, 9 * MIB)) == [(100, 9 * MIB)]
-    dropped = given_back(RecentPages(0), *pieces(4 * MIB, start=100 * MIB))
+    assert released_ranges(RecentPages(0), (100, 9 * MIB)) == [(100, 9 * MIB)]
+    dropped = released_ranges(RecentPages(0), *pieces(4 * MIB, start=100 * MIB))
     assert min(start for start, _ in dropped) == 100 * MIB
-    # A repair, and then the end.
-    assert given_back(RecentPages(0), (5 * MIB, 100), (90 * MIB, 2 * MIB)) == [(90 * MIB, 2 * MIB)]
+    # A repair, and then an append at the end.
+    assert released_ranges(RecentPages(0), (5 * MIB, 100), (90 * MIB, 2 * MIB)) == [
+        (90 * MIB, 2 * MIB)
+    ]
 
 
 @given(st.lists(st.integers(1, 3 * FOLIO_BYTES_MAX), min_size=1), st.integers(0, 200))
-def test_sequential_pieces_begin_each_block_exactly_once(sizes, header):
+def test_sequential_pieces_cover_each_block_once(sizes, header):
     done, at = 0, 0
     for size in [header + sizes[0], *sizes[1:]]:
-        start, begun = blocks_beginning_in(at, size)
+        start, block_bytes = blocks_beginning_in(at, size)
         at += size
-        if begun:
+        if block_bytes:
             assert start == done
-            done += begun
+            done += block_bytes
         assert done >= at
         assert done % FOLIO_BYTES_MAX == 0
     assert done < at + FOLIO_BYTES_MAX

@@ -32,19 +32,19 @@ class PowerLost(Exception):
 
 
 class CrashDisk(RealDisk):
-    """A real disk that records what is synced, can lose the rest, and fails on demand."""
+    """A real disk that tracks synced data, can lose unsynced data, and fails on demand."""
 
     def __init__(self):
         super().__init__()
         self.synced = {}
-        self.fail = {}
-        self.left = None  # changes that are still made before the power loss
+        self.failures = {}
+        self.steps_left = None  # the number of changes until the power loss
 
     def step(self):
-        if self.left is not None:
-            if self.left == 0:
+        if self.steps_left is not None:
+            if self.steps_left == 0:
                 raise PowerLost
-            self.left -= 1
+            self.steps_left -= 1
 
     def sync_directory(self, directory):
         self.step()
@@ -84,26 +84,26 @@ class CrashDisk(RealDisk):
                     file.write(bytes(keep - file.tell()))
             self.synced[path] = keep
 
-    def trip(self, what, path):
-        error = self.fail.get((what, path.suffix))
+    def raise_failure(self, call, path):
+        error = self.failures.get((call, path.suffix))
         if error is not None:
-            raise error(f"{what} {path}")
+            raise error(f"{call} {path}")
 
 
 class CrashFile(RealFile):
     def pwrite(self, parts, offset):
-        self.disk.trip("write", self._path)
+        self.disk.raise_failure("write", self._path)
         self.disk.step()
         super().pwrite(parts, offset)
 
     def sync(self):
-        self.disk.trip("sync", self._path)
+        self.disk.raise_failure("sync", self._path)
         self.disk.step()
         super().sync()
         self.disk.synced[self._path] = self.size()
 
     def truncate(self, size):
-        self.disk.trip("truncate", self._path)
+        self.disk.raise_failure("truncate", self._path)
         self.disk.step()
         super().truncate(size)
         self.disk.synced[self._path] = min(size, self.disk.synced.get(self._path, 0))
@@ -132,10 +132,10 @@ class World:
         return self.log
 
     def crash(self, rng=None):
-        self.disk.left = None
+        self.disk.steps_left = None
         self.log.abandon()
         self.control.close()
-        self.disk.fail.clear()
+        self.disk.failures.clear()
         if rng is not None:
             self.disk.lose_unsynced(rng)
         return self.open()
@@ -153,7 +153,7 @@ class World:
             self.log.sync()
         return records
 
-    def everything(self):
+    def all_records(self):
         if self.log.max_id < 0:
             return b""
         parts = []
@@ -207,7 +207,7 @@ def test_a_mark_is_rejected_where_the_log_does_not_end(world):
     assert world.control.info(0)[:3] == (1, 3, 3)
 
 
-def test_a_provisional_mark_may_be_lowered_and_a_confirmed_one_not(world):
+def test_only_a_provisional_mark_may_be_lowered(world):
     world.append([3, 3])
     world.log.set_low_water_mark(1, 5, world.log.chain)
     world.log.prepare(2, NONCE)
@@ -255,14 +255,14 @@ def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
     sizes = [segment.size_bytes for segment in world.log._files.segments.all]
     assert sizes == [128 + 93 * 21] * 9 + [128 + 93 * 11]
     assert [segment.first for segment in world.log._files.segments.all] == list(range(0, 200, 21))
-    assert world.log.slot.acked.transaction_id == BEFORE_FIRST  # the batch had not ended
+    assert world.log.slot.acked.transaction_id == BEFORE_FIRST  # the batch was incomplete
     world.append([1])
     world.crash()
     assert world.log.max_id == 200
     assert not world.log.suspect
 
 
-def flip(world, transaction_id, at=38):
+def flip_bit(world, transaction_id, at=38):
     log = world.log
     position = log._files.segments._index_of(transaction_id)
     segment = log._files.segments.all[position]
@@ -275,9 +275,9 @@ def flip(world, transaction_id, at=38):
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def test_corruption_is_found_by_the_read_noted_read_around_and_repaired(world):
+def test_a_read_detects_corruption_that_is_skipped_and_repaired(world):
     written = world.append([3, 4] * 20)
-    flip(world, 50)
+    flip_bit(world, 50)
     assert len(world.log.read_range(40, 60, 1 << 20, whole_batches=False).lengths) == 10
     assert world.log.damaged == (IdRange(50, 50),)
     with pytest.raises(ChecksumMismatch):
@@ -294,13 +294,13 @@ def test_corruption_is_found_by_the_read_noted_read_around_and_repaired(world):
         world.log.repair(50, lengths, wrong)
     world.log.repair(50, lengths, written[50 * 60 : 51 * 60])
     assert world.log.damaged == ()
-    assert world.everything() == written
+    assert world.all_records() == written
 
 
 def test_losses_next_to_a_repair_are_found_after_a_crash(world):
-    """Its block may be released for the repair, with what else was in it."""
+    """A repair may release the block, together with other records in it."""
     written = world.append([3, 4] * 20)
-    flip(world, 130, 44)
+    flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
     world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
     path = max((world.directory / "0").glob("*.seg"))
@@ -312,15 +312,15 @@ def test_losses_next_to_a_repair_are_found_after_a_crash(world):
     assert world.log.damaged == (IdRange(138, 139),)
 
 
-def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
-    """The marker cannot move any more, so it does not show records that would be lost after it."""
+def test_repairs_are_rejected_after_a_failed_write_in_the_session(world):
+    """The acked marker cannot move any more, so it would not reveal records lost after it."""
     written = world.append([3, 4] * 20)
-    flip(world, 130, 44)
+    flip_bit(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
-    world.disk.fail["sync", ".seg"] = DiskFailed
+    world.disk.failures["sync", ".seg"] = DiskFailed
     with pytest.raises(DiskFailed):
         world.append([1])
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(BadRequest, match="a write has failed in this store session"):
         world.log.repair(130, np.array([60]), written[130 * 60 : 131 * 60])
     assert world.log.damaged == (IdRange(130, 130),)
@@ -330,10 +330,10 @@ def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
 def test_a_close_marks_the_end_as_clean_unless_a_write_has_failed(world, has_failed):
     world.append([5])
     if has_failed:
-        world.disk.fail["sync", ".seg"] = DiskFailed
+        world.disk.failures["sync", ".seg"] = DiskFailed
         with pytest.raises(DiskFailed):
             world.append([3])
-        world.disk.fail.clear()
+        world.disk.failures.clear()
     world.close()
     world.settings = replace(world.settings, trust_fsync=False)
     assert world.open().suspect == has_failed
@@ -343,7 +343,7 @@ def test_a_close_marks_the_end_as_clean_unless_a_write_has_failed(world, has_fai
 # ---- after a crash
 
 
-def test_a_torn_tail_is_truncated_and_an_unsynced_batch_is_kept_whole_or_not(world):
+def test_an_unsynced_batch_is_kept_or_truncated_completely(world):
     world.append([4])
     world.append([4, 4], sync=False)
     path = world.directory / "0" / f"{0:019d}.seg"
@@ -356,7 +356,7 @@ def test_a_torn_tail_is_truncated_and_an_unsynced_batch_is_kept_whole_or_not(wor
     assert path.stat().st_size == 128 + 60 * 8
 
 
-def exchange(world, transaction_id):
+def overwrite_record(world, transaction_id):
     """Write another valid record in place of one, as a misdirected write would."""
     other, _ = make_records(transaction_id, [20], seed=3)
     with (world.directory / "0" / f"{0:019d}.seg").open("r+b") as file:
@@ -365,12 +365,10 @@ def exchange(world, transaction_id):
 
 
 @pytest.mark.parametrize(
-    ("change", "damaged", "suspect"), [(flip, ((5, 5),), False), (exchange, (), True)]
+    ("change", "damaged", "suspect"), [(flip_bit, ((5, 5),), False), (overwrite_record, (), True)]
 )
-def test_corruption_above_the_marker_is_damage_if_a_later_entry_states_the_record_as_synced(
-    world, change, damaged, suspect
-):
-    """Another record in its place has a right checksum: the batch shows it."""
+def test_corruption_of_a_synced_record_above_the_marker_is_damage(world, change, damaged, suspect):
+    """Another record at this position has a valid checksum, but does not match its batch."""
     for _ in range(3):
         world.append([4])
     change(world, 5)
@@ -379,7 +377,7 @@ def test_corruption_above_the_marker_is_damage_if_a_later_entry_states_the_recor
     assert (world.log.max_id, world.log.damaged, world.log.suspect) == (11, damaged, suspect)
 
 
-@pytest.mark.parametrize("change", [flip, exchange])
+@pytest.mark.parametrize("change", [flip_bit, overwrite_record])
 def test_a_wrong_unsynced_record_is_truncated_with_the_intact_ones_after_it(world, change):
     world.append([4])
     world.append([4], sync=False)
@@ -416,11 +414,11 @@ def test_corruption_below_the_marker_is_damage_and_never_truncated(world):
     written = world.append([20]) + world.append([20])
     world.clock.now += 1000
     world.append([1])
-    flip(world, 40)
+    flip_bit(world, 40)
     world.crash()
     assert world.log.max_id == 40
     assert world.log.damaged == (IdRange(40, 40),)
-    flip(world, 3, at=30)
+    flip_bit(world, 3, at=30)
     at = 0
     while at <= world.log.max_id:
         at = world.log.verify(at, 1 << 20)
@@ -431,7 +429,7 @@ def test_corruption_below_the_marker_is_damage_and_never_truncated(world):
 @pytest.mark.parametrize(
     ("names", "suspect"), [("*.idx", False), ("*.chn", True), (f"{32:019d}.chn", True)]
 )
-def test_files_other_than_segments_are_rebuilt(world, names, suspect):
+def test_missing_index_files_are_rebuilt(world, names, suspect):
     written = world.append([7, 8] * 10)
     chain = world.log.chain
     found = list((world.directory / "0").glob(names))
@@ -439,8 +437,8 @@ def test_files_other_than_segments_are_rebuilt(world, names, suspect):
     for path in found:
         path.unlink()
     world.crash()
-    assert world.log.suspect == suspect  # bounds and sessions of batches are lost with a .chn
-    assert world.everything() == written
+    assert world.log.suspect == suspect  # a lost .chn has bounds and sessions of batches
+    assert world.all_records() == written
     read = world.log.read_range(0, 149, 1 << 20, whole_batches=True)
     assert read.records == written
     assert (world.log.chain == chain) == (names != "*.chn")
@@ -468,10 +466,10 @@ def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
         world.log.repair(at, np.full(count, 60), part)
         at += count
     assert world.log.damaged == ()
-    assert world.everything() == written
+    assert world.all_records() == written
 
 
-def test_a_torn_slot_falls_back_and_rejects_what_may_have_been_promised(world):
+def test_after_a_torn_slot_sessions_that_may_be_promised_are_rejected(world):
     world.append([2])
     world.log.prepare(7, NONCE)
     position = world.log._files.slots._position
@@ -498,7 +496,7 @@ def test_a_torn_slot_falls_back_and_rejects_what_may_have_been_promised(world):
     world.open()
 
 
-def run_an_original(world, session, mark):
+def run_0_13(world, session, mark):
     """Simulate a session of 0.13 that appends two records from ID 5 on; return them."""
     more, _ = make_records(5, [20, 20])
     control = ControlFile.open(world.disk, world.directory, KEY, 1, 0)
@@ -512,7 +510,7 @@ def run_an_original(world, session, mark):
     return more
 
 
-def test_only_the_mark_that_the_session_has_set_is_engaged(world):
+def test_engage_requires_the_mark_of_the_same_session(world):
     world.append([2, 3])
     with pytest.raises(
         BadRequest, match="expected low-water mark -1 of session -1, found 4 of session 1"
@@ -537,20 +535,20 @@ def test_only_the_mark_that_the_session_has_set_is_engaged(world):
     assert world.log.state().mark_confirmed
 
 
-def test_records_of_a_0_13_program_that_ran_in_between_are_adopted(world):
+def test_records_written_by_0_13_between_two_runs_are_adopted(world):
     written = world.append([2, 3])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
     ours = world.log.lineage(0, 4)[1]
     world.close()
-    more = run_an_original(world, 3, 4)
+    more = run_0_13(world, 3, 4)
     world.open()
     assert (world.log.max_id, world.log.suspect) == (6, False)
     assert (world.log.promised, world.log.last_session) == (3, 3)
-    assert world.everything() == written + more
+    assert world.all_records() == written + more
     world.crash()
     assert (world.log.max_id, world.log.suspect) == (6, False)
-    # Also the second time: only what was adopted is bounded again, whatever ends where.
+    # The same holds the second time: only adopted records get new batches.
     *before, adopted = world.log.lineage(0, 6)[1]
     assert tuple(before) == ours
     assert (adopted.first, adopted.last, adopted.session_id) == (5, 6, NO_SESSION)
@@ -561,18 +559,16 @@ def test_an_earlier_session_of_0_13_does_not_replace_a_later_one(world):
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
     world.close()
-    more = run_an_original(world, 0, 2)
+    more = run_0_13(world, 0, 2)
     world.open()
-    assert world.everything() == written + more
+    assert world.all_records() == written + more
     assert (world.log.promised, world.log.last_session) == (1, 1)
     assert world.log.state().low_water_mark == 4
 
 
 @pytest.mark.parametrize("is_opened", [False, True])
-def test_records_of_0_13_are_adopted_although_our_last_mark_never_reached_its_file(
-    world, monkeypatch, is_opened
-):
-    """The slot names a structure that we were about to write; then a 0.13 storage writes one."""
+def test_records_of_0_13_are_adopted_after_an_incomplete_mark(world, monkeypatch, is_opened):
+    """The slot refers to a control structure that was not written; then 0.13 writes one."""
     written = world.append([5])
     monkeypatch.setattr(world.control, "set_marks", lambda *_: (_ for _ in ()).throw(PowerLost))
     with pytest.raises(PowerLost):
@@ -583,14 +579,14 @@ def test_records_of_0_13_are_adopted_although_our_last_mark_never_reached_its_fi
     else:
         world.log.abandon()
         world.control.close()
-    more = run_an_original(world, 3, 4)
+    more = run_0_13(world, 3, 4)
     world.open()
     assert (world.log.max_id, world.log.suspect) == (6, False)
     assert (world.log.promised, world.log.last_session) == (3, 3)
-    assert world.everything() == written + more
+    assert world.all_records() == written + more
 
 
-def test_a_clock_that_is_set_back_does_not_keep_the_marker_from_moving(world):
+def test_a_clock_that_is_set_back_does_not_stop_the_acked_marker(world):
     world.append([2])
     world.clock.now -= 600
     world.append([2])
@@ -603,18 +599,18 @@ def test_a_clock_that_is_set_back_does_not_keep_the_marker_from_moving(world):
 # ---- a disk that fails
 
 
-def test_a_full_disk_rejects_the_append_and_leaves_the_log_as_it_was(world):
+def test_an_append_on_a_full_disk_does_not_change_the_log(world):
     written = world.append([5])
     for suffix in (".seg", ".idx", ".chn"):
-        world.disk.fail[("write", suffix)] = NoSpace
+        world.disk.failures[("write", suffix)] = NoSpace
         with pytest.raises(NoSpace):
             world.append([60], size=53)
-        del world.disk.fail[("write", suffix)]
+        del world.disk.failures[("write", suffix)]
         assert world.log.max_id == 4
-    assert world.everything() == written
+    assert world.all_records() == written
     written += world.append([5])
     world.crash()
-    assert world.everything() == written
+    assert world.all_records() == written
     assert not world.log.suspect
 
 
@@ -623,10 +619,10 @@ def test_a_full_disk_rejects_the_append_and_leaves_the_log_as_it_was(world):
 )
 def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, what):
     written = world.append([5])
-    world.disk.fail[what] = DiskFailed
+    world.disk.failures[what] = DiskFailed
     with pytest.raises(DiskFailed):
         world.append([3])
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed):
         world.append([1])
     with pytest.raises(DiskFailed):
@@ -637,11 +633,11 @@ def test_after_a_failed_write_or_sync_the_log_continues_in_a_new_file(world, wha
     written += world.append([4], session=2)
     assert [one.first for one in world.log._files.segments.all] == [0, 5]
     world.crash()
-    assert world.everything() == written
+    assert world.all_records() == written
     assert not world.log.suspect
 
 
-def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(world):
+def test_a_damaged_batch_does_not_prevent_a_new_segment(world):
     """After an error here the log would have a part of the next batch, without its entry.
 
     The log's end would be reported with the chain of an earlier one.
@@ -659,35 +655,35 @@ def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(worl
 def test_a_failed_truncation_makes_the_replica_suspect(world):
     world.append([5])
     for what in ("sync", "truncate"):
-        world.disk.fail[(what, ".seg")] = DiskFailed
+        world.disk.failures[(what, ".seg")] = DiskFailed
     with pytest.raises(DiskFailed, match="cannot be truncated"):
         world.append([3])
     world.crash()
     assert world.log.suspect
 
 
-def test_a_log_whose_slots_fail_answers_nothing_until_it_is_opened_again(world):
+def test_a_log_with_failed_slots_rejects_requests_until_reopened(world):
     written = world.append([5])
-    world.disk.fail[("sync", ".ctl")] = DiskFailed
+    world.disk.failures[("sync", ".ctl")] = DiskFailed
     with pytest.raises(DiskFailed):
         world.log.prepare(2, NONCE)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed):
         world.log.prepare(3, NONCE)
     with pytest.raises(DiskFailed):
         world.append([1])
     world.crash()
-    assert world.everything() == written
+    assert world.all_records() == written
     assert world.log.prepare(3, NONCE).synced_max == 4
 
 
 def test_a_marker_does_not_move_over_an_index_whose_sync_has_failed(world):
     world.append([5])
     marker = world.log.slot.acked
-    world.disk.fail[("sync", ".idx")] = DiskFailed
+    world.disk.failures[("sync", ".idx")] = DiskFailed
     with pytest.raises(DiskFailed):
         world.log.mark_acked()
-    world.disk.fail.clear()  # The next sync of the file reports a false success.
+    world.disk.failures.clear()  # The next sync of the file reports a false success.
     world.log.mark_acked()
     assert world.log.slot.acked == marker
     world.log.prepare(2, NONCE)
@@ -706,13 +702,13 @@ def spoil_offset(world, transaction_id):
         file.write(bytes(8))
 
 
-def test_an_empty_truncation_makes_the_log_durable(world):
+def test_a_truncation_without_effect_syncs_the_log(world):
     world.append([2], sync=False)
     assert world.log.truncate(1, 1, 1, world.log.chain) == (1, world.log.chain)
     assert world.log.synced_max == 1
 
 
-def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_else(world):
+def test_a_truncation_stopped_by_a_wrong_index_is_completed_first(world):
     written = world.append([1] * 10, size=20)
     record_bytes = len(written) // 10
     spoil_offset(world, 6)
@@ -720,11 +716,11 @@ def test_a_truncation_that_a_wrong_index_stops_is_carried_out_before_anything_el
     base = world.log.chain_at(5)
     with pytest.raises(DiskFailed, match=r"cannot truncate the log: .* wrong from record 6 on"):
         world.log.truncate(2, 5, 5, base)
-    # The intent is durable: a session that kept all ten would lose them at the next opening.
+    # The intent is durable: the next opening would truncate the ten records of a session.
     with pytest.raises(DiskFailed, match="until it is opened again"):
         world.log.prepare(3, NONCE)
     world.crash()
-    assert world.everything() == written[: 6 * record_bytes]
+    assert world.all_records() == written[: 6 * record_bytes]
     assert world.log.slot.truncate is None
 
 
@@ -732,15 +728,15 @@ FULL = [("write", ".ctl"), ("truncate", ".seg"), ("truncate", ".idx"), ("write",
 
 
 @pytest.mark.parametrize("what", FULL, ids=str)
-def test_a_truncation_without_space_is_repeated_before_anything_else(world, what):
+def test_a_truncation_without_space_is_completed_first(world, what):
     world.append([4, 4], size=20)
-    written = world.everything()
+    written = world.all_records()
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))
-    world.disk.fail[what] = NoSpace
+    world.disk.failures[what] = NoSpace
     with pytest.raises(NoSpace):
         world.log.truncate(*cut)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     has_begun = world.log.slot.truncate is not None
     assert has_begun == (what != FULL[0])
     if has_begun:
@@ -751,10 +747,10 @@ def test_a_truncation_without_space_is_repeated_before_anything_else(world, what
     assert world.log.truncate(*cut) == (5, world.log.chain)
     assert (world.log.slot.truncate, world.log.is_broken) == (None, False)
     kept = written[: len(written) * 6 // 8]
-    assert world.everything() == kept
+    assert world.all_records() == kept
     kept += world.append([2], session=2)
     world.crash()
-    assert world.everything() == kept
+    assert world.all_records() == kept
     assert not world.log.suspect
 
 
@@ -762,44 +758,44 @@ def test_only_the_same_request_finishes_a_truncation_that_ran_out_of_space(world
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     chain = world.log.chain_at(3)
-    world.disk.fail[("write", ".chn")] = NoSpace
+    world.disk.failures[("write", ".chn")] = NoSpace
     with pytest.raises(NoSpace):
         world.log.truncate(2, 5, 3, chain)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     for session, last in ((1, 5), (2, 4), (2, 6)):
         with pytest.raises(DiskFailed, match="a write failed in this store session"):
             world.log.truncate(session, last, 3, chain)
-    world.log.mark_acked()  # the marker stays where it is
+    world.log.mark_acked()  # the acked marker does not move
     world.crash()
     assert (world.log.max_id, world.log.slot.truncate, world.log.suspect) == (5, None, False)
 
 
-def test_a_truncation_that_ran_out_of_space_twice_waits_for_the_next_opening(world):
+def test_a_truncation_that_fails_twice_for_space_waits_for_a_reopening(world):
     world.append([4, 4], size=20)
     world.log.prepare(2, NONCE)
     cut = (2, 5, 3, world.log.chain_at(3))
-    world.disk.fail[("write", ".chn")] = NoSpace
+    world.disk.failures[("write", ".chn")] = NoSpace
     with pytest.raises(NoSpace):
         world.log.truncate(*cut)
     with pytest.raises(DiskFailed, match="partition 0: cannot truncate"):
         world.log.truncate(*cut)
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed):
         world.log.truncate(*cut)
     world.crash()
     assert (world.log.max_id, world.log.slot.truncate) == (5, None)
 
 
-def test_the_rest_of_a_failed_sync_is_ignored_even_if_it_cannot_be_truncated(world):
+def test_records_of_a_failed_sync_are_ignored_if_the_truncation_fails(world):
     world.append([1] * 5)
     records, lengths = make_records(5, [20] * 3)
     entries = make_entries(records, lengths, 5, world.log.chain, 1, [3])
     world.log.append(1, 5, lengths, records, world.log.chain, entries)
     spoil_offset(world, 5)
-    world.disk.fail[("sync", ".seg")] = DiskFailed
+    world.disk.failures[("sync", ".seg")] = DiskFailed
     with pytest.raises(DiskFailed, match="cannot be truncated"):
         world.log.sync()
-    world.disk.fail.clear()
+    world.disk.failures.clear()
     with pytest.raises(DiskFailed, match="until it is opened again"):
         world.log.prepare(2, NONCE)
     assert world.log.synced_max == 4

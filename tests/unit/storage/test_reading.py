@@ -17,7 +17,7 @@ FIRSTS = (0, 5, 8)
 
 
 class Log:
-    """Batches 0..2, 3..4 | 5..7 | 8..11 in three segments, and what is read of them."""
+    """Batches 0..2, 3..4 | 5..7 | 8..11 in three segments, with a reader."""
 
     batches = ([3, 2], [3], [4])
 
@@ -25,11 +25,11 @@ class Log:
         self.disk = new_disk()
         self.segments, self.records, self.entries = make_segments(self.disk, *self.batches)
         self.slots = SlotFile.create(self.disk, ROOT, Slot(2))
-        self.written = []
+        self.written_slots = []
         self.reader = LogReader(2, self.segments, self.slots, self.write_slot)
 
     def write_slot(self, slot):
-        self.written.append(slot)
+        self.written_slots.append(slot)
         self.slots.write(slot)
 
     def rot(self, transaction_id, at=44):
@@ -62,16 +62,16 @@ def log():
     return Log()
 
 
-def test_a_read_returns_what_fits_and_at_least_one_record(log):
+def test_a_read_returns_at_least_one_record_within_its_limit(log):
     assert log.read(0, 11) == 11
     assert log.read(4, 6) == 6
     assert log.read(2, 11, 3 * RECORD_BYTES) == 4
     assert log.read(2, 11, 4 * RECORD_BYTES - 1) == 4
     assert log.read(7, 11, 1) == 7
-    assert log.written == []
+    assert log.written_slots == []
 
 
-def test_whole_batches_begin_and_end_with_one(log):
+def test_a_read_of_whole_batches_begins_and_ends_with_a_batch(log):
     assert log.read(0, 11, 1, whole_batches=True) == 2
     assert log.read(0, 11, 5 * RECORD_BYTES, whole_batches=True) == 4
     assert log.read(0, 11, 7 * RECORD_BYTES, whole_batches=True) == 4
@@ -87,14 +87,14 @@ def test_missing_ids_are_rejected(log, first, last):
 
 
 @pytest.mark.parametrize("at", [0, 7, 28, 40, 44, 59])
-def test_a_damaged_record_is_noted_once_and_read_around(log, at):
+def test_a_damaged_record_is_recorded_once_and_skipped(log, at):
     log.rot(6, at)
     assert log.read(0, 11) == 5
     assert log.slots.slot.damaged == (IdRange(6, 6),)
     with pytest.raises(ChecksumMismatch, match=r"records 6\.\.6 are damaged"):
         log.read(6, 11)
     assert log.read(7, 11) == 11
-    assert len(log.written) == 1
+    assert len(log.written_slots) == 1
     assert SlotFile.open(log.disk, ROOT, 2).slot.damaged == (IdRange(6, 6),)
 
 
@@ -107,7 +107,7 @@ def test_a_read_of_whole_batches_stops_before_the_batch_with_the_damage(log):
 
 
 @pytest.mark.parametrize(("at", "mask"), [(7, 8), (0, 1)])
-def test_a_wrong_index_is_repaired_and_nothing_is_damaged(log, at, mask):
+def test_a_wrong_index_is_repaired_without_recording_damage(log, at, mask):
     path = ROOT / segment_name(5, ".idx")
     before = log.disk.visible_content(path)
     log.rot_index(6, at, mask)
@@ -117,7 +117,7 @@ def test_a_wrong_index_is_repaired_and_nothing_is_damaged(log, at, mask):
     assert log.disk.visible_content(path) == before
 
 
-def test_headers_are_those_of_the_records_and_stop_before_damage(log):
+def test_header_reads_match_the_records_and_stop_before_damage(log):
     read = log.reader.read_headers(2, 9, 1 << 20)
     run, lengths = log.segments.read(2, 9)
     assert (read.first, read.record_count, read.headers) == (2, 8, headers_of(run, lengths))
@@ -130,8 +130,8 @@ def test_headers_are_those_of_the_records_and_stop_before_damage(log):
         log.reader.read_headers(6, 9, 1 << 20)
 
 
-def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
-    """Thousands of headers may be in gigabytes of records: the reader would time out first."""
+def test_headers_of_large_records_are_returned_in_several_answers(log, monkeypatch):
+    """Thousands of headers may span gigabytes of records; a single read would time out."""
     monkeypatch.setattr(reading, "READ_BYTES", 2 * RECORD_BYTES)
     monkeypatch.setattr(reading, "HEADERS_READ_BYTES_MAX", 3 * RECORD_BYTES)
     read = log.reader.read_headers(1, 11, 1 << 20)
@@ -151,7 +151,7 @@ class LargeLog(Log):
     batches = ([5] * 20, [3])
 
     def lose(self, suffix, first, last):
-        """Lose the sectors of some bytes of the first segment, and what was in them."""
+        """Lose the sectors of a byte range of the first segment."""
         path = ROOT / segment_name(0, suffix)
         first, last = first // 512 * 512, last // 512 * 512 + 511
         self.disk.overwrite(path, first, bytes(last - first + 1))
@@ -159,79 +159,79 @@ class LargeLog(Log):
 
 
 @pytest.fixture
-def large():
+def large_log():
     return LargeLog()
 
 
-def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large):
+def test_a_temporary_read_failure_is_not_recorded_as_damage(large_log):
     for count in range(1, 9):
-        large.disk.plan_read_failure(count)
-        assert large.read(20, 60) == 60
-        assert len(large.reader.take_disk_errors()) == 1
-        assert large.reader.take_disk_errors() == []
-    assert large.slots.slot.damaged == ()
+        large_log.disk.plan_read_failure(count)
+        assert large_log.read(20, 60) == 60
+        assert len(large_log.reader.take_disk_errors()) == 1
+        assert large_log.reader.take_disk_errors() == []
+    assert large_log.slots.slot.damaged == ()
 
 
-def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large):
+def test_only_records_in_unreadable_sectors_are_damaged(large_log):
     # Bytes 1024..1535 are in the records 14..23: the first begins at 968, the last ends at 1568.
-    large.lose(".seg", 1_024, 1_024)
-    assert large.read(0, 99) == 13
-    assert large.slots.slot.damaged == (IdRange(14, 23),)
-    assert len(large.written) == 1
-    assert "a sector cannot be read" in large.reader.take_disk_errors()[0]
+    large_log.lose(".seg", 1_024, 1_024)
+    assert large_log.read(0, 99) == 13
+    assert large_log.slots.slot.damaged == (IdRange(14, 23),)
+    assert len(large_log.written_slots) == 1
+    assert "a sector cannot be read" in large_log.reader.take_disk_errors()[0]
     with pytest.raises(ChecksumMismatch, match=r"14\.\.23 are damaged"):
-        large.read(14, 99)
-    assert large.read(24, 99) == 99
-    assert large.read(0, 99, whole_batches=True) == 9
+        large_log.read(14, 99)
+    assert large_log.read(24, 99) == 99
+    assert large_log.read(0, 99, whole_batches=True) == 9
 
 
-def test_a_long_run_of_lost_records_is_noted_in_parts(large, monkeypatch):
+def test_a_long_run_of_lost_records_is_recorded_in_parts(large_log, monkeypatch):
     monkeypatch.setattr(reading, "_UNREADABLE_RUN_MAX", 4)
-    large.lose(".seg", 1_024, 2_047)
+    large_log.lose(".seg", 1_024, 2_047)
     at, seen = 0, []
     while at < 100:
-        at = large.reader.verify(at, 1 << 20)
+        at = large_log.reader.verify(at, 1 << 20)
         seen.append(at)
-    assert large.slots.slot.damaged == (IdRange(14, 31),)
+    assert large_log.slots.slot.damaged == (IdRange(14, 31),)
     assert seen[:2] == [14, 18]
 
 
-def test_an_index_that_cannot_be_read_is_rebuilt(large):
+def test_an_index_that_cannot_be_read_is_rebuilt(large_log):
     path = ROOT / segment_name(0, ".idx")
-    before = large.disk.visible_content(path)
-    large.lose(".idx", 600, 600)
-    assert large.read(0, 99) == 99
-    assert large.slots.slot.damaged == ()
-    assert large.disk.visible_content(path) == before
-    assert large.read(0, 99) == 99
+    before = large_log.disk.visible_content(path)
+    large_log.lose(".idx", 600, 600)
+    assert large_log.read(0, 99) == 99
+    assert large_log.slots.slot.damaged == ()
+    assert large_log.disk.visible_content(path) == before
+    assert large_log.read(0, 99) == 99
 
 
-def test_batches_are_reconstructed_even_if_records_cannot_be_read(large):
-    large.lose(".chn", 600, 600)
+def test_batches_are_reconstructed_even_if_records_cannot_be_read(large_log):
+    large_log.lose(".chn", 600, 600)
     for damaged in range(0, 100, 10):
-        large.disk.flip_bits(
+        large_log.disk.flip_bits(
             ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + damaged * RECORD_BYTES
         )
     for first in range(1, 100, 10):
-        read = large.reader.read_range(first, 99, 1 << 20, whole_batches=False)
+        read = large_log.reader.read_range(first, 99, 1 << 20, whole_batches=False)
         assert read.lengths.size == 9
-        assert read.records == large.records[first * RECORD_BYTES : (first + 9) * RECORD_BYTES]
-    entries = large.segments.entries(0, 99, 99)[1]
+        assert read.records == large_log.records[first * RECORD_BYTES : (first + 9) * RECORD_BYTES]
+    entries = large_log.segments.entries(0, 99, 99)[1]
     assert any(one.session_id == RECONSTRUCTED for one in entries)
-    assert {one for one in entries if one.session_id != RECONSTRUCTED} <= set(large.entries)
+    assert {one for one in entries if one.session_id != RECONSTRUCTED} <= set(large_log.entries)
 
 
-def test_checked_records_are_counted(large):
-    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
-    assert large.reader.checked_bytes == 10 * RECORD_BYTES
-    large.disk.flip_bits(
+def test_checked_records_are_counted(large_log):
+    assert large_log.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large_log.reader.checked_bytes == 10 * RECORD_BYTES
+    large_log.disk.flip_bits(
         ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + 11 * RECORD_BYTES + 44
     )
-    assert large.reader.verify(10, 10 * RECORD_BYTES) == 11
-    assert large.reader.verify(11, 10 * RECORD_BYTES) == 12
-    assert large.reader.checked_bytes == 11 * RECORD_BYTES
-    assert large.reader.segment_end(11) == 99
-    assert large.reader.segment_end(100) == 102
+    assert large_log.reader.verify(10, 10 * RECORD_BYTES) == 11
+    assert large_log.reader.verify(11, 10 * RECORD_BYTES) == 12
+    assert large_log.reader.checked_bytes == 11 * RECORD_BYTES
+    assert large_log.reader.segment_end(11) == 99
+    assert large_log.reader.segment_end(100) == 102
 
 
 def test_verifying_skips_only_the_damage_at_its_position(log):
@@ -243,7 +243,7 @@ def test_verifying_skips_only_the_damage_at_its_position(log):
         log.reader.verify(0, 1 << 20)
 
 
-def placed(log, first, last, bytes_max=1 << 20):
+def last_located_id(log, first, last, bytes_max=1 << 20):
     """Request the positions of records; return the last ID of the answer if they are right."""
     read = log.reader.locations(first, last, bytes_max)
     found = b""
@@ -260,62 +260,62 @@ def placed(log, first, last, bytes_max=1 << 20):
     return end
 
 
-def test_places_are_reported_over_segments_as_far_as_they_fit(log):
-    assert placed(log, 0, 11) == 11
-    assert placed(log, 4, 6) == 6
-    assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
-    assert placed(log, 7, 11, 1) == 7
+def test_record_locations_cover_segments_up_to_the_byte_limit(log):
+    assert last_located_id(log, 0, 11) == 11
+    assert last_located_id(log, 4, 6) == 6
+    assert last_located_id(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
+    assert last_located_id(log, 7, 11, 1) == 7
     with pytest.raises(BadRequest, match="this storage ends at 11"):
         log.reader.locations(3, 12, 1)
 
 
-def test_places_are_not_read_but_stop_before_damage_that_is_known(log):
+def test_record_locations_stop_before_known_damage(log):
     log.rot(6)
     assert log.reader.locations(0, 11, 1 << 20).lengths.size == 12
     assert log.slots.slot.damaged == ()
     log.read(0, 11)
-    assert placed(log, 0, 11) == 5
+    assert last_located_id(log, 0, 11) == 5
     with pytest.raises(ChecksumMismatch, match=r"records 6\.\.6 are damaged"):
         log.reader.locations(6, 11, 1 << 20)
-    assert placed(log, 7, 11) == 11
+    assert last_located_id(log, 7, 11) == 11
 
 
-def test_a_wrong_index_is_repaired_before_places_are_reported(log):
+def test_a_wrong_index_is_repaired_before_record_locations_are_returned(log):
     log.rot_index(6, 0, 1)
-    assert placed(log, 0, 11) == 11
+    assert last_located_id(log, 0, 11) == 11
     assert log.slots.slot.damaged == ()
 
 
-def test_places_never_have_more_records_than_their_batches_describe(log, monkeypatch):
+def test_record_locations_are_limited_to_the_returned_batch_entries(log, monkeypatch):
     monkeypatch.setattr(reading, "LINEAGE_ENTRIES_MAX", 2)
-    assert placed(log, 0, 11) == 1
+    assert last_located_id(log, 0, 11) == 1
 
 
-def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large):
+def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large_log):
     path = ROOT / segment_name(0, ".seg")
     for number in (11, 60):
-        large.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
-    assert large.read(0, 99) == 99  # readers are given what is in memory
-    assert large.slots.slot.damaged == ()
+        large_log.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
+    assert large_log.read(0, 99) == 99  # readers get the cached pages
+    assert large_log.slots.slot.damaged == ()
     at = 0
     while at < 100:
-        at = large.reader.verify(at, 10 * RECORD_BYTES)
-    assert large.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
+        at = large_log.reader.verify(at, 10 * RECORD_BYTES)
+    assert large_log.slots.slot.damaged == (IdRange(11, 11), IdRange(60, 60))
 
 
-def test_verifying_drops_no_block_before_it_has_reached_it(large):
+def test_verifying_drops_blocks_only_up_to_its_position(large_log):
     path = ROOT / segment_name(0, ".seg")
-    large.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
-    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
-    assert large.read(0, 99) == 99
+    large_log.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
+    assert large_log.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large_log.read(0, 99) == 99
 
 
-def test_pages_that_cannot_be_dropped_are_read_from_memory(large, monkeypatch):
-    """A file that cannot be opened again shows it when it is read; the drop is a hint."""
+def test_pages_that_cannot_be_dropped_are_read_from_memory(large_log, monkeypatch):
+    """Dropping pages is only a hint; a file that cannot be opened fails when it is read."""
 
     def refuse(_file, _offset, _size):
         raise DiskFailed("cannot open a file: input/output error")
 
     monkeypatch.setattr(SimFile, "drop_cached", refuse)
-    assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
-    assert large.slots.slot.damaged == ()
+    assert large_log.reader.verify(0, 10 * RECORD_BYTES) == 10
+    assert large_log.slots.slot.damaged == ()

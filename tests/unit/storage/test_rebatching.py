@@ -9,7 +9,7 @@ def entries_of(segments):
     return list(segments.entries_from(0))
 
 
-def made(segments, bounds):
+def lineage_entries(segments, bounds):
     chain, found = GENESIS_CHAIN, []
     for first, last in bounds:
         chain = next_chain(chain, first, last, 9, segments.record_crcs(first, last))
@@ -32,7 +32,7 @@ def test_new_batches_replace_dropped_ones_and_the_headers_follow():
     disk = new_disk()
     segments, records, _ = make_segments(disk, [3, 2], [2], [2])
     rebatching.drop_batches(segments, -1)
-    bounds = made(segments, [(0, 1), (2, 5), (6, 8)])
+    bounds = lineage_entries(segments, [(0, 1), (2, 5), (6, 8)])
     rebatching.add_batches(segments, bounds[:1])
     rebatching.add_batches(segments, bounds[1:])
     rebatching.rewrite_chain_headers(segments)

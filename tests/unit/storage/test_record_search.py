@@ -1,4 +1,4 @@
-"""Searching records in bytes by their content, and after holes first by the index."""
+"""Search for records by their content, and after damage first with the index."""
 
 import tracemalloc
 from random import Random
@@ -31,7 +31,7 @@ def offset_of(transaction_id):
     return SEGMENT_HEADER_BYTES + RECORD_BYTES * transaction_id
 
 
-def test_a_scan_stops_at_a_wrong_record_and_a_search_finds_the_next_good_one():
+def test_a_search_finds_the_next_intact_record_after_a_corrupt_one():
     disk = new_disk()
     fill_segment(new_segment(disk, chain=GENESIS_CHAIN), [6])
     disk.flip_bits(SEG, offset_of(2) + 50)
@@ -49,7 +49,7 @@ def test_a_scan_stops_at_a_wrong_record_and_a_search_finds_the_next_good_one():
     assert find_record(file, size, 0, size=size, starts=NOWHERE) is None
 
 
-def test_a_record_ends_at_its_length_if_that_is_in_the_file():
+def test_the_end_of_a_record_is_derived_from_its_length():
     disk = new_disk()
     fill_segment(new_segment(disk), [3])
     file, size = disk.open(SEG), len(disk.visible_content(SEG))
@@ -68,19 +68,19 @@ def search_of(disk, *, last=19):
     return lambda hole: search.record_after(hole, offset_of(hole), len(disk.visible_content(SEG)))
 
 
-def with_later_records(there):
+def with_later_records(offset):
     """Twenty records, of which 2 is damaged; those from 10 on are at another position as well."""
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip_bits(SEG, offset_of(2) + 40)
-    disk.overwrite(SEG, there, disk.visible_content(SEG)[offset_of(10) : offset_of(13) + 20])
-    for transaction_id in range(3, (there - SEGMENT_HEADER_BYTES) // RECORD_BYTES):
+    disk.overwrite(SEG, offset, disk.visible_content(SEG)[offset_of(10) : offset_of(13) + 20])
+    for transaction_id in range(3, (offset - SEGMENT_HEADER_BYTES) // RECORD_BYTES):
         disk.flip_bits(SEG, offset_of(transaction_id) + 40)
     return disk
 
 
-def test_a_hole_ends_where_the_index_and_a_record_agree():
-    # From the middle of 8 to the middle of 12; there would be room for those before.
+def test_damage_ends_at_a_record_that_the_index_confirms():
+    # Overwrites the middle of 8 up to the middle of 12; earlier records would have space.
     assert search_of(with_later_records(offset_of(8) + 30))(2) == (12, offset_of(12))
 
 
@@ -88,7 +88,7 @@ def test_records_missing_in_the_index_are_found():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip_bits(SEG, offset_of(3) + 40)
-    for transaction_id in (4, 5):  # that of 6 is right, and 4 leads there
+    for transaction_id in (4, 5):  # the offset of 6 is right, and record 4 leads to it
         disk.flip_bits(IDX, SEGMENT_HEADER_BYTES + 8 * transaction_id + 7)
     assert search_of(disk)(3) == (4, offset_of(4))
     disk.flip_bits(SEG, offset_of(5) + 40)
@@ -98,7 +98,7 @@ def test_records_missing_in_the_index_are_found():
     assert search_of(disk)(3) == (4, offset_of(4))
 
 
-def test_an_index_with_lost_offsets_does_not_end_a_hole():
+def test_an_index_with_lost_offsets_does_not_end_damage():
     disk = new_disk()
     fill_segment(new_segment(disk), [200])
     disk.make_unreadable(SEG, offset_of(3) + 40, offset_of(3) + 40)
@@ -113,14 +113,14 @@ def test_an_index_with_lost_offsets_does_not_end_a_hole():
         behind(3, offset_of(3), size)
 
 
-def test_without_an_index_a_record_with_no_space_before_it_ends_no_hole():
+def test_without_an_index_a_record_without_space_before_it_is_ignored():
     disk = with_later_records(offset_of(2) + 30)
     disk.write_durably(IDX, disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES])
     # Eight records before the tenth need 320 bytes.
     assert search_of(disk)(2) == (6, offset_of(6))
 
 
-def test_a_record_above_the_last_hides_none_after_it():
+def test_a_record_above_the_last_id_does_not_hide_later_records():
     disk = with_later_records(offset_of(8) + 30)
     disk.write_durably(IDX, disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES])
     assert search_of(disk, last=9)(2) is None
@@ -128,7 +128,7 @@ def test_a_record_above_the_last_hides_none_after_it():
     assert search_of(disk, last=9)(2) == (7, offset_of(14))
 
 
-def test_a_record_above_the_last_that_was_confirmed_ends_no_hole():
+def test_a_record_above_the_last_confirmed_id_does_not_end_damage():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip_bits(SEG, offset_of(6) + 40)
@@ -136,7 +136,7 @@ def test_a_record_above_the_last_that_was_confirmed_ends_no_hole():
     assert search_of(disk, last=6)(6) is None
 
 
-def test_an_empty_index_is_searched_for_once(monkeypatch):
+def test_an_empty_index_is_read_once(monkeypatch):
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     known = disk.visible_content(IDX)
@@ -152,7 +152,7 @@ def test_an_empty_index_is_searched_for_once(monkeypatch):
     behind = search_of(disk)
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
     assert requests == [17, 0, 0]
-    # The same search, which has the positions that were found, is used again.
+    # The search stores the positions that it has found.
     disk.write_durably(
         IDX,
         known[: SEGMENT_HEADER_BYTES + 8 * 3] + bytes(8) + known[SEGMENT_HEADER_BYTES + 8 * 4 :],
@@ -172,13 +172,13 @@ def possible_places(data, after, space):
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 1 << 16])
-def test_the_places_of_records_are_found_in_steps_of_any_size(monkeypatch, step):
+def test_record_positions_do_not_depend_on_the_step_size(monkeypatch, step):
     monkeypatch.setattr(record_search, "_STEP_BYTES", step)
     rng = Random(step)
     found = 0
     for size in (0, 35, 36, 37, 400):
         for fill in (0, 1, 255):
-            # Small numbers in all places, so that many of them look like IDs and lengths.
+            # Small numbers everywhere, so that many of them look like IDs and lengths.
             data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))
             for after in (0, 5, 1 << 40):
                 for space in (size, 40, 3000):
@@ -205,7 +205,7 @@ def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
     assert peak < 24 * MIB
 
 
-class Counted:
+class CountingFile:
     """A file that counts the bytes that are read."""
 
     def __init__(self, content):
@@ -218,11 +218,11 @@ class Counted:
         return found
 
 
-def test_data_that_looks_like_many_long_records_takes_no_time():
+def test_data_that_resembles_long_records_is_searched_quickly():
     forged = RECORD_PREFIX.pack(8, bytes(16), 7, 6 * MIB, 0)
     records, _ = make_run(8, [100])
     content = forged * 50 + records + bytes(7 * MIB)
-    file = Counted(content)
+    file = CountingFile(content)
     found = find_record(file, 0, 7, size=len(content), starts=NOWHERE)
     assert found == (8, 50 * len(forged), False)
     assert file.read_bytes < 2 * len(content)

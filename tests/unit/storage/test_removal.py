@@ -1,4 +1,4 @@
-"""Removal of replicas: what it leaves, and what it does not complete."""
+"""Removal of replicas: remaining files, and interrupted removals."""
 
 import struct
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_a_removed_partition_leaves_no_file(disk, control):
     assert ControlFile.open(disk, ROOT, KEY, 4, 5).info(2).sequence == sequence + 1
 
 
-def test_a_restart_keeps_promise_and_availability(disk, control):
+def test_wiping_a_replica_keeps_its_promise_and_flags(disk, control):
     removal.wipe(disk, HOME, control, KEPT_WIPE)
     assert names_in(disk) == ["notes.txt", SLOTS_NAME]
     info = control.info(2)
@@ -71,13 +71,13 @@ def test_a_restart_keeps_promise_and_availability(disk, control):
 
 @pytest.mark.parametrize("intent", [KEPT_WIPE, REMOVED_WIPE])
 def test_each_step_is_durable_before_the_next(disk, control, intent):
-    """A file system may keep names in any order but for a sync of the directory between them.
+    """A file system may persist names in any order, unless the directory is synced in between.
 
     A log that comes back without its slots could not be opened, or be trusted again.
     """
-    begun = len(disk.trace)
+    trace_start = len(disk.trace)
     removal.wipe(disk, HOME, control, intent)
-    steps = disk.trace[begun:]
+    steps = disk.trace[trace_start:]
     synced = [position for position, step in enumerate(steps) if step == f"syncdir {HOME.name}"]
     logs = [at for at, step in enumerate(steps) if step.startswith("unlink 0")]
     slots = [at for at, s in enumerate(steps) if SLOTS_NAME in s and s[:6] in {"unlink", "rename"}]
@@ -88,14 +88,14 @@ def test_each_step_is_durable_before_the_next(disk, control, intent):
         assert any(before < position < after for position in synced), steps
 
 
-def test_without_an_intent_nothing_is_finished(disk, control):
+def test_without_an_intent_no_removal_is_completed(disk, control):
     before = disk.files()
     removal.finish_removal(disk, HOME, control, 2)
     removal.finish_removal(disk, ROOT / "3", control, 3)
     assert disk.files() == before
 
 
-def test_a_full_disk_that_takes_no_intent_changes_nothing(disk, control):
+def test_a_full_disk_without_space_for_an_intent_changes_nothing(disk, control):
     before = names_in(disk)
     disk.plan_fault(disk.step_count + 2, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
@@ -113,7 +113,9 @@ def test_a_full_disk_that_takes_no_intent_changes_nothing(disk, control):
         (KEPT_WIPE.encode()[:-1] + b"\0", ChecksumMismatch),
     ],
 )
-def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, content, error):
+def test_an_invalid_intent_or_one_of_another_partition_removes_nothing(
+    disk, control, content, error
+):
     create_durably(disk, HOME, [(WIPE_NAME, content)])
     before = disk.files()
     with pytest.raises(error):
@@ -122,6 +124,6 @@ def test_an_intent_that_is_not_this_partitions_removes_nothing(disk, control, co
 
 
 @pytest.mark.parametrize("fields", [(2, 2, 9), (2, -1, 9), (2, 1, -2)])
-def test_an_intent_of_impossible_values_is_rejected(fields):
+def test_an_intent_with_invalid_values_is_rejected(fields):
     with pytest.raises(BadFormat, match="impossible flag"):
         WipeIntent.decode(with_crc(struct.pack(">iiiq16s", 0, *fields, NONCE)))

@@ -1,4 +1,4 @@
-"""The schedule of the scrub: which partition, when, and how fast."""
+"""The schedule of the scrub: order of partitions, times, and rate."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ from waltz_core.storage.log.scrub import (
 DAY_MS = 86_400_000
 
 
-def made(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, positions=None):
+def new_scrub(*partitions, bytes_per_s=100_000, interval_ms=DAY_MS, positions=None):
     scrub = Scrub(bytes_per_s=bytes_per_s, interval_ms=interval_ms, positions=positions)
     for each in partitions:
         scrub.on_partition_opened(each, 0)
@@ -39,8 +39,8 @@ def read(scrub, now_ms, *, last=99, next_id=None, size=50_000, error=None):
     return partition, piece, is_finished
 
 
-def test_the_rate_is_kept_by_pauses():
-    scrub = made(3)
+def test_pauses_keep_the_scrub_at_its_rate():
+    scrub = new_scrub(3)
     assert scrub.wake_at_ms == 0
     assert read(scrub, 0, next_id=40) == (3, ScrubPiece(0, 100_000), False)
     assert scrub.wake_at_ms == 500
@@ -50,26 +50,26 @@ def test_the_rate_is_kept_by_pauses():
 
 
 def test_partitions_are_read_in_turn_up_to_their_initial_marks():
-    scrub = made(5, 2)
+    scrub = new_scrub(5, 2)
     assert read(scrub, 0, last=10, next_id=6)[0] == 2
     assert read(scrub, 500, last=80, next_id=11) == (2, ScrubPiece(6, 100_000), True)
     assert read(scrub, 1_000, last=10)[::2] == (5, True)
     assert scrub.wake_at_ms == DAY_MS
 
 
-def test_the_next_pass_begins_a_while_after_the_last_has_begun():
-    scrub = made(2, interval_ms=5_000)
+def test_the_interval_between_passes_is_measured_from_their_starts():
+    scrub = new_scrub(2, interval_ms=5_000)
     read(scrub, 0, next_id=50)
     read(scrub, 3_000)
     assert scrub.wake_at_ms == 5_000
-    scrub = made(2, interval_ms=5_000)
+    scrub = new_scrub(2, interval_ms=5_000)
     read(scrub, 0, next_id=50)
     read(scrub, 6_000)
     assert scrub.wake_at_ms == 6_000 + PASS_PAUSE_MS
 
 
 def test_the_scrub_of_an_empty_log_ends_at_once_and_is_repeated_later():
-    scrub = made(2, interval_ms=0)
+    scrub = new_scrub(2, interval_ms=0)
     assert scrub.next_partition(0) == 2
     assert scrub.begin(2, -1, 0) is None
     assert scrub.next_partition(0) is None
@@ -77,14 +77,14 @@ def test_the_scrub_of_an_empty_log_ends_at_once_and_is_repeated_later():
 
 
 def test_a_log_that_was_truncated_is_not_read_beyond_its_end():
-    scrub = made(2)
+    scrub = new_scrub(2)
     read(scrub, 0, last=99, next_id=50)
     assert scrub.begin(2, 30, 500) is None
     assert scrub.positions == {}
 
 
-def test_at_rate_zero_only_requested_passes_run():
-    scrub = made(1, 2, bytes_per_s=0)
+def test_with_rate_zero_only_requested_passes_run():
+    scrub = new_scrub(1, 2, bytes_per_s=0)
     assert scrub.wake_at_ms is None
     scrub.request([2], 70)
     assert scrub.wake_at_ms == 70
@@ -96,7 +96,7 @@ def test_at_rate_zero_only_requested_passes_run():
 
 
 def test_requested_passes_run_first_and_from_the_beginning():
-    scrub = made(1, 2)
+    scrub = new_scrub(1, 2)
     read(scrub, 0, next_id=50)
     scrub.request([2], 100)
     assert scrub.wake_at_ms == 100
@@ -105,15 +105,15 @@ def test_requested_passes_run_first_and_from_the_beginning():
 
 
 def test_a_request_in_the_middle_of_a_piece_restarts_it():
-    scrub = made(1)
+    scrub = new_scrub(1)
     scrub.begin(1, 99, 0)
     scrub.request([1], 3)
     assert not scrub.on_piece_done(1, ScrubResult(60, 10), 5)
     assert read(scrub, 6)[1].first == 0
 
 
-def test_a_dropped_partition_does_not_hold_up_others():
-    scrub = made(1, 2)
+def test_a_dropped_partition_does_not_block_the_scrub():
+    scrub = new_scrub(1, 2)
     scrub.begin(1, 99, 0)
     assert scrub.wake_at_ms is None
     scrub.on_partition_dropped(1)
@@ -122,18 +122,18 @@ def test_a_dropped_partition_does_not_hold_up_others():
     assert scrub.wake_at_ms is None
 
 
-def test_the_position_survives_a_restart():
-    scrub = made(1, 2)
+def test_the_scrub_position_survives_a_restart():
+    scrub = new_scrub(1, 2)
     read(scrub, 0, next_id=50)
     assert scrub.positions == {1: 50}
-    again = made(1, 2, positions=scrub.positions)
+    again = new_scrub(1, 2, positions=scrub.positions)
     assert read(again, 0, next_id=60)[:2] == (1, ScrubPiece(50, 100_000))
     read(again, 9_000)
     assert again.positions == {}
 
 
 def test_the_progress_of_a_scrub_is_reported():
-    scrub = made(1)
+    scrub = new_scrub(1)
     (state,) = scrub.states(0)
     assert (state.is_running, state.finished_age_ms, state.read_bytes) == (False, -1, 0)
     read(scrub, 0, next_id=50, error="rot in the batches")
@@ -153,7 +153,7 @@ def test_the_progress_of_a_scrub_is_reported():
 )
 @pytest.mark.filterwarnings("ignore")
 def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate, sizes):
-    scrub = made(*range(len(lasts)), bytes_per_s=rate, interval_ms=1 << 40)
+    scrub = new_scrub(*range(len(lasts)), bytes_per_s=rate, interval_ms=1 << 40)
     now_ms = total = turns = 0
     positions = dict.fromkeys(range(len(lasts)), 0)
     while (at_ms := scrub.wake_at_ms) is not None and at_ms < 1 << 39:
@@ -177,7 +177,7 @@ def test_every_log_is_read_once_in_a_pass_and_no_faster_than_allowed(lasts, rate
 
 
 @given(st.dictionaries(st.integers(0, 10_000), st.integers(0, (1 << 63) - 1)))
-def test_scrub_positions_survive_a_write_and_a_read(positions):
+def test_scrub_positions_round_trip(positions):
     disk = new_disk()
     write_positions(disk, ROOT, positions)
     assert read_positions(disk, ROOT) == positions

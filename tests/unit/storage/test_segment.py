@@ -51,7 +51,7 @@ def test_a_segment_gets_its_name_only_when_it_is_complete():
         else:
             assert step > 12
             return
-    pytest.fail("it was never made without a crash")
+    pytest.fail("no creation completed without a crash")
 
 
 def test_synced_records_are_read_back_after_a_power_loss():
@@ -85,7 +85,7 @@ def test_each_file_is_synced_when_it_has_something_to_sync():
     assert (segment.is_dirty, segment.sync()) == (False, 0)
 
 
-def test_a_segment_of_something_else_is_rejected():
+def test_a_segment_of_another_log_is_rejected():
     disk = new_disk()
     new_segment(disk).close()
     for partition_id, key in ((1, KEY), (2, bytes(16))):
@@ -112,7 +112,7 @@ def test_batches_of_another_segment_are_rejected():
 # ---- cutting and filling
 
 
-def test_a_truncation_keeps_what_is_below_it_and_the_next_append_continues_there():
+def test_appends_continue_after_a_truncation():
     disk = new_disk()
     segment = new_segment(disk)
     records, entries = fill_segment(segment, [3, 2, 4])
@@ -159,7 +159,7 @@ def test_an_unconfirmed_torn_tail_is_truncated(cut):
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
+def test_confirmed_damage_is_kept_and_repaired_durably(bad):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip_bits(SEG, offset_of(bad) + 40)
@@ -172,13 +172,13 @@ def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
     assert open_segment(disk).read(0, 5)[0] == records
 
 
-def test_good_records_in_the_wrong_place_do_not_end_a_hole():
-    """A misdirected write: what lies over the beginning are later records, which stay where they
+def test_intact_records_with_a_wrong_id_do_not_end_damage():
+    """A misdirected write: later records overwrite the beginning, and also exist where they
     belong, too (seed 520000203)."""
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [30])
-    there = offset_of(0) + 17  # as wherever the page begins
-    disk.overwrite(SEG, there, disk.visible_content(SEG)[offset_of(12) : offset_of(18) + 30])
+    page_offset = offset_of(0) + 17  # a page may begin anywhere in a record
+    disk.overwrite(SEG, page_offset, disk.visible_content(SEG)[offset_of(12) : offset_of(18) + 30])
     segment = open_segment(disk)
     assert segment.recover(0, 29, is_last=True) == ((IdRange(0, 6),), False)
     good = records[: 7 * RECORD_BYTES]
@@ -197,8 +197,8 @@ def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
     assert segment.last == 5
 
 
-def test_a_distance_of_ids_that_no_file_can_have_takes_no_memory():
-    """As when all segments between two are missing, or the name of a file is wrong."""
+def test_an_impossible_gap_of_ids_allocates_no_memory():
+    """For example if all segments between two are missing, or a file has a wrong name."""
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     segment = open_segment(disk)
@@ -208,7 +208,7 @@ def test_a_distance_of_ids_that_no_file_can_have_takes_no_memory():
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_bytes_after_an_older_segment_are_truncated_only_where_all_of_it_was_found(is_damaged):
+def test_extra_bytes_are_truncated_only_after_a_complete_segment(is_damaged):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     disk.write_durably(SEG, disk.visible_content(SEG) + b"more")
@@ -232,7 +232,7 @@ def test_a_wrong_index_is_detected_and_repaired():
 
 
 @pytest.mark.parametrize("position", [0, 5])
-def test_an_index_that_leads_out_of_the_file_allocates_no_memory(position):
+def test_an_index_with_offsets_beyond_the_file_allocates_no_memory(position):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     # The first offset becomes 0, or the last one grows by 2**62.
@@ -298,7 +298,7 @@ def test_index_entries_lost_in_a_failed_sync_are_rebuilt_from_records(synced):
     assert open_segment(disk).read(0, 2)[0] == records
 
 
-def test_no_file_of_a_removed_segment_is_removed_before_it():
+def test_the_record_file_of_a_removed_segment_is_removed_first():
     disk = new_disk()
     segment = new_segment(disk)
     begin = len(disk.trace)

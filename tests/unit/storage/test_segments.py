@@ -35,11 +35,11 @@ def bytes_of(records, first, last):
     return records[first * RECORD_BYTES : (last + 1) * RECORD_BYTES]
 
 
-def reopened(disk, *firsts):
+def reopen(disk, *firsts):
     return Segments(disk, ROOT, BLANK, [open_segment(disk, first) for first in firsts])
 
 
-def straddling(disk):
+def segments_with_spanning_batch(disk):
     """Segments 0..4, 5..6, 7..9 of which the batch 3..8 spans all three."""
     segments, records, entries = make_segments(disk, [3])
     more, lengths, batches = make_batches(3, [6, 1], entries[-1].chain)
@@ -57,7 +57,7 @@ def straddling(disk):
     return segments, records, entries + batches
 
 
-def test_a_read_crosses_segments_up_to_its_limit_and_one_record_always_fits():
+def test_a_read_crosses_segments_and_returns_at_least_one_record():
     segments, records, _ = make_segments(new_disk(), [3], [1, 1], [4])
     for first in range(9):
         for bytes_max in range(0, 10 * RECORD_BYTES, 13):
@@ -69,8 +69,8 @@ def test_a_read_crosses_segments_up_to_its_limit_and_one_record_always_fits():
     assert segments.last_fitting_id(1, 2, 1 << 30) == 2
 
 
-def test_chains_are_known_at_the_ends_of_batches_and_nowhere_else():
-    segments, _, entries = straddling(new_disk())
+def test_chains_are_known_only_at_the_ends_of_batches():
+    segments, _, entries = segments_with_spanning_batch(new_disk())
     ends = {one.last: one.chain for one in entries} | {BEFORE_FIRST: GENESIS_CHAIN}
     for transaction_id in range(-2, 12):
         assert segments.chain_at(transaction_id) == ends.get(transaction_id)
@@ -79,7 +79,7 @@ def test_chains_are_known_at_the_ends_of_batches_and_nowhere_else():
 
 
 def test_batches_of_a_range_are_returned_with_the_chain_before_them():
-    segments, _, entries = straddling(new_disk())
+    segments, _, entries = segments_with_spanning_batch(new_disk())
     for first in range(10):
         for last in range(first, 10):
             expected = [one for one in entries if one.last >= first and one.first <= last]
@@ -106,7 +106,7 @@ def test_a_truncation_may_cross_segments_and_be_repeated(last_to_keep):
     firsts = [first for first in (0, 3, 5) if not first or first <= last_to_keep]
     names = [name for name in disk.list(ROOT) if name.endswith(".seg")]
     assert names == [segment_name(first, ".seg") for first in firsts]
-    again = reopened(disk, *firsts)
+    again = reopen(disk, *firsts)
     kept = [one for one in entries if one.last <= last_to_keep]
     assert list(again.entries_from(0)) == kept
     assert again.chain == (kept[-1].chain if kept else GENESIS_CHAIN)
@@ -115,7 +115,7 @@ def test_a_truncation_may_cross_segments_and_be_repeated(last_to_keep):
 
 
 def test_an_unknown_segment_is_removed_by_a_truncation():
-    """It got its name before its creation failed; otherwise the next opening would use it."""
+    """The file got its name before its creation failed; the next opening must not use it."""
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     new_segment(disk, 3, entries[0].chain).close()
@@ -123,8 +123,8 @@ def test_an_unknown_segment_is_removed_by_a_truncation():
     assert [name for name in disk.list(ROOT) if name.endswith(".seg")] == [segment_name(0, ".seg")]
 
 
-def test_a_batch_that_is_truncated_gets_its_new_entry_once():
-    segments, _, entries = straddling(new_disk())
+def test_a_repeated_truncation_rewrites_the_batch_entry_once():
+    segments, _, entries = segments_with_spanning_batch(new_disk())
     cut = entries[1]._replace(last=5, chain=bytes(range(16)))
     for _ in range(2):
         segments.truncate(5, cut)
@@ -132,7 +132,7 @@ def test_a_batch_that_is_truncated_gets_its_new_entry_once():
     assert (segments.last_id, segments.chain) == (5, cut.chain)
 
 
-def test_a_hole_across_two_segments_is_filled():
+def test_damage_across_two_segments_is_repaired():
     disk = new_disk()
     segments, records, _ = make_segments(disk, [3], [1, 1], [4])
     for first, position in ((0, 2), (3, 0)):
@@ -145,13 +145,13 @@ def test_a_hole_across_two_segments_is_filled():
         2, np.array([RECORD_BYTES] * 2), memoryview(bytes_of(records, 2, 3)), IdRange(2, 3)
     )
     disk.lose_power(Survival.NOTHING, Random(1))
-    assert reopened(disk, 0, 3, 5).read(0, 8)[0] == records
+    assert reopen(disk, 0, 3, 5).read(0, 8)[0] == records
     run, lengths = make_run(1, [21])
     with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
-        reopened(disk, 0, 3, 5).fill(1, lengths, memoryview(run), IdRange(1, 1))
+        reopen(disk, 0, 3, 5).fill(1, lengths, memoryview(run), IdRange(1, 1))
 
 
-def test_appends_continue_in_a_new_file_and_the_old_one_is_left_alone():
+def test_appends_to_a_new_segment_do_not_change_the_old_one():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     segments.continue_in_new_file(9, entries[-1].chain, BEFORE_FIRST)
@@ -178,7 +178,7 @@ def test_the_first_wrong_record_is_found_for_every_kind_of_damage():
     assert first_invalid_record(run + gap, np.append(lengths, more), 4) == 4
 
 
-def test_an_entry_of_another_place_is_not_trusted():
+def test_an_entry_copied_from_another_position_is_not_trusted():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [2, 1, 3, 1])
     path, position = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES

@@ -30,13 +30,13 @@ from waltz_sim.world.simulated_disk import SimDisk
         ((), (), (), None),
         ((0, 2), (0, 2), (0, 2), None),
         ((0,), (0, 1), (0, 1, 2), REOPEN_S_MIN),  # one could not be opened
-        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # one was taken away, and its owner counts on it
+        ((0, 1), (0,), (0, 1, 2), REOPEN_S_MIN),  # one was unassigned, and its owner still uses it
         ((0, 1), (0, 2), (0, 1, 2), REOPEN_S_MIN),
         ((0,), (0,), (0, 1), REOPEN_S_MAX),
         ((), (), (1,), REOPEN_S_MAX),
     ],
 )
-def test_deviations_are_checked_again_soon_and_unserved_replicas_rarely(
+def test_deviations_are_rechecked_soon_and_unserved_replicas_rarely(
     served, wanted, stored_here, interval_s
 ):
     found = recheck_interval_s(REOPEN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
@@ -50,7 +50,7 @@ ADDRESS = "here:1"
 
 
 class Directory:
-    """An engine that has only the list of local partitions and of those that are offline."""
+    """An engine that has only lists of local partitions and of offline partitions."""
 
     partition_count = 4
     has_failed = has_lost_files = False
@@ -73,9 +73,9 @@ class Directory:
     def has_lost_files_of(self, partition_id):
         return partition_id in self.files_error
 
-    def stop_serving(self, partition_id, why):
+    def stop_serving(self, partition_id, reason):
         self.files_error.add(partition_id)
-        self.open_errors[partition_id] = why
+        self.open_errors[partition_id] = reason
 
     def assigned_partitions(self):
         return sorted(self.stored_here)
@@ -93,28 +93,28 @@ class Directory:
 
 
 class Metadata:
-    """ZooKeeper's word on which partitions' sessions still name this storage."""
+    """ZooKeeper metadata: the partitions whose sessions still include this storage."""
 
-    def __init__(self, *named):
-        self.named = set(named)
-        self.meanwhile = lambda: None  # happens during the query
-        self.is_away = False
+    def __init__(self, *session_members):
+        self.session_members = set(session_members)
+        self.during_read = lambda: None  # happens during the query
+        self.is_unavailable = False
 
     async def read_partition(self, partition_id):
-        self.meanwhile()
-        if self.is_away:
+        self.during_read()
+        if self.is_unavailable:
             raise CoordinatorUnavailable("away")
-        states = {ADDRESS: None} if partition_id in self.named else {}
+        states = {ADDRESS: None} if partition_id in self.session_members else {}
         return SimpleNamespace(metadata=SimpleNamespace(states=states))
 
 
 class Follower:
-    """A `ServedReplicas` that follows; `looked` waits until it has served what it should."""
+    """A `ServedReplicas` that follows assignments; `wait_for_check` waits for the next one."""
 
     def __init__(self, engine, coordinator):
         self.dropped = []
-        self.hanging = set()  # whose work does not end
-        self._looked = asyncio.Event()
+        self.hanging = set()  # partitions whose work does not end
+        self._checked = asyncio.Event()
         self.serving = ServedReplicas(
             engine,
             coordinator,
@@ -136,17 +136,17 @@ class Follower:
 
     async def assigned(self, *partitions):
         self.serving.set_assignments(ReplicaAssignments({ADDRESS: partitions}))
-        return await self.looked()
+        return await self.wait_for_check()
 
-    async def looked(self):
-        self._looked.clear()
+    async def wait_for_check(self):
+        self._checked.clear()
         self.serving.recheck()
         async with asyncio.timeout(TEST_TIMEOUT_S):
-            await self._looked.wait()
+            await self._checked.wait()
         return sorted(self.serving.logs)
 
     async def follow(self):
-        await self.serving.follow(self._looked.set)
+        await self.serving.follow(self._checked.set)
 
 
 @asynccontextmanager
@@ -168,10 +168,10 @@ async def test_an_offline_replica_is_not_served_even_if_assigned():
         assert await follower.assigned(0, 1) == [0]
         assert (follower.serving.offline, follower.serving.unserved_partitions) == ((1,), [])
         engine.offline = {0}
-        assert await follower.looked() == [1]
+        assert await follower.wait_for_check() == [1]
         assert follower.dropped == [0]
         engine.offline = set()
-        assert await follower.looked() == [0, 1]
+        assert await follower.wait_for_check() == [0, 1]
 
 
 @run_on_loop
@@ -181,11 +181,13 @@ async def test_a_removed_replica_that_is_a_session_member_is_served_unless_offli
     async with following(engine, coordinator) as follower:
         assert await follower.assigned(0) == [0, 1]
         assert sorted(engine.opened) == [0, 1]
-        coordinator.is_away = True
-        assert await follower.looked() == [0, 1], "nothing changes without a notice"
-        coordinator.is_away = False
-        coordinator.named = {2}
-        assert await follower.looked() == [0]
+        coordinator.is_unavailable = True
+        assert await follower.wait_for_check() == [0, 1], (
+            "the replicas do not change without a notification"
+        )
+        coordinator.is_unavailable = False
+        coordinator.session_members = {2}
+        assert await follower.wait_for_check() == [0]
         assert follower.dropped == [1]
 
 
@@ -198,38 +200,38 @@ def test_the_process_ends_if_only_a_restart_helps():
 
     async def main():
         async with following(engine) as follower:
-            assert await follower.assigned(0) == [], "that is tried again"
+            assert await follower.assigned(0) == [], "the opening is retried"
             engine.has_failed = True
-            await follower.looked()
+            await follower.wait_for_check()
 
     with pytest.raises(ExceptionGroup) as failure:
         asyncio.run(main())
     assert failure.group_contains(DiskFailed, match="partition 0")
 
 
-@pytest.mark.parametrize("what", ["offline", "abandoned"])
+@pytest.mark.parametrize("change", ["offline", "abandoned"])
 @run_on_loop
-async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
+async def test_a_replica_removed_during_the_request_is_not_opened_again(change):
     engine, coordinator = Directory(0, 1), Metadata(1)
 
-    def gone():
-        if what == "offline":
+    def remove_replica():
+        if change == "offline":
             engine.offline.add(1)
         else:
             engine.stored_here.discard(1)
 
-    coordinator.meanwhile = gone
+    coordinator.during_read = remove_replica
     async with following(engine, coordinator) as follower:
         assert await follower.assigned(0) == [0]
-        assert engine.opened == [0], "and above all it is not held again"
+        assert engine.opened == [0], "the replica is not created again"
 
 
 def test_partitions_are_opened_by_all_opener_threads_concurrently():
-    together = threading.Barrier(OPENERS_COUNT)
+    barrier = threading.Barrier(OPENERS_COUNT)
     opened = []
 
     def call(partition_id):
-        together.wait(timeout=TEST_TIMEOUT_S)  # breaks, and fails, when fewer come
+        barrier.wait(timeout=TEST_TIMEOUT_S)  # the barrier fails if fewer threads arrive
         opened.append(partition_id)
 
     run_concurrently(call, range(2 * OPENERS_COUNT))
@@ -251,7 +253,7 @@ def test_an_error_of_one_opening_is_raised_when_all_are_done():
 
 
 @run_on_loop
-async def test_a_drop_that_hangs_delays_its_own_partition_only():
+async def test_a_hanging_drop_delays_only_its_partition():
     engine = Directory(0, 1, 2)
     async with following(engine) as follower:
         await follower.assigned(0, 1)
@@ -259,7 +261,9 @@ async def test_a_drop_that_hangs_delays_its_own_partition_only():
         assert await follower.assigned(2, 3) == [0, 2, 3]
         assert follower.dropped == [1]
         assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
-        assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
+        assert await follower.assigned(0, 2) == [0, 2], (
+            "the partition is dropped before it is opened again"
+        )
         follower.serving.on_partition_idle(0)
         await poll_until(lambda: engine.opened.count(0) == 2)
         assert follower.dropped == [1, 3, 0]
@@ -282,9 +286,9 @@ async def test_a_partition_with_missing_files_is_dropped_and_not_opened_again():
         assert await follower.assigned(0, 1) == [0, 1]
         follower.serving.stop_serving(0, DiskFailed("gone"))
         await poll_until(lambda: follower.dropped == [0])
-        assert await follower.looked() == [1]
+        assert await follower.wait_for_check() == [1]
         assert follower.serving.unserved_partitions == [0]
         assert follower.serving.unserved_reasons == {"0": "gone"}
         assert engine.opened == [0, 1]
         engine.files_error.clear()
-        assert await follower.looked() == [0, 1]
+        assert await follower.wait_for_check() == [0, 1]

@@ -63,30 +63,34 @@ class FailingFile:
         return getattr(self._file, name)
 
     def sync(self):
-        self._disk.meet("sync")
+        self._disk.raise_next_error("sync")
         self._file.sync()
 
     def pwrite(self, parts, offset):
-        self._disk.meet("pwrite")
+        self._disk.raise_next_error("pwrite")
         self._file.pwrite(parts, offset)
 
     def pread(self, size, offset):
-        self._disk.meet("pread")
+        self._disk.raise_next_error("pread")
         return self._file.pread(size, offset)
 
 
 class FailingDisk(RealDisk):
-    """A real disk that raises an error at the next call of a name."""
+    """A real disk that raises a given error at the next call of a given function."""
 
     def __init__(self):
         super().__init__()
         self.next_errors = {}
-        self.free = None  # the free space that it reports, if that is not the real one
+        self.reported_free_bytes = None  # the reported free space, or None for the real one
 
     def free_bytes(self, directory):
-        return super().free_bytes(directory) if self.free is None else self.free
+        return (
+            super().free_bytes(directory)
+            if self.reported_free_bytes is None
+            else self.reported_free_bytes
+        )
 
-    def meet(self, call):
+    def raise_next_error(self, call):
         error = self.next_errors.pop(call, None)
         if error is not None:
             raise error
@@ -96,7 +100,7 @@ class FailingDisk(RealDisk):
 
 
 class Bench:
-    """A service whose effects are recorded, and whose work waits to be run."""
+    """A service with recorded effects; the test runs the queued work."""
 
     def __init__(self, directory, *, reserve_bytes=0, segment_bytes_max=1 << 20, **options):
         self.disk = FailingDisk()
@@ -113,14 +117,16 @@ class Bench:
         self.service = StorageService(StorageIdentity(KEY, 4, STORAGE_ID), **options)
         self.now_ms = 1_000_000
         self.effects = []
-        self.works = []
+        self.work_items = []
         self.log = self.engine.assign(0)
         self.step(service.PartitionOpened(self.log))
 
     def step(self, event):
         wanted = self.service.step(event, self.now_ms)
         self.effects += wanted
-        self.works += [each.work for each in wanted if isinstance(each, service_effects.RunWork)]
+        self.work_items += [
+            each.work for each in wanted if isinstance(each, service_effects.RunWork)
+        ]
         return wanted
 
     def send(self, connection, *messages):
@@ -131,14 +137,14 @@ class Bench:
     def finish(self):
         """Run the queued work and the work that it causes; return the number of pieces."""
         count = 0
-        while self.works:
-            work = self.works.pop(0)
+        while self.work_items:
+            work = self.work_items.pop(0)
             self.step(service.WorkDone(work, work.run()))
             count += 1
         return count
 
     def ask(self, connection, message):
-        """Return the one answer to a request; no connection has asked for notices."""
+        """Return the answer to a request; no other message may be sent."""
         before = len(self.answers())
         self.send(connection, message)
         self.finish()
@@ -163,7 +169,7 @@ class Bench:
         ]
         return found if connection is None else [m for c, m in found if c == connection]
 
-    def only(self, kind):
+    def effects_of(self, kind):
         return [each for each in self.effects if isinstance(each, kind)]
 
     def owned(self, session_id=1, connection=1, *, engaged=True):
@@ -182,14 +188,14 @@ class Bench:
 
 @pytest.fixture
 def make(tmp_path):
-    made = []
+    benches = []
 
     def make_bench(**options):
-        made.append(Bench(tmp_path / str(len(made)), **options))
-        return made[-1]
+        benches.append(Bench(tmp_path / str(len(benches)), **options))
+        return benches[-1]
 
     yield make_bench
-    for bench in made:
+    for bench in benches:
         bench.engine.abandon()
 
 
@@ -220,7 +226,7 @@ def open_request(key=KEY, count=4):
 
 
 @pytest.mark.parametrize("storage_id", [STORAGE_ID, NO_ID], ids=["registered", "not yet"])
-def test_a_new_replica_reports_that_it_has_nothing(bench, storage_id):
+def test_a_new_replica_reports_an_empty_log(bench, storage_id):
     answer = bench.ask(1, prepare(OwnerSession(5), storage_id=storage_id))
     assert answer == Prepared(
         5, 1, 0, STORAGE_ID, -1, BEFORE_FIRST, True, BEFORE_FIRST, GENESIS_CHAIN, False, b""
@@ -248,11 +254,11 @@ def test_a_session_far_above_the_promised_one_is_rejected(bench):
 
 
 @pytest.mark.parametrize("rival", [{"session_id": 4}, {"nonce": b"another nonce..."}], ids=str)
-def test_an_earlier_session_and_another_owner_are_rejected_with_the_promised_one(bench, rival):
+def test_the_error_for_an_outdated_session_has_the_promised_session(bench, rival):
     bench.owned(5)
     answer = bench.ask(2, prepare(OwnerSession(**{"session_id": 5} | rival)))
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
-    assert bench.only(service_effects.CloseConnection) == []
+    assert bench.effects_of(service_effects.CloseConnection) == []
 
 
 def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
@@ -276,29 +282,29 @@ def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
 def test_the_same_owner_may_reconnect(bench):
     owner = bench.owned(5, connection=1)
     assert isinstance(bench.ask(2, prepare(owner)), Prepared)
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     assert bench.refusal(1, owner.append()) is errors.SessionFenced
     owner.next_id, owner.chain = 0, GENESIS_CHAIN
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
-    """The disk hangs, the owner dials again, and then what it had sent at first is read."""
+def test_late_messages_of_a_superseded_connection_are_ignored(bench):
+    """The disk hangs, the owner reconnects, and then the storage reads earlier requests."""
     owner = OwnerSession(5)
     bench.send(2, prepare(owner))
     bench.send(1, prepare(owner))
     bench.finish()
-    (late, refused), (later, answer) = bench.answers()
-    assert (late, type(refused), later, type(answer)) == (1, Nack, 2, Prepared)
-    assert refused.error_code == errors.ConnectionSuperseded.code
+    (late, rejections), (later, answer) = bench.answers()
+    assert (late, type(rejections), later, type(answer)) == (1, Nack, 2, Prepared)
+    assert rejections.error_code == errors.ConnectionSuperseded.code
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
+def test_a_reconnecting_owner_is_not_rejected_as_another_owner(bench):
     """An owner halts its partition permanently if its session is promised to another owner."""
     owner = OwnerSession(5)
     bench.send(1, prepare(owner))
-    bench.send(1, prepare(owner))  # the first one is under way, this one waits
+    bench.send(1, prepare(owner))  # the first request is running, this one waits
     bench.send(2, prepare(owner))
     bench.finish()
     answered = [(each, type(answer)) for each, answer in bench.answers()]
@@ -310,7 +316,7 @@ def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
 def test_a_connection_may_continue_with_a_later_session(bench):
     bench.owned(5, connection=1)
     later = bench.owned(6, connection=1)
-    assert bench.only(service_effects.CloseConnection) == []
+    assert bench.effects_of(service_effects.CloseConnection) == []
     assert isinstance(bench.ask(1, later.append()), Appended)
 
 
@@ -321,7 +327,7 @@ def test_a_partition_that_is_not_assigned_here_is_rejected(bench):
 def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
     bench.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
     assert bench.refusal(1, prepare(OwnerSession(5))) is DiskFailed
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     assert bench.refusal(1, OwnerSession(5).make(Heartbeat)) is errors.SessionFenced
     # The rejected session stays fenced: an earlier session is rejected, too.
     assert bench.refusal(2, prepare(OwnerSession(4))) is errors.SessionFenced
@@ -350,7 +356,7 @@ def test_requests_without_a_prepared_session_are_rejected(bench):
     assert bench.log.synced_max == BEFORE_FIRST
 
 
-def test_a_message_of_another_session_is_rejected_with_the_promised_one(bench):
+def test_the_error_for_a_message_of_another_session_has_the_promised_one(bench):
     owner = bench.owned(5)
     for request, session_id in itertools.product(requests_of(owner), (-1, 4, 6, 1 << 62)):
         for connection in (1, 2):
@@ -414,7 +420,7 @@ def test_all_appends_that_wait_are_synced_once(bench):
     appends = [owner.append(2) for _ in range(5)]
     bench.send(1, appends[0])
     bench.send(1, *appends[1:])
-    assert [len(work.requests) for work in bench.works] == [1]
+    assert [len(work.requests) for work in bench.work_items] == [1]
     before = bench.log.sync_count
     assert bench.finish() == 2
     one_group = bench.log.sync_count - before
@@ -423,7 +429,7 @@ def test_all_appends_that_wait_are_synced_once(bench):
         (appends[0].sequence, 1),
         *((each.sequence, 9) for each in appends[1:]),
     ]
-    # Two groups cost what two appends cost, not what five do.
+    # Two groups take as many syncs as two appends.
     before = bench.log.sync_count
     bench.ask(1, owner.append())
     assert one_group == 2 * (bench.log.sync_count - before)
@@ -460,19 +466,19 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     bench.send(1, range_of(old, 0, 0))
     new = OwnerSession(6)
     bench.send(2, prepare(new))
-    refused = bench.answers(1)[-4:]
-    assert all(each.error_code == errors.SessionFenced.code for each in refused)
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    rejections = bench.answers(1)[-4:]
+    assert all(each.error_code == errors.SessionFenced.code for each in rejections)
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     bench.send(1, old.append())
     assert bench.answers(1)[-1].promised == 6
     bench.finish()
-    # What was under way is on disk, and the new session receives it.
+    # The running append is on disk, and the new session finds it.
     prepared = bench.answers(2)[-1]
     assert (prepared.synced_max, prepared.last_session) == (0, 5)
     assert bench.service.queue_limits.owner_bytes == 0
 
 
-def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
+def test_requests_of_a_disconnected_owner_are_removed_from_the_queue(bench):
     owner = bench.owned(5)
     bench.send(1, *(owner.append() for _ in range(4)))
     bench.step(service.Disconnected(1))
@@ -490,7 +496,7 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     owner = bench.owned(5, engaged=False)
     reader = OwnerSession(5)
     request = range_of(reader, 0, 9, reader=True)
-    assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
+    assert bench.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
     assert bench.ask(7, open_request()) == SuccessResponse(-1, -1, -1)
     assert bench.refusal(7, request) is errors.NotMounted
     bench.ask(1, owner.make(SetLowWaterMark, BEFORE_FIRST, GENESIS_CHAIN))
@@ -513,7 +519,7 @@ def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
     owner = bench.owned(5)
     bench.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
     request = OwnerSession(5).make(LockBlocksRequest, 100)
-    assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
+    assert bench.refusal(7, request) is errors.BadRequest  # the reader has not sent its cluster key
     bench.ask(7, open_request())
     assert bench.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
     assert bench.refusal(7, OwnerSession(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
@@ -526,9 +532,9 @@ def test_a_reader_never_sees_unsynced_records(bench):
     owner = bench.owned(5)
     bench.send(7, open_request())
     bench.send(1, owner.append())
-    append = bench.works[0]
+    append = bench.work_items[0]
     bench.send(7, range_of(OwnerSession(5), 0, 9, reader=True))
-    assert bench.works == [append]
+    assert bench.work_items == [append]
     bench.finish()
     assert bench.answers(7)[-1].count == 1
 
@@ -570,19 +576,19 @@ def test_a_connection_over_the_memory_limit_is_paused(make, is_gone):
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
-    assert [each.connection for each in bench.only(service_effects.PauseReading)] == [1]
-    assert bench.only(service_effects.ResumeReading) == []
+    assert [each.connection for each in bench.effects_of(service_effects.PauseReading)] == [1]
+    assert bench.effects_of(service_effects.ResumeReading) == []
     if is_gone:
         bench.step(service.Disconnected(1))
     bench.finish()
-    resumed = [each.connection for each in bench.only(service_effects.ResumeReading)]
+    resumed = [each.connection for each in bench.effects_of(service_effects.ResumeReading)]
     assert resumed == ([] if is_gone else [1])
     assert bench.service.queue_limits.owner_bytes == 0
     assert bench.log.synced_max == (0 if is_gone else 7)
 
 
-def test_many_reads_of_readers_pause_no_owner(make):
-    """Otherwise a tenant could stop the appends and heartbeats of all sessions."""
+def test_many_reads_of_clients_do_not_pause_the_owner(make):
+    """Otherwise a client could stop the appends and heartbeats of all sessions."""
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.ask(1, owner.append())
@@ -593,16 +599,16 @@ def test_many_reads_of_readers_pause_no_owner(make):
     )
     bench.send(8, range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1))
     bench.send(1, owner.append(data=bytes(500)))
-    assert [each.connection for each in bench.only(service_effects.PauseReading)] == [7, 8]
+    assert [each.connection for each in bench.effects_of(service_effects.PauseReading)] == [7, 8]
     bench.finish()
-    assert [each.connection for each in bench.only(service_effects.ResumeReading)] == [7, 8]
+    assert [each.connection for each in bench.effects_of(service_effects.ResumeReading)] == [7, 8]
     assert bench.service.queue_limits.reader_bytes == 0
 
 
 # ---- the disk
 
 
-def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
+def test_a_prepare_on_a_failing_disk_is_not_rejected_as_fenced(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
     bench.send(2, prepare(OwnerSession(6)))
@@ -611,7 +617,7 @@ def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
     assert bench.answers(2)[-1].error_code == DiskFailed.code
 
 
-def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
+def test_a_second_failed_sync_ends_the_process(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
     kept = OwnerSession(6).continue_after(owner)
@@ -619,12 +625,12 @@ def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     bench.send(1, owner.append(), owner.append())
     bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
     bench.finish()
-    refused = bench.answers(1)[-3:]
-    assert refused[0].error_code == DiskFailed.code
-    assert "x.seg" in refused[0].message
-    assert {each.error_code for each in refused[1:]} == {DiskFailed.code}
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
-    assert bench.only(service_effects.EndProcess) == []
+    rejections = bench.answers(1)[-3:]
+    assert rejections[0].error_code == DiskFailed.code
+    assert "x.seg" in rejections[0].message
+    assert {each.error_code for each in rejections[1:]} == {DiskFailed.code}
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
+    assert bench.effects_of(service_effects.EndProcess) == []
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
     bench.ask(7, open_request())
     assert bench.refusal(7, range_of(OwnerSession(5), 0, 1, reader=True)) is errors.NotMounted
@@ -634,7 +640,7 @@ def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     assert bench.ask(2, kept.append()).synced_max == 2
     bench.disk.next_errors["sync"] = DiskFailed("sync of y.seg: Input/output error")
     assert bench.refusal(2, kept.append()) is DiskFailed
-    (end,) = bench.only(service_effects.EndProcess)
+    (end,) = bench.effects_of(service_effects.EndProcess)
     assert "y.seg" in end.reason
 
 
@@ -644,22 +650,22 @@ def test_a_full_disk_rejects_appends_and_still_reads(bench):
     kept = (owner.next_id, owner.chain)
     bench.disk.next_errors["pwrite"] = NoSpace("x.seg: no space left")
     assert bench.refusal(1, owner.append()) is NoSpace
-    assert bench.only(service_effects.CloseConnection) == []
+    assert bench.effects_of(service_effects.CloseConnection) == []
     assert bench.ask(1, range_of(owner, 0, 1)).count == 2
     owner.next_id, owner.chain = kept
     assert bench.ask(1, owner.append()).synced_max == 2
 
 
-def test_the_marker_moves_when_a_log_becomes_idle(bench):
+def test_the_acked_marker_moves_when_a_log_becomes_idle(bench):
     owner = bench.owned(5)
     assert bench.service.wake_at_ms is None
     bench.ask(1, owner.append(2))
     assert bench.service.wake_at_ms == bench.now_ms + 1000
     bench.step(Wakeup())  # too early
-    assert bench.works == []
+    assert bench.work_items == []
     bench.now_ms += 1000
     bench.step(Wakeup())
-    assert [work.requests for work in bench.works] == [()]
+    assert [work.requests for work in bench.work_items] == [()]
     assert bench.log.slot.acked.transaction_id == BEFORE_FIRST
     bench.finish()
     assert bench.log.slot.acked.transaction_id == 1
@@ -667,7 +673,7 @@ def test_the_marker_moves_when_a_log_becomes_idle(bench):
     bench.ask(1, owner.append())
     bench.now_ms += 1000
     bench.send(1, owner.append())
-    bench.step(Wakeup())  # at work: its turn comes again
+    bench.step(Wakeup())  # the partition is busy and gets another turn
     bench.finish()
     assert bench.service.wake_at_ms == bench.now_ms + 1000
 
@@ -680,20 +686,20 @@ def test_a_dropped_partition_is_not_served_any_more(bench):
     assert bench.service.partitions == (0,)
     bench.send(1, owner.append(), owner.append())
     bench.step(service.PartitionDropped(0))
-    assert bench.only(service_effects.PartitionIdle) == []
-    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert bench.effects_of(service_effects.PartitionIdle) == []
+    assert [each.connection for each in bench.effects_of(service_effects.CloseConnection)] == [1]
     bench.finish()
-    assert [each.log for each in bench.only(service_effects.PartitionIdle)] == [bench.log]
+    assert [each.log for each in bench.effects_of(service_effects.PartitionIdle)] == [bench.log]
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
     bench.step(service.PartitionOpened(bench.log))
     assert bench.owned(6, connection=2).next_id == 1
     bench.step(service.PartitionDropped(0))
-    assert len(bench.only(service_effects.PartitionIdle)) == 2
+    assert len(bench.effects_of(service_effects.PartitionIdle)) == 2
 
 
 def test_rejections_are_reported(bench):
     bench.refusal(1, prepare(OwnerSession(5, partition_id=3)))
-    (report,) = bench.only(Report)
+    (report,) = bench.effects_of(Report)
     assert report.name == "storage.request_rejected"
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
@@ -702,7 +708,7 @@ def test_rejections_are_reported(bench):
 def test_a_damaged_range_is_repaired_in_this_session_or_the_next(bench, session_id):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
     if session_id == 6:
         owner = OwnerSession(6)
@@ -729,7 +735,7 @@ def reported_damage(bench, connection=1):
 
 
 def reports(bench, name):
-    return [dict(each.fields) for each in bench.only(Report) if each.name == name]
+    return [dict(each.fields) for each in bench.effects_of(Report) if each.name == name]
 
 
 def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
@@ -737,17 +743,19 @@ def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
     bench.ask(1, owner.append(6))
     bench.ask(2, open_request())
     reader = OwnerSession(5)
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         answer = bench.ask(2, range_of(reader, 0, 5, reader=True))
     assert answer.count == 3
     assert reported_damage(bench) == [[3, 3]]
     assert reported_damage(bench, 2) == []
     (notice,) = [each for each in bench.answers(1) if isinstance(each, DamageFound)]
     assert (notice.session_id, notice.sequence, notice.partition_id) == (5, 0, 0)
-    with flipped(bench.engine.directory / "0", 5):
+    with flipped_byte(bench.engine.directory / "0", 5):
         bench.ask(2, range_of(reader, 4, 5, reader=True))
         bench.ask(2, range_of(reader, 4, 5, reader=True))
-    assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
+    assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], (
+        "all known damage is reported when it grows"
+    )
     assert [each["ids"] for each in reports(bench, "storage.damage_found")] == ["3..3", "5..5"]
 
 
@@ -755,7 +763,7 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.Disconnected(1))
-    with flipped(bench.engine.directory / "0", 2):
+    with flipped_byte(bench.engine.directory / "0", 2):
         bench.step(service.ScrubRequested())
         bench.finish()
     assert reported_damage(bench) == []
@@ -767,17 +775,19 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
 def test_unrepaired_damage_is_reported_again_after_each_pass(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         for passes_count in (1, 2, 3):
             bench.step(service.ScrubRequested())
             bench.finish()
             while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
                 tick(bench)
                 bench.finish()
-    assert reported_damage(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
+    assert reported_damage(bench) == [[3, 3]] * 4, (
+        "damage is reported when found, and after each pass"
+    )
 
 
-def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
+def test_a_failed_read_is_reported_without_ending_the_session(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     for _ in range(3):
@@ -786,7 +796,9 @@ def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
     assert len(reports(bench, "storage.read_failed")) == 3
     assert "x.seg" in reports(bench, "storage.read_failed")[0]["error"]
     assert (
-        bench.only(service_effects.EndProcess) == bench.only(service_effects.CloseConnection) == []
+        bench.effects_of(service_effects.EndProcess)
+        == bench.effects_of(service_effects.CloseConnection)
+        == []
     )
     assert bench.ask(1, owner.append()).synced_max == 6
 
@@ -795,14 +807,14 @@ def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
 
 
 def tick(bench):
-    """Let time pass up to the next thing that is due; return the work that it brings."""
+    """Advance the time to the next wake-up; return the new work."""
     bench.now_ms = max(bench.now_ms, bench.service.wake_at_ms)
-    before = len(bench.works)
+    before = len(bench.work_items)
     bench.step(Wakeup())
-    return bench.works[before:]
+    return bench.work_items[before:]
 
 
-def test_a_log_is_read_again_piece_by_piece(make):
+def test_a_log_is_scrubbed_in_pieces(make):
     bench = make(scrub=Scrub(bytes_per_s=100, interval_ms=60_000))
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
@@ -823,19 +835,19 @@ def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.ScrubRequested(3))
-    assert bench.works == [], "that partition is not served"
+    assert bench.work_items == [], "this partition is not served"
     bench.send(1, owner.append())
     bench.step(service.ScrubRequested(0))
-    assert [work.piece for work in bench.works] == [None]
+    assert [work.piece for work in bench.work_items] == [None]
     bench.send(1, owner.append())
-    bench.step(service.WorkDone(bench.works[0], bench.works.pop(0).run()))
-    assert [work.piece.first for work in bench.works] == [0]
+    bench.step(service.WorkDone(bench.work_items[0], bench.work_items.pop(0).run()))
+    assert [work.piece.first for work in bench.work_items] == [0]
     bench.finish()
     assert bench.answers(1)[-1].synced_max == 7
     assert reports(bench, "storage.scrub_finished") == [{"partition": 0}]
 
 
-def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
+def test_the_acked_marker_moves_despite_a_scrub(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
     bench.step(service.ScrubRequested())
@@ -843,15 +855,15 @@ def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
     assert bench.log.slot.acked.transaction_id == -1
     bench.now_ms += 1_000
     bench.step(Wakeup())
-    assert [(work.requests, work.piece) for work in bench.works] == [((), None)]
+    assert [(work.requests, work.piece) for work in bench.work_items] == [((), None)]
     bench.finish()
     assert bench.log.slot.acked.transaction_id == 1
 
 
-def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(bench):
+def test_a_failed_slot_write_during_a_scrub_is_reported_and_skipped(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
-    with flipped(bench.engine.directory / "0", 3):
+    with flipped_byte(bench.engine.directory / "0", 3):
         bench.step(service.ScrubRequested())
         bench.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
         bench.finish()
@@ -866,61 +878,65 @@ def test_a_partition_that_is_dropped_during_a_scrub_becomes_idle(make):
     (work,) = tick(bench)
     bench.step(service.PartitionDropped(0))
     bench.step(service.WorkDone(work, work.run()))
-    assert [each.log for each in bench.only(service_effects.PartitionIdle)] == [bench.log]
+    assert [each.log for each in bench.effects_of(service_effects.PartitionIdle)] == [bench.log]
     assert bench.service.scrub_states(bench.now_ms) == []
 
 
 # ---- room
 
 
-def test_free_space_is_checked_until_there_is_enough(make):
+def test_free_space_is_rechecked_until_it_suffices(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5)
     kept = (owner.next_id, owner.chain)
-    bench.disk.free = 50
+    bench.disk.reported_free_bytes = 50
     for _ in range(2):
         assert bench.refusal(1, owner.append(2)) is NoSpace
         assert "need 168 bytes" in bench.answers(1)[-1].message
         owner.next_id, owner.chain = kept
     assert bench.log.max_id == -1
     for free, is_full in ((50, True), (167, True), (168, False)):
-        bench.disk.free = free
+        bench.disk.reported_free_bytes = free
         assert tick(bench) == []
-        look = bench.only(service_effects.CheckSpace)[-1]
+        look = bench.effects_of(service_effects.CheckSpace)[-1]
         look.space.recheck()
         bench.step(service.SpaceChecked())
         assert look.space.is_full == is_full
-    assert len(bench.only(service_effects.CheckSpace)) == 3
-    names = [each.name for each in bench.only(Report) if each.name.startswith("storage.disk_")]
-    assert names == ["storage.disk_full", "storage.disk_space_available"], "each once"
+    assert len(bench.effects_of(service_effects.CheckSpace)) == 3
+    names = [
+        each.name for each in bench.effects_of(Report) if each.name.startswith("storage.disk_")
+    ]
+    assert names == ["storage.disk_full", "storage.disk_space_available"], (
+        "each event is reported once"
+    )
     assert bench.ask(1, owner.append(2)).synced_max == 1
     wake_at_ms = bench.service.wake_at_ms
     tick(bench)
     bench.finish()
     assert wake_at_ms is not None
-    assert len(bench.only(service_effects.CheckSpace)) == 3
+    assert len(bench.effects_of(service_effects.CheckSpace)) == 3
 
 
-def test_a_slot_that_does_not_fit_on_the_disk_fails_and_leaves_the_reserve(make):
+def test_a_slot_write_without_space_fails_and_keeps_the_reserve(make):
     bench = make(reserve_bytes=4_096)
     owner = bench.owned(5, engaged=False)
     bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
     mark = owner.make(SetLowWaterMark, -1, owner.chain)
-    assert bench.refusal(1, mark) is DiskFailed, "a slot that cannot be written is not tried again"
+    assert bench.refusal(1, mark) is DiskFailed, "a failed slot write is not retried"
     assert bench.engine.space.reserved_bytes == 4_096
 
 
-def test_a_failed_scrub_of_a_full_disk_ends_nothing(make):
+def test_a_failed_scrub_on_a_full_disk_ends_no_session(make):
     bench = make(reserve_bytes=4_096)
     bench.ask(1, bench.owned(5).append(6))
-    bench.disk.free = 0
+    bench.disk.reported_free_bytes = 0
     bench.step(service.ScrubRequested())
     bench.finish()
     assert reports(bench, "storage.scrub_finished")
 
 
 @contextmanager
-def flipped(directory, index):
+def flipped_byte(directory, index):
     """Flip a byte in the data of a record in the first segment."""
     (segment,) = directory.glob("*.seg")
     size = 44
@@ -935,16 +951,16 @@ def flipped(directory, index):
 # ---- files that were deleted or replaced
 
 
-def replaced(directory):
+def replace_with_copy(directory):
     """Put an older copy of a partition in its place."""
     shutil.copytree(directory, directory.with_name("copy"))
     shutil.rmtree(directory)
     shutil.copytree(directory.with_name("copy"), directory)
 
 
-@pytest.mark.parametrize("change", [shutil.rmtree, replaced])
+@pytest.mark.parametrize("change", [shutil.rmtree, replace_with_copy])
 @pytest.mark.parametrize("found_by", ["prepare", "scrub", "append", "marker"])
-def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, change, found_by):
+def test_deleted_or_replaced_files_are_not_used(make, tmp_path, change, found_by):
     bench = make(scrub=Scrub())
     bench.step(service.PartitionOpened(bench.engine.assign(1)))
     owner = bench.owned()
@@ -955,16 +971,16 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
             bench.send(2, prepare(OwnerSession(2)))
         case "scrub":
             bench.step(service.ScrubRequested(0))
-        case "append":  # its file is not open any more, and not to be found
+        case "append":  # the file is closed and cannot be opened again
             bench.disk.next_errors["pwrite"] = DiskFailed("opening: no such file")
             bench.send(1, owner.append())
         case "marker":
             bench.now_ms += 2_000
             bench.step(Wakeup())
     bench.finish()
-    (gone,) = bench.only(service_effects.DropPartition)
+    (gone,) = bench.effects_of(service_effects.DropPartition)
     assert gone.log is bench.log
-    names = [each.name for each in bench.only(Report)]
+    names = [each.name for each in bench.effects_of(Report)]
     assert names.count("storage.files_replaced") == 1
     assert {"storage.disk_failed", "storage.scrub_skipped", "storage.damage_found"}.isdisjoint(
         names
@@ -976,11 +992,11 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     other = dataclasses.replace(prepare(OwnerSession(2)), partition_id=1)
     assert isinstance(bench.ask(4, other), Prepared)
     bench.step(service.PartitionDropped(0))
-    assert bench.only(service_effects.PartitionIdle)[-1].log is bench.log
-    assert not bench.only(service_effects.EndProcess)
+    assert bench.effects_of(service_effects.PartitionIdle)[-1].log is bench.log
+    assert not bench.effects_of(service_effects.EndProcess)
 
 
-def test_a_filled_replica_is_reported(bench):
+def test_a_repaired_replica_is_reported(bench):
     owner = bench.owned()
     bench.ask(1, owner.append(3))
     later = OwnerSession(2)
@@ -990,6 +1006,8 @@ def test_a_filled_replica_is_reported(bench):
     mark = later.make(SetLowWaterMark, later.next_id - 1, later.chain)
     assert isinstance(bench.ask(2, mark), ReplicaEnd)
     (repaired,) = [
-        dict(each.fields) for each in bench.only(Report) if each.name == "storage.replica_repaired"
+        dict(each.fields)
+        for each in bench.effects_of(Report)
+        if each.name == "storage.replica_repaired"
     ]
     assert repaired == {"partition": 0, "session": 2, "last_before": 2, "last": 4}

@@ -71,7 +71,7 @@ def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     assert sorted(engine.logs) == [4]
     before = len(disk.trace)
     engine.assign_new([2, 4, 7])
-    assert len(disk.trace) == before, "they were held already"
+    assert len(disk.trace) == before, "the partitions existed already"
     for partition_id in (2, 7):
         engine.assign(partition_id)
     engine.abandon()
@@ -148,7 +148,7 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
         engine.close()
     engine = open_engine(tmp_path)
     assert engine.log(1).prepare(8, KEY).suspect
-    engine.unassign(1, deletes_files=False)  # The control file forgets it: now it may be a new one.
+    engine.unassign(1, deletes_files=False)  # The control file forgets it.
     shutil.rmtree(tmp_path / "1")
     log = engine.assign(1)
     assert (log.suspect, log.promised) == (False, -1)
@@ -158,12 +158,12 @@ def test_a_partition_without_its_directory_is_not_created_again(tmp_path):
 NAMES = ["waltz-x.ctl", f"{0:019d}.idx", f"{0:019d}.chn", f"{0:019d}.seg"]
 
 
-@pytest.mark.parametrize("made", range(len(NAMES)))
-def test_a_crash_between_the_files_of_a_first_segment_does_no_harm(tmp_path, made):
+@pytest.mark.parametrize("file_count", range(len(NAMES)))
+def test_a_log_opens_after_a_crash_while_its_first_segment_is_created(tmp_path, file_count):
     engine = open_engine(tmp_path)
     engine.assign(0)
     engine.abandon()
-    for name in NAMES[made:]:
+    for name in NAMES[file_count:]:
         (tmp_path / "0" / name).rename(tmp_path / "0" / f"{name}.tmp")
     for _ in range(2):
         engine = open_engine(tmp_path)
@@ -193,8 +193,8 @@ def test_an_absent_partition_cannot_be_administered(tmp_path):
     engine.close()
 
 
-def rotten(tmp_path, *, blocks):
-    """Return an engine whose partition 1 has lost some of its control slots; 2 is whole."""
+def engine_with_lost_slots(tmp_path, *, blocks):
+    """Return an engine whose partition 1 has lost control slots; partition 2 is intact."""
     engine = open_engine(tmp_path)
     engine.assign(2)
     engine.assign(1).prepare(5, KEY)
@@ -204,7 +204,7 @@ def rotten(tmp_path, *, blocks):
 
 
 def spoil_slots(tmp_path, blocks):
-    """Change a bit of each, or change it back."""
+    """Flip a bit in each block; a second call restores the blocks."""
     path = tmp_path / "1" / "waltz-x.ctl"
     content = bytearray(path.read_bytes())
     for block in blocks:
@@ -212,13 +212,13 @@ def spoil_slots(tmp_path, blocks):
     path.write_bytes(content)
 
 
-def test_a_partition_that_cannot_be_opened_can_be_emptied_and_promises_nothing_twice(tmp_path):
-    engine = rotten(tmp_path, blocks=(0, 1))
+def test_a_partition_that_cannot_be_opened_can_be_emptied(tmp_path):
+    engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.log(1)
     with pytest.raises(BadFormat):
         engine.set_available(1, is_available=False)
-    assert engine.log(2).max_id == -1, "others are open"
+    assert engine.log(2).max_id == -1, "other partitions are open"
     engine.re_seed(1)
     log = engine.assign(1)
     assert (log.max_id, log.suspect, log.slot.nonce) == (-1, True, b"\xff" * 16)
@@ -226,8 +226,8 @@ def test_a_partition_that_cannot_be_opened_can_be_emptied_and_promises_nothing_t
     engine.close()
 
 
-def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigned(tmp_path):
-    engine = rotten(tmp_path, blocks=(0, 1))
+def test_a_partition_that_cannot_be_opened_can_be_deleted_not_unassigned(tmp_path):
+    engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     with pytest.raises(BadFormat):
         engine.unassign(1, deletes_files=False)
     assert engine.assigned_partitions() == [1, 2]
@@ -237,8 +237,8 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigne
     engine.close()
 
 
-def test_a_replica_that_lost_a_slot_gets_no_flags_before_it_is_settled(tmp_path):
-    engine = rotten(tmp_path, blocks=(0,))
+def test_setting_flags_keeps_a_replica_with_a_lost_slot_suspect(tmp_path):
+    engine = engine_with_lost_slots(tmp_path, blocks=(0,))
     assert engine.log(1).suspect
     engine.set_available(1, is_available=False)
     assert engine.assign(1).suspect
@@ -255,10 +255,10 @@ def test_a_directory_outside_the_cluster_is_unchanged(tmp_path):
     engine.close()
 
 
-def test_a_repaired_partition_can_be_switched(tmp_path):
-    engine = rotten(tmp_path, blocks=(0, 1))
+def test_the_availability_of_a_repaired_partition_can_be_changed(tmp_path):
+    engine = engine_with_lost_slots(tmp_path, blocks=(0, 1))
     assert 1 in engine.open_errors
-    spoil_slots(tmp_path, (0, 1))  # an operator has brought it back
+    spoil_slots(tmp_path, (0, 1))  # an operator has restored the file
     engine.set_available(1, is_available=False)
     assert not engine.is_available(1)
     assert engine.assign(1).promised == 5
@@ -281,7 +281,7 @@ def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
         engine.assign(1)
     engine.abandon()
     file = disk.open(Path("/waltz/waltz-storage.ctl"))
-    file.pwrite([file.pread(1000, 0)], 0)  # not failed, but killed
+    file.pwrite([file.pread(1000, 0)], 0)  # a write of a killed process
     file.close()
     engine = open_engine(Path("/waltz"), disk=disk)
     assert engine.assigned_partitions() == [1]

@@ -14,13 +14,13 @@ from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service.work import WorkResult
 
 
-def made():
+def new_metrics():
     metrics = Metrics("storage")
     return metrics, StorageMetrics(metrics, clock_ms=lambda: 5_500)
 
 
 def test_work_is_counted_for_its_partition():
-    metrics, storage_metrics = made()
+    metrics, storage_metrics = new_metrics()
     work = SimpleNamespace(partition_id=3)
     result = WorkResult(
         appended_count=5,
@@ -50,10 +50,10 @@ def test_work_is_counted_for_its_partition():
 
 
 def test_uploads_are_counted_by_their_result():
-    metrics, storage_metrics = made()
+    metrics, storage_metrics = new_metrics()
     job = SimpleNamespace(partition_id=3, record_count=5, record_bytes=220, replaced_object=None)
     storage_metrics.count_upload(job, NewManifest(4, bytes(16), 9, "m", 1))
-    job = SimpleNamespace(**vars(job) | {"replaced_object": object()})  # it is counted already
+    job = SimpleNamespace(**vars(job) | {"replaced_object": object()})  # counted already
     storage_metrics.count_upload(job, NewManifest(4, bytes(16), 9, "m", 2))
     storage_metrics.count_upload(job, ArchiveUnavailable("cannot write m"))
     assert metrics.value("waltz_storage_archived_transactions_total", partition=3) == 5
@@ -62,7 +62,7 @@ def test_uploads_are_counted_by_their_result():
 
 
 def test_files_that_were_collected_are_counted():
-    metrics, storage_metrics = made()
+    metrics, storage_metrics = new_metrics()
     job = SimpleNamespace(partition_id=3)
     storage_metrics.count_collection(job, CollectedGarbage(4, 900, 1, has_more=True))
     storage_metrics.count_collection(job, ArchiveUnavailable("cannot list m"))
@@ -71,7 +71,7 @@ def test_files_that_were_collected_are_counted():
 
 
 def test_gauges_return_the_current_values():
-    metrics, storage_metrics = made()
+    metrics, storage_metrics = new_metrics()
     log = SimpleNamespace(
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
     )
@@ -101,8 +101,8 @@ def test_gauges_return_the_current_values():
     assert metrics.value("waltz_storage_full_disks") == 0
 
 
-def test_unknown_free_space_leaves_the_other_gauges():
-    metrics, storage_metrics = made()
+def test_unknown_free_space_does_not_affect_other_gauges():
+    metrics, storage_metrics = new_metrics()
 
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
@@ -120,7 +120,7 @@ def test_unknown_free_space_leaves_the_other_gauges():
 
 
 def test_a_pass_of_the_scrub_is_counted_for_its_partition():
-    metrics, storage_metrics = made()
+    metrics, storage_metrics = new_metrics()
     storage_metrics.report(Report("storage.scrub_finished", (("partition", 4),)))
     storage_metrics.report(
         Report("storage.request_rejected", (("request", "Prepare"), ("error", "SessionFenced")))

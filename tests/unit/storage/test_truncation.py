@@ -43,7 +43,7 @@ def test_entries_above_a_truncation_are_removed_with_the_intent():
     assert found.provisional == ProvisionalMark(4, 5)
 
 
-def test_a_batch_that_cannot_be_read_is_not_truncated_in_its_middle():
+def test_an_unreadable_batch_is_not_truncated_partially():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5])
     disk.flip_bits(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
@@ -65,7 +65,7 @@ def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
     assert found == [segment_name(0, ".seg")]
 
 
-def test_a_truncation_without_space_is_carried_out_again_from_any_step():
+def test_a_truncation_without_space_is_repeated_after_any_step():
     lacked = 0
     for step in range(1, 40):
         disk = new_disk()
@@ -78,7 +78,7 @@ def test_a_truncation_without_space_is_carried_out_again_from_any_step():
             lacked += 1
             truncation.carry_out(segments, slot.truncate)
         except DiskFailed:
-            continue  # a sync that finds no room has failed for good
+            continue  # a sync without space is a permanent failure
         else:
             break
         assert segments.read(0, 5)[0] == records[: 6 * RECORD_BYTES]

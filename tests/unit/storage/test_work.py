@@ -45,9 +45,9 @@ def log(tmp_path):
     engine = StorageEngine.open(
         RealDisk(), tmp_path, settings, partition_count=1, new_storage_id=STORAGE_ID
     )
-    made = engine.assign(0)
-    made.prepare(5, bytes(16))
-    yield made
+    owned_log = engine.assign(0)
+    owned_log.prepare(5, bytes(16))
+    yield owned_log
     engine.abandon()
 
 
@@ -57,7 +57,7 @@ def run(log, *messages, **options):
     return work.run(**options)
 
 
-def test_a_group_counts_what_it_has_appended_and_times_its_one_sync(log):
+def test_a_group_counts_its_appends_and_measures_its_sync(log):
     owner = OwnerSession(5)
     moments = iter((10.0, 10.5))
     result = run(log, owner.append(3), owner.append(2), clock_s=lambda: next(moments))
@@ -84,7 +84,7 @@ def test_the_lock_blocks_of_a_group_are_kept_and_reported(log):
     assert none.blocks == b""
 
 
-def test_a_group_that_was_rejected_whole_is_not_synced(log):
+def test_a_group_without_accepted_appends_is_not_synced(log):
     owner = OwnerSession(5)
     owner.append()
     result = run(log, owner.append(), owner.append())
@@ -93,22 +93,22 @@ def test_a_group_that_was_rejected_whole_is_not_synced(log):
     assert result.appended_count == 0
 
 
-def test_an_append_is_read_through_once(log, monkeypatch):
+def test_an_append_is_checked_in_one_pass(log, monkeypatch):
     sizes = []
 
-    def counted(data, value=0):
+    def counting_crc32(data, value=0):
         sizes.append(len(data))
         return zlib.crc32(data, value)
 
     append = OwnerSession(5).append(50, b"d" * 500)
     for module in (work, raw_records):
-        monkeypatch.setattr(module, "crc32", counted)
+        monkeypatch.setattr(module, "crc32", counting_crc32)
     (outcome,) = run(log, append).outcomes
     assert isinstance(outcome, Appended)
     assert [size for size in sizes if size > 100] == [len(append.records)]
 
 
-def test_an_append_that_was_changed_on_its_way_is_rejected(log):
+def test_an_append_with_corrupt_bytes_is_rejected(log):
     append = OwnerSession(5).append(3)
     changed = append.records[:50] + b"?" + append.records[51:]
     wrong = dataclasses.replace(append, records=changed)
@@ -140,11 +140,11 @@ def test_reads_are_always_bounded(log, monkeypatch):
         (outcome,) = run(log, message).outcomes
         assert outcome.count >= 1
     assert requests == [RANGE_BYTES_MAX, BATCHES_BYTES_MAX, 1]
-    # However small its records are, the lineage of an answer fits into a message.
+    # The lineage of an answer fits into a message even for small records.
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
 
 
-def test_record_places_are_returned_and_counted_as_read(log):
+def test_record_locations_are_returned_and_counted_as_read(log):
     owner = OwnerSession(5)
     run(log, owner.append(3))
     (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, True)).outcomes
@@ -156,8 +156,8 @@ def test_record_places_are_returned_and_counted_as_read(log):
     assert located.lineage[0].last == 2
     result = run(log, owner.make(RangeRaw, 0, 9, -5, LOCATIONS, False, True))
     assert (result.read_count, result.read_bytes) == (1, 44)
-    (refused,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, False)).outcomes
-    assert isinstance(refused, BadRequest)
+    (rejected,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, False)).outcomes
+    assert isinstance(rejected, BadRequest)
     (beyond,) = run(log, owner.make(RangeRaw, 3, 9, 1 << 20, LOCATIONS, False, True)).outcomes
     assert beyond.count == 0
 
@@ -165,10 +165,10 @@ def test_record_places_are_returned_and_counted_as_read(log):
 @pytest.mark.parametrize(
     "form", [None, RangeForm.WHOLE, RangeForm.HEADERS], ids=["append", "whole", "headers"]
 )
-def test_no_request_takes_more_calls_for_more_records(log, form):
+def test_the_number_of_calls_does_not_depend_on_the_number_of_records(log, form):
     owner = OwnerSession(5)
     append = owner.append
-    run(log, append(3_000), append(100))  # the fixed costs of the first call
+    run(log, append(3_000), append(100))  # excludes the fixed costs of the first call
     counts = []
     for first, count in ((3_100, 2_000), (5_100, 100)):
         message = append(count)
@@ -191,11 +191,11 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
     preads = []
     pread = RealFile.pread
 
-    def noted(file, size, offset):
+    def recorded_pread(file, size, offset):
         preads.append((file._path.suffix, size))
         return pread(file, size, offset)
 
-    monkeypatch.setattr(RealFile, "pread", noted)
+    monkeypatch.setattr(RealFile, "pread", recorded_pread)
     message = owner.make(RangeRaw, 3, 997, RANGE_BYTES_MAX, form, False, False)
     (outcome,) = run(log, message).outcomes
     assert outcome.count == 995
@@ -205,7 +205,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 # ---- reading again, room
 
 
-def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
+def test_a_scrub_piece_returns_the_bytes_read_and_the_next_id(log):
     run(log, OwnerSession(5).append(6))
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
     assert result.scrub_result == ScrubResult(2, 88)
@@ -214,7 +214,7 @@ def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
     assert result.scrub_result == ScrubResult(6, 88)
 
 
-def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
+def test_a_failed_read_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
     run(log, OwnerSession(5).append(6))
 
     def fails(_first, _bytes_max):
@@ -227,7 +227,7 @@ def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
     assert result.failure is None
 
 
-def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log, monkeypatch):
+def test_a_failed_read_is_not_reported_as_a_failed_write(log, monkeypatch):
     run(log, OwnerSession(5).append(6))
 
     def fails(*_ids):
@@ -251,7 +251,7 @@ def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
     assert (log.max_id, result.failure, space.reserved_bytes) == (-1, None, 4_096)
     space.recheck()
-    assert space.is_full, "of what the group lacks"
+    assert space.is_full, "the space is full because of the rejected group"
     disk.capacity_bytes += 1
     space.recheck()
     assert not space.is_full
@@ -287,7 +287,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
 
 @pytest.mark.parametrize("reserve_bytes", [2 * NEW_FILES_BYTES, 0])
 def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_bytes):
-    """It may not fail on the way: the log could not be used before it is opened again."""
+    """A reset must not fail halfway: the log could not be used until it is reopened."""
     disk = SimDisk()
     settings = LogSettings(b"the cluster key.", 1 << 20, lambda: 0)
     engine = StorageEngine.open(

@@ -34,7 +34,7 @@ def work(do: Callable[[], WorkResult] = WorkResult) -> Work:
 
 
 class Recorder:
-    """Keeps the outcomes that it received, and on which thread."""
+    """Records the outcomes, and the thread that reported each of them."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[Work, WriteOutcome]] = []
@@ -49,11 +49,11 @@ class Recorder:
 async def test_a_result_is_reported_once_on_the_loops_thread():
     recorder = Recorder()
     writers = WriterThreads(2, recorder)
-    made = WorkResult(appended_count=3)
-    piece = work(lambda: made)
+    result = WorkResult(appended_count=3)
+    piece = work(lambda: result)
     writers.run(piece)
     await poll_until(lambda: recorder.outcomes)
-    assert recorder.outcomes == [(piece, made)]
+    assert recorder.outcomes == [(piece, result)]
     assert recorder.threads == {threading.get_ident()}
     thread = cast("Piece", piece).thread
     assert thread is not None
@@ -66,7 +66,7 @@ async def test_a_result_is_reported_once_on_the_loops_thread():
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), AssertionError("ours"), SystemExit(3)])
-def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
+def test_an_error_of_a_piece_is_returned_as_its_outcome(error: BaseException):
     async def scenario() -> None:
         def fail() -> WorkResult:
             raise error
@@ -110,7 +110,7 @@ async def test_an_idle_thread_keeps_no_reference_to_its_last_call():
 
 
 @run_on_loop
-async def test_a_piece_that_hangs_on_a_disk_delays_no_other_and_no_shutdown():
+async def test_a_hanging_piece_delays_neither_other_pieces_nor_the_shutdown():
     recorder, held = Recorder(), threading.Event()
 
     def hang() -> WorkResult:
@@ -118,8 +118,8 @@ async def test_a_piece_that_hangs_on_a_disk_delays_no_other_and_no_shutdown():
         return WorkResult()
 
     writers = WriterThreads(2, recorder)
-    stuck, other = work(hang), work()
-    writers.run(stuck)
+    hanging, other = work(hang), work()
+    writers.run(hanging)
     writers.run(other)
     await poll_until(lambda: recorder.outcomes)
     assert recorder.outcomes[0][0] is other
@@ -127,7 +127,7 @@ async def test_a_piece_that_hangs_on_a_disk_delays_no_other_and_no_shutdown():
     assert len(recorder.outcomes) == 1
     held.set()
     await poll_until(lambda: len(recorder.outcomes) == 2)
-    assert recorder.outcomes[1][0] is stuck
+    assert recorder.outcomes[1][0] is hanging
 
 
 def test_an_outcome_after_the_end_of_the_loop_is_dropped():
@@ -162,7 +162,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
 # ---- helpers
 
 
-def test_each_call_of_a_helper_has_its_outcome_and_leaves_nothing_behind() -> None:
+def test_each_call_of_a_helper_thread_has_one_outcome() -> None:
     with CallThreads(2, "helper") as helpers:
         assert not helpers.is_busy
         may_end = threading.Event()

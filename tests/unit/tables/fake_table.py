@@ -1,4 +1,4 @@
-"""A table and a log in memory, for tests of the loop: changes are dicts of key to value or None."""
+"""A table and a log in memory, for tests of followers; changes map keys to values or None."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ Changes = dict[str, int | None]
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulates a killed process."""
 
 
 class Version(NamedTuple):
@@ -25,7 +25,7 @@ class Version(NamedTuple):
 
 
 class StoredVersions(list[Version]):
-    """A table: its versions. Several followers may have it open."""
+    """The versions of a table, which several followers may have open."""
 
     def commit(self, operation: str, rows: dict[str, int] | None = None) -> None:
         """Commit as another program."""
@@ -45,7 +45,7 @@ class OpenTable:
         self.stored = stored
         self._on_step = on_step or (lambda _step: None)
         self._seen = -1
-        self._start: TableMarks | None = None  # of a table that is due
+        self._start: TableMarks | None = None  # the start of a table that is not created yet
 
     def create(self, start: TableMarks) -> None:
         self._on_step("create")
@@ -109,13 +109,13 @@ class OpenTable:
 
 
 class LogInMemory:
-    """A `FollowedLog`: the transactions of each partition, a key and its value or None each."""
+    """A `FollowedLog` with a list of transactions per partition: a key, and its value or None."""
 
     def __init__(self, *partitions: list[tuple[str, int | None]]) -> None:
         self.partitions = [list(each) for each in partitions]
         self.firsts: dict[int, int] = {}
         self.read: list[tuple[dict[int, int], dict[int, int]]] = []
-        self.on_wait: Callable[[], None] = _no_more
+        self.on_wait: Callable[[], None] = _raise_killed
 
     def state(self) -> LogState:
         marks = {number: len(each) - 1 for number, each in enumerate(self.partitions)}
@@ -137,5 +137,5 @@ class LogInMemory:
         self.on_wait()
 
 
-def _no_more() -> None:
+def _raise_killed() -> None:
     raise Killed

@@ -1,4 +1,4 @@
-"""A Delta table of a follower: rows and marks in one commit, the fence, commits of others."""
+"""A followed Delta table: commits with rows and marks, fencing, and commits of others."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
-from tests.unit.tables.answering_store import answering
+from tests.unit.tables.fake_object_store import store_with_answer
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unavailable
 from waltz_core.tables.delta_errors import library_error
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
@@ -24,7 +24,7 @@ COLUMNS = [*SCHEMA.names, "partition", "transaction_id", DELETED]
 
 
 def changes(*rows: tuple, schema: pa.Schema = SCHEMA) -> pa.Table:
-    """Return changes: the columns of the schema, the place, and whether it is a delete."""
+    """Return changes: the columns of the schema, partition and ID, and whether it is a delete."""
     fields = [*schema, ("partition", pa.int32()), ("transaction_id", pa.int64())]
     fields.append(pa.field(DELETED, pa.bool_(), nullable=False))
     names = [*schema.names, "partition", "transaction_id", DELETED]
@@ -33,7 +33,7 @@ def changes(*rows: tuple, schema: pa.Schema = SCHEMA) -> pa.Table:
     )
 
 
-def opened(path: Path, schema: pa.Schema = SCHEMA) -> FollowedDeltaTable:
+def open_table(path: Path, schema: pa.Schema = SCHEMA) -> FollowedDeltaTable:
     return FollowedDeltaTable(str(path), schema, ["Id", "day"])
 
 
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def table(path: Path) -> FollowedDeltaTable:
     """Return a new table at its marks."""
-    found = opened(path)
+    found = open_table(path)
     assert found.marks(START) is None
     found.create(START)
     found.finish()
@@ -63,7 +63,7 @@ def rows(path: Path) -> list[tuple]:
     )
 
 
-def test_rows_and_marks_are_one_commit(path: Path, table: FollowedDeltaTable):
+def test_rows_and_marks_are_written_in_one_commit(path: Path, table: FollowedDeltaTable):
     one = changes((1, "a", 0.5, 0, 0, False), (2, "a", None, 0, 1, False), (3, "a", 0, 1, 0, True))
     assert table.apply(one, up_to(1, 0))
     assert rows(path) == [(1, "a", 0.5, 0, 0), (2, "a", None, 0, 1)]
@@ -89,7 +89,7 @@ def test_the_marks_are_user_metadata_like_those_of_spark(path: Path, table: Foll
     assert (transaction[0]["appId"], transaction[0]["version"]) == (f"waltz/{KEY}/f", 0)
 
 
-def test_changes_without_an_effect_write_no_version(path: Path, table: FollowedDeltaTable):
+def test_changes_without_an_effect_write_no_table_version(path: Path, table: FollowedDeltaTable):
     assert not table.apply(changes((1, "a", 0, 0, 0, True)), up_to(0, -1))
     assert not table.apply(changes(), up_to(0, -1))
     assert DeltaTable(path).version() == 0
@@ -99,10 +99,10 @@ def test_changes_without_an_effect_write_no_version(path: Path, table: FollowedD
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_a_commit_is_on_top_of_the_version_that_was_read(
+def test_a_commit_fails_if_the_table_has_a_newer_version(
     path: Path, table: FollowedDeltaTable, is_empty: bool
 ):
-    other = opened(path)
+    other = open_table(path)
     other.marks(START)
     change = changes((1, "a", 0.5, 0, 0, False))
     assert other.apply(change, up_to(0, -1))
@@ -113,23 +113,23 @@ def test_a_commit_is_on_top_of_the_version_that_was_read(
     assert table.apply(changes((1, "a", 0.6, 0, 1, False)), up_to(1, -1))
 
 
-def test_a_commit_of_another_program_also_comes_first(path: Path, table: FollowedDeltaTable):
+def test_a_commit_of_another_program_supersedes_the_follower(path: Path, table: FollowedDeltaTable):
     write_deltalake(path, DeltaTable(path).to_pyarrow_table(), mode="append")
     with pytest.raises(Superseded):
         table.apply(None, up_to(0, -1))
     assert table.marks(START).other_commits == [OtherCommit(1, "WRITE")]
 
 
-def test_a_commit_of_another_follower_has_its_name(path: Path, table: FollowedDeltaTable):
+def test_the_error_names_the_follower_of_the_other_commit(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="other")
-    second = opened(path)
-    assert second.marks(other).has_rows, "so it needs a start"
+    second = open_table(path)
+    assert second.marks(other).has_rows, "the table needs a start"
     assert second.apply(None, other)
     assert table.marks(START).other_commits == [OtherCommit(1, "WRITE", "other")]
 
 
 def test_a_table_is_created_once(path: Path, table: FollowedDeltaTable):
-    other = opened(path)
+    other = open_table(path)
     other.create(START)
     for create in (other.finish, lambda: other.apply(None, up_to(0, -1))):
         with pytest.raises(Superseded, match="another program has created it"):
@@ -202,29 +202,29 @@ def test_changes_that_the_table_rejects_are_a_permanent_error(
 def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     path: Path, table: FollowedDeltaTable, is_restore: bool
 ):
-    """Spark's `MERGE` may succeed after it; then the driver may be killed before it reads again."""
+    """A `MERGE` of Spark may succeed after such a commit, and the driver may be killed then."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     if is_restore:
         DeltaTable(path).restore(0)
     else:
-        other = opened(path)
+        other = open_table(path)
         other.marks(START._replace(follower="g"))
         other.apply(None, START._replace(follower="g"))
     for _ in range(3):
         write_deltalake(path, DeltaTable(path).to_pyarrow_table().slice(0, 0), mode="append")
-    spark = opened(path)
+    spark = open_table(path)
     spark.marks(START._replace(follower="g"))
     assert spark.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(1, -1)
     expected = OtherCommit(2, "RESTORE") if is_restore else OtherCommit(2, "WRITE", "g")
     assert state.other_commits == [expected]
 
 
-def test_maintenance_with_the_metadata_of_the_follower_is_no_commit_of_it(
+def test_copied_metadata_in_maintenance_is_not_a_follower_commit(
     path: Path, table: FollowedDeltaTable
 ):
-    """Spark's auto compaction has the metadata of the session."""
+    """Auto compaction of Spark copies the metadata of the session."""
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     table.marks(START)
     table.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
@@ -233,7 +233,7 @@ def test_maintenance_with_the_metadata_of_the_follower_is_no_commit_of_it(
     DeltaTable(path).alter.set_table_properties(
         {"delta.appendOnly": "false"}, commit_properties=CommitProperties(custom_metadata=metadata)
     )
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(1, -1)
     assert state.other_commits == [OtherCommit(4, "SET TBLPROPERTIES"), OtherCommit(3, "RESTORE")]
 
@@ -248,17 +248,17 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
             {"delta.logRetentionDuration": f"interval {number + 1} days"}
         )
     delta.restore(0)
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert decode_marks(state.metadata) == up_to(0, -1)
     assert [each.version for each in state.other_commits] == list(range(22, 1, -1))
     assert state.other_commits[0].operation == "RESTORE"
     assert state.other_commits[1].operation == "SET TBLPROPERTIES"
 
 
-def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
+def test_a_concurrent_commit_does_not_mix_table_versions(
     path: Path, table: FollowedDeltaTable, monkeypatch: pytest.MonkeyPatch
 ):
-    other = opened(path)
+    other = open_table(path)
     other.marks(START)
     history = DeltaTable.history
 
@@ -268,7 +268,7 @@ def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
         return delta.history(limit)
 
     monkeypatch.setattr(DeltaTable, "history", history_after_a_commit)
-    late = opened(path)
+    late = open_table(path)
     state = late.marks(START)
     assert (decode_marks(state.metadata), state.version, state.other_commits) == (
         up_to(0, -1),
@@ -278,30 +278,25 @@ def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
     assert late.apply(None, up_to(1, -1))
 
 
-def test_marks_of_another_follower_are_not_those_of_this_one(path: Path, table: FollowedDeltaTable):
+def test_marks_of_another_follower_are_ignored(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
-    state = opened(path).marks(other)
-    assert (state.metadata, state.version, state.other_commits, state.has_rows) == (
-        None,
-        None,
-        (),
-        True,
-    )
+    state = open_table(path).marks(other)
+    assert (state.metadata, state.version, state.other_commits, state.has_rows) == (None, None, (), True)
     rules = StoredRules(("Id", "day"))
     marks = up_to(0, -1)._replace(rules=rules)
     table.apply(changes((1, "a", 0.5, 0, 0, False)), marks)
-    state = opened(path).marks(other)
+    state = open_table(path).marks(other)
     assert (state.has_rows, state.rules) == (True, rules)
 
 
-def test_lost_marks_leave_the_version(path: Path, table: FollowedDeltaTable):
+def test_the_version_is_known_without_marks(path: Path, table: FollowedDeltaTable):
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     delta = DeltaTable(path)
     delta.alter.set_table_properties({"delta.appendOnly": "false"})
     delta.create_checkpoint()
     for version in range(2):
         (path / "_delta_log" / f"{version:020}.json").unlink()
-    state = opened(path).marks(START)
+    state = open_table(path).marks(START)
     assert (state.metadata, state.version, state.has_rows) == (None, 1, True)
 
 
@@ -322,17 +317,17 @@ def test_a_key_in_two_partitions_fails_the_merge(
 def test_columns_may_be_added_and_not_removed(path: Path, table: FollowedDeltaTable):
     table.apply(changes((1, "a", 0.5, 0, 0, False)), up_to(0, -1))
     wide = pa.schema([*SCHEMA, ("more", pa.string())])
-    wider = opened(path, wide)
+    wider = open_table(path, wide)
     wider.marks(START)
     assert wider.apply(changes((2, "a", 0.5, "x", 0, 1, False), schema=wide), up_to(1, -1))
     assert rows(path) == [(1, "a", 0.5, 0, 0, None), (2, "a", 0.5, 0, 1, "x")]
     with pytest.raises(BadConfig, match="column 'more' of the table is not declared"):
-        opened(path).marks(START)
+        open_table(path).marks(START)
     other = pa.schema([*SCHEMA, ("more", pa.int64())])
     with pytest.raises(
         BadConfig, match="column 'more' has type string in the table, but is declared as int64"
     ):
-        opened(path, other).marks(START)
+        open_table(path, other).marks(START)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +347,7 @@ def test_columns_may_be_added_and_not_removed(path: Path, table: FollowedDeltaTa
         pa.struct([("a", pa.list_(pa.time32("s")))]),
     ],
 )
-def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
+def test_a_type_that_delta_does_not_support_is_rejected(kind: pa.DataType):
     with pytest.raises(BadConfig, match="column 'c': Delta has no type"):
         check_schema(pa.schema([("c", kind)]))
 
@@ -378,7 +373,7 @@ def test_a_name_that_delta_lacks_is_rejected(names: list[str], message: str):
 
 
 @pytest.mark.parametrize("name", ["A", "a b", ""])
-def test_a_name_of_a_nested_field_that_delta_lacks_is_rejected(name: str):
+def test_a_nested_name_that_delta_does_not_support_is_rejected(name: str):
     fields = pa.struct([("a", pa.int64()), (name, pa.int64())])
     for kind in (fields, pa.list_(fields), pa.struct([("x", fields)])):
         with pytest.raises(BadConfig, match=r"column 's\.(x\.)?"):
@@ -386,13 +381,13 @@ def test_a_name_of_a_nested_field_that_delta_lacks_is_rejected(name: str):
 
 
 @pytest.mark.parametrize("nest", [pa.list_, lambda kind: pa.struct([("x", kind)])])
-def test_levels_that_the_library_cannot_read_again_are_rejected(path: Path, nest):
+def test_nesting_over_32_levels_is_rejected(path: Path, nest):
     kind, value = pa.int64(), 1
     for _ in range(31):
         kind = nest(kind)
         value = [value] if pa.types.is_list(kind) else {"x": value}
     schema = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("deep", kind)])
-    table = opened(path, schema)
+    table = open_table(path, schema)
     table.create(START)
     table.marks(START)
     assert table.apply(changes((1, "a", value, 0, 0, False), schema=schema), up_to(0, -1))
@@ -404,7 +399,7 @@ def test_levels_that_the_library_cannot_read_again_are_rejected(path: Path, nest
 def partitioned(path: Path, schema: pa.Schema, by: str) -> FollowedDeltaTable:
     place = [("_partition", pa.int32()), ("_transaction_id", pa.int64())]
     DeltaTable.create(path, pa.schema([*schema, *place]), partition_by=[by])
-    return opened(path, schema)
+    return open_table(path, schema)
 
 
 def test_an_empty_text_in_a_partition_column_is_rejected(path: Path):
@@ -419,9 +414,7 @@ def test_an_empty_text_in_a_partition_column_is_rejected(path: Path):
 
 
 @pytest.mark.parametrize("kind", [pa.decimal128(9, 2), pa.binary(), pa.float64()])
-def test_a_partition_column_that_the_library_cannot_read_again_is_rejected(
-    path: Path, kind: pa.DataType
-):
+def test_an_unreadable_partition_column_is_rejected(path: Path, kind: pa.DataType):
     schema = pa.schema([("Id", pa.int64()), ("day", pa.string()), ("p", kind)])
     table = partitioned(path, schema, "p")
     for _ in range(2):
@@ -431,7 +424,7 @@ def test_a_partition_column_that_the_library_cannot_read_again_is_rejected(
 
 def test_a_binary_key_in_two_partitions_is_shown_in_hex(path: Path):
     schema = pa.schema([("Id", pa.binary()), ("day", pa.string())])
-    table = opened(path, schema)
+    table = open_table(path, schema)
     table.create(START)
     table.marks(START)
     assert table.apply(changes((b"\xff\x00", "a", 0, 0, False), schema=schema), up_to(0, -1))
@@ -471,7 +464,7 @@ def test_a_key_is_a_declared_column(path: Path):
 def test_errors_of_the_library_name_the_table(tmp_path: Path):
     place = tmp_path / "file"
     place.write_text("")
-    table = opened(place / "table")
+    table = open_table(place / "table")
     table.create(START)
     with pytest.raises(BadRequest, match=f"table {place}/table: .* Not a directory|NotADir"):
         table.finish()
@@ -489,14 +482,14 @@ def test_errors_of_the_library_name_the_table(tmp_path: Path):
         (None, "", Unavailable, "error sending request"),
     ],
 )
-def test_errors_of_an_object_store(
+def test_errors_of_an_object_store_are_classified(
     monkeypatch: pytest.MonkeyPatch,
     status: int | None,
     code: str,
     error: type[Exception],
     message: str,
 ):
-    with answering(status, code) as url:
+    with store_with_answer(status, code) as url:
         names = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
         names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": url if status else "http://127.0.0.1:1"}
         for name, value in names.items():
@@ -522,7 +515,7 @@ def test_errors_of_an_object_store(
         ("something new", BadRequest, ""),
     ],
 )
-def test_other_errors_of_the_library(text: str, error: type[Exception], hint: str):
+def test_other_errors_of_the_library_are_classified(text: str, error: type[Exception], hint: str):
     found = library_error("t", OSError(text))
     assert type(found) is error
     assert hint in str(found).partition(" Hint: ")[2]

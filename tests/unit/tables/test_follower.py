@@ -67,7 +67,7 @@ def test_a_new_table_is_created_with_its_start_and_gets_one_version_for_each_bat
     assert [starts for starts, _ in log.read] == [{0: -1, 1: -1}, {0: 1, 1: -1}]
 
 
-def test_a_follower_that_runs_again_continues_and_commits_nothing_without_transactions():
+def test_a_rerun_without_transactions_commits_nothing():
     log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
     follower(log, table).run(until_now(log))
     versions = list(table)
@@ -79,7 +79,7 @@ def test_a_follower_that_runs_again_continues_and_commits_nothing_without_transa
     assert marks_of(table)[-1] == {0: 3}
 
 
-def test_a_run_ends_at_its_marks_also_if_the_log_has_more():
+def test_a_run_ends_at_its_marks_even_if_the_log_continues():
     log, table = LogInMemory([("a", 1), ("a", 2), ("a", 3)], [("b", 1)]), StoredVersions()
     follower(log, table).run({0: 1, 1: -1})
     assert marks_of(table)[-1] == {0: 1, 1: -1}
@@ -94,14 +94,14 @@ def test_a_batch_without_changes_writes_no_version_and_is_not_read_again():
     assert marks_of(table) == [{0: -1}, {0: 4}]
 
 
-def test_marks_that_have_moved_are_committed_alone_at_the_end():
+def test_advanced_marks_are_committed_at_the_end_of_a_run():
     log, table = LogInMemory([("a", None)] * 3), StoredVersions()
     follower(log, table).run(until_now(log))
     assert marks_of(table) == [{0: -1}, {0: 2}]
     assert table[-1].rows == {}
 
 
-def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
+def test_advanced_marks_are_committed_after_ten_minutes():
     log, table = LogInMemory([("a", None)] * 3), StoredVersions()
     now_s = 0.0
     waits: list[int] = []
@@ -120,7 +120,7 @@ def test_marks_that_have_moved_are_committed_alone_after_ten_minutes():
     assert marks_of(table) == [{0: -1}, {0: 2}]
 
 
-def test_marks_are_committed_alone_also_if_the_log_is_never_idle():
+def test_advanced_marks_are_committed_even_if_the_log_is_never_idle():
     log, table = LogInMemory([("a", None)]), StoredVersions()
     now_s = 0.0
     replayed = log.replayed
@@ -160,18 +160,18 @@ def test_the_ten_minutes_begin_with_the_last_commit():
 
 
 def test_without_an_end_the_follower_waits_after_it_has_reached_the_end_of_the_log():
-    """Also if there are more transactions then: the interval limits the number of versions."""
+    """This holds even if there are more transactions: the interval limits the versions."""
     log, table = LogInMemory([("a", 1)] * 4), StoredVersions()
     log.on_wait = lambda: log.partitions[0].append(("b", 1))
     changes = log.changes
 
-    def arriving(starts, ends):
+    def append_and_read(starts, ends):
         log.partitions[0].append(("c", 1))
         if len(log.read) == 4:
             raise Killed
         return changes(starts, ends)
 
-    log.changes = arriving
+    log.changes = append_and_read
     with pytest.raises(Killed):
         follower(log, table, count_max=3).run()
     assert [ends[0] for _, ends in log.read] == [2, 4, 6, 8]
@@ -191,7 +191,7 @@ def test_without_an_end_the_follower_waits_for_transactions():
     assert marks_of(table) == [{0: -1}, {0: 0}, {0: 1}, {0: 2}]
 
 
-def test_without_an_end_an_unavailable_log_is_tried_again(caplog):
+def test_without_an_end_an_unavailable_log_is_read_again(caplog):
     log, table = LogInMemory([("a", 1)]), StoredVersions()
     state, failures = log.state, [Unavailable("no server"), Unavailable("no server")]
 
@@ -253,8 +253,8 @@ KEYS = st.tuples(st.sampled_from("ab"), st.none() | st.integers(0, 9))
     st.lists(st.none() | st.tuples(st.integers(1, 4), st.integers(0, 11)), max_size=6),
 )
 @example([("a", 1), ("a", 2), ("a", 3)], [(3, 2)])
-def test_two_followers_at_once_leave_a_replay_of_the_log(partition, turns):
-    """Before a commit of one, the other may run: with batches of some size, up to some mark."""
+def test_concurrent_followers_produce_a_replay_of_the_log(partition, turns):
+    """Before each commit of one follower, the other may run with any batch size up to any mark."""
     log, table = LogInMemory(partition), StoredVersions()
     order = iter(turns)
 
@@ -327,13 +327,13 @@ def test_a_commit_that_replaces_the_rows_is_an_error(operation: str):
     assert table[-1].operation == operation
 
 
-def test_a_table_is_finished_at_the_end_also_without_transactions():
+def test_a_table_is_finished_at_the_end_even_without_transactions():
     table = StoredVersions()
     follower(LogInMemory([]), table).run({0: -1})
     assert marks_of(table) == [{0: -1}]
 
 
-def test_other_commits_are_reported_once(caplog):
+def test_commits_of_other_programs_are_logged_once(caplog):
     log, table = LogInMemory([("a", 1)] * 3), StoredVersions()
     follower(log, table).run({0: 1})
     for operation in ("OPTIMIZE", "DELETE", "SET TBLPROPERTIES"):
@@ -343,12 +343,12 @@ def test_other_commits_are_reported_once(caplog):
     assert caplog.messages == ["follow.foreign_commit table=t version=3 operation=DELETE"]
 
 
-def test_a_start_is_for_a_table_without_marks():
+def test_a_start_is_only_accepted_for_a_table_without_marks():
     log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
     start = TableMarks("f", KEY, {0: 0})
     follower(log, table, start).run({0: 0})
     assert (marks_of(table), table[0].rows) == ([{0: 0}], {})
-    follower(log, table, start).run({0: 2})  # it has applied nothing yet
+    follower(log, table, start).run({0: 2})  # the follower has not applied transactions yet
     assert table[-1].rows == {"b": 2, "c": 3}
     with pytest.raises(
         BadConfig,
@@ -357,7 +357,7 @@ def test_a_start_is_for_a_table_without_marks():
         follower(log, table, start).run({0: 2})
 
 
-def test_a_start_is_stored_in_a_table_of_the_user_also_without_transactions():
+def test_a_start_is_stored_in_an_existing_table_without_transactions():
     log = LogInMemory([("a", 1), ("b", 2)])
     table = StoredVersions([Version({}, {}, "CREATE TABLE")])
     follower(log, table, TableMarks("f", KEY, {0: 1})).run({0: 1})
@@ -387,7 +387,7 @@ def test_a_start_is_not_ignored_if_another_follower_creates_the_table_first(step
     assert marks_of(table)[-1] == {0: 1}
 
 
-def test_a_start_names_each_partition():
+def test_a_start_requires_a_mark_for_each_partition():
     log = LogInMemory([("a", 1)], [("b", 1)])
     with pytest.raises(BadConfig, match=r"each partition of \[0, 1\], found those for \[0\]"):
         follower(log, StoredVersions(), TableMarks("f", KEY, {0: 0})).run({0: 0})
@@ -425,7 +425,7 @@ def test_a_table_of_another_cluster_is_not_continued():
         follower(log, table, other).run({0: 0})
 
 
-def test_a_table_of_other_rules_is_not_continued_also_while_it_is_followed():
+def test_a_table_with_other_rules_is_not_continued():
     log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
     name = NAME._replace(rules=StoredRules(("id",)))
     other = NAME._replace(rules=StoredRules(("other",)))
@@ -454,7 +454,7 @@ def test_a_follower_with_another_name_has_the_rules_of_the_table():
     follower(log, table, again._replace(rules=StoredRules(("id",)))).run({0: 1})
 
 
-def test_lost_marks_must_be_passed():
+def test_lost_marks_must_be_given_as_the_start():
     log, table = LogInMemory([("a", 1), ("b", 2), ("c", 3)]), StoredVersions()
     follower(log, table).run({0: 1})
     table[:] = [table[-1]._replace(metadata=None, operation="OPTIMIZE")]
@@ -513,13 +513,13 @@ def test_a_batch_has_at_least_one_transaction():
         follower(LogInMemory([]), StoredVersions(), count_max=0)
 
 
-def test_several_tables_are_read_once_and_each_has_its_own_marks():
+def test_one_read_serves_several_tables_with_separate_marks():
     log = LogInMemory([("a", 1), ("b", 2), ("a", None), ("c", 4)], [("d", 1)])
     old, new = StoredVersions(), StoredVersions()
     follower(log, old, count_max=3).run({0: 1, 1: 0})
     before = list(old)
     log.read.clear()
-    # A table that is added later is behind: the other one waits for it.
+    # A table that is added later lags, so the other table waits for it.
     steps: list[tuple[int, int]] = []
     loop = follower_of(
         log, [progress(old), progress(new)], on_progress=lambda *each: steps.append(each)

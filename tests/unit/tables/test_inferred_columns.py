@@ -44,7 +44,7 @@ def columns_of(*payloads: Any, known: pa.Schema = NONE) -> pa.Table:
     return found.select(found.schema.names[3:])
 
 
-def test_the_type_of_a_column_is_that_of_its_first_value():
+def test_the_first_value_determines_the_type_of_a_column():
     found = columns_of(
         {"id": 1, "text": None, "flag": True},
         {"id": 2, "text": "a", "list": [None, 1.5], "map": {"a": None, "b": [{"c": 1}]}},
@@ -70,7 +70,7 @@ def test_the_type_of_a_column_is_that_of_its_first_value():
     assert found["list"].to_pylist() == [None, [None, 1.5], []]
 
 
-def test_known_columns_stay_and_grow():
+def test_known_columns_are_kept_and_extended():
     known = pa.schema([("a", pa.int64()), ("b", pa.struct([("x", pa.int64())])), ("c", pa.int32())])
     found = columns_of({"b": {"y": 1}, "d": "x", "c": 7}, known=known)
     grown = pa.struct([("x", pa.int64()), ("y", pa.int64())])
@@ -102,7 +102,7 @@ def test_another_type_is_an_error_that_names_the_transaction(
 
 
 @pytest.mark.parametrize("name", ["partition", "Header", "_PARTITION", "_deleted"])
-def test_a_name_of_the_log_or_the_table_is_an_error(name: str):
+def test_a_reserved_name_of_the_log_or_the_table_is_an_error(name: str):
     with pytest.raises(BadFormat, match=rf"transaction 0, column '{name}': .* Hint: declare the"):
         columns_of({name: 1})
 
@@ -137,7 +137,7 @@ class FoundLog:
         raise AssertionError("the log has an end")
 
 
-def followed(path: Path, payloads: list[dict], ends: list[int]) -> list[dict]:
+def follow_in_batches(path: Path, payloads: list[dict], ends: list[int]) -> list[dict]:
     """Follow a log in batches; return the rows, by key."""
     for end in ends:
         table = FollowedDeltaTable(str(path), None, ["id"])
@@ -174,11 +174,13 @@ STRUCT_GROWS = [{"id": 0}, {"id": 1, "c": {"y": 0}}, {"id": 0, "c": {"x": 0}}]
 @given(st.lists(PAYLOADS, min_size=1, max_size=8), st.sets(st.integers(0, 7), max_size=4))
 def test_the_table_does_not_depend_on_the_limits_of_batches(payloads: list[dict], cuts: set[int]):
     last = len(payloads) - 1
-    with tempfile.TemporaryDirectory() as place:
-        whole = followed(Path(place, "whole"), payloads, [last])
+    with tempfile.TemporaryDirectory() as directory:
+        whole = follow_in_batches(Path(directory, "whole"), payloads, [last])
         ends = sorted({min(each, last) for each in cuts} | {last})
-        assert followed(Path(place, "parts"), payloads, ends) == whole
-        schemas = [DeltaTable(Path(place, each)).schema().to_arrow() for each in ("whole", "parts")]
+        assert follow_in_batches(Path(directory, "parts"), payloads, ends) == whole
+        schemas = [
+            DeltaTable(Path(directory, each)).schema().to_arrow() for each in ("whole", "parts")
+        ]
         assert sorted(schemas[0].names) == sorted(schemas[1].names)
     assert all(first <= second for first, second in pairwise(row["id"] for row in whole))
 
@@ -189,14 +191,14 @@ def test_new_fields_of_a_struct_keep_its_values_and_the_marks(
 ):
     payloads = [{**each, "c": wrapped(each["c"])} if "c" in each else each for each in STRUCT_GROWS]
     path = tmp_path / "t"
-    followed(path, payloads, [1])
+    follow_in_batches(path, payloads, [1])
     with monkeypatch.context() as patch:
         patch.setattr(FollowedDeltaTable, "_merge", Mock(side_effect=RuntimeError))
         with pytest.raises(RuntimeError):
-            followed(path, payloads, [2])
+            follow_in_batches(path, payloads, [2])
     marks = [each.get("userMetadata") for each in DeltaTable(path).history(2)]
     assert marks[0] == marks[1], "the commit of the fields has the marks of the table"
-    assert [row["c"] for row in followed(path, payloads, [2])] == [
+    assert [row["c"] for row in follow_in_batches(path, payloads, [2])] == [
         wrapped({"y": None, "x": 0}),
         wrapped({"y": 0, "x": None}),
     ]
@@ -206,41 +208,43 @@ def test_new_fields_of_a_struct_keep_its_values_and_the_marks(
 def test_a_batch_that_is_rejected_after_its_new_fields_leaves_the_rows_and_marks(tmp_path: Path):
     path = tmp_path / "t"
     payloads = [{**row, "v": 0} for row in STRUCT_GROWS] + [{"id": 1, "v": -1}]
-    rows = followed(path, payloads, [1])
+    rows = follow_in_batches(path, payloads, [1])
     marks = DeltaTable(path).history(1)[0]["userMetadata"]
     DeltaTable(path).alter.add_constraint({"positive": "v >= 0"})
     for _ in range(2):  # another attempt writes no version
         with pytest.raises(BadRequest, match="Hint: drop the constraint"):
-            followed(path, payloads, [3])
+            follow_in_batches(path, payloads, [3])
         assert DeltaTable(path).version() == 3, "create, a batch, the constraint, the fields"
     assert DeltaTable(path).history(1)[0]["userMetadata"] == marks
     kept = DeltaTable(path).to_pyarrow_table().sort_by("id").to_pylist()
     assert [row["_transaction_id"] for row in kept] == [row["_transaction_id"] for row in rows]
     assert [row["c"] for row in kept] == [None, {"y": 0, "x": None}]
     DeltaTable(path).alter.drop_constraint("positive")
-    assert followed(path, payloads, [3]) == followed(tmp_path / "whole", payloads, [3])
+    assert follow_in_batches(path, payloads, [3]) == follow_in_batches(
+        tmp_path / "whole", payloads, [3]
+    )
     assert DeltaTable(path).version() == 5
 
 
-def test_columns_are_committed_also_if_the_batch_has_no_other_effect(tmp_path: Path):
+def test_new_columns_are_committed_without_row_changes(tmp_path: Path):
     payloads = [{"id": 1, "op": "U"}, {"id": 2, "new": 7}, {"id": 2, "op": "D"}]
-    assert followed(tmp_path / "t", payloads, [0, 2]) == [
+    assert follow_in_batches(tmp_path / "t", payloads, [0, 2]) == [
         {"_partition": 0, "_transaction_id": 0, "id": 1, "new": None, "op": "U"}
     ]
 
 
 def test_a_transaction_without_a_key_is_an_error(tmp_path: Path):
     with pytest.raises(BadFormat, match=r"partition 0, transaction 0: .* key column 'id'"):
-        followed(tmp_path / "t", [{"other": 1}], [0])
+        follow_in_batches(tmp_path / "t", [{"other": 1}], [0])
 
 
 def test_a_name_that_delta_lacks_is_an_error(tmp_path: Path):
     with pytest.raises(BadConfig, match="column 'a b': Delta does not permit this name"):
-        followed(tmp_path / "t", [{"id": 1, "a b": 1}], [0])
+        follow_in_batches(tmp_path / "t", [{"id": 1, "a b": 1}], [0])
 
 
 def test_another_key_of_a_table_with_rows_is_an_error(tmp_path: Path):
-    followed(tmp_path / "t", [{"id": 1, "other": 1}], [0])
+    follow_in_batches(tmp_path / "t", [{"id": 1, "other": 1}], [0])
     table = FollowedDeltaTable(str(tmp_path / "t"), None, ["new"])
     log = FoundLog([{"id": 1, "other": 1}, {"id": 1, "new": 2}], table)
     log.rules = ChangeRules(["new"])
@@ -257,4 +261,4 @@ def test_too_many_levels_are_an_error(tmp_path: Path, nest: Callable[[object], o
     for _ in range(400):
         value = nest(value)
     with pytest.raises(BadFormat, match=r"transaction 0, column 'v.* at most 32 levels of lists"):
-        followed(tmp_path / "t", [{"id": 1, "v": value}], [0])
+        follow_in_batches(tmp_path / "t", [{"id": 1, "v": value}], [0])

@@ -1,4 +1,4 @@
-"""A table of Parquet files of a follower: complete batches are a replay, whenever it is killed."""
+"""A followed table of Parquet files: after any kill, complete batches are a replay of the log."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as arrow_fs
 
-from tests.unit.tables.answering_store import answering
+from tests.unit.tables.fake_object_store import store_with_answer
 from waltz_core.archive.store import ArchiveStore, StoreSink
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.follower import Follower, TableProgress, TableState
@@ -41,7 +41,7 @@ READ = pa.schema([("partition", pa.int32()), ("transaction_id", pa.int64()), *SC
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulates a killed process."""
 
 
 class ArrowLog:
@@ -84,20 +84,20 @@ def uri(
     host, port = server.get_host_and_port()
     options = {"endpoint_override": f"{host}:{port}", "scheme": "http", "region": "us-east-1"}
     arrow_fs.S3FileSystem(**options, allow_bucket_creation=True).create_dir("lake")
-    # The server's objects outlive it.
+    # The objects remain after the server has stopped.
     yield f"s3://lake/{tmp_path.name}/table?" + "&".join(
         f"{key}={value}" for key, value in options.items()
     )
     server.stop()
 
 
-def opened(uri: str, schema: pa.Schema | None = SCHEMA) -> FollowedParquetTable:
+def open_table(uri: str, schema: pa.Schema | None = SCHEMA) -> FollowedParquetTable:
     return FollowedParquetTable(uri, schema, RULES)
 
 
 def follow(uri: str, rows: list[tuple], name: TableMarks = NEW) -> TableMarks:
     log = ArrowLog(rows)
-    table = TableProgress(opened(uri), uri, name)
+    table = TableProgress(open_table(uri), uri, name)
     return Follower(log, [table], batch_transactions=3).run(dict(log.state().marks))[0]
 
 
@@ -138,13 +138,13 @@ def test_each_batch_is_a_directory_with_its_marks(uri: str):
     assert sorted(complete(uri)) == [0, 1, 2, 3]
     assert [len(names) for _, names in sorted(complete(uri).items())] == [0, 1, 1, 1]
     assert content(uri) == replayed(LOG)
-    state = opened(uri).marks(START)
+    state = open_table(uri).marks(START)
     assert decode_marks(state.metadata) == START._replace(marks={0: 6})
     assert (state.version, state.other_commits) == (7, [])
-    assert opened(uri).columns() == SCHEMA
+    assert open_table(uri).columns() == SCHEMA
 
 
-def test_a_repeated_run_writes_nothing_and_a_later_one_continues(uri: str):
+def test_a_repeated_run_writes_no_batch_and_a_later_run_continues(uri: str):
     follow(uri, LOG)
     before = complete(uri)
     assert follow(uri, LOG).marks == {0: 6}
@@ -153,7 +153,7 @@ def test_a_repeated_run_writes_nothing_and_a_later_one_continues(uri: str):
     assert content(uri) == replayed([*LOG, (9, "more")])
 
 
-def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
+def kill_at_call(monkeypatch: pytest.MonkeyPatch, fatal: int, moment: str) -> None:
     """Kill the process before or after a call that changes the store; the first has number 0."""
     numbers = count()
 
@@ -161,7 +161,7 @@ def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
         @wraps(method)
         def called(*args: Any) -> Any:
             is_fatal = next(numbers) == fatal
-            if is_fatal and when == "before":
+            if is_fatal and moment == "before":
                 raise Killed
             result = method(*args)
             if is_fatal:
@@ -174,20 +174,20 @@ def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
         monkeypatch.setattr(ArchiveStore, name, counted(getattr(ArchiveStore, name)))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_follower_that_is_killed_at_any_change_of_the_store_continues(
-    uri: str, monkeypatch: pytest.MonkeyPatch, when: str
+    uri: str, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
     for fatal in count():
         table = uri.replace("table", f"table{fatal}", 1)
         with monkeypatch.context() as patch:
-            arm(patch, fatal, when)
+            kill_at_call(patch, fatal, moment)
             with suppress(Killed):
                 follow(table, LOG[:5])
                 break
         found = content(table)
         assert found == replayed(LOG)[: len(found)]
-        if found and Path(table).exists():  # no reader sees a part of a batch
+        if found and Path(table).exists():  # readers do not see incomplete batches
             read = ds.dataset(table, format="parquet", partitioning="hive").to_table()
             assert sorted(read["_transaction_id"].to_pylist()) == [row[0] for row in found]
         follow(table, LOG)
@@ -205,10 +205,10 @@ def test_files_of_a_batch_that_is_not_complete_are_removed(uri: str):
     assert content(uri) == replayed(LOG)
 
 
-def test_a_second_follower_writes_no_batch_twice(tmp_path: Path):
+def test_a_second_follower_does_not_repeat_batches(tmp_path: Path):
     uri = str(tmp_path)
     follow(uri, LOG[:3])
-    first, second = opened(uri), opened(uri)
+    first, second = open_table(uri), open_table(uri)
     log = ArrowLog(LOG)
     for each in (first, second):
         assert each.marks(START).version == 3
@@ -237,7 +237,7 @@ def test_a_second_follower_may_start_before_any_call_of_the_store(
             if left < 0:
                 patch.undo()
                 if is_start_only:
-                    opened(uri).marks(START)
+                    open_table(uri).marks(START)
                 else:
                     follow(uri, LOG)
 
@@ -271,7 +271,7 @@ def test_the_rename_of_a_directory_decides_between_two_followers(
 ):
     uri = str(tmp_path)
     follow(uri, LOG[:3])
-    first, second = opened(uri), opened(uri)
+    first, second = open_table(uri), open_table(uri)
     first.marks(START)
     second.marks(START)
     move = ArchiveStore.move
@@ -296,7 +296,7 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
         follow(uri, LOG, other._replace(marks={}))
     follow(uri, LOG[:5], other._replace(marks={0: 2}))
     assert content(uri) == replayed(LOG[:5])
-    state = opened(uri).marks(START)
+    state = open_table(uri).marks(START)
     assert decode_marks(state.metadata).marks == {0: 2}
     assert {each.follower for each in state.other_commits} == {"g"}
 
@@ -311,7 +311,7 @@ def test_another_follower_has_the_rules_of_the_table(tmp_path: Path):
 
 
 def test_the_newest_batches_may_be_deleted(tmp_path: Path):
-    """Their rows and their marks are gone together, so the follower writes them again."""
+    """Rows and marks of the batches are deleted together, so the follower writes them again."""
     uri = str(tmp_path)
     follow(uri, LOG)
     for file in (*tmp_path.glob("batch=3/*"), *tmp_path.glob("batch=2/*")):
@@ -325,7 +325,7 @@ def test_columns_may_be_added_and_keep_their_types(tmp_path: Path):
     uri = str(tmp_path)
     follow(uri, LOG[:3])
     wide = pa.schema([*SCHEMA, ("more", pa.float64())])
-    table = opened(uri, wide)
+    table = open_table(uri, wide)
     table.marks(START)
     changes = ArrowLog(LOG).of({0: 2}, {0: 3})
     table.apply(changes.append_column("more", pa.array([0.5])), START._replace(marks={0: 3}))
@@ -337,7 +337,7 @@ def test_columns_may_be_added_and_keep_their_types(tmp_path: Path):
         ),
     ):
         with pytest.raises(BadConfig, match=message):
-            opened(uri, schema).marks(START)
+            open_table(uri, schema).marks(START)
     # As docs/tables.md shows it.
     query = f"FROM read_parquet('{uri}/batch=*/*.parquet', union_by_name = true)"
     rows = duckdb.sql(f"SELECT _transaction_id, more {query} ORDER BY 1").fetchall()
@@ -347,7 +347,7 @@ def test_columns_may_be_added_and_keep_their_types(tmp_path: Path):
 
 
 def test_columns_are_found_in_payloads(tmp_path: Path):
-    table = opened(str(tmp_path), None)
+    table = open_table(str(tmp_path), None)
     table.create(START)
     assert table.columns() == pa.schema([])
     payloads = [b'{"id": 1}', b'{"id": 2, "new": {"x": 1}}']
@@ -363,7 +363,7 @@ def test_columns_are_found_in_payloads(tmp_path: Path):
         changes = reduce_batches(rows.to_batches(), RULES, rows.schema)
         assert table.apply(changes, START._replace(marks={0: at}))
         table.marks(START)
-    assert opened(str(tmp_path), None).columns().names == ["id", "new"]
+    assert open_table(str(tmp_path), None).columns().names == ["id", "new"]
 
 
 def test_keys_and_deletes_are_rejected(tmp_path: Path):
@@ -374,38 +374,38 @@ def test_keys_and_deletes_are_rejected(tmp_path: Path):
     ):
         with pytest.raises(BadConfig, match=r"only gains rows: .*\. Hint: use a Delta table"):
             FollowedParquetTable(str(tmp_path), SCHEMA, rules)
-    table = opened(str(tmp_path))
+    table = open_table(str(tmp_path))
     table.create(START)
     changes = ArrowLog(LOG, ChangeRules((), (), parse_condition("text = 't1'"))).of({0: -1}, {0: 2})
     with pytest.raises(
         BadRequest, match="partition 0, transaction 1: expected no delete, found one"
     ):
         table.apply(changes, START)
-    assert list(tmp_path.glob("batch=*")) == [], "a first batch that fails leaves no table"
+    assert list(tmp_path.glob("batch=*")) == [], "a failed first batch creates no table"
     table.finish()
     assert complete(str(tmp_path)) == {0: []}
 
 
-def test_a_column_has_no_reserved_name(tmp_path: Path):
+def test_a_column_with_a_reserved_name_is_rejected(tmp_path: Path):
     for name in ("Batch", "_partition", "ID"):
         with pytest.raises(BadConfig, match=f"column '{name}': expected a name that differs"):
-            opened(str(tmp_path), pa.schema([*SCHEMA, (name, pa.int64())]))
+            open_table(str(tmp_path), pa.schema([*SCHEMA, (name, pa.int64())]))
 
 
 @pytest.mark.parametrize("kind", [pa.struct([]), pa.list_(pa.month_day_nano_interval())])
-def test_a_type_that_parquet_lacks_is_rejected(tmp_path: Path, kind: pa.DataType):
+def test_a_type_that_parquet_does_not_support_is_rejected(tmp_path: Path, kind: pa.DataType):
     with pytest.raises(BadConfig, match=r"column 'c': Parquet has no type .* Hint: declare "):
-        opened(str(tmp_path), pa.schema([*SCHEMA, ("c", kind)]))
+        open_table(str(tmp_path), pa.schema([*SCHEMA, ("c", kind)]))
 
 
-def test_an_error_that_another_attempt_does_not_avoid_is_not_unavailable(tmp_path: Path):
+def test_a_permanent_error_is_not_reported_as_unavailable(tmp_path: Path):
     """Otherwise a follower without an end repeats the batch forever."""
-    table = opened("/sys/waltz_table")  # no user may write there
+    table = open_table("/sys/waltz_table")  # no user may write there
     table.create(START)
     with pytest.raises(BadConfig, match=r"^table /sys/waltz_table: cannot write .* Hint: the user"):
         table.finish()
     changes = ArrowLog(LOG).of({0: -1}, {0: 2})
-    narrow = opened(str(tmp_path), pa.schema([("id", pa.int8()), ("text", pa.string())]))
+    narrow = open_table(str(tmp_path), pa.schema([("id", pa.int8()), ("text", pa.string())]))
     narrow.create(START)
     wide = changes.set_column(changes.schema.get_field_index("id"), "id", pa.array([999] * 3))
     with pytest.raises(BadRequest, match=f"^table {tmp_path}: Integer value 999 not in range"):
@@ -427,17 +427,17 @@ def test_denied_access_to_an_object_store_is_permanent(
 ):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
-    with answering(status, code) as url:
+    with store_with_answer(status, code) as url:
         host = url.removeprefix("http://")
         uri = f"s3://lake/table?scheme=http&region=us-east-1&endpoint_override={host}"
         with pytest.raises(error) as found:
-            opened(uri).marks(START)
+            open_table(uri).marks(START)
     assert str(found.value).startswith(f"table {uri}: cannot ")
     assert ("Hint: " in str(found.value)) is (error is BadConfig)
 
 
 def test_the_creation_is_pending_until_the_first_changes(tmp_path: Path):
-    table = opened(str(tmp_path))
+    table = open_table(str(tmp_path))
     table.create(START)
     assert table.marks(START).is_creation_pending
     (tmp_path / "_writing").touch()  # so the store reports an error
@@ -453,8 +453,8 @@ def test_the_creation_is_pending_until_the_first_changes(tmp_path: Path):
 def test_a_table_is_created_in_an_empty_directory(tmp_path: Path):
     (tmp_path / "other.csv").touch()
     with pytest.raises(BadConfig, match=r"expected an empty directory .*, found other\.csv"):
-        opened(str(tmp_path)).create(START)
-    first, second = opened(str(tmp_path / "table")), opened(str(tmp_path / "table"))
+        open_table(str(tmp_path)).create(START)
+    first, second = open_table(str(tmp_path / "table")), open_table(str(tmp_path / "table"))
     for each in (first, second):
         each.create(START)
         assert each.marks(START) == TableState(encode_marks(START), 0, (), has_rows=False)

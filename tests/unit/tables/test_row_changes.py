@@ -42,7 +42,7 @@ def log(*rows: tuple, partition: int = 0) -> pa.Table:
     )
 
 
-def deleted(rows: pa.Table, **rules: object) -> list[bool]:
+def deletes_of(rows: pa.Table, **rules: object) -> list[bool]:
     checked = ChangeRules(["id"], **rules)
     check_rules(checked, rows.schema)
     return compute_changes(rows, checked)[DELETED].to_pylist()
@@ -50,12 +50,17 @@ def deleted(rows: pa.Table, **rules: object) -> list[bool]:
 
 def test_a_transaction_is_a_delete_by_its_header_or_by_the_condition():
     rows = log((1, 1, "I", 0.5), (2, 1, "U", 0.5), (1, 1, "D", None), (1, 1, None, 0.5))
-    assert deleted(rows) == [False] * 4
-    assert deleted(rows, delete_headers=[2]) == [False, True, False, False]
-    both = deleted(rows, delete_headers=[2], delete_where=parse_condition("op = 'D'"))
+    assert deletes_of(rows) == [False] * 4
+    assert deletes_of(rows, delete_headers=[2]) == [False, True, False, False]
+    both = deletes_of(rows, delete_headers=[2], delete_where=parse_condition("op = 'D'"))
     assert both == [False, True, True, False]
-    assert deleted(rows, delete_where=parse_condition("value < 1")) == [True, True, False, True]
-    assert deleted(rows, delete_where=parse_condition("header >= 2")) == [False, True, False, False]
+    assert deletes_of(rows, delete_where=parse_condition("value < 1")) == [True, True, False, True]
+    assert deletes_of(rows, delete_where=parse_condition("header >= 2")) == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_any_other_condition_is_rejected(text):
 )
 def test_a_literal_has_the_type_of_its_column(kind, value, text):
     rows = log((0, 1, "", 0.0), (0, 2, "", 0.0)).append_column("c", pa.array([value, None], kind))
-    assert deleted(rows, delete_where=parse_condition(text)) == [True, False]
+    assert deletes_of(rows, delete_where=parse_condition(text)) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,7 @@ def test_a_literal_of_another_type_is_rejected(kind, text):
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.list_(pa.int64()), pa.time32("s")])
-def test_a_key_is_of_a_type_with_equal_values(kind):
+def test_a_key_column_requires_a_type_with_equality(kind):
     schema = log().schema.append(pa.field("c", kind))
     with pytest.raises(
         BadConfig, match=f"key column 'c': expected .* found {kind}".replace("[", r"\[")
@@ -170,7 +175,7 @@ def test_a_null_in_a_key_names_its_transaction(op):
         compute_changes(rows, rules)
 
 
-def test_the_last_change_of_a_key_is_of_its_last_transaction():
+def test_the_last_transaction_determines_the_change_of_a_key():
     rows = log((0, 1, "U", 1.0), (0, 2, "U", 2.0), (0, 1, "D", None), (0, 3, "U", 3.0))
     changes = compute_changes(rows, ChangeRules(["id"], delete_where=parse_condition("op = 'D'")))
     backwards = changes.take([3, 2, 1, 0])
@@ -202,14 +207,14 @@ def test_a_key_in_two_partitions_names_both_transactions():
         last_changes(compute_changes(rows, ChangeRules(["id"])), ["id"])
 
 
-def test_rows_that_the_table_has_are_dropped():
+def test_changes_without_an_effect_on_the_table_are_dropped():
     rows = pa.concat_tables([log(*[(0, 1, "", 0.0)] * 3, partition=each) for each in range(3)])
     left = transactions_after(rows, {0: 1, 1: 2, 9: 5})
     found = zip(left["partition"].to_pylist(), left["transaction_id"].to_pylist(), strict=True)
     assert list(found) == [(0, 2), (2, 0), (2, 1), (2, 2)]
 
 
-def test_batches_are_reduced_part_by_part_and_without_what_a_table_has(monkeypatch):
+def test_batches_are_reduced_in_parts_and_only_above_the_table_marks(monkeypatch):
     rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
     rows = log(*((1, number % 5, "UUD"[number % 3], 0.5) for number in range(40)))
     whole = last_changes(compute_changes(rows, rules), ["id"])
@@ -226,7 +231,7 @@ Function = Callable[[pa.Table], object]
 
 @pytest.fixture
 def rules_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Function], ChangeRules]:
-    """Return rules with a changes function, which this module then has."""
+    """Return rules with a changes function, which is added to this module."""
 
     def rules(function: Function) -> ChangeRules:
         monkeypatch.setattr(sys.modules[__name__], "changed", function, raising=False)
@@ -241,9 +246,9 @@ NAME = f"{__name__}:changed"
 def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(rules_with):
     def function(rows: pa.Table) -> pa.Table:
         """Return a delete of the row and an insert, for each transaction."""
-        twice = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
+        duplicated = pa.concat_tables([rows, rows]).select(["id", "partition", "transaction_id"])
         flags = [True] * rows.num_rows + [False] * rows.num_rows
-        return twice.append_column(DELETED, pa.array(flags, pa.bool_()))
+        return duplicated.append_column(DELETED, pa.array(flags, pa.bool_()))
 
     rules = rules_with(function)
     assert rules.function.columns.names == ["id"]
@@ -255,58 +260,63 @@ def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(
 
 
 def _with(rows: pa.Table, name: str, values: list, kind: pa.DataType) -> pa.Table:
-    """Return rows with another column, or with other values; `values` is of one row."""
+    """Return rows with an added or replaced column; `values` has the value of one row."""
     column = pa.array(values * rows.num_rows, kind)
     return rows.drop_columns([name] if name in rows.schema.names else []).append_column(
         name, column
     )
 
 
-WHOLE = f"result of the changes function {NAME}: expected "
+PREFIX = f"result of the changes function {NAME}: expected "
 FILE = "test_row_changes.py"
-OF_ROWS = f"result of the changes function {NAME} for transactions from partition 0, transaction 0 "
+ROWS_PREFIX = (
+    f"result of the changes function {NAME} for transactions from partition 0, transaction 0 "
+)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda rows: rows.to_pylist(), f"{WHOLE}a pyarrow.Table, found list"),
+        (lambda rows: rows.to_pylist(), f"{PREFIX}a pyarrow.Table, found list"),
         (
             lambda rows: rows.drop_columns(["partition"]),
-            f"{WHOLE}a column 'partition' of type int32, found the columns header, id, op,",
+            f"{PREFIX}a column 'partition' of type int32, found the columns header, id, op,",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [0], pa.int32()),
-            f"{WHOLE}a column 'transaction_id' of type int64, found int32",
+            f"{PREFIX}a column 'transaction_id' of type int64, found int32",
         ),
         (
             lambda rows: rows.append_column("id", rows["id"]),
-            f"{WHOLE}different names of columns, found",
+            f"{PREFIX}different names of columns, found",
         ),
-        (lambda rows: _with(rows, DELETED, [1], pa.int8()), f"{WHOLE}true or false in column"),
+        (
+            lambda rows: _with(rows, DELETED, [1], pa.int8()),
+            f"{PREFIX}true or false in column",
+        ),
         (
             lambda rows: rows.select(["partition", "transaction_id"]),
             f"changes function {NAME}: expected columns of the table in its result without trans",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [1], pa.int64()),
-            f"{OF_ROWS}on: expected changes only for .* found partition 0, transaction 1",
+            f"{ROWS_PREFIX}on: expected changes only for .* found partition 0, transaction 1",
         ),
         (
             lambda rows: _with(rows, "transaction_id", [None], pa.int64()),
-            f"{OF_ROWS}on: expected partition and transaction_id in each row, found a null",
+            f"{ROWS_PREFIX}on: expected partition and transaction_id in each row, found a null",
         ),
         (
             lambda rows: _with(rows, DELETED, [None], pa.bool_()),
-            f"{OF_ROWS}on: expected true or false in column '_deleted'",
+            f"{ROWS_PREFIX}on: expected true or false in column '_deleted'",
         ),
         (
             lambda rows: rows if not rows.num_rows else rows.drop_columns(["op"]),
-            f"{OF_ROWS}on: expected the columns _deleted, .*, op, .*, found",
+            f"{ROWS_PREFIX}on: expected the columns _deleted, .*, op, .*, found",
         ),
         (
             lambda rows: rows if not rows.num_rows else _with(rows, "op", [5], pa.int64()),
-            f"{OF_ROWS}on: expected type string of column 'op', found int64",
+            f"{ROWS_PREFIX}on: expected type string of column 'op', found int64",
         ),
         (
             lambda rows: rows.slice(0, 0 if not rows.num_rows else 1 // 0),

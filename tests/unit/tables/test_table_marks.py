@@ -1,4 +1,4 @@
-"""Marks of a table: their form in a commit, and the batch that a table needs next."""
+"""Marks of a table: format in a commit, and the next batch that a table needs."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_marks_and_rules_survive_a_commit(follower, marks, rules):
     assert decode_marks(encode_marks(table)) == table
 
 
-def test_a_follower_has_a_name():
+def test_a_follower_name_is_checked():
     with pytest.raises(BadConfig, match="follower: expected a name, found ''"):
         encode_marks(TableMarks("", KEY, {}))
 
@@ -100,7 +100,7 @@ def test_a_table_continues_from_its_marks_and_a_new_one_from_the_start():
     assert marks_to_continue_from(encode_marks(table), 42, start) == table
 
 
-def test_a_table_that_has_lost_its_marks_does_not_start_again():
+def test_a_table_without_its_marks_does_not_start_from_the_beginning():
     with pytest.raises(BadFormat, match=r"follower 'f': expected .* for version 42, found none"):
         marks_to_continue_from(None, 42, TableMarks("f", KEY, {}))
 
@@ -146,14 +146,14 @@ def test_a_table_keeps_its_rules(given, message):
 
 
 @pytest.mark.parametrize("headers", [None, (1, 9)])
-def test_headers_that_a_query_selects_are_compared_with_nothing(headers):
+def test_selected_headers_are_not_compared_with_stored_rules(headers):
     stored = TableMarks("f", KEY, {0: 41}, RULES._replace(headers=headers))
     other = (1, 9) if headers is None else None
     given = stored._replace(rules=RULES._replace(headers=other))
     assert marks_to_continue_from(encode_marks(stored), 42, given).rules == RULES
 
 
-def test_a_log_that_ends_before_the_table_has_lost_data():
+def test_a_log_that_ends_below_the_table_marks_is_data_loss():
     with pytest.raises(DataLoss, match="of partition 1 up to 5, but the log ends at 4:"):
         next_batch_marks({0: 1, 1: 5}, LogState({0: 9, 1: 4}, {}), 10)
     with pytest.raises(DataLoss, match="of partition 1 up to 5, but the log ends at -1:"):
@@ -181,7 +181,7 @@ def test_batches_cover_the_log_without_a_gap(marks, data, count_max):
 
 
 @given(MARKS, st.data(), st.integers(1, 10**9))
-def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
+def test_a_limit_is_fully_used_and_distributed_by_lag(starts, data, count_max):
     ends = {each: mark + data.draw(st.integers(0, 10**6)) for each, mark in starts.items()}
     found = divide_by_lag(starts, ends, count_max)
     total = sum(ends.values()) - sum(starts.values())
@@ -194,5 +194,5 @@ def test_a_limit_is_used_up_and_distributed_by_lag(starts, data, count_max):
             assert abs(found[each] - starts[each] - share) <= 1
 
 
-def test_an_end_before_its_start_counts_as_no_lag():
+def test_a_partition_whose_end_is_before_its_start_has_no_lag():
     assert divide_by_lag({0: 9, 1: 0}, {0: 4, 1: 30}, 10) == {0: 9, 1: 10}

@@ -10,7 +10,7 @@ def raw(size, sequence=0):
 
 
 class Peer:
-    """Keeps what a link's callbacks received."""
+    """Records the messages and closed links that callbacks of a link receive."""
 
     def __init__(self):
         self.links, self.messages, self.closed = [], [], []

@@ -41,7 +41,7 @@ MAY_APPEND, MAY_ADMINISTER = require_all(APPEND), require_all(ADMINISTER)
 
 @pytest.fixture(autouse=True)
 def long_timeout(monkeypatch):
-    """Wait for the thread also on a busy machine."""
+    """Wait long enough for the thread on a busy machine."""
     monkeypatch.setattr(audit_log, "CLOSE_S_MAX", TEST_TIMEOUT_S)
 
 
@@ -59,7 +59,7 @@ def lines_of(path):
     return [json.loads(each) for each in data.splitlines()]
 
 
-async def begun(request):
+async def begin_request(request):
     """Begin a request; return the error."""
     done = asyncio.get_running_loop().create_future()
     request.begin(done.set_result)
@@ -67,7 +67,7 @@ async def begun(request):
 
 
 def deny(log, peer=PEER, message=APPEND_3, requirement=MAY_APPEND):
-    """Deny a request; return whether it has a line of its own."""
+    """Deny a request; return whether the denial has a separate line."""
     put, lines = log._put, []
     log._put = lambda line: (lines.append(line), put(line))
     log.deny(peer, requirement, message, error="no", is_enforced=True)
@@ -80,10 +80,10 @@ def append_to(partition):
 
 
 @run_on_loop
-async def test_a_request_begins_when_its_line_is_in_the_file(tmp_path):
+async def test_a_request_starts_after_its_line_is_written(tmp_path):
     async with open_log(tmp_path / "audit") as log:
         request = log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1, 2, 3, 7), False))
-        assert await begun(request) is None
+        assert await begin_request(request) is None
         begin = {
             "time": "2026-11-28T12:00:00.123Z",
             "request": 1,
@@ -156,7 +156,7 @@ async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path)
 async def test_denials_leave_room_in_the_file_for_administrative_requests(
     tmp_path, caplog, monkeypatch
 ):
-    """With a full disk no administrative request would begin."""
+    """On a full disk, no administrative request could start."""
     path = tmp_path / "audit"
     async with open_log(path) as log:
         monkeypatch.setattr(audit_log, "DENIALS_FILE_BYTES_MAX", 1_000)
@@ -167,11 +167,17 @@ async def test_denials_leave_room_in_the_file_for_administrative_requests(
                 await poll_until(lambda before=before: size() > before)
         assert 1_000 <= size() < 1_500
         assert caplog.text.count(f"audit.denials_omitted path={path} bytes={size()}") == 1
-        assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))) is None
+        assert (
+            await begin_request(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False)))
+            is None
+        )
         path.rename(tmp_path / "audit.1")
         log.open_again()
         await poll_until(path.exists)
-        assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))) is None
+        assert (
+            await begin_request(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False)))
+            is None
+        )
         assert deny(log, message=append_to(51))
     assert [line["outcome"] for line in lines_of(path)] == ["begun", "denied"]
 
@@ -192,7 +198,7 @@ async def test_hostile_texts_do_not_change_the_lines(tmp_path):
     message = ObjectReplacementRequest(REQ_ID, text, 0, 1, 5)
     async with open_log(tmp_path / "audit") as log:
         assert deny(log, peer, message)
-        assert await begun(log.request(peer, MAY_ADMINISTER, message)) is None
+        assert await begin_request(log.request(peer, MAY_ADMINISTER, message)) is None
         log.log_revision(Permissions(1, text, 1 << 60, bytes(32)))
     lines = lines_of(tmp_path / "audit")
     assert [line["principal"] for line in lines] == [text] * 3
@@ -200,9 +206,9 @@ async def test_hostile_texts_do_not_change_the_lines(tmp_path):
     long = ExpireRequest(REQ_ID, 1, 0), SetAvailable(1, tuple(range(0, 100_000, 2)), False)
     async with open_log(tmp_path / "long") as log:
         for each in long:
-            assert await begun(log.request(PEER, MAY_ADMINISTER, each)) is None
+            assert await begin_request(log.request(PEER, MAY_ADMINISTER, each)) is None
     assert max(map(len, (tmp_path / "long").read_bytes().splitlines())) < 3_000
-    # The ranges of millions of partitions would take seconds, in which a daemon does nothing else.
+    # Formatting ranges of millions of partitions would block a daemon for seconds.
     assert lines_of(tmp_path / "long")[1]["object"] == "50000 partitions"
 
 
@@ -212,19 +218,24 @@ async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, 
     path = tmp_path / "audit"
     async with open_log(path) as log:
         request = log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))
-        assert await begun(request) is None
+        assert await begin_request(request) is None
         path.unlink()
         path.symlink_to("/dev/full")
         log.open_again()
         for _ in range(2):
-            error = await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), True)))
+            error = await begin_request(
+                log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), True))
+            )
             assert isinstance(error, Unavailable)
             assert "No space left on device" in str(error)
         request.end("done")
         assert deny(log)
         path.unlink()
         log.open_again()
-        assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (2,), True))) is None
+        assert (
+            await begin_request(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (2,), True)))
+            is None
+        )
         logged = [each.getMessage() for each in caplog.records]
         assert logged == [
             f"audit.opened path={path}",
@@ -239,7 +250,7 @@ async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, 
 
 
 @run_on_loop
-async def test_a_part_of_a_line_does_not_hide_the_next_one(tmp_path):
+async def test_an_incomplete_line_does_not_affect_the_next_one(tmp_path):
     path = tmp_path / "audit"
     path.write_bytes(b'{"time":"20')  # of an earlier process
     async with open_log(path) as log:
@@ -257,12 +268,12 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
     log = AuditFile(str(tmp_path / "audit"), lambda: NOW_MS)
     write = log._file.write
 
-    def hang(lines):
+    def block_write(lines):
         loop.call_soon_threadsafe(is_writing.set)
         asyncio.run_coroutine_threadsafe(may_write.wait(), loop).result()
         return write(lines)
 
-    log._file.write = hang
+    log._file.write = block_write
     log.log_revision(PERMISSIONS)
     await is_writing.wait()
     outcomes = []
@@ -278,7 +289,7 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
 
 
 @run_on_loop
-async def test_a_file_that_cannot_be_opened_again_leaves_the_first_one(tmp_path, caplog):
+async def test_a_failed_reopening_keeps_the_current_file(tmp_path, caplog):
     path = tmp_path / "logs" / "audit"
     with pytest.raises(BadConfig, match=r"setting audit_log: .* cannot be opened \(No such file"):
         AuditFile(str(path))

@@ -1,4 +1,4 @@
-"""One process passes an open file to another one, with checks of the receiver."""
+"""Passing of an open file from one process to another, with checks of the receiver."""
 
 import asyncio
 import contextlib
@@ -34,8 +34,8 @@ def path(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def offering(name, path):
-    """Offer one file, under the question b"this"."""
+async def serve_file(name, path):
+    """Serve one file under the request b"this"."""
 
     async def open_asked(question):
         if question != b"this":
@@ -51,16 +51,16 @@ async def offering(name, path):
 
 
 def run(name, path, call):
-    """Call on a thread while the file is offered; return what it returns."""
+    """Call a function on a thread while the file is served; return its result."""
 
     async def main():
-        async with offering(name, path), asyncio.timeout(TEST_TIMEOUT_S):
+        async with serve_file(name, path), asyncio.timeout(TEST_TIMEOUT_S):
             return await asyncio.to_thread(call)
 
     return net.run(main())
 
 
-def take(name, question=b"this"):
+def read_file(name, question=b"this"):
     with open(
         descriptor_passing.request_descriptor(name, question, timeout_s=TEST_TIMEOUT_S), "rb"
     ) as file:
@@ -69,16 +69,18 @@ def take(name, question=b"this"):
         return file.read()
 
 
-def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, name):
-    run(name, path, lambda: take(name))  # the first loop of a process keeps files of its own
-    gc.collect()  # what other tests have left is closed before anything is counted
+def test_a_file_is_passed_for_each_request(path, name):
+    run(name, path, lambda: read_file(name))  # the first loop of a process opens other files
+    gc.collect()  # closes files of other tests before the count
     count = len(os.listdir("/proc/self/fd"))
-    found = run(name, path, lambda: [take(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)])
+    found = run(
+        name, path, lambda: [read_file(name) for _ in range(3 * descriptor_passing.CALLERS_MAX)]
+    )
     assert set(found) == {b"here"}
     assert len(os.listdir("/proc/self/fd")) == count
 
 
-def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inherit_it(path, name):
+def test_a_passed_file_stays_readable_and_is_not_inherited(path, name):
     taken = run(
         name,
         path,
@@ -91,7 +93,7 @@ def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inheri
     assert not descriptor_passing.is_offered(name)
 
 
-def test_a_missing_file_is_not_handed_over(tmp_path, name):
+def test_a_missing_file_is_not_passed(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
         descriptor_passing.request_descriptor(name, b"this", timeout_s=TEST_TIMEOUT_S)
     path = tmp_path / "none"
@@ -181,19 +183,19 @@ def test_an_idle_connection_does_not_delay_others_for_long(path, name, monkeypat
             for each in silent:
                 each.connect(f"\0{name}")
                 each.send(b"th")
-            assert take(name) == b"here"
+            assert read_file(name) == b"here"
             assert {each.recv(1) for each in silent} == {b""}
 
     run(name, path, take_with_idle_callers)
 
 
-def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
+def test_a_file_opened_after_the_timeout_is_closed(path, name):
     late_s = [0.0]
 
     async def open_slowly(_question):
         late_s[0] = (
             2 * descriptor_passing.REQUEST_TIMEOUT_S
-        )  # which has passed, as the loop's clock has it
+        )  # the timeout has passed on the loop's clock
         for _ in range(5):
             await asyncio.sleep(0)
         return await asyncio.to_thread(os.open, path, os.O_RDONLY)
@@ -204,23 +206,23 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(path, name):
         async with asyncio.TaskGroup() as tasks:
             offered = tasks.create_task(descriptor_passing.serve_descriptors(name, 4, open_slowly))
             await asyncio.sleep(0)
-            assert await asyncio.to_thread(take, name) == b"here"
+            assert await asyncio.to_thread(read_file, name) == b"here"
             offered.cancel()
 
-    asyncio.run(main())  # its loop uses its own clock
+    asyncio.run(main())  # this loop uses a modified clock
 
 
-def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):
+def test_a_name_in_use_is_not_taken_over(tmp_path, path, name):
 
     async def main():
-        async with offering(name, path), offering(name, tmp_path / "none") as second:
-            await second  # it has stopped, and no other is worse off
-            return await asyncio.to_thread(take, name)
+        async with serve_file(name, path), serve_file(name, tmp_path / "none") as second:
+            await second  # the second server has stopped without affecting the first one
+            return await asyncio.to_thread(read_file, name)
 
     assert net.run(main()) == b"here"
 
 
-def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
+def test_without_abstract_socket_names_no_file_is_served(name, monkeypatch):
     monkeypatch.setattr(descriptor_passing, "IS_SUPPORTED", False)
     net.run(descriptor_passing.serve_descriptors(name, 4, None))
     assert not descriptor_passing.is_offered(name)
@@ -242,8 +244,8 @@ def test_a_connection_that_is_rejected_once_is_accepted_later(path, name, monkey
             return await accept(listening)
 
         monkeypatch.setattr(descriptor_passing, "_accept", fails_once)
-        async with offering(name, path):
-            assert await asyncio.to_thread(take, name) == b"here"
+        async with serve_file(name, path):
+            assert await asyncio.to_thread(read_file, name) == b"here"
 
     net.run(main())
     assert not failures

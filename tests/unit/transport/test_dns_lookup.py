@@ -1,4 +1,4 @@
-"""Lookups of host names: one for each name at a time, on a thread of its own."""
+"""Lookups of host names: one at a time for each name, on a separate thread."""
 
 import asyncio
 import socket
@@ -15,16 +15,16 @@ from waltz_core.wire.messages import WireProtocol
 
 
 class Dns:
-    """Answers lookups of localhost at once, those of `slow-...` when they may end."""
+    """Answers lookups of localhost at once, and those of `slow-...` when the test permits it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[str] = []
+        self.requested_hosts: list[str] = []
         self.may_end = threading.Event()
         self._real = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
 
     def _look_up(self, host, *words, **named):
-        self.asked.append(host)
+        self.requested_hosts.append(host)
         if not host.startswith("slow-"):
             return self._real(host, *words, **named)
         self.may_end.wait()
@@ -37,31 +37,31 @@ class Dns:
 
 @pytest.fixture
 def dns(monkeypatch: pytest.MonkeyPatch):
-    """Yield a substitute of DNS whose lookups have all ended at the end."""
-    made = Dns(monkeypatch)
-    yield made
-    made.may_end.set()
+    """Yield a fake DNS, and check that all its lookups have ended."""
+    fake_dns = Dns(monkeypatch)
+    yield fake_dns
+    fake_dns.may_end.set()
 
 
 def test_a_numeric_address_is_not_looked_up(dns: Dns):
     assert asyncio.run(dns_lookup.addresses_of("127.0.0.1")) == ["127.0.0.1"]
     assert asyncio.run(dns_lookup.addresses_of("::1")) == ["::1"]
-    assert dns.asked == []
+    assert dns.requested_hosts == []
 
 
 def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
             callers = [tasks.create_task(dns_lookup.addresses_of("slow-1")) for _ in range(20)]
-            await poll_until(lambda: dns.asked)
+            await poll_until(lambda: dns.requested_hosts)
             for each in callers[:10]:
                 each.cancel()
             await asyncio.wait(callers[:10])
-            assert dns.asked == ["slow-1"]
+            assert dns.requested_hosts == ["slow-1"]
             dns.may_end.set()
         assert [each.result() for each in callers[10:]] == 10 * [["127.0.0.2", "127.0.0.1"]]
         assert await dns_lookup.addresses_of("slow-1") == ["127.0.0.2", "127.0.0.1"]
-        assert dns.asked == ["slow-1", "slow-1"]
+        assert dns.requested_hosts == ["slow-1", "slow-1"]
 
     asyncio.run(run())
 
@@ -106,7 +106,7 @@ def test_valid_host_names_are_accepted(host: str):
 
 
 @pytest.mark.parametrize(
-    ("host", "why"),
+    ("host", "reason"),
     [
         ("", "expected a host name"),
         ("a b", "expected a host name"),
@@ -120,8 +120,8 @@ def test_valid_host_names_are_accepted(host: str):
         ("a.b." * 80, "at most 253 bytes"),
     ],
 )
-def test_invalid_host_names_are_rejected(host: str, why: str):
-    with pytest.raises(ValueError, match=why):
+def test_invalid_host_names_are_rejected(host: str, reason: str):
+    with pytest.raises(ValueError, match=reason):
         check_host(host)
 
 
@@ -134,7 +134,7 @@ def test_a_dial_tries_each_address(dns: Dns):
             link.abort("seen")
         finally:
             await listener.close()
-        # A refusal by one of several addresses is not the refusal of a dead process.
+        # A refused connection to one of several addresses does not prove a dead process.
         with pytest.raises(Unreachable) as caught:
             await net.dial(WireProtocol.STORAGE, f"slow-1:{listener.port}")
         assert not isinstance(caught.value.__cause__, ConnectionRefusedError)

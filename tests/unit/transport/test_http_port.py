@@ -42,7 +42,7 @@ class App:
         self.sent_count += 1
 
 
-def served(scenario):
+def run_with_port(scenario):
     """Run a scenario with a port and its application."""
 
     async def main():
@@ -56,11 +56,11 @@ def served(scenario):
     return net.run(main())
 
 
-def asked(request):
-    return served(lambda port, _: send_request(port, request))
+def response_to(request):
+    return run_with_port(lambda port, _: send_request(port, request))
 
 
-def test_an_address_in_use_is_named():
+def test_the_error_names_an_address_in_use():
     async def scenario(port, app):
         expected = f"http_port: the daemon cannot listen at 127.0.0.1:{port}:"
         with pytest.raises(BadConfig, match=expected):
@@ -68,7 +68,7 @@ def test_an_address_in_use_is_named():
                 pass
         return True
 
-    assert served(scenario)
+    assert run_with_port(scenario)
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_an_address_in_use_is_named():
 )
 def test_bad_requests_are_rejected_and_not_logged(caplog, request_bytes):
     caplog.set_level(logging.DEBUG)
-    assert asked(request_bytes)[0] == BAD_REQUEST
+    assert response_to(request_bytes)[0] == BAD_REQUEST
     assert [each for each in caplog.records if each.name != "asyncio"] == []
 
 
 def test_a_connection_has_one_request():
-    assert asked(get("/") + get("/")) == (OK, b"ok")
+    assert response_to(get("/") + get("/")) == (OK, b"ok")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_connection_has_one_request():
 )
 def test_a_slow_connection_is_closed(monkeypatch, request_bytes):
     monkeypatch.setattr(http_port, "REQUEST_S_MAX", 0.05)
-    assert asked(request_bytes) == ("", b"")
+    assert response_to(request_bytes) == ("", b"")
 
 
 def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
@@ -120,25 +120,27 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
         writer.close()
         return found
 
-    assert served(scenario) < len(LARGE)
+    assert run_with_port(scenario) < len(LARGE)
 
 
-def test_there_are_no_more_connections_than_the_limit():
+def test_the_number_of_connections_is_limited():
     async def scenario(port, _app):
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
-        refused = await send_request(port, get("/"))
-        for _, writer in crowd:
+        connections = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)
+        ]
+        rejected = await send_request(port, get("/"))
+        for _, writer in connections:
             writer.close()
         while (served_again := await send_request(port, get("/"))) != (OK, b"ok"):
             pass
-        return refused, served_again
+        return rejected, served_again
 
-    refused, served_again = served(scenario)
-    assert refused == ("", b"")
+    rejected, served_again = run_with_port(scenario)
+    assert rejected == ("", b"")
     assert served_again[0] == OK
 
 
-def test_requests_of_clients_that_have_disconnected_count():
+def test_running_requests_of_disconnected_clients_count_towards_the_limit():
     async def scenario(port, app):
         for number in range(CONNECTIONS_MAX + 1):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -148,10 +150,10 @@ def test_requests_of_clients_that_have_disconnected_count():
             await writer.wait_closed()
         return await send_request(port, get("/"))
 
-    assert served(scenario) == ("", b"")
+    assert run_with_port(scenario) == ("", b"")
 
 
-def test_the_end_waits_neither_for_idle_connections_nor_for_pages(caplog):
+def test_the_shutdown_waits_neither_for_idle_connections_nor_for_pages(caplog):
     async def main():
         app = App()
         async with serve_http(app, host="127.0.0.1", port=0) as port:
@@ -169,7 +171,7 @@ def test_the_end_waits_neither_for_idle_connections_nor_for_pages(caplog):
     assert caplog.messages == []
 
 
-def test_signals_and_loggers_of_the_process_are_left_alone():
+def test_signal_handlers_and_loggers_are_not_changed():
     def state():
         loggers = [logging.getLogger(each) for each in ("", "uvicorn", "uvicorn.access")]
         return (

@@ -23,10 +23,10 @@ CHUNK = bytes(1024 * 1024)
 
 
 class App:
-    """Pages: one answers at once, `/wait` waits for `go`, and `/endless` never ends."""
+    """Pages: `/wait` waits for `may_answer`, `/endless` never ends, others answer at once."""
 
     def __init__(self):
-        self.go = asyncio.Event()
+        self.may_answer = asyncio.Event()
         self.sent_count = self.ended_count = 0
 
     async def __call__(self, scope, receive, send):
@@ -37,7 +37,7 @@ class App:
             if not message.get("more_body"):
                 break
         if scope["path"] == "/wait":
-            await self.go.wait()
+            await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while scope["path"] == "/endless":
             await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
@@ -54,7 +54,7 @@ class App:
         return None
 
 
-def served(scenario, **more):
+def run_with_port(scenario, **more):
     async def main():
         app = App()
         async with (
@@ -71,9 +71,9 @@ def served(scenario, **more):
 def tls_contexts(directory):
     """Return the contexts of a server and of a client."""
     files = create_certificates(directory)
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ours.load_cert_chain(files.certificate, files.key)
-    return ours, ssl.create_default_context(cafile=files.authorities)
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(files.certificate, files.key)
+    return server_context, ssl.create_default_context(cafile=files.authorities)
 
 
 async def answer(reader):
@@ -97,10 +97,10 @@ def test_a_connection_has_any_number_of_requests():
         writer.close()
         return found
 
-    assert served(scenario) == [b"2", b"2", b"2", b"0", b"0"]
+    assert run_with_port(scenario) == [b"2", b"2", b"2", b"0", b"0"]
 
 
-def test_a_request_may_take_longer_than_it_may_take_to_arrive(monkeypatch):
+def test_the_arrival_timeout_does_not_limit_the_processing_of_a_request(monkeypatch):
     monkeypatch.setattr(http_port, "RECEIVE_S_MAX", 0.05)
     monkeypatch.setattr(http_port, "CHECK_INTERVAL_S", 0.01)
 
@@ -108,14 +108,14 @@ def test_a_request_may_take_longer_than_it_may_take_to_arrive(monkeypatch):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(get("/wait"))
         silent, silent_writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await silent.read() == b""  # it was closed, and so would be the other one
+        assert await silent.read() == b""  # the port closed it, and would close the other one
         silent_writer.close()
-        app.go.set()
+        app.may_answer.set()
         found = await answer(reader)
         writer.close()
         return found
 
-    assert served(scenario) == b"0"
+    assert run_with_port(scenario) == b"0"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_request_that_arrives_too_slowly_is_abandoned(monkeypatch, request_byt
         writer.close()
         return True
 
-    assert served(scenario)
+    assert run_with_port(scenario)
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
@@ -164,7 +164,7 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch, tmp_path, is_t
         writer.close()
         return sent_count
 
-    assert served(scenario, ssl=ours) < 64  # what the sockets of the system and one buffer hold
+    assert run_with_port(scenario, ssl=ours) < 64  # the capacity of the sockets and one buffer
 
 
 class Clock:
@@ -187,7 +187,7 @@ class Clock:
 
 
 @pytest.fixture
-def clocked():
+def connection_with_clock():
     """Yield a clock, the transport of a connection with a request, and the connection."""
     clock, transport = Clock(), Mock()
     ours, theirs = socket.socketpair()
@@ -202,8 +202,8 @@ def clocked():
     theirs.close()
 
 
-def test_a_client_that_reads_slowly_stays_connected(clocked):
-    clock, transport, connection = clocked
+def test_a_client_that_reads_slowly_stays_connected(connection_with_clock):
+    clock, transport, connection = connection_with_clock
     connection.pause_writing()
     for size in range(100_000, 0, -10_000):
         transport.get_write_buffer_size.return_value = size
@@ -213,8 +213,8 @@ def test_a_client_that_reads_slowly_stays_connected(clocked):
     assert transport.abort.called
 
 
-def test_a_connection_to_a_dead_host_is_closed(clocked, monkeypatch):
-    clock, transport, _ = clocked
+def test_a_connection_to_a_dead_host_is_closed(connection_with_clock, monkeypatch):
+    clock, transport, _ = connection_with_clock
     clock.advance(100)
     assert not transport.abort.called
     monkeypatch.setattr(http_port.tcp, "silence_ms", lambda _sock: 10_000)
@@ -222,20 +222,20 @@ def test_a_connection_to_a_dead_host_is_closed(clocked, monkeypatch):
     assert transport.abort.called
 
 
-def test_there_are_no_more_connections_than_the_limit():
+def test_the_number_of_connections_is_limited():
     async def scenario(port, _app):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(KEPT_MAX)]
-        refused, refused_writer = await asyncio.open_connection("127.0.0.1", port)
+        rejected, rejected_writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionResetError):
-            assert await refused.read() == b""
-        refused_writer.close()
+            assert await rejected.read() == b""
+        rejected_writer.close()
         for reader, writer in crowd:
             writer.write(get("/"))
             assert await answer(reader) == b"0"
             writer.close()
         return True
 
-    assert served(scenario)
+    assert run_with_port(scenario)
 
 
 def test_a_tls_handshake_has_a_time_limit(monkeypatch, tmp_path):
@@ -251,14 +251,14 @@ def test_a_tls_handshake_has_a_time_limit(monkeypatch, tmp_path):
             writer.close()
         return True
 
-    assert served(scenario, ssl=context)
+    assert run_with_port(scenario, ssl=context)
 
 
-def test_an_address_in_use_is_named():
+def test_the_error_names_an_address_in_use():
     async def scenario(port, app):
         with pytest.raises(BadConfig, match=f"setting port: .* cannot listen at 127.0.0.1:{port}:"):
             async with serve_http(app, host="127.0.0.1", port=port, keep_alive_connections_max=1):
                 pass
         return True
 
-    assert served(scenario)
+    assert run_with_port(scenario)

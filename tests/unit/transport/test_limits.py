@@ -13,7 +13,7 @@ from tests.unit.transport.test_port_access import (
     REQ_ID,
     SECRET,
     open_port,
-    trusting,
+    trusting_connect_string,
 )
 from waltz_core.access.permissions import Grant, PrincipalLimits
 from waltz_core.access.requirements import READ, REPLICATE
@@ -39,7 +39,7 @@ def token_file(tmp_path):
     return file
 
 
-def limited(revision=7, **limits):
+def permissions_with_limits(revision=7, **limits):
     return dataclasses.replace(
         PERMISSIONS,
         revision=revision,
@@ -53,7 +53,7 @@ class Dialer:
 
     def __init__(self, port, files, token_file, protocol):
         self._address, self._protocol = port.address, protocol
-        connect = trusting(files, f"&token_file={token_file}")
+        connect = trusting_connect_string(files, f"&token_file={token_file}")
         self._context = tls.dial_context(ClientConfig(), connect)
 
     async def __call__(self):
@@ -65,7 +65,7 @@ class Dialer:
 async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, protocol, caplog):
     caplog.set_level(logging.WARNING)
     async with open_port(files, protocol, access="on") as port:
-        port.apply(limited(connections=2))
+        port.apply(permissions_with_limits(connections=2))
         dial = Dialer(port, files, token_file, protocol)
         first, second = await dial(), await dial()
         for _ in range(2):
@@ -81,11 +81,11 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
         first.abort("done")
         await poll_until(lambda: len(port.peer.closed) == 3)
         third = await dial()
-        # A revision ends the newest ones that are then too many.
-        port.apply(limited(revision=8, connections=1))
+        # A revision with a lower limit closes the newest connections.
+        port.apply(permissions_with_limits(revision=8, connections=1))
         await third.wait_closed()
         assert not second.is_closed
-        port.apply(limited(revision=9, connections=3))
+        port.apply(permissions_with_limits(revision=9, connections=3))
         fourth = await dial()
         second.abort("done")
         fourth.abort("done")
@@ -98,7 +98,7 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(port_limits, "TENANT_SHARE", port_limits.LINKS_MAX // 2)
     async with open_port(files, access="on") as port:
-        port.apply(limited())
+        port.apply(permissions_with_limits())
         dial = Dialer(port, files, token_file, WireProtocol.STORAGE)
         first, second = await dial(), await dial()
         with pytest.raises(Overloaded, match="spark-etl exceeds the limit of 2 connections at"):
@@ -107,10 +107,17 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
         first.abort("done")
         await poll_until(lambda: len(port.peer.closed) == 2)
         third = await dial()
-        port.apply(limited(revision=8, connections=3))  # a limit of its own replaces the share
+        port.apply(
+            permissions_with_limits(revision=8, connections=3)
+        )  # the principal's limit replaces the share
         fourth = await dial()
         server = Grant("spark-etl", False, REPLICATE, None)
-        port.apply(dataclasses.replace(limited(revision=9), grants=(*limited().grants, server)))
+        port.apply(
+            dataclasses.replace(
+                permissions_with_limits(revision=9),
+                grants=(*permissions_with_limits().grants, server),
+            )
+        )
         others = [await dial() for _ in range(3)]
         for each in (second, third, fourth, *others):
             each.abort("done")
@@ -120,8 +127,8 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
 async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
-        port.apply(dataclasses.replace(limited(), limits=limits))
-        context = tls.dial_context(ClientConfig(), trusting(files))
+        port.apply(dataclasses.replace(permissions_with_limits(), limits=limits))
+        context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         request = ServerPartitionsRequest(REQ_ID)
         links[0].send(request)
@@ -137,20 +144,20 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
 
 
 @run_on_loop
-async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monkeypatch):
+async def test_a_0_13_client_over_the_limit_is_disconnected_unprocessed(files, monkeypatch):
     monkeypatch.setattr(
         WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_accepted[:1]
     )
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
-        port.apply(dataclasses.replace(limited(), limits=limits))
-        context = tls.dial_context(ClientConfig(), trusting(files))
+        port.apply(dataclasses.replace(permissions_with_limits(), limits=limits))
+        context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         requests = [TransactionDataRequest(REQ_ID, each) for each in range(10)]
         links[0].send(requests[0])
         await poll_until(lambda: port.peer.messages)
         monkeypatch.setattr(net, "CLOSE_S_MAX", 0.01)
-        links[1].send_all(requests[1:])  # without an answer, which 0.13 does not know
+        links[1].send_all(requests[1:])  # not answered: 0.13 does not know this error
         await links[1].wait_closed()
         assert port.peer.messages == requests[:1]
         links[0].abort("done")
@@ -159,7 +166,7 @@ async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monke
 @run_on_loop
 async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
-        port.apply(limited(bytes_per_s=5 * 512))
+        port.apply(permissions_with_limits(bytes_per_s=5 * 512))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
         (peer,) = port.peer.links
         requests = [TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 101)]
@@ -172,7 +179,7 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
         granted = sum(each is None for each in denials)
         assert granted < 50
         assert {type(each) for each in denials[granted:]} == {Overloaded}
-        # The errors were taken: the same requests are permitted otherwise.
+        # The errors apply once: otherwise the same requests are permitted.
         assert [peer.denial(each) for each in port.peer.messages] == [None] * 100
         link.abort("done")
 
@@ -180,25 +187,25 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
 @run_on_loop
 async def test_limits_are_those_of_the_newest_revision(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
-        port.apply(dataclasses.replace(limited(), limits={}))
+        port.apply(dataclasses.replace(permissions_with_limits(), limits={}))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
         (peer,) = port.peer.links
         assert peer.access.quota is None
-        port.apply(limited(revision=8, bytes_per_s=512))
+        port.apply(permissions_with_limits(revision=8, bytes_per_s=512))
         link.send_all([TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 11)])
         await poll_until(lambda: len(port.peer.messages) == 10)
         assert any(isinstance(peer.denial(each), Overloaded) for each in port.peer.messages)
-        port.apply(dataclasses.replace(limited(revision=9), limits={}))
+        port.apply(dataclasses.replace(permissions_with_limits(revision=9), limits={}))
         assert peer.access.quota is None
-        # Its feeds were not counted so far: it has to mount them again.
-        port.apply(limited(revision=10, feeds=3))
+        # The feeds of the connection were not counted so far: the client has to mount again.
+        port.apply(permissions_with_limits(revision=10, feeds=3))
         await link.wait_closed()
 
 
 @run_on_loop
-async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision(files, token_file):
+async def test_a_feed_pauses_when_a_revision_introduces_limits(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
-        port.apply(dataclasses.replace(limited(), limits={}))
+        port.apply(dataclasses.replace(permissions_with_limits(), limits={}))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
         await poll_until(lambda: port.peer.links)
         (peer,) = port.peer.links
@@ -207,7 +214,7 @@ async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision
         frame = FeedBatch(ReqId(1, 0, 3, -1), 0, 4_096, b"", 1, -1, bytes(16))
         peer.send(frame)
         assert not peer.must_pause_feeds
-        port.apply(limited(revision=8, bytes_per_s=75_000))
+        port.apply(permissions_with_limits(revision=8, bytes_per_s=75_000))
         for send in (lambda: peer.send(frame), lambda: peer.send_frames(bytes(4))):
             send()
             assert peer.must_pause_feeds
@@ -224,9 +231,9 @@ async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision
 
 @pytest.mark.parametrize("access", ["report", "on"])
 @run_on_loop
-async def test_a_report_and_servers_have_no_limits(files, token_file, access):
+async def test_report_mode_and_servers_have_no_limits(files, token_file, access):
     async with open_port(files, WireProtocol.CLIENT, access=access) as port:
-        permissions = limited(connections=1)
+        permissions = permissions_with_limits(connections=1)
         if access == "on":
             grants = (Grant("spark-etl", False, REPLICATE, ((0, 0),)),)
             permissions = dataclasses.replace(permissions, grants=grants)
@@ -243,7 +250,7 @@ async def test_the_metrics_of_principals_follow_the_labels_of_the_permissions(fi
         open_port(files, WireProtocol.CLIENT, access="on") as port,
         asyncio.TaskGroup() as tasks,
     ):
-        port.apply(limited(connections=5))
+        port.apply(permissions_with_limits(connections=5))
         metrics = Metrics("server")
         publishing = tasks.create_task(publish_quotas(metrics, "server", port.context))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
@@ -252,7 +259,7 @@ async def test_the_metrics_of_principals_follow_the_labels_of_the_permissions(fi
             lambda: metrics.value("waltz_server_principal_bytes_total", principal="spark-etl")
         )
         assert metrics.value("waltz_server_principal_connections", principal="spark-etl") == 1
-        without = dataclasses.replace(limited(revision=8, connections=5), grants=())
+        without = dataclasses.replace(permissions_with_limits(revision=8, connections=5), grants=())
         port.apply(without)
         await poll_until(lambda: 'principal="other"' in metrics.page().decode())
         await poll_until(lambda: 'principal="spark-etl"' not in metrics.page().decode())

@@ -50,7 +50,7 @@ def pair(contexts):
 
 
 async def wait_for_nothing():
-    """Give what must not happen the time in which it would."""
+    """Wait long enough for an unwanted event to occur."""
     await asyncio.sleep(0.05)
 
 
@@ -90,7 +90,7 @@ async def test_prebuilt_frames_keep_their_order_among_messages(pair):
 
 
 @run_on_loop
-async def test_receive_waits_and_then_returns_all_available_messages(pair):
+async def test_receive_returns_all_available_messages(pair):
     async with pair() as (link, peer, _):
         for n in range(3):
             peer.links[0].send(Appended(1, n, 3, n))
@@ -114,7 +114,7 @@ async def test_start_delivers_earlier_messages(pair):
         assert late.messages == [Appended(1, 7, 3, 9)]
         assert late.closed == ["closed by the peer"]
         assert link.is_closed
-        link.send(Appended(1, 7, 3, 9))  # no peer is there; nothing happens
+        link.send(Appended(1, 7, 3, 9))  # no effect without a peer
         assert link.write_backlog_bytes == 0
 
 
@@ -143,7 +143,7 @@ async def test_a_peer_that_does_not_read_is_paused(pair):
         peer_link = peer.links[0]
         drained = []
         link.pause_reading()
-        # Much more than what is congested: on a busy machine the kernel takes some of it later.
+        # Much more than the congestion limit: on a busy machine the kernel accepts data later.
         while peer_link.write_backlog_bytes < 16 * 1024 * 1024:
             peer_link.send(raw(500_000))
             await asyncio.sleep(0)
@@ -217,8 +217,8 @@ async def test_a_dial_to_a_silent_peer_is_unreachable():
             await net.dial(WireProtocol.STORAGE, address, timeout_s=0.1)
 
 
-def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
-    """Closed at the moment of the peer's hello, before the dialing side is notified."""
+def test_a_dial_cancelled_during_the_hello_closes_its_connection(monkeypatch):
+    """The link is closed when the peer's hello arrives, before the dialing side is notified."""
     hello_received = net.Link._on_hello_received
     dials, links = [], []
 
@@ -231,7 +231,7 @@ def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
         has_ended = asyncio.Event()
 
         async def say_hello_late(reader, writer):
-            await wait_for_nothing()  # so that the dial waits for nothing but the hello
+            await wait_for_nothing()  # so that the dial only waits for the hello
             writer.write(Connection(WireProtocol.STORAGE, is_listener=True).first_bytes())
             while await reader.read(1024):
                 pass
@@ -330,7 +330,7 @@ async def test_a_peer_that_trickles_a_frame_is_disconnected():
     link.pause_reading()
     link._on_tick()
     link.resume_reading()
-    link._on_tick()  # at once: what the kernel holds was not read yet
+    link._on_tick()  # at once: data in the kernel was not read yet
     assert not link.is_closed
     before = link.bytes_received
     writer.write(b"x")
@@ -348,7 +348,7 @@ async def test_an_idle_dialler_sends_empty_frames(pair):
         link.send(Appended(1, 7, 3, 9))
         await poll_until(lambda: peer.messages)
         before = peer_link.bytes_received
-        link._on_tick()  # something was sent since the last tick
+        link._on_tick()  # data was sent since the last tick
         link._on_tick()
         await poll_until(lambda: peer_link.bytes_received == before + 7)
         assert peer_link.closed_reason is None
@@ -380,7 +380,7 @@ async def test_more_links_than_allowed_are_rejected():
 
 
 @run_on_loop
-async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair):
+async def test_a_closing_listener_sends_pending_messages_and_closes_its_links(pair):
     async with pair() as (link, peer, listener):
         for n in range(5):
             peer.links[0].send(raw(400_000, n))
@@ -404,7 +404,7 @@ async def test_a_connection_accepted_during_the_close_is_closed_too(monkeypatch)
             for _ in range(turns):
                 await asyncio.sleep(0)
             await listener.close()
-            # Sooner than a peer without a hello is cut.
+            # Earlier than the timeout for a missing hello.
             with contextlib.suppress(ConnectionResetError):
                 while await asyncio.get_running_loop().sock_recv(dialler, 1024):
                     pass
@@ -418,7 +418,7 @@ async def test_a_port_in_use_is_a_bad_config(contexts):
 
 
 @run_on_loop
-async def test_a_message_that_cannot_be_sent_is_an_error_of_the_caller(pair):
+async def test_an_unencodable_message_raises_in_the_caller(pair):
     async with pair() as (link, _, _):
         with pytest.raises(AssertionError):
             link.send(FlushRequest((1, 2, 3, 4)))

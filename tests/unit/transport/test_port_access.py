@@ -1,4 +1,4 @@
-"""The principal of a connection over real sockets, and what a port permits to it."""
+"""The principal of a connection over real sockets, and its permissions at a port."""
 
 import contextlib
 import dataclasses
@@ -126,7 +126,7 @@ async def open_port(files, protocol=WireProtocol.STORAGE, **settings):
         await listener.close()
 
 
-async def dialed(address, connect, protocol=WireProtocol.STORAGE, **settings):
+async def dial_port(address, connect, protocol=WireProtocol.STORAGE, **settings):
     """Dial as a client with this connect string does; return the closed link."""
     context = tls.dial_context(ClientConfig(**settings), connect)
     link = await net.dial(protocol, address, ssl=context)
@@ -135,7 +135,7 @@ async def dialed(address, connect, protocol=WireProtocol.STORAGE, **settings):
     return link
 
 
-def trusting(files, extra=""):
+def trusting_connect_string(files, extra=""):
     return f"zk:1/w?tls={files.authorities}{extra}"
 
 
@@ -143,88 +143,90 @@ def trusting(files, extra=""):
 # certificates
 
 
-def issued(files_of, tmp_path, name, **options):
+def certificate_settings(files_of, tmp_path, name, **options):
     """Write a certificate of an authority; return the settings of a client that presents it."""
-    made = files_of.issue_cert(*LOCAL_HOSTS, **options)
+    certificate = files_of.issue_cert(*LOCAL_HOSTS, **options)
     file = tmp_path / f"{name}.pem"
-    made.private_key_and_cert_chain_pem.write_to_path(str(file))
+    certificate.private_key_and_cert_chain_pem.write_to_path(str(file))
     return {"tls_certificate": str(file)}
 
 
 @pytest.fixture
 def authority(tmp_path):
     """An authority of clients, and the settings of a port that trusts it."""
-    made = trustme.CA()
+    ca = trustme.CA()
     file = tmp_path / "clients.pem"
-    made.cert_pem.write_to_path(str(file))
-    return made, {"tls_authorities": str(file)}
+    ca.cert_pem.write_to_path(str(file))
+    return ca, {"tls_authorities": str(file)}
 
 
 @run_on_loop
-async def test_the_principal_is_that_of_the_certificate(files, authority, tmp_path):
-    made, settings = authority
+async def test_the_certificate_determines_the_principal(files, authority, tmp_path):
+    ca, settings = authority
     async with open_port(files, **settings) as port:
-        shown = issued(made, tmp_path, "ann", common_name="ann")
-        await dialed(port.address, trusting(files), **shown)
+        shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
+        await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["ann"]
         # Without a certificate, and with one that has no principal.
-        await dialed(port.address, trusting(files))
-        shown = issued(made, tmp_path, "reserved", common_name="other")
-        await dialed(port.address, trusting(files), **shown)
+        await dial_port(port.address, trusting_connect_string(files))
+        shown = certificate_settings(ca, tmp_path, "reserved", common_name="other")
+        await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["ann", "anonymous", "anonymous"]
 
 
 @run_on_loop
 async def test_a_pattern_can_name_a_host_of_the_certificate(files, authority, tmp_path):
-    made, settings = authority
+    ca, settings = authority
     pattern = {"principal_pattern": "DNS=(localhost)"}
     async with open_port(files, **settings, **pattern) as port:
-        shown = issued(made, tmp_path, "ann", common_name="ann")
-        await dialed(port.address, trusting(files), **shown)
+        shown = certificate_settings(ca, tmp_path, "ann", common_name="ann")
+        await dial_port(port.address, trusting_connect_string(files), **shown)
         assert port.principals == ["localhost"]
 
 
-async def rejected_at(address, connect, **settings):
+async def expect_rejection(address, connect, **settings):
     """Dial with a certificate; TLS 1.3 reports its rejection after the dialer's handshake."""
     with pytest.raises((TlsFailed, Unreachable)) as caught:
-        await dialed(address, connect, **settings)
+        await dial_port(address, connect, **settings)
     return str(caught.value)
 
 
 @run_on_loop
 async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tmp_path, logged):
-    made, settings = authority
+    ca, settings = authority
     past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
     async with open_port(files, **settings) as port:
-        shown = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
-        await rejected_at(port.address, trusting(files), **shown)
+        shown = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
+        await expect_rejection(port.address, trusting_connect_string(files), **shown)
         await poll_until(lambda: "unable to get local issuer certificate" in logged())
-        shown = issued(made, tmp_path, "expired", common_name="ann", not_after=past)
-        await rejected_at(port.address, trusting(files), **shown)
+        shown = certificate_settings(ca, tmp_path, "expired", common_name="ann", not_after=past)
+        await expect_rejection(port.address, trusting_connect_string(files), **shown)
         await poll_until(lambda: "certificate has expired" in logged())
         assert port.principals == []
 
 
 @run_on_loop
 async def test_without_access_control_no_certificate_is_requested(files, tmp_path):
-    foreign = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
+    foreign = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, access="off") as port:
-        await dialed(port.address, trusting(files), **foreign)
+        await dial_port(port.address, trusting_connect_string(files), **foreign)
         assert port.principals == ["anonymous"]
 
 
 @run_on_loop
 async def test_without_explicit_authorities_no_certificate_is_requested(files, tmp_path):
-    foreign = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
+    foreign = certificate_settings(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, tls_authorities="") as port:
-        await dialed(port.address, trusting(files), **foreign)
+        await dial_port(port.address, trusting_connect_string(files), **foreign)
         assert port.principals == ["anonymous"]
 
 
 @run_on_loop
-async def test_a_required_certificate_stays_required(files, token_file):
+async def test_access_control_does_not_relax_a_required_certificate(files, token_file):
     async with open_port(files, tls_require_certificate=True) as port:
-        await rejected_at(port.address, trusting(files, f"&token_file={token_file}"))
+        await expect_rejection(
+            port.address, trusting_connect_string(files, f"&token_file={token_file}")
+        )
         assert port.principals == []
 
 
@@ -242,10 +244,10 @@ def test_an_invalid_pattern_is_an_error_of_the_settings(files, kind):
 
 @PROTOCOLS
 @run_on_loop
-async def test_the_principal_is_that_of_the_token(files, token_file, protocol):
+async def test_the_token_determines_the_principal(files, token_file, protocol):
     async with open_port(files, protocol) as port:
-        connect = trusting(files, f"&token_file={token_file}")
-        link = await dialed(port.address, connect, protocol)
+        connect = trusting_connect_string(files, f"&token_file={token_file}")
+        link = await dial_port(port.address, connect, protocol)
         assert port.principals == ["spark-etl"]
         assert port.peer.messages == []
         assert link.version == protocol.versions[-1]
@@ -255,20 +257,24 @@ async def test_the_principal_is_that_of_the_token(files, token_file, protocol):
 async def test_a_token_may_be_in_a_variable(files, monkeypatch):
     monkeypatch.setenv("OUR_TOKEN", SECRET.hex())
     async with open_port(files) as port:
-        await dialed(port.address, trusting(files, "&token_env=OUR_TOKEN"))
+        await dial_port(port.address, trusting_connect_string(files, "&token_env=OUR_TOKEN"))
         assert port.principals == ["spark-etl"]
 
 
 @run_on_loop
 async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp_path, token_file):
     made, settings = authority
-    shown = issued(made, tmp_path, "ann", common_name="ann")
+    shown = certificate_settings(made, tmp_path, "ann", common_name="ann")
     async with open_port(files, **settings) as port:
-        await dialed(port.address, trusting(files, f"&token_file={token_file}"), **shown)
+        await dial_port(
+            port.address, trusting_connect_string(files, f"&token_file={token_file}"), **shown
+        )
         assert port.principals == ["spark-etl"]
         token_file.write_text(EXPIRED.hex())
         with pytest.raises(AuthenticationFailed):
-            await dialed(port.address, trusting(files, f"&token_file={token_file}"), **shown)
+            await dial_port(
+                port.address, trusting_connect_string(files, f"&token_file={token_file}"), **shown
+            )
 
 
 @PROTOCOLS
@@ -287,10 +293,10 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
 ):
     token_file.write_text(secret.hex())
     async with open_port(files, protocol) as port:
-        connect = trusting(files, f"&token_file={token_file}")
+        connect = trusting_connect_string(files, f"&token_file={token_file}")
         for _ in range(2):
             with pytest.raises(AuthenticationFailed, match=f"{port.address}: {reason}"):
-                await dialed(port.address, connect, protocol)
+                await dial_port(port.address, connect, protocol)
         await poll_until(lambda: len(port.peer.closed) == 2)
         assert port.principals == ["anonymous", "anonymous"]
         assert logged().count(f"access.token_rejected peer=127.0.0.1 error={reason}") == 1
@@ -300,12 +306,12 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
 
 
 @run_on_loop
-async def test_nothing_after_a_rejected_token_is_processed(files):
+async def test_messages_after_a_rejected_token_are_ignored(files):
     async with open_port(files) as port:
         link = await net.dial(
             WireProtocol.STORAGE,
             port.address,
-            ssl=tls.dial_context(ClientConfig(), trusting(files)),
+            ssl=tls.dial_context(ClientConfig(), trusting_connect_string(files)),
         )
         credential = authentication.credential_message(WireProtocol.STORAGE, 4, EXPIRED)
         link.send_all([credential, *(Heartbeat(1, n, 3) for n in range(100))])
@@ -316,12 +322,12 @@ async def test_nothing_after_a_rejected_token_is_processed(files):
 
 
 @run_on_loop
-async def test_a_token_after_another_message_changes_nothing(files):
+async def test_a_token_after_another_message_has_no_effect(files):
     async with open_port(files) as port:
         link = await net.dial(
             WireProtocol.STORAGE,
             port.address,
-            ssl=tls.dial_context(ClientConfig(), trusting(files)),
+            ssl=tls.dial_context(ClientConfig(), trusting_connect_string(files)),
         )
         credential = authentication.credential_message(WireProtocol.STORAGE, 4, SECRET)
         link.send(Heartbeat(1, 0, 3))
@@ -333,16 +339,16 @@ async def test_a_token_after_another_message_changes_nothing(files):
 
 @run_on_loop
 async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_file):
-    connect = trusting(files, f"&token_file={token_file}")
+    connect = trusting_connect_string(files, f"&token_file={token_file}")
     async with open_port(files) as port:
         port.context.access.permissions = None
         with pytest.raises(AuthenticationFailed, match="process has no permissions yet"):
-            await dialed(port.address, connect)
+            await dial_port(port.address, connect)
         port.apply(PERMISSIONS)
-        await dialed(port.address, connect)
+        await dial_port(port.address, connect)
 
 
-def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
+def test_a_missing_znode_or_an_older_revision_has_no_effect(logged):
     access = PortAccess("CN=(.+)", is_enforced=True, clock_ms=lambda: NOW_MS)
     access.apply(None)
     access.apply(PERMISSIONS)
@@ -363,7 +369,7 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
 @run_on_loop
 async def test_a_client_with_a_token_reaches_a_port_without_access_control(files, token_file):
     async with open_port(files, access="off") as port:
-        await dialed(port.address, trusting(files, f"&token_file={token_file}"))
+        await dial_port(port.address, trusting_connect_string(files, f"&token_file={token_file}"))
         assert port.principals == ["anonymous"]
 
 
@@ -410,7 +416,9 @@ async def test_no_token_is_sent_to_a_peer_of_an_older_version(
     older = without_tokens(protocol, protocol.versions_accepted)
     monkeypatch.setattr(protocol, "versions_accepted", older)
     async with open_port(files, protocol) as port:
-        link = await dialed(port.address, trusting(files, f"&token_file={token_file}"), protocol)
+        link = await dial_port(
+            port.address, trusting_connect_string(files, f"&token_file={token_file}"), protocol
+        )
         assert link.version == older[-1]
         assert port.principals == ["anonymous"]
         assert port.peer.messages == []
@@ -422,7 +430,7 @@ async def test_a_peer_of_an_older_version_is_anonymous(files, protocol, monkeypa
     older = without_tokens(protocol, protocol.versions_offered)
     monkeypatch.setattr(protocol, "versions_offered", older)
     async with open_port(files, protocol) as port:
-        link = await dialed(port.address, trusting(files), protocol)
+        link = await dial_port(port.address, trusting_connect_string(files), protocol)
         assert link.version == older[-1]
         assert port.principals == ["anonymous"]
 
@@ -440,7 +448,7 @@ def test_a_token_of_another_length_is_a_protocol_error(protocol):
 
 
 # ---------------------------------------------------------------------------------------------
-# the place of a token
+# the position of a token
 
 
 @pytest.mark.parametrize("tls_part", ["", "tls=unverified&", "tls=OFF&"])
@@ -457,21 +465,27 @@ def test_a_token_without_tls_or_with_an_unverified_peer_is_an_error(files, token
 def test_a_token_file_that_is_not_valid_is_an_error_with_its_name(files, token_file, text):
     token_file.write_text(text, encoding="latin-1")
     with pytest.raises(BadConfig, match=r"token_file .*: expected a token") as caught:
-        tls.dial_context(ClientConfig(), trusting(files, f"&token_file={token_file}"))
+        tls.dial_context(
+            ClientConfig(), trusting_connect_string(files, f"&token_file={token_file}")
+        )
     assert not text or text not in str(caught.value)
 
 
 def test_a_missing_file_or_variable_is_an_error_with_its_name(files, tmp_path, monkeypatch):
     with pytest.raises(BadConfig, match="absent' cannot be read: No such file"):
-        tls.dial_context(ClientConfig(), trusting(files, f"&token_file={tmp_path}/absent"))
+        tls.dial_context(
+            ClientConfig(), trusting_connect_string(files, f"&token_file={tmp_path}/absent")
+        )
     monkeypatch.delenv("OUR_TOKEN", raising=False)
     with pytest.raises(BadConfig, match="token_env OUR_TOKEN: expected a token"):
-        tls.dial_context(ClientConfig(), trusting(files, "&token_env=OUR_TOKEN"))
+        tls.dial_context(ClientConfig(), trusting_connect_string(files, "&token_env=OUR_TOKEN"))
 
 
 @run_on_loop
 async def test_each_connection_reads_the_file_again(files, token_file):
-    context = tls.dial_context(ClientConfig(), trusting(files, f"&token_file={token_file}"))
+    context = tls.dial_context(
+        ClientConfig(), trusting_connect_string(files, f"&token_file={token_file}")
+    )
     async with open_port(files) as port:
         for content, error in ((EXPIRED.hex(), "expired"), ("", "token_file"), (None, "No such")):
             token_file.unlink() if content is None else token_file.write_text(content)
@@ -497,12 +511,12 @@ GRANTED = dataclasses.replace(
     ),
 )
 # The token of another principal, and a key that has issued other proofs.
-OTHERS = dataclasses.replace(
+OTHER_GRANTS = dataclasses.replace(
     GRANTED,
     grants=(Grant("ann", False, APPEND, None),),
     tokens={hash_of(SECRET): StoredToken("t1", "ann", NOW_MS + 1)},
 )
-MOUNTING = dataclasses.replace(
+MOUNT_PERMISSIONS = dataclasses.replace(
     GRANTED, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
 )
 REQ_ID = ReqId(1, 2, 3, 4)
@@ -511,7 +525,7 @@ APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"", 0)
 
 
 class AccessOfConnection:
-    """The access of one connection, and why it was ended."""
+    """The access of one connection, and the reason for its end."""
 
     def __init__(self, *, is_enforced=True, permissions=GRANTED, token=SECRET):
         self.now_ms, self.ended = NOW_MS, []
@@ -558,7 +572,7 @@ async def test_the_rejections_of_a_partition_require_read_or_administer_there():
 
 
 @run_on_loop
-async def test_each_partition_of_a_list_counts_and_none_needs_any():
+async def test_the_verb_is_required_for_each_listed_partition():
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 2),)),)
     access = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
     for message in (SetAvailable(1, (1, 2), True), AddPreferredRequest(REQ_ID, (2,))):
@@ -572,7 +586,7 @@ async def test_each_partition_of_a_list_counts_and_none_needs_any():
 
 @run_on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
-    """A request of 16 MiB names four million; to check each would stop a server for seconds."""
+    """A request of 16 MiB names four million partitions; checking each would block a server."""
     access, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing_verb
 
     def counted(granted, requirement, partition):
@@ -589,15 +603,15 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 
 
 @run_on_loop
-async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
+async def test_the_permission_for_a_mount_depends_on_its_fields():
     access = AccessOfConnection()
-    mount = proven(access, FIRST_ISSUED_ID)
+    mount = mount_with_proof(access, FIRST_ISSUED_ID)
     assert access.denial(mount) is None
     assert isinstance(access.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
 
 
 @run_on_loop
-async def test_an_unknown_value_of_a_field_is_an_invalid_request():
+async def test_an_unknown_enum_value_is_an_invalid_request():
     request = RangeRequest(REQ_ID, 0, 0, 1, 2, ())
     error = AccessOfConnection().denial(request)
     assert type(error) is BadRequest
@@ -613,34 +627,34 @@ def mount_of(client_id, proof=NO_PROOF):
     return MountWriter(req_id, 0, 0, wants_feed=False, proof=proof)
 
 
-def proven(made, client_id):
-    return mount_of(client_id, made.access.proof_of(client_id))
+def mount_with_proof(access, client_id):
+    return mount_of(client_id, access.access.proof_of(client_id))
 
 
 @run_on_loop
 async def test_a_mount_needs_the_proof_of_its_client_id():
-    access, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
+    access, others = AccessOfConnection(), AccessOfConnection(permissions=OTHER_GRANTS)
     for client_id in (5, FIRST_ISSUED_ID, FIRST_ISSUED_ID + 1):
-        assert access.denial(proven(access, client_id)) is None
+        assert access.denial(mount_with_proof(access, client_id)) is None
     for denied in (
         mount_of(FIRST_ISSUED_ID),
         mount_of(5),
         mount_of(FIRST_ISSUED_ID + 1, access.access.proof_of(FIRST_ISSUED_ID)),
-        proven(others, FIRST_ISSUED_ID),
+        mount_with_proof(others, FIRST_ISSUED_ID),
     ):
         error = access.denial(denied)
         assert type(error) is ClientIdDenied
         assert str(error).startswith("partition 3: expected a client ID with a proof that it ")
         assert type(access.denial(denied, version=7)) is BadRequest
-    assert others.denial(proven(others, FIRST_ISSUED_ID)) is None
+    assert others.denial(mount_with_proof(others, FIRST_ISSUED_ID)) is None
 
 
 @run_on_loop
-async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
+async def test_zookeeper_issued_ids_need_no_proof_while_0_13_is_accepted():
     accepting = dataclasses.replace(
         GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
     )
-    for permissions, expected in ((accepting, type(None)), (MOUNTING, ClientIdDenied)):
+    for permissions, expected in ((accepting, type(None)), (MOUNT_PERMISSIONS, ClientIdDenied)):
         access = AccessOfConnection(permissions=permissions)
         old = MountRequest(ReqId(5, 2, 3, 4), 0, 0)
         for mount in (old, mount_of(5)):
@@ -654,7 +668,7 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
 
 @run_on_loop
 async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accepted_any_more():
-    accepting = dataclasses.replace(MOUNTING, accepts_0_13=True)
+    accepting = dataclasses.replace(MOUNT_PERMISSIONS, accepts_0_13=True)
     for mount, reason in (
         (mount_of(5), ["client IDs without a proof of their principal are no longer accepted"]),
         (mount_of(5, b"x" * 16), []),  # a task of an earlier version, with a proof now
@@ -664,12 +678,12 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
         access.access.bound_principal(mount)
         access.port.apply(dataclasses.replace(accepting, revision=7))
         assert access.ended == []
-        access.port.apply(dataclasses.replace(MOUNTING, revision=8))
+        access.port.apply(dataclasses.replace(MOUNT_PERMISSIONS, revision=8))
         assert access.ended == reason
 
 
 @run_on_loop
-async def test_a_report_permits_mounts_without_a_proof(logged):
+async def test_report_mode_permits_mounts_without_a_proof(logged):
     access = AccessOfConnection(is_enforced=False)
     assert access.denial(mount_of(FIRST_ISSUED_ID)) is None
     assert access.access.bound_principal(mount_of(5)) == ""
@@ -680,7 +694,7 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
 
 
 @run_on_loop
-async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(monkeypatch, logged):
+async def test_client_ids_of_a_principal_are_limited_except_in_report_mode(monkeypatch, logged):
     monkeypatch.setattr(IssuedIdLimit, "take", _reject)
     with pytest.raises(Overloaded):
         AccessOfConnection().access.charge_client_id()
@@ -720,7 +734,7 @@ async def test_an_answer_or_a_late_token_ends_the_connection():
 
 
 @run_on_loop
-async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
+async def test_before_permissions_are_known_denials_are_retryable(logged):
     access = AccessOfConnection(permissions=None, token=None)
     error = access.denial(TransactionDataRequest(REQ_ID, 0))
     assert type(error) is PermissionsNotLoaded
@@ -743,17 +757,17 @@ async def test_the_first_revision_ends_connections_without_any_permission():
         known = made.port.add_connection(None, "a:2", made.ended.append)
         known.principal = "ann"
         assert made.access.has_permission
-        made.port.apply(OTHERS)
+        made.port.apply(OTHER_GRANTS)
     assert enforced.ended == ["anonymous has no permission"]
     assert report.ended == []
     permitted = AccessOfConnection(
-        permissions=dataclasses.replace(OTHERS, grants=(anonymous,)), token=None
+        permissions=dataclasses.replace(OTHER_GRANTS, grants=(anonymous,)), token=None
     )
     assert permitted.ended == []
 
 
 @run_on_loop
-async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
+async def test_report_mode_permits_everything_and_logs_once_a_minute(logged):
     access = AccessOfConnection(is_enforced=False)
     for number in (9, 10, 9):
         message = dataclasses.replace(APPEND_3, req_id=ReqId(1, 2, number, 4))
@@ -783,7 +797,7 @@ def revision(**changes):
             revision(tokens={hash_of(SECRET): StoredToken("t1", "ann", NOW_MS + 1)}),
             "permissions of ann",
         ),
-        (  # whose client IDs are not those that are mounted
+        (  # with client IDs other than the mounted ones
             revision(
                 tokens={hash_of(SECRET): StoredToken("t1", "bob", NOW_MS + 1)},
                 groups={"etl": ("spark-etl", "bob")},
@@ -793,7 +807,7 @@ def revision(**changes):
     ],
 )
 @run_on_loop
-async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
+async def test_a_revision_ends_connections_that_lose_a_permission(permissions, reason):
     access = AccessOfConnection()
     anonymous = AccessOfConnection(token=None)
     access.port.apply(permissions)
@@ -806,7 +820,7 @@ async def test_a_revision_ends_a_connection_whose_principal_loses_something(perm
 
 
 @run_on_loop
-async def test_a_report_ends_connections_only_because_of_tokens():
+async def test_report_mode_ends_connections_only_for_invalid_tokens():
     access = AccessOfConnection(is_enforced=False)
     access.port.apply(revision(grants=()))
     assert access.ended == []
@@ -840,8 +854,8 @@ async def test_an_expired_token_ends_its_connection_soon():
 
 @run_on_loop
 async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
-    """Over a real socket: a peer that does not read gets none of them after the revocation."""
-    connect = trusting(files, f"&token_file={token_file}")
+    """A peer that does not read gets no further bytes after the revocation."""
+    connect = trusting_connect_string(files, f"&token_file={token_file}")
     async with open_port(files, access="on") as port:
         port.apply(GRANTED)
         link = await net.dial(

@@ -10,7 +10,13 @@ import pytest
 from tests.loops import poll_until, run_on_loop
 from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.transport.peer import ANY, Peer, raw
-from tests.unit.transport.test_port_access import EXPIRED, GRANTED, SECRET, open_port, trusting
+from tests.unit.transport.test_port_access import (
+    EXPIRED,
+    GRANTED,
+    SECRET,
+    open_port,
+    trusting_connect_string,
+)
 from waltz_core.access.permissions import Grant, PrincipalLimits
 from waltz_core.access.requirements import READ
 from waltz_core.config import ClientConfig
@@ -55,24 +61,24 @@ def test_one_host_has_half_of_the_handshakes_in_progress():
     assert limits._in_progress == {}
 
 
-def test_after_a_burst_one_host_has_a_rate_of_handshakes():
+def test_after_a_burst_the_handshakes_of_a_host_are_rate_limited():
     now_s = 0.0
     limits = HandshakeLimits(count_max=1_000, burst=20, per_s=2, clock_s=lambda: now_s)
 
-    def begun(address, count):
+    def accepted_handshakes(address, count):
         outcomes = [limits.begin_handshake(address) for _ in range(count)]
         for each in outcomes:
             if not each:
                 limits.end_handshake(address)
         return outcomes.count("")
 
-    assert begun("a", 50) == 20
+    assert accepted_handshakes("a", 50) == 20
     assert limits.begin_handshake("a") == "this host begins more than 2 handshakes per second"
-    assert begun("b", 50) == 20
+    assert accepted_handshakes("b", 50) == 20
     now_s += 3.0
-    assert begun("a", 50) == 6
+    assert accepted_handshakes("a", 50) == 6
     now_s += 1_000.0
-    assert begun("a", 50) == 20
+    assert accepted_handshakes("a", 50) == 20
 
 
 def test_the_memory_for_hosts_is_limited(monkeypatch):
@@ -87,7 +93,7 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
 
 
 @run_on_loop
-async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
+async def test_handshakes_alternate_between_hosts_with_pauses():
     scheduled: list[tuple[float, Callable[[], None]]] = []
     turns = HandshakeQueue(lambda pause_s, call: scheduled.append((pause_s, call)))
     added = {}
@@ -97,15 +103,15 @@ async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
         host = name if ":" in name else name[0]
         turns.add(host, added[name], lambda name=name: name in closed)
     added["a2"].cancel()
-    begun, pauses_s = ["a2"], []
+    started, pauses_s = ["a2"], []
     while scheduled:
         ((pause_s, begin_one),) = scheduled
         pauses_s.append(pause_s)
         scheduled.clear()
         begin_one()
-        begun += [name for name, turn in added.items() if turn.done() and name not in begun]
-    assert begun == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
-    # No pause before the first one and after those that have closed; one after the last one.
+        started += [name for name, turn in added.items() if turn.done() and name not in started]
+    assert started == ["a2", "a1", "b1", "2001:db8::1", "c1", "2001:db8::2", "a3"]
+    # No pause before the first handshake or after closed connections; one after the last.
     pause = port_limits.HANDSHAKE_PAUSE_S
     assert pauses_s == [0, pause, 0, pause, 0, pause, pause]
 
@@ -130,11 +136,11 @@ async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
     files, caplog, monkeypatch
 ):
     tls._LAST_LOGGED.clear()
-    # On a busy machine dials are slow, so the time of the rate stands still.
+    # On a busy machine dials are slow, so the clock of the rate is stopped.
     stopped = functools.partial(HandshakeLimits, clock_s=lambda: 0.0)
     monkeypatch.setattr(tls_port, "HandshakeLimits", stopped)
     async with open_port(files, handshake_burst_max=10, handshakes_per_s_max=1) as port:
-        context = tls.dial_context(ClientConfig(), trusting(files))
+        context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
         rejected = 0
         for _ in range(16):
             try:
@@ -169,22 +175,22 @@ class OneLink:
         self.aborted.append(reason)
 
 
-def test_unauthorized_links_have_a_quarter_of_the_links_and_one_host_half_of_that():
+def test_unauthorized_links_are_limited_in_total_and_by_host():
     limits, rejection = (
         LinkLimits(40),
         "the limit of connections of principals without permissions is reached",
     )
     unauthorized = [OneLink(is_unauthorized=True) for _ in range(6)]
     assert [limits.add_link(each) for each in unauthorized] == [""] * 5 + [rejection]
-    elsewhere = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
-    assert [limits.add_link(each) for each in elsewhere] == [""] * 5 + [rejection]
+    links_of_other_hosts = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
+    assert [limits.add_link(each) for each in links_of_other_hosts] == [""] * 5 + [rejection]
     unauthorized[3].is_unauthorized = False  # its token was accepted
     assert limits.add_link(unauthorized[5]) == ""
     others = [OneLink() for _ in range(30)]
     assert [limits.add_link(each) for each in others] == [""] * 29 + [
         "the limit of connections is reached"
     ]
-    for each in (*unauthorized, *elsewhere, *others):
+    for each in (*unauthorized, *links_of_other_hosts, *others):
         limits.remove_link(each)
     assert limits._unauthorized == {}
     assert limits.add_link(unauthorized[0]) == ""
@@ -260,8 +266,8 @@ async def test_incomplete_frames_of_real_connections_are_limited():
 ONLY_READ = dataclasses.replace(GRANTED, grants=(Grant("spark-etl", False, READ, ((1, 1),)),))
 
 
-async def dialed_to(port, files):
-    context = tls.dial_context(ClientConfig(), trusting(files))
+async def dial_port(port, files):
+    context = tls.dial_context(ClientConfig(), trusting_connect_string(files))
     return await net.dial(WireProtocol.STORAGE, port.address, ssl=context)
 
 
@@ -270,11 +276,11 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
     monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", TEST_TIMEOUT_S)
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
-        known = await dialed_to(port, files)
+        known = await dial_port(port, files)
         known.send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await known.receive()
         monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", 0.2)
-        silent, asking = [await dialed_to(port, files) for _ in range(2)]
+        silent, asking = [await dial_port(port, files) for _ in range(2)]
         sides = port.peer.links
         assert [each.is_unauthorized for each in sides] == [False, True, True]
         error = sides[2].denial(Heartbeat(1, 0, 3))
@@ -298,16 +304,16 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
     monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", TEST_TIMEOUT_S)
     async with open_port(files, access="on") as port:
         port.apply(limited)
-        links = [await dialed_to(port, files) for _ in range(3)]
+        links = [await dial_port(port, files) for _ in range(3)]
         sides = port.peer.links
         for side in (*sides, sides[0]):
             side._on_tick()
         assert "anonymous exceeds its limit of 1 connections" in sides[1].closed_reason
         assert [each.is_closed for each in sides] == [False, True, True]
-        # A token that comes later makes it one of another principal.
+        # A token that arrives later changes the principal of the connection.
         links[0].send(authentication.credential_message(WireProtocol.STORAGE, 4, SECRET))
         await links[0].receive()
-        links.append(await dialed_to(port, files))
+        links.append(await dial_port(port, files))
         sides[3]._on_tick()
         assert [each.is_closed for each in sides] == [False, True, True, False]
         for each in links:
@@ -322,7 +328,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
 async def test_an_unauthorized_link_may_send_small_frames_only(files, access, secret, is_closed):
     async with open_port(files, access=access) as port:
         port.apply(ONLY_READ)
-        link = await dialed_to(port, files)
+        link = await dial_port(port, files)
         if secret is not None:
             link.send(authentication.credential_message(WireProtocol.STORAGE, 4, secret))
             await link.receive()
@@ -336,10 +342,10 @@ async def test_an_unauthorized_link_may_send_small_frames_only(files, access, se
 
 
 @run_on_loop
-async def test_a_token_that_is_not_valid_gives_no_permission(files):
+async def test_an_invalid_token_gives_no_permission(files):
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
-        link = await dialed_to(port, files)
+        link = await dial_port(port, files)
         link.send(authentication.credential_message(WireProtocol.STORAGE, 4, EXPIRED))
         await link.wait_closed()
         assert [each.is_unauthorized for each in port.peer.links] == [True]
@@ -350,7 +356,7 @@ async def test_a_token_that_is_not_valid_gives_no_permission(files):
 
 
 @run_on_loop
-async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
+async def test_variants_of_a_protocol_error_are_logged_once(caplog):
     tls._LAST_LOGGED.clear()
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
@@ -369,7 +375,7 @@ async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
     await listener.close()
 
 
-def test_the_addresses_of_a_network_share_their_lines_in_the_log(monkeypatch):
+def test_addresses_of_one_network_share_a_log_limit(monkeypatch):
     monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     same = [f"2001:db8::{number:x}" for number in range(9)]
     others = ["2001:db8:0:1::1", "10.0.0.1", "10.0.0.2", "[2001:db8::1]:99", "[2001:db8::2]:99"]

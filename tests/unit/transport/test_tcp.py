@@ -24,8 +24,8 @@ def info(*, retransmits=0, probes=0, unacked=0, last_ack_ms=0):
 @pytest.mark.parametrize(
     ("found", "silence_ms"),
     [
-        (info(last_ack_ms=60_000), None),  # nothing was sent
-        (info(unacked=3, last_ack_ms=60_000), None),  # sent a moment ago
+        (info(last_ack_ms=60_000), None),  # no data was sent
+        (info(unacked=3, last_ack_ms=60_000), None),  # data was just sent
         (info(unacked=3, retransmits=5, last_ack_ms=9_000), None),
         (info(unacked=3, retransmits=5, last_ack_ms=11_000), 11_000),
         (info(probes=1, last_ack_ms=60_000), None),  # a full window; the last probe is under way
@@ -39,7 +39,7 @@ def test_a_host_that_acknowledges_nothing_for_long_is_considered_dead(found, sil
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system has no TCP_INFO")
 def test_a_peer_that_reads_nothing_is_not_considered_dead():
-    """Its window is full, and its host answers."""
+    """The window of the peer is full, and its host answers."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as ours,
@@ -51,7 +51,7 @@ def test_a_peer_that_reads_nothing_is_not_considered_dead():
         with contextlib.suppress(BlockingIOError):
             while True:
                 ours.send(bytes(65_536))
-        # Until the kernel has probed the full window several times, and was answered.
+        # Until the kernel has probed the full window several times and received answers.
         while ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[BACKOFF] < 3:
             time.sleep(0.01)
         assert tcp.silence_ms(ours) is None

@@ -29,7 +29,7 @@ BEGIN_S = 10.0
 
 
 class Connection:
-    """The access of a connection, what was passed on, and when."""
+    """The access of a connection, with the forwarded requests and their times."""
 
     def __init__(self, quota=None, **limits):
         self.loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ async def test_requests_wait_in_order_and_the_connection_is_not_read():
     assert connection.throttle.is_pausing
     assert 10 <= len(connection.passed) < 15
     await pass_time(0.2)
-    connection.throttle.receive(appends(16, 16))  # it was in a buffer
+    connection.throttle.receive(appends(16, 16))  # the request was buffered
     await pass_time(2)
     assert not connection.throttle.is_pausing
     assert connection.sequences == [*range(1, 17)]
@@ -133,15 +133,15 @@ async def test_a_large_rejected_request_counts_as_several():
 
 
 @run_on_virtual_loop
-async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mount():
+async def test_after_an_append_over_a_limit_later_appends_are_not_charged():
     connection = Connection(bytes_per_s=1_000)
     connection.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
     await pass_time(3)
     connection.throttle.receive(appends(3, 5, bytes(9_000)))
     assert connection.rejections == [False] + [True] * 4
     other = AppendRequest(ReqId(9, 2, 3, 1), 0, (), (), (), 0, b"", 0)
-    mount = MountWriter(ReqId(1, 2, 3, -1), 1, 0, wants_feed=False)
-    connection.throttle.receive([other, mount, *appends(3, 3)])
+    mount_message = MountWriter(ReqId(1, 2, 3, -1), 1, 0, wants_feed=False)
+    connection.throttle.receive([other, mount_message, *appends(3, 3)])
     await pass_time(2)
     assert connection.rejections == [False] + [True] * 4 + [False] * 3
 
@@ -163,7 +163,7 @@ async def test_the_connections_of_a_principal_share_its_limit_evenly():
 
 
 @run_on_virtual_loop
-async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate():
+async def test_ranges_are_charged_when_sent_at_a_part_of_the_rate():
     connection = Connection(bytes_per_s=1_000_000)
     ranged = RangeRequest(ReqId(-1, 0, 3, -9), 0, 9, 4_000_000, 0, ())
     connection.throttle.receive([ranged])
@@ -182,17 +182,17 @@ async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate
     connection.throttle.receive([ranged])
     _, retry_ms, _ = connection.passed[2]
     assert 1_400 <= retry_ms <= 1_600
-    assert connection.passed[2][0] is ranged  # `denial` finds its error
+    assert connection.passed[2][0] is ranged  # `denial` finds the error of this object
 
 
-async def feed(made, frames, *, count=1_000):
+async def feed(connection, frames, *, count=1_000):
     """Send frames of a feed as soon as it is not paused; return how long that took."""
-    begun_s = made.loop.time()
+    begun_s = connection.loop.time()
     for number in range(frames):
-        while made.throttle.is_pausing_feeds:
+        while connection.throttle.is_pausing_feeds:
             await pass_time(0.005)
-        made.throttle.on_sent(feed_frame(number * count, count))
-    return made.loop.time() - begun_s
+        connection.throttle.on_sent(feed_frame(number * count, count))
+    return connection.loop.time() - begun_s
 
 
 def feed_frame(first, count, headers=b""):
@@ -200,7 +200,7 @@ def feed_frame(first, count, headers=b""):
 
 
 @run_on_virtual_loop
-async def test_a_feed_gets_the_rate_of_its_limit_and_counts_what_a_filter_leaves_out():
+async def test_a_feed_is_charged_for_filtered_headers_too():
     connection = Connection(bytes_per_s=100_000)
     took_s = await feed(connection, 30)  # 20 KB each: 600 KB, of which the burst is in advance
     assert 4.6 <= took_s <= 5.3
@@ -258,7 +258,7 @@ async def test_a_flood_of_requests_does_not_stop_a_feed():
 
 
 @run_on_virtual_loop
-async def test_a_range_with_a_filter_counts_what_it_leaves_out():
+async def test_a_range_is_charged_for_filtered_transactions_too():
     connection = Connection(bytes_per_s=1_000_000)
     lineage = (object(),)
     answers = (
@@ -294,40 +294,40 @@ def mount_id(partition, sequence=-1):
     return ReqId(7, 0, partition, sequence)
 
 
-def mount(made, partition, *, wants_feed=True, sequence=-1):
+def request_mount(connection, partition, *, wants_feed=True, sequence=-1):
     """Request a mount; return the pause if it is rejected."""
     message = MountWriter(mount_id(partition, sequence), 1, 0, wants_feed)
-    made.throttle.receive([message])
-    return made.passed[-1][1]
+    connection.throttle.receive([message])
+    return connection.passed[-1][1]
 
 
-def mounted(made, partition, sequence=-1):
-    made.throttle.on_sent(Mounted(mount_id(partition, sequence), 1, 0, 1, 1, 1))
+def answer_mount(connection, partition, sequence=-1):
+    connection.throttle.on_sent(Mounted(mount_id(partition, sequence), 1, 0, 1, 1, 1))
 
 
-def failed(made, partition, sequence=-1):
-    made.throttle.on_sent(ErrorResponse(mount_id(partition, sequence), 42, False, "x"))
+def answer_with_error(connection, partition, sequence=-1):
+    connection.throttle.on_sent(ErrorResponse(mount_id(partition, sequence), 42, False, "x"))
 
 
 @run_on_virtual_loop
 async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
     connection = Connection(feeds=1)
-    assert mount(connection, 1) is None
-    mounted(connection, 1)
-    assert mount(connection, 1) is None
-    failed(connection, 1)  # the earlier one may still be there
-    assert mount(connection, 2) == 1_000
+    assert request_mount(connection, 1) is None
+    answer_mount(connection, 1)
+    assert request_mount(connection, 1) is None
+    answer_with_error(connection, 1)  # the earlier mount may still exist
+    assert request_mount(connection, 2) == 1_000
     await pass_time(2)
-    assert mount(connection, 1, wants_feed=False) is None
-    assert mount(connection, 2) == 1_000
-    mounted(connection, 1)
-    assert mount(connection, 2) is None
-    failed(connection, 2, sequence=5)  # an append
+    assert request_mount(connection, 1, wants_feed=False) is None
+    assert request_mount(connection, 2) == 1_000
+    answer_mount(connection, 1)
+    assert request_mount(connection, 2) is None
+    answer_with_error(connection, 2, sequence=5)  # an append
     assert len(connection.quota.feeds) == 1
-    failed(connection, 2)
-    assert mount(connection, 3) is None
+    answer_with_error(connection, 2)
+    assert request_mount(connection, 3) is None
     connection.throttle.on_feeds_ended(3)
-    assert mount(connection, 4) is None
+    assert request_mount(connection, 4) is None
     connection.quota.remove_connection(connection)
     assert connection.quota.feeds == {}
 
@@ -336,46 +336,46 @@ async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
 async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
     connection = Connection(feeds=1)
     other = Connection(connection.quota)
-    assert mount(connection, 1) is None
-    mounted(connection, 1)
-    failed(connection, 1)  # of a range with the ID of the mount
-    assert mount(other, 1) is None
-    failed(other, 1)  # a proof that is not valid
-    assert mount(connection, 2) == 1_000
+    assert request_mount(connection, 1) is None
+    answer_mount(connection, 1)
+    answer_with_error(connection, 1)  # of a range with the ID of the mount
+    assert request_mount(other, 1) is None
+    answer_with_error(other, 1)  # a proof that is not valid
+    assert request_mount(connection, 2) == 1_000
     connection.throttle.on_feeds_ended(1)
     # The error comes before the mount is done.
-    assert mount(connection, 3) is None
-    failed(connection, 3)
-    mounted(connection, 3)
-    assert mount(connection, 4) == 1_000
+    assert request_mount(connection, 3) is None
+    answer_with_error(connection, 3)
+    answer_mount(connection, 3)
+    assert request_mount(connection, 4) == 1_000
     connection.throttle.on_feeds_ended(3)
-    assert mount(connection, 5) is None
-    failed(connection, 5)
-    assert mount(connection, 6) is None
-    mounted(connection, 6)
+    assert request_mount(connection, 5) is None
+    answer_with_error(connection, 5)
+    assert request_mount(connection, 6) is None
+    answer_mount(connection, 6)
     assert not connection.is_ended
-    mounted(connection, 5)
+    answer_mount(connection, 5)
     assert connection.is_ended
 
 
 @run_on_virtual_loop
-async def test_mounts_that_fail_leave_nothing():
+async def test_failed_mounts_leave_no_state():
     connection = Connection(connections=9)
     for partition in range(100):
-        assert mount(connection, partition, sequence=5) is None
-        failed(connection, partition, sequence=5)
+        assert request_mount(connection, partition, sequence=5) is None
+        answer_with_error(connection, partition, sequence=5)
         connection.throttle.receive([MountRequest(mount_id(partition), 0, 0)])
         connection.throttle.on_sent(MountResponse(mount_id(partition), MountState.NOT_READY))
     assert connection.quota.feeds == {}
     assert connection.throttle._mounts == {}
     for number in range(throttle.MOUNTS_MAX + 1):
         assert not connection.is_ended
-        mount(connection, 1, sequence=number)
+        request_mount(connection, 1, sequence=number)
     assert connection.is_ended
 
 
 @run_on_virtual_loop
-async def test_a_closed_connection_passes_nothing_on():
+async def test_a_closed_connection_forwards_no_requests():
     connection = Connection(appends_per_s=10)
     connection.throttle.receive(appends(1, 15))
     passed = len(connection.passed)
@@ -385,7 +385,7 @@ async def test_a_closed_connection_passes_nothing_on():
 
 
 @run_on_virtual_loop
-async def test_without_limits_waiting_requests_are_passed_on():
+async def test_removing_the_limits_releases_waiting_requests():
     connection = Connection(appends_per_s=1)
     connection.throttle.receive(appends(1, 3))
     connection.quota = None  # a revision has removed them
@@ -397,11 +397,11 @@ async def test_without_limits_waiting_requests_are_passed_on():
 
 
 @run_on_virtual_loop
-async def test_a_feed_continues_soon_after_a_higher_limit():
+async def test_a_higher_limit_resumes_a_feed_soon():
     connection = Connection(bytes_per_s=1_000)
     connection.quota.charge_sent_bytes(
         1_000_000, connection.now_ns
-    )  # a large range, which is paid for in 1,000 s
+    )  # a large range, which takes 1,000 s at this rate
     connection.throttle.on_feed_sent(10_000)
     await pass_time(10)
     assert connection.throttle.is_pausing_feeds

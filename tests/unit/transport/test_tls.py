@@ -57,7 +57,7 @@ def test_a_dial_verifies_the_configured_properties(files, verify, mode, is_name_
     assert len(context.get_ca_certs()) == (verify != "nothing")
 
 
-def test_without_authorities_those_of_the_system_are_trusted(files, monkeypatch):
+def test_without_authorities_the_system_authorities_are_trusted(files, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", files.authorities)
     context = tls.dial_context(ClientConfig(tls="on"), "")
     assert context is not None
@@ -65,14 +65,14 @@ def test_without_authorities_those_of_the_system_are_trusted(files, monkeypatch)
 
 
 def test_the_connect_string_contains_a_tls_file_or_a_mode(files):
-    for place, count, mode in (
+    for location, count, mode in (
         (files.authorities, 1, ssl.CERT_REQUIRED),
         ("unverified", 0, ssl.CERT_NONE),
         ("on", None, ssl.CERT_REQUIRED),
     ):
         for context in (
-            tls.dial_context(PLAIN, f"{CONNECT}?tls={place}"),
-            tls.dial_context_for(place),
+            tls.dial_context(PLAIN, f"{CONNECT}?tls={location}"),
+            tls.dial_context_for(location),
         ):
             assert context is not None
             assert context.verify_mode is mode
@@ -105,14 +105,14 @@ def test_a_settings_file_names_files_in_its_own_directory(tmp_path: Path):
         tls.dial_context_for(str(file))
 
 
-def test_settings_win_over_the_connect_string(files, tmp_path):
+def test_settings_override_the_connect_string(files, tmp_path):
     connect = f"{CONNECT}?tls={tmp_path / 'absent.pem'}"
     assert tls.dial_context(ClientConfig(tls="off"), connect) is None
     config = ClientConfig(tls_authorities=files.authorities, tls_verify="chain")
     context = tls.dial_context(config, connect)
     assert context is not None
     assert not context.check_hostname
-    # The connect string supplies what the daemon's settings lack.
+    # The connect string supplies settings that the daemon does not have.
     both = server(
         connect=f"{CONNECT}?tls={files.authorities}",
         tls_certificate=files.certificate,
@@ -135,7 +135,9 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
         ({"tls_authorities": "{authorities}", "tls_verify": "nothing"}, ssl.CERT_NONE, False),
     ],
 )
-def test_an_unverified_connect_string_weakens_no_setting(files, settings, mode, is_name_checked):
+def test_an_unverified_connect_string_does_not_weaken_settings(
+    files, settings, mode, is_name_checked
+):
     given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
     context = tls.dial_context(ClientConfig(**given), f"{CONNECT}?tls=unverified")
     assert context is not None
@@ -143,7 +145,7 @@ def test_an_unverified_connect_string_weakens_no_setting(files, settings, mode, 
     assert context.check_hostname is is_name_checked
 
 
-def test_a_file_of_settings_that_checks_less_weakens_no_setting(tmp_path):
+def test_a_tls_file_does_not_weaken_settings(tmp_path):
     file = tmp_path / "tls.toml"
     file.write_text('tls_verify = "nothing"\n')
     context = tls.dial_context(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
@@ -203,7 +205,7 @@ def test_tls_files_without_the_tls_setting_are_an_error(files):
     )
 
 
-def test_files_that_cannot_be_used_are_named(files, tmp_path):
+def test_the_error_names_unusable_files(files, tmp_path):
     for name in ("tls_certificate", "tls_key", "tls_authorities"):
         settings = files.settings | {name: str(tmp_path / "absent.pem")}
         with pytest.raises(
@@ -283,19 +285,19 @@ def test_invalid_tls_values_are_rejected(settings, problem):
         ClientConfig(**settings)
 
 
-OUTSIDE = {"listen_host": "10.1.2.3"}
+NETWORK_ADDRESS = {"listen_host": "10.1.2.3"}
 PROTECTED = {"tls": "on", "access": "on"}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1"])
-def test_a_daemon_on_this_machine_needs_no_protection(caplog, host):
+def test_a_daemon_on_a_loopback_address_needs_no_protection(caplog, host):
     for make_config in (server, storage):
         tls.check_network(make_config(listen_host=host))
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "storage1"])
-def test_a_daemon_of_a_network_is_protected_or_does_not_start(caplog, host):
+def test_a_daemon_on_a_network_address_requires_protection(caplog, host):
     settings = {"listen_host": host, "advertised_host": "here"}
     both = 'tls = "on" and access = "on"'
     for make_config in (server, storage):
@@ -326,7 +328,7 @@ def test_a_daemon_of_a_network_is_protected_or_does_not_start(caplog, host):
 )
 def test_the_error_names_each_missing_setting(settings, missing):
     with pytest.raises(BadConfig, match=f"requires {missing}. Hint:.* insecure_network = true"):
-        tls.check_network(server(**OUTSIDE, **settings))
+        tls.check_network(server(**NETWORK_ADDRESS, **settings))
 
 
 def test_open_znodes_of_permissions_are_logged(caplog):
@@ -334,7 +336,7 @@ def test_open_znodes_of_permissions_are_logged(caplog):
     assert "access.znodes_unprotected" in caplog.text
 
 
-def test_with_a_transition_only_dial_connects_with_tls(files):
+def test_transition_dial_connects_with_tls_and_accept_with_plain_tcp(files):
     settings = files.settings
     for transition, has_tls in (("", True), ("accept", False), ("dial", True)):
         config = server(**settings, tls_transition=transition)
@@ -353,7 +355,7 @@ def test_with_a_transition_only_dial_connects_with_tls(files):
         ),
     ],
 )
-def test_a_transition_leads_to_tls(settings, found):
+def test_an_invalid_transition_setting_is_an_error(settings, found):
     for make_config in (server, storage):
         with pytest.raises(BadConfig, match=found):
             tls.listen_context(make_config(**settings))
@@ -393,7 +395,7 @@ def test_other_errors_than_tls_are_reported_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "settings", "complaint"),
+    ("hosts", "settings", "message"),
     [
         (("127.0.0.1",), {}, ""),
         (("waltz.example",), {"advertised_host": "waltz.example"}, ""),
@@ -405,18 +407,18 @@ def test_other_errors_than_tls_are_reported_unchanged():
     ],
 )
 def test_a_certificate_for_another_host_is_reported_at_the_start(
-    tmp_path, caplog, hosts, settings, complaint
+    tmp_path, caplog, hosts, settings, message
 ):
     shown = create_certificates(tmp_path, hosts=hosts)
     for make_config in (server, storage):
         caplog.clear()
         assert tls.listen_context(make_config(**shown.settings, **settings)) is not None
-        assert ("tls.certificate_mismatch" in caplog.text) == bool(complaint)
-        assert complaint in caplog.text
+        assert ("tls.certificate_mismatch" in caplog.text) == bool(message)
+        assert message in caplog.text
 
 
 def test_a_certificate_that_peers_reject_is_reported_at_the_start(tmp_path, caplog):
-    key = ec.generate_private_key(ec.SECP256K1())  # no curve of TLS 1.3, nor of our contexts
+    key = ec.generate_private_key(ec.SECP256K1())  # not a curve of TLS 1.3 or of the contexts here
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waltz")])
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), 1)

@@ -1,4 +1,4 @@
-"""Handshakes over real sockets: which peers are accepted, and what each side reports."""
+"""Handshakes over real sockets: accepted and rejected peers, and the errors on both sides."""
 
 import asyncio
 import contextlib
@@ -33,12 +33,12 @@ def logged(caplog, monkeypatch):
     return lambda: "\n".join(each.getMessage() for each in caplog.records)
 
 
-def listening(files, **settings):
+def listen_context(files, **settings):
     server_settings = {"tls_require_certificate": False} | files.settings | settings
     return tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", **server_settings))
 
 
-def trusting(files, **settings):
+def dial_context(files, **settings):
     """The context of a client without a certificate."""
     server_settings = {"tls": "on", "tls_authorities": files.authorities} | settings
     return tls.dial_context(ClientConfig(**server_settings), "")
@@ -56,7 +56,7 @@ async def open_port(context):
 
 
 @contextlib.asynccontextmanager
-async def linked(address, context, protocol=WireProtocol.STORAGE):
+async def dial(address, context, protocol=WireProtocol.STORAGE):
     link = await net.dial(protocol, address, ssl=context)
     try:
         yield link
@@ -73,11 +73,11 @@ SENT = [raw(size, n) for n, size in enumerate((0, 16 * 1024, 15 * MIB, 1, 300_00
 SMALL = [Appended(1, n, 3, n) for n in range(4_000)]
 
 
-async def there_and_back(files):
-    """Send more than any buffer holds; return what arrives, and what is returned."""
+async def send_and_return(files):
+    """Send more data than the buffers hold, both ways; return what both sides receive."""
     async with (
-        open_port(listening(files)) as (peer, _, address),
-        linked(address, trusting(files)) as link,
+        open_port(listen_context(files)) as (peer, _, address),
+        dial(address, dial_context(files)) as link,
     ):
         for message in SENT:
             link.send(message)
@@ -95,7 +95,7 @@ async def there_and_back(files):
 
 @pytest.mark.parametrize("run", [net.run, asyncio.run], ids=["of a daemon", "of a notebook"])
 def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
-    arrived, back = run(asyncio.wait_for(there_and_back(files), TEST_TIMEOUT_S))
+    arrived, back = run(asyncio.wait_for(send_and_return(files), TEST_TIMEOUT_S))
     assert arrived == SENT + SMALL
     assert back == SENT
 
@@ -103,19 +103,22 @@ def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
 @pytest.mark.parametrize("spoken", ["TLSv1.2", "TLSv1.3"])
 @run_on_loop
 async def test_peers_of_this_version_use_tls_1_3_and_clients_may_use_1_2(files, spoken):
-    context = trusting(files)
+    context = dial_context(files)
     if spoken == "TLSv1.2":
         context.maximum_version = ssl.TLSVersion.TLSv1_2
-    async with open_port(listening(files)) as (peer, _, address), linked(address, context) as link:
+    async with (
+        open_port(listen_context(files)) as (peer, _, address),
+        dial(address, context) as link,
+    ):
         assert link._transport.get_extra_info("ssl_object").version() == spoken
         link.send(Appended(1, 7, 3, 9))
         await poll_until(lambda: peer.messages)
 
 
 @run_on_loop
-async def test_an_abort_is_detected_at_once(files):
-    async with open_port(listening(files)) as (peer, _, address):
-        link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
+async def test_an_aborted_connection_is_detected_at_once(files):
+    async with open_port(listen_context(files)) as (peer, _, address):
+        link = await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
         await poll_until(lambda: peer.links)
         link.abort("enough")
         await link.wait_closed()
@@ -126,8 +129,8 @@ async def test_an_abort_is_detected_at_once(files):
 @run_on_loop
 async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
     monkeypatch.setattr(net, "CLOSE_S_MAX", 0.1)
-    async with open_port(listening(files)) as (peer, _, address):
-        link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
+    async with open_port(listen_context(files)) as (peer, _, address):
+        link = await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
         await poll_until(lambda: peer.links)
         peer.links[0].pause_reading()
         for n in range(30):
@@ -141,26 +144,26 @@ async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
 # ---------------------------------------------------------------------------------------------
 # a 0.13 peer (docs/design/wire-format.md 1.2 and 1.3)
 
-ORIGINALS = {
+HELLOS_OF_0_13 = {
     WireProtocol.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),
     WireProtocol.STORAGE: ((0,), "Waltz Storage Server"),
     WireProtocol.ADMIN: ((0,), "Waltz Storage Admin Server"),
 }
 
 
-def original_hello(versions, text):
+def hello_of_0_13(versions, text):
     payload = struct.pack(f">i{len(versions)}h", len(versions), *versions)
     payload += struct.pack(">i", len(text)) + text.encode()
     return b"H" + struct.pack(">hi", 0, len(payload)) + payload
 
 
 @contextlib.asynccontextmanager
-async def original(protocol, directory):
+async def daemon_of_0_13(protocol, directory):
     """A daemon of 0.13: TLS 1.2, a self-signed certificate; yield address and hellos."""
     hellos = []
 
     async def greet(reader, writer):
-        writer.write(original_hello(*ORIGINALS[protocol]))
+        writer.write(hello_of_0_13(*HELLOS_OF_0_13[protocol]))
         head = await reader.readexactly(7)
         hellos.append(head + await reader.readexactly(struct.unpack(">i", head[3:])[0]))
         while await reader.read(1024):
@@ -175,15 +178,15 @@ async def original(protocol, directory):
         yield f"{ANY}:{server.sockets[0].getsockname()[1]}", hellos
 
 
-@pytest.mark.parametrize("protocol", ORIGINALS)
+@pytest.mark.parametrize("protocol", HELLOS_OF_0_13)
 @run_on_loop
 async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
-    async with original(protocol, tmp_path) as (address, hellos):
+    async with daemon_of_0_13(protocol, tmp_path) as (address, hellos):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid"):
             await net.dial(protocol, address, ssl=tls.dial_context_for("on"))
-        # Which versions both speak is another question.
+        # The common versions do not matter here.
         with contextlib.suppress(RemoteProtocolError):
-            async with linked(address, tls.dial_context_for("unverified"), protocol):
+            async with dial(address, tls.dial_context_for("unverified"), protocol):
                 pass
         await poll_until(lambda: hellos)
     assert hellos[0][:3] == b"H\0\0"
@@ -191,15 +194,15 @@ async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
 
 @run_on_loop
 async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
-    """Its connector checks nothing, and presents an unsigned certificate on request."""
+    """A 0.13 client verifies nothing, and presents a self-signed certificate on request."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     untrusted = create_certificates(tmp_path, name="nobodys")
     context.load_cert_chain(untrusted.certificate, untrusted.key)
-    async with open_port(listening(files)) as (peer, _, address):
+    async with open_port(listen_context(files)) as (peer, _, address):
         reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
-        writer.write(original_hello((0, 1), "Waltz Storage Client"))
+        writer.write(hello_of_0_13((0, 1), "Waltz Storage Client"))
         assert (await reader.readexactly(3)) == b"H\0\0"
         await poll_until(lambda: peer.links)
         writer.close()
@@ -211,7 +214,7 @@ async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
 
 @run_on_loop
 async def test_both_sides_report_plain_tcp_at_a_tls_port(files, logged):
-    async with open_port(listening(files)) as (_, listener, address):
+    async with open_port(listen_context(files)) as (_, listener, address):
         text = f"{address}: expected plain TCP, found TLS. Hint: the peer expects TLS; add ?tls="
         with pytest.raises(TlsFailed, match=re.escape(text)):
             await net.dial(WireProtocol.STORAGE, address)
@@ -226,7 +229,7 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
             await net.dial(WireProtocol.STORAGE, address)
         await poll_until(lambda: not listener._tls_port._limits._count)
 
-    async with open_port(listening(files)) as (_, listener, address):
+    async with open_port(listen_context(files)) as (_, listener, address):
         for _ in range(5):
             await plain_to_tls()
         assert logged().count("tls.handshake_failed peer=127.0.0.1 error=") == 1
@@ -242,17 +245,17 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
 async def test_both_sides_report_tls_at_a_plain_port(files, logged):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsFailed, match=f"{address}: expected TLS, found plain TCP"):
-            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
+            await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
         await poll_until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in logged())
         assert f"peer={address} error=expected TLS, found plain TCP" in logged()
 
 
 @run_on_loop
 async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_path, logged):
-    async with open_port(listening(files)) as (_, _, address):
+    async with open_port(listen_context(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid: unable to"):
             await net.dial(
-                WireProtocol.STORAGE, address, ssl=trusting(create_certificates(tmp_path))
+                WireProtocol.STORAGE, address, ssl=dial_context(create_certificates(tmp_path))
             )
         await poll_until(lambda: "It may not trust the certificate" in logged())
 
@@ -260,27 +263,27 @@ async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_p
 @run_on_loop
 async def test_a_certificate_for_another_host_is_reported(tmp_path):
     files = create_certificates(tmp_path, hosts=("storage1.example",))
-    async with open_port(listening(files)) as (_, _, address):
+    async with open_port(listen_context(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match=r"not valid: .*IP address mismatch"):
-            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
-        async with linked(address, trusting(files, tls_verify="chain")):
+            await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
+        async with dial(address, dial_context(files, tls_verify="chain")):
             pass
-        async with linked(address, trusting(create_certificates(tmp_path), tls_verify="nothing")):
+        async with dial(address, dial_context(create_certificates(tmp_path), tls_verify="nothing")):
             pass
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @run_on_loop
 async def test_both_sides_report_a_missing_certificate(files, version, logged):
-    required = listening(files, tls_require_certificate=True)
+    required = listen_context(files, tls_require_certificate=True)
     async with open_port(required) as (peer, _, address):
-        context = trusting(files)
+        context = dial_context(files)
         context.maximum_version = version
         with pytest.raises(TlsFailed, match=r"expects? a certificate"):
             await net.dial(WireProtocol.STORAGE, address, ssl=context)
         await poll_until(lambda: "expected a certificate of the peer, found none" in logged())
         assert peer.links == []
-        async with linked(address, tls.dial_context(ClientConfig(**files.settings), "")):
+        async with dial(address, tls.dial_context(ClientConfig(**files.settings), "")):
             pass
 
 
@@ -288,7 +291,7 @@ async def test_both_sides_report_a_missing_certificate(files, version, logged):
 async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, logged):
     stranger = create_certificates(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
-    async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
+    async with open_port(listen_context(files, tls_require_certificate=True)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the peer rejects the certificate of this process:"):
             await net.dial(
                 WireProtocol.STORAGE, address, ssl=tls.dial_context(ClientConfig(**settings), "")
@@ -297,7 +300,7 @@ async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, logg
 
 
 def hello_of_tls_1_1():
-    """A ClientHello that offers nothing newer, as a client of that time sends it."""
+    """A ClientHello that offers no newer version, as old clients send it."""
     ciphers = struct.pack(">H2H", 4, 0xC013, 0x002F)
     body = struct.pack(">H", 0x0302) + bytes(32) + b"\0" + ciphers + b"\1\0"
     handshake = b"\1" + len(body).to_bytes(3, "big") + body
@@ -306,7 +309,7 @@ def hello_of_tls_1_1():
 
 @run_on_loop
 async def test_tls_1_1_is_rejected(files, logged):
-    async with open_port(listening(files)) as (_, _, address):
+    async with open_port(listen_context(files)) as (_, _, address):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(hello_of_tls_1_1())
         answer = await reader.read(7)
@@ -319,33 +322,33 @@ async def test_tls_1_1_is_rejected(files, logged):
 @run_on_loop
 async def test_a_port_of_tls_1_1_is_rejected(files):
     with warnings.catch_warnings(action="ignore"):
-        old = listening(files)
+        old = listen_context(files)
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
         old.set_ciphers("ALL:@SECLEVEL=0")
     async with open_port(old) as (_, _, address):
         with pytest.raises(TlsFailed, match=r"no common version: expected TLS 1\.2"):
-            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
+            await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
 
 
 @run_on_loop
-async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, logged):
+async def test_replaced_files_are_used_if_they_are_valid(tmp_path, logged):
     used, new = create_certificates(tmp_path), create_certificates(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
     ports, dials = tls.listen_context(config), tls.dial_context(config, "")
     before = tls.dial_context(ClientConfig(**used.settings), "")
-    async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
+    async with open_port(ports) as (_, _, address), dial(address, dials) as kept:
         shutil.copyfile(new.certificate, used.certificate)
-        tls.reload_files(config, ports, dials)  # of two files that belong together one is there
+        tls.reload_files(config, ports, dials)  # only one of two files that belong together exists
         assert "tls.reload_failed error=setting tls_certificate: " in logged()
-        async with linked(address, before):
+        async with dial(address, before):
             pass
         shutil.copyfile(new.key, used.key)
         shutil.copyfile(new.authorities, used.authorities)
         tls.reload_files(config, ports, dials)
         assert f"tls.reloaded certificate={used.certificate}" in logged()
-        async with linked(address, tls.dial_context(ClientConfig(**new.settings), "")):
+        async with dial(address, tls.dial_context(ClientConfig(**new.settings), "")):
             pass
-        async with linked(address, dials):
+        async with dial(address, dials):
             assert not kept.is_closed
         with pytest.raises(TlsFailed, match="is not valid"):
             await net.dial(WireProtocol.STORAGE, address, ssl=before)
@@ -361,8 +364,8 @@ def of_daemon(files, **settings):
 
 @pytest.mark.parametrize("transition", ["accept", "dial"])
 @run_on_loop
-async def test_a_port_in_transition_accepts_both(files, logged, transition):
-    context = listening(
+async def test_a_port_in_transition_accepts_tls_and_plain_tcp(files, logged, transition):
+    context = listen_context(
         files,
         tls_transition=transition,
         tls_require_certificate=True,
@@ -371,22 +374,22 @@ async def test_a_port_in_transition_accepts_both(files, logged, transition):
     )
     async with (
         open_port(context) as (peer, _, address),
-        linked(address, None) as plain,
-        linked(address, tls.dial_context(of_daemon(files), "")) as encrypted,
+        dial(address, None) as plain,
+        dial(address, tls.dial_context(of_daemon(files), "")) as encrypted,
     ):
         for link in (plain, encrypted):
             link.send(Appended(1, 7, 3, 9))
         await poll_until(lambda: len(peer.messages) == 2)
         assert sorted(each.principal for each in peer.links) == ["anonymous", "localhost"]
         with pytest.raises(TlsFailed, match=r"expects a certificate"):
-            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
-    # Of a plain peer the operator must learn before the transition ends.
+            await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
+    # Operators must know about peers with plain TCP before the transition ends.
     assert ("tls.plain_tcp_accepted peer=127.0.0.1" in logged()) == (transition == "dial")
 
 
 @run_on_loop
 async def test_a_port_in_transition_rejects_other_protocols(files, logged):
-    async with open_port(listening(files, tls_transition="accept")) as (_, listener, _):
+    async with open_port(listen_context(files, tls_transition="accept")) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await reader.read()
@@ -396,7 +399,7 @@ async def test_a_port_in_transition_rejects_other_protocols(files, logged):
 
 
 class ManInTheMiddle:
-    """A man in the middle: `attack` answers a connection; the first bytes of all are kept."""
+    """A man in the middle: `attack` answers each connection; the first bytes are recorded."""
 
     def __init__(self, attack):
         self.first_bytes = []
@@ -419,7 +422,7 @@ class ManInTheMiddle:
 ALERTS = {
     "handshake failure": bytes((tls.ALERT_RECORD, 3, 3, 0, 2, 2, 40)),
     "protocol version": bytes((tls.ALERT_RECORD, 3, 3, 0, 2, 2, 70)),
-    "a hello in plain text": original_hello((64,), "Waltz Storage Server"),
+    "a hello in plain text": hello_of_0_13((64,), "Waltz Storage Server"),
     "nothing": b"",
 }
 
@@ -453,13 +456,13 @@ async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_
 
 @run_on_loop
 async def test_a_connection_without_data_is_not_logged(files, logged):
-    async with open_port(listening(files)) as (_, listener, address):
+    async with open_port(listen_context(files)) as (_, listener, address):
         for is_reset in (False, True, False):
             with socket.create_connection(("127.0.0.1", listener.port)) as closed_connection:
                 closed_connection.setsockopt(
                     socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0)
                 )
-        async with linked(address, trusting(files)):
+        async with dial(address, dial_context(files)):
             pass
         await poll_until(lambda: not listener._tls_port._limits._count)
         assert logged() == ""
@@ -467,7 +470,7 @@ async def test_a_connection_without_data_is_not_logged(files, logged):
 
 def hello_of_client(files, group=None, version=None):
     """The first bytes of a client, which offers all groups or one."""
-    context, outgoing = trusting(files), ssl.MemoryBIO()
+    context, outgoing = dial_context(files), ssl.MemoryBIO()
     if group is not None:
         context.set_ecdh_curve(group)
     if version is not None:
@@ -483,7 +486,7 @@ async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, miss
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
     hello = hello_of_client(files)
     sent = {"all": b"", "most": hello[:2], "the last byte": hello[:-1]}.get(missing, hello)
-    async with open_port(listening(files)) as (_, listener, _):
+    async with open_port(listen_context(files)) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(sent)
         with contextlib.suppress(ConnectionResetError):  # the port has not read the bytes
@@ -496,24 +499,28 @@ async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, miss
 @run_on_loop
 async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 3600.0)
-    async with open_port(listening(files, tls_transition="accept")) as (peer, listener, address):
-        begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(100)]
+    async with open_port(listen_context(files, tls_transition="accept")) as (
+        peer,
+        listener,
+        address,
+    ):
+        connections = [await asyncio.open_connection(ANY, listener.port) for _ in range(100)]
         hello = hello_of_tls_1_1()
-        for number, (_, writer) in enumerate(begun):
-            writer.write(hello[: number % len(hello)])  # also nothing at all
-        await poll_until(lambda: listener._tls_port._limits._count == len(begun))
-        for context in (trusting(files), None):
-            async with linked(address, context) as link:
+        for number, (_, writer) in enumerate(connections):
+            writer.write(hello[: number % len(hello)])  # includes zero bytes
+        await poll_until(lambda: listener._tls_port._limits._count == len(connections))
+        for context in (dial_context(files), None):
+            async with dial(address, context) as link:
                 link.send(Appended(1, 7, 3, 9))
         await poll_until(lambda: len(peer.messages) == 2)
-        assert listener._tls_port._limits._count == len(begun)
-        for _, writer in begun:
+        assert listener._tls_port._limits._count == len(connections)
+        for _, writer in connections:
             writer.transport.abort()
         await poll_until(lambda: not listener._tls_port._limits._count)
 
 
 @run_on_loop
-async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monkeypatch):
+async def test_each_loop_iteration_answers_one_handshake(files, monkeypatch):
     loop, answered = asyncio.get_running_loop(), [0]
     do_handshake = tls._Handshake.do_handshake
 
@@ -528,25 +535,25 @@ async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monk
 
     monkeypatch.setattr(tls._Handshake, "do_handshake", counting)
     hello = hello_of_client(files)
-    async with open_port(listening(files)) as (_, listener, _):
-        begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(50)]
-        await poll_until(lambda: listener._tls_port._limits._count == len(begun))
-        for _, writer in begun:
+    async with open_port(listen_context(files)) as (_, listener, _):
+        connections = [await asyncio.open_connection(ANY, listener.port) for _ in range(50)]
+        await poll_until(lambda: listener._tls_port._limits._count == len(connections))
+        for _, writer in connections:
             writer.write(hello[:-1])
-        for _, writer in begun:
+        for _, writer in connections:
             writer.write(hello[-1:])
-        for reader, _ in begun:
+        for reader, _ in connections:
             await reader.readexactly(1)
-        assert sum(answered) == len(begun)
+        assert sum(answered) == len(connections)
         assert max(answered) == 1
-        for _, writer in begun:
+        for _, writer in connections:
             writer.transport.abort()
 
 
 @run_on_loop
 async def test_a_slow_client_hello_takes_three_turns(files):
     hello = hello_of_client(files)
-    async with open_port(listening(files)) as (_, listener, address):
+    async with open_port(listen_context(files)) as (_, listener, address):
         turns = listener._tls_port._queue
         add, hosts = turns.add, []
         turns.add = lambda host, *each: (hosts.append(host), add(host, *each))
@@ -554,7 +561,7 @@ async def test_a_slow_client_hello_takes_three_turns(files):
         others_count = 0
         for each in range(0, 60, 4):
             writer.write(hello[each : each + 4])
-            async with linked(address, trusting(files)):  # meanwhile the bytes have arrived
+            async with dial(address, dial_context(files)):  # in the meantime the bytes have arrived
                 others_count += 1
         writer.write(hello[60:])
         await reader.readexactly(1)
@@ -572,7 +579,7 @@ async def test_a_client_hello_in_two_records_is_rejected(files, logged, first_si
         header + first_size.to_bytes(2, "big") + hello[5 : 5 + first_size],
         header + (size - first_size).to_bytes(2, "big") + hello[5 + first_size :],
     ]
-    async with open_port(listening(files)) as (_, listener, _):
+    async with open_port(listen_context(files)) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"".join(split))
         assert await reader.readexactly(7) == tls.HANDSHAKE_FAILURE_ALERT
@@ -593,7 +600,7 @@ def test_only_a_fast_key_exchange_is_accepted(files, version):
             client_hello.reject_reason(hello)
             == "expected a client that offers a key exchange with X25519 or P-256, found none"
         )
-    assert listening(files).options & ssl.OP_CIPHER_SERVER_PREFERENCE  # with TLS 1.2
+    assert listen_context(files).options & ssl.OP_CIPHER_SERVER_PREFERENCE  # with TLS 1.2
 
 
 def can_select(group):
@@ -627,9 +634,9 @@ def test_the_first_key_share_that_openssl_knows_decides():
 
 @run_on_loop
 async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
-    slow = trusting(files)
+    slow = dial_context(files)
     slow.set_ecdh_curve("secp521r1")
-    async with open_port(listening(files)) as (_, _, address):
+    async with open_port(listen_context(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match="or a key exchange with X25519 or P-256"):
             await net.dial(WireProtocol.STORAGE, address, ssl=slow)
         assert "tls.handshake_failed peer=127.0.0.1 error=expected a client that offers" in logged()
@@ -638,7 +645,7 @@ async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
 @run_on_loop
 async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
     timeouts, timeout_at = [], asyncio.timeout_at
-    async with open_port(listening(files)) as (_, listener, address):
+    async with open_port(listen_context(files)) as (_, listener, address):
         turns = listener._tls_port._queue
         delayed, call_later = [], turns._call_later
         turns._call_later = lambda *each: delayed.append(each)
@@ -652,7 +659,7 @@ async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
         turns._call_later = call_later
         turns._begin_one()
         await poll_until(lambda: "closed the connection while its handshake waited" in logged())
-        async with linked(address, trusting(files)):
+        async with dial(address, dial_context(files)):
             assert len(listener.links) == 1
 
 
@@ -672,7 +679,7 @@ class LaterLoop:
 @run_on_loop
 async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(files, monkeypatch):
     timeouts, timeout_at, hello = [], asyncio.timeout_at, hello_of_client(files)
-    async with open_port(listening(files)) as (_, listener, _):
+    async with open_port(listen_context(files)) as (_, listener, _):
         port, loop = listener._tls_port, asyncio.get_running_loop()
         delayed, call_later = [], port._queue._call_later
         port._queue._call_later = lambda *each: delayed.append(each)
@@ -694,20 +701,20 @@ async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(
 @run_on_loop
 async def test_too_many_handshakes_of_one_host_are_rejected(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 2)
-    async with open_port(listening(files)) as (_, listener, address):
+    async with open_port(listen_context(files)) as (_, listener, address):
         with socket.create_connection((ANY, listener.port)):
             await poll_until(lambda: listener._tls_port._limits._count)
             with pytest.raises(Unreachable):
-                await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
+                await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
             assert "1 handshakes of this host are in progress; the limit is 1" in logged()
         await poll_until(lambda: not listener._tls_port._limits._count)
-        async with linked(address, trusting(files)):
+        async with dial(address, dial_context(files)):
             pass
 
 
 @run_on_loop
 async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, logged):
-    async with open_port(listening(files)) as (_, listener, address):
+    async with open_port(listen_context(files)) as (_, listener, address):
         faults = [ZeroDivisionError("ours"), OSError(24, "Too many open files")]
         dup = socket.socket.dup
 
@@ -719,17 +726,17 @@ async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, log
         monkeypatch.setattr(socket.socket, "dup", failing_dup)
         for _ in range(2):
             with pytest.raises(Unreachable):
-                await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
+                await net.dial(WireProtocol.STORAGE, address, ssl=dial_context(files))
         assert "Too many open files" in logged()
         await poll_until(lambda: not listener._tls_port._limits._count)
-        async with linked(address, trusting(files)):
+        async with dial(address, dial_context(files)):
             assert listener.links
 
 
 @run_on_loop
 async def test_a_closing_port_drops_connections_in_their_handshake(files):
     peer = Peer()
-    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
+    listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listen_context(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(b"\x16\x03")
     await poll_until(lambda: listener._tls_port._limits._count)
@@ -738,11 +745,11 @@ async def test_a_closing_port_drops_connections_in_their_handshake(files):
         assert await reader.read() == b""
     writer.close()
     with pytest.raises(Unreachable):
-        await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}", ssl=trusting(files))
+        await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}", ssl=dial_context(files))
 
 
 class FailingLoop:
-    """A loop whose system has no descriptor for the first connection."""
+    """A loop that has no free descriptor for the first connection."""
 
     def __init__(self, loop):
         self._loop = loop
@@ -763,16 +770,18 @@ class FailingLoop:
 @run_on_loop
 async def test_a_failed_accept_does_not_end_the_port(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "_ACCEPT_PAUSE_S", 0.01)
-    made = []
-    port = tls_port.TlsPort(listening(files), lambda: made.append(1) or asyncio.Protocol())
+    protocols = []
+    port = tls_port.TlsPort(
+        listen_context(files), lambda: protocols.append(1) or asyncio.Protocol()
+    )
     port._loop = FailingLoop(port._loop)
     await port.open(ANY, 0)
     with socket.create_connection((ANY, port.port)):
         await poll_until(lambda: "tls.accept_failed" in logged())
     _, writer = await asyncio.open_connection(
-        ANY, port.port, ssl=trusting(files), server_hostname=ANY
+        ANY, port.port, ssl=dial_context(files), server_hostname=ANY
     )
-    await poll_until(lambda: made)
-    assert made == [1]
+    await poll_until(lambda: protocols)
+    assert protocols == [1]
     writer.transport.abort()
     await port.close()

@@ -31,7 +31,7 @@ def req_id(sequence: int, client_id: int = 17) -> ReqId:
 
 
 def append_of(*req_ids: ReqId) -> AppendRaw:
-    """Return an append of one record for each request ID; of the records, only the start counts."""
+    """Return an append with one record for each request ID; only the record prefixes are valid."""
     records = [RECORD_PREFIX.pack(at, each.to_bytes(), 0, 0, 0) + b"crc!" for at, each in
                enumerate(req_ids)]  # fmt: skip
     lengths = np.array([len(each) for each in records], dtype=">i4").tobytes()
@@ -87,7 +87,7 @@ def test_slow_appends_are_listed_together_within_a_limit():
         ([2 * at for at in range(RUNS_MAX + 5)], "0,2,4,6,8,10,12,14,..."),
     ],
 )
-def test_the_transaction_ids_of_committed_rows(ids: list[int], text: str):
+def test_committed_rows_are_described_by_transaction_ids(ids: list[int], text: str):
     packed = np.array(ids, dtype=">i8").tobytes()
     result = AppendResult(req_id(1), 0, packed, bytes(len(ids)), bytes(8 * len(ids)))
     assert committed_ids_text(result) == text

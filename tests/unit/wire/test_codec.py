@@ -1,4 +1,4 @@
-"""Frames and versions of the codec, and what it rejects."""
+"""Frames and versions of the codec, and rejected messages."""
 
 import dataclasses
 import struct
@@ -46,7 +46,7 @@ def append_raw(records):
     )
 
 
-def test_large_fields_are_neither_copied_in_nor_out():
+def test_large_fields_are_encoded_and_decoded_without_a_copy():
     records = bytes(100_000)
     buffers = codec.encode(append_raw(records), 1)
     assert any(buffer is records for buffer in buffers)
@@ -112,13 +112,13 @@ def test_a_value_that_the_wire_cannot_carry_is_a_local_error(message):
         codec.encode(message, message.protocol.versions[-1])
 
 
-def test_a_view_of_larger_items_is_a_local_error():
+def test_a_memoryview_of_larger_items_is_a_local_error():
     with pytest.raises(LocalProtocolError, match="view of bytes"):
         codec.encode(append_raw(memoryview(struct.pack("=2i", 1, 2)).cast("i")), 1)
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "reason"),
     [
         (b"", "an empty payload"),
         (b"\xff", "no message with type 255"),
@@ -141,12 +141,12 @@ def test_a_view_of_larger_items_is_a_local_error():
         (b"\x4c" + bytes(36) + struct.pack(">i", 65_537) + bytes(48 * 65_537), "at most 65536"),
     ],
 )
-def test_invalid_messages_are_an_error_of_the_peer(data, why):
-    with pytest.raises(RemoteProtocolError, match=why):
+def test_invalid_messages_are_reported_as_peer_errors(data, reason):
+    with pytest.raises(RemoteProtocolError, match=reason):
         codec.decode(WireProtocol.STORAGE, 1, memoryview(data))
 
 
-def test_a_wrong_checksum_of_data_is_an_error_of_the_peer():
+def test_a_wrong_data_checksum_is_reported_as_a_peer_error():
     data = bytearray(payload(TransactionDataResponse(REQ_ID, 1, (b"data", None)), 5))
     data[-6] ^= 1
     with pytest.raises(RemoteProtocolError, match="CRC"):
@@ -172,6 +172,6 @@ def test_a_bool_is_true_only_for_the_byte_1():
         struct.pack(">ihi", 1, 0, 0) + b"more",
     ],
 )
-def test_invalid_hellos_are_an_error_of_the_peer(data):
+def test_invalid_hellos_are_reported_as_peer_errors(data):
     with pytest.raises(RemoteProtocolError):
         codec.decode_hello(data)

@@ -35,11 +35,11 @@ def pair(**more):
     return dialler, listener
 
 
-def raw(records):
+def append_raw(records):
     return AppendRaw(1, 2, 3, 4, b"", records, 0, bytes(16), ())
 
 
-def sent(connection, message):
+def send_bytes(connection, message):
     return b"".join(connection.send(message))
 
 
@@ -50,12 +50,12 @@ def failure(connection, data):
     return str(events[-1].error)
 
 
-def test_the_highest_common_version_is_spoken():
+def test_the_highest_common_version_is_used():
     mine = Connection(WireProtocol.CLIENT, is_listener=True, versions=(0, 3, 4, 5))
     (event,) = mine.receive(codec.encode_hello(Hello((0, 1, 2, 3, 4), "Waltz Client")))
     assert event == HelloReceived(Hello((0, 1, 2, 3, 4), "Waltz Client"), 4)
     assert mine.version == 4
-    assert sent(mine, FlushRequest(ReqId(1, 1, 1, 1)))[:3] == b"L\x00\x04"
+    assert send_bytes(mine, FlushRequest(ReqId(1, 1, 1, 1)))[:3] == b"L\x00\x04"
 
 
 def test_no_common_version_ends_the_connection():
@@ -69,7 +69,7 @@ def test_no_common_version_ends_the_connection():
 @pytest.mark.parametrize(
     ("is_listener", "peer"), [(True, "Waltz Storage Client"), (False, "Waltz Storage Server")]
 )
-def test_a_server_or_storage_of_0_13_is_rejected_with_what_to_do(is_listener, peer):
+def test_the_error_for_a_0_13_peer_has_a_hint(is_listener, peer):
     text = failure(storage(is_listener=is_listener), codec.encode_hello(Hello((0,), peer)))
     assert text.startswith(
         "the two sides support no common version of protocol 'S': this side supports [1, 2, 3, 4], "
@@ -89,15 +89,15 @@ def test_messages_that_come_with_the_hello_follow_it():
     dialler, _ = pair()
     listener = storage(is_listener=True)
     message = SuccessResponse(1, 2, 3)
-    events = listener.receive(dialler.first_bytes() + sent(dialler, message) * 2)
+    events = listener.receive(dialler.first_bytes() + send_bytes(dialler, message) * 2)
     assert isinstance(events[0], HelloReceived)
     assert events[1:] == [message, message]
 
 
-def test_keep_alive_has_no_effect():
+def test_keep_alive_frames_have_no_effect():
     dialler, listener = pair()
     message = SuccessResponse(1, 2, 3)
-    stream = dialler.keep_alive() + sent(dialler, message) + dialler.keep_alive()
+    stream = dialler.keep_alive() + send_bytes(dialler, message) + dialler.keep_alive()
     assert listener.receive(stream) == [message]
     assert storage(is_listener=True).receive(storage(is_listener=False).keep_alive()) == []
 
@@ -114,9 +114,9 @@ def test_a_frame_of_another_protocol_ends_the_connection(start):
 
 
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
-def test_a_peer_that_uses_tls_is_reported_as_such(start):
+def test_the_error_reports_a_peer_that_uses_tls(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
-    # Later it would be anything, and is reported as it is.
+    # Later bytes could be anything, and are reported unchanged.
     _, listener = pair()
     assert "expected a frame of protocol 'S' version 4" in failure(listener, start + bytes(2))
 
@@ -124,7 +124,9 @@ def test_a_peer_that_uses_tls_is_reported_as_such(start):
 def test_messages_before_a_failure_are_delivered():
     dialler, listener = pair()
     message = SuccessResponse(1, 2, 3)
-    events = listener.receive(sent(dialler, message) + b"garbage" + sent(dialler, message))
+    events = listener.receive(
+        send_bytes(dialler, message) + b"garbage" + send_bytes(dialler, message)
+    )
     assert events[0] == message
     assert isinstance(events[1], ProtocolFailed)
     assert isinstance(events[1].error, RemoteProtocolError)
@@ -134,7 +136,7 @@ def test_messages_before_a_failure_are_delivered():
 def test_after_a_failure_nothing_is_received_or_sent():
     dialler, listener = pair()
     failure(listener, b"garbage")
-    assert listener.receive(sent(dialler, SuccessResponse(1, 2, 3))) == []
+    assert listener.receive(send_bytes(dialler, SuccessResponse(1, 2, 3))) == []
     assert not listener.is_inside_frame
     with pytest.raises(LocalProtocolError, match="has failed"):
         listener.send(SuccessResponse(1, 2, 3))
@@ -142,7 +144,7 @@ def test_after_a_failure_nothing_is_received_or_sent():
 
 
 @pytest.mark.parametrize("length", [-1, -(2**31), 2**31 - 1, 16 * 1024 * 1024])
-def test_a_length_out_of_bounds_ends_the_connection_before_memory_is_taken(length):
+def test_a_length_out_of_bounds_ends_the_connection_without_allocation(length):
     _, listener = pair()
     header = codec.FRAME_HEADER.pack(ord("S"), 4, length)
     assert "as its length" in failure(listener, header)
@@ -154,8 +156,8 @@ def test_a_hello_has_a_smaller_limit():
     assert "as its length" in failure(listener, header)
 
 
-def test_a_connection_without_a_part_of_a_payload_has_no_buffer():
-    """Of ten thousand connections nearly all are idle, or wait for the rest of a header."""
+def test_a_connection_without_a_partial_payload_has_no_buffer():
+    """Nearly all of ten thousand connections are idle, or wait for the rest of a header."""
     dialler, listener = pair()
     hello = bytes(dialler.first_bytes())
     fresh = storage(is_listener=True)
@@ -164,7 +166,7 @@ def test_a_connection_without_a_part_of_a_payload_has_no_buffer():
     assert fresh._read_buffer is None
     assert fresh.is_inside_frame
     assert len(fresh.receive(hello[5:])) == 1
-    frame = sent(dialler, Appended(1, 2, 3, 4))
+    frame = send_bytes(dialler, Appended(1, 2, 3, 4))
     for end in range(1, 7):
         assert listener.receive(frame[:end]) == []
         assert listener._read_buffer is None
@@ -176,34 +178,37 @@ def test_a_connection_without_a_part_of_a_payload_has_no_buffer():
     assert (listener._read_buffer, listener.incomplete_bytes) == (None, 3)
 
 
-def test_the_limit_of_a_peer_holds_for_received_frames_only():
+def test_the_frame_limit_of_a_peer_applies_to_received_frames_only():
     dialler, listener = pair()
     limit = 16 * 1024 * 1024
     listener.peer_frame_bytes_max = lambda: limit
-    assert len(listener.receive(sent(dialler, raw(bytes(100_000))))) == 1
+    assert len(listener.receive(send_bytes(dialler, append_raw(bytes(100_000))))) == 1
     limit = SMALL_FRAME_BYTES_MAX
-    small, large = sent(dialler, raw(bytes(60_000))), sent(dialler, raw(bytes(70_000)))
+    small, large = (
+        send_bytes(dialler, append_raw(bytes(60_000))),
+        send_bytes(dialler, append_raw(bytes(70_000))),
+    )
     assert len(listener.receive(small)) == 1
-    assert listener.send(raw(bytes(100_000)))
+    assert listener.send(append_raw(bytes(100_000)))
     assert "a payload of at most 65529 bytes" in failure(listener, large)
 
 
 def test_a_frame_over_the_limit_is_not_sent():
     dialler, _ = pair(frame_bytes_max=10_000)
-    assert dialler.send(raw(bytes(9_000)))
+    assert dialler.send(append_raw(bytes(9_000)))
     with pytest.raises(LocalProtocolError, match="the limit is 10000"):
-        dialler.send(raw(bytes(10_000)))
+        dialler.send(append_raw(bytes(10_000)))
 
 
 @pytest.mark.parametrize("step", [1, 7, 64 * 1024, 100_000, 10_000_000])
 def test_frames_of_all_sizes_are_decoded_from_any_split(step):
     dialler, listener = pair()
-    messages = [raw(bytes(size)) for size in (0, 10, 70_000, 5, 200_000)] + [
+    messages = [append_raw(bytes(size)) for size in (0, 10, 70_000, 5, 200_000)] + [
         Appended(1, 2, 3, n) for n in range(50)
     ]
-    stream = memoryview(b"".join(sent(dialler, message) for message in messages))
+    stream = memoryview(b"".join(send_bytes(dialler, message) for message in messages))
     if step == 1:
-        stream = stream[:300]  # what is checked is the cut in headers
+        stream = stream[:300]  # tests splits within headers
         messages = []
     received = []
     for at in range(0, len(stream), step):
@@ -214,10 +219,10 @@ def test_frames_of_all_sizes_are_decoded_from_any_split(step):
 
 def test_a_large_frame_is_read_into_a_separate_buffer():
     dialler, listener = pair()
-    first, second = raw(b"a" * 300_000), raw(b"b" * 300_000)
-    stream = sent(dialler, first) + sent(dialler, second)
+    first, second = append_raw(b"a" * 300_000), append_raw(b"b" * 300_000)
+    stream = send_bytes(dialler, first) + send_bytes(dialler, second)
     received = listener.receive(stream)
-    # Every field of the first is still what it was after the second one came (rule 6).
+    # The second frame does not change the fields of the first one (rule 6).
     assert received == [first, second]
     room = listener.get_buffer()
     room[: len(stream[:1000])] = stream[:1000]
@@ -228,6 +233,6 @@ def test_a_large_frame_is_read_into_a_separate_buffer():
 
 def test_the_fields_of_a_small_frame_do_not_change_later():
     dialler, listener = pair()
-    (first,) = listener.receive(sent(dialler, raw(b"a" * 50)))
-    (second,) = listener.receive(sent(dialler, raw(b"b" * 50)))
+    (first,) = listener.receive(send_bytes(dialler, append_raw(b"a" * 50)))
+    (second,) = listener.receive(send_bytes(dialler, append_raw(b"b" * 50)))
     assert (bytes(first.records), bytes(second.records)) == (b"a" * 50, b"b" * 50)

@@ -45,11 +45,11 @@ def requirements(message):
     )
 
 
-def test_a_message_without_a_declaration_fails_when_its_class_is_made():
-    with pytest.raises(TypeError, match="Undeclared: expected a declaration `requires`"):
+def test_a_message_class_without_a_declaration_is_an_error():
+    with pytest.raises(TypeError, match="UndeclaredMessage: expected a declaration `requires`"):
 
         @value(frozen=True, slots=True)
-        class Undeclared(ClientMessage):
+        class UndeclaredMessage(ClientMessage):
             code = 127
 
 
@@ -95,7 +95,7 @@ def test_each_protocol_has_one_message_with_a_credential():
     assert found == list(PROTOCOLS)
 
 
-def test_the_partition_of_a_request_is_known_where_its_scope_is_its_own():
+def test_requests_scoped_to_a_partition_have_a_partition():
     names = {"req_id", "partition_id", "partitions"}
     unknown = [
         each.__name__

@@ -1,4 +1,4 @@
-"""The byte layout of each kind of field, and which bytes are rejected."""
+"""The byte layout of each kind of field, and rejected bytes."""
 
 import struct
 import zlib
@@ -131,7 +131,7 @@ def test_packed_numbers_are_not_copied_and_have_whole_items():
     assert found.obj is data
 
 
-def test_large_bytes_are_kept_apart_and_small_ones_joined():
+def test_small_bytes_are_joined_and_large_bytes_stay_separate():
     out = FieldWriter()
     large = bytes(5000)
     out.put_bytes(b"a")

@@ -22,24 +22,24 @@ places = st.lists(st.builds(FileLocation, st.integers(0, 1 << 62), st.integers(0
 
 @settings(max_examples=30)
 @given(places)
-def test_record_locations_round_trip(made):
-    total = sum(place.size for place in made)
-    assert decode_locations(encode_locations(made), total) == tuple(made)
+def test_record_locations_round_trip(locations):
+    total = sum(place.size for place in locations)
+    assert decode_locations(encode_locations(locations), total) == tuple(locations)
 
 
 @settings(max_examples=30)
 @given(st.binary(max_size=100), st.integers(0, 1000))
-def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
+def test_invalid_bytes_are_rejected_or_consistent(data, records_bytes):
     try:
-        found = decode_locations(junk, records_bytes)
+        found = decode_locations(data, records_bytes)
     except BadFormat:
         return
     assert sum(place.size for place in found) == records_bytes
-    assert encode_locations(found) == junk
+    assert encode_locations(found) == data
 
 
 @pytest.mark.parametrize(
-    ("made", "records_bytes", "sentence"),
+    ("locations", "records_bytes", "sentence"),
     [
         ([FileLocation(0, 128, 10)], 11, "expected 11 bytes of records, found 10"),
         (
@@ -51,9 +51,9 @@ def test_invalid_bytes_are_rejected_or_consistent(junk, records_bytes):
         ([FileLocation(-1, 0, 10)], 10, "of records: expected a run of bytes in a segment"),
     ],
 )
-def test_impossible_places_are_rejected(made, records_bytes, sentence):
+def test_impossible_positions_are_rejected(locations, records_bytes, sentence):
     with pytest.raises(BadFormat, match=sentence):
-        decode_locations(encode_locations(made), records_bytes)
+        decode_locations(encode_locations(locations), records_bytes)
 
 
 def test_a_record_location_is_complete_or_rejected():
@@ -70,7 +70,7 @@ def test_a_request_for_a_segment_round_trips(partition_id, first, ticket):
     assert decode_segment(question) == (partition_id, first, ticket)
 
 
-def test_each_storage_has_its_own_socket_name_of_valid_length():
+def test_each_storage_has_a_unique_socket_name_of_valid_length():
     host = "a-host-with-a-very-long-name." * 8
     names = {
         socket_name_of(key, f"{host}:{port}", with_tickets=with_tickets)

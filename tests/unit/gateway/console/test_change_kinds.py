@@ -1,4 +1,4 @@
-"""The changes of the console: they agree with the functions, the commands and the findings."""
+"""The changes of the console match the functions, the commands and the findings."""
 
 import inspect
 import shlex
@@ -46,7 +46,7 @@ def sample_arguments(kind, *, has_options=True):
 
 
 @EACH_KIND
-def test_the_keywords_are_those_of_the_function(kind):
+def test_parameters_match_the_keyword_arguments_of_the_function(kind):
     run, *keywords = inspect.signature(kind.function).parameters.values()
     assert run.name == "run"
     assert {each.name for each in keywords} == {each.keyword for each in kind.parameters}
@@ -140,7 +140,7 @@ def test_partitions_are_numbers_ranges_or_all(text):
 
 
 def commands_of_findings():
-    """Return the commands of all findings that have one text, and some composed ones."""
+    """Return the commands of all findings with a fixed text, and examples of composed commands."""
     rows = [each.command for each in FINDING_KINDS.values()]
     commands = [each.format_map(VALUES) for each in rows if each.strip("{}") not in COMPOSED]
     moving = Case()
@@ -166,7 +166,7 @@ COMMANDS = sorted(set(commands_of_findings()))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_change_of_a_finding_does_what_its_command_does(command):
+def test_the_change_of_a_finding_has_the_arguments_of_its_command(command):
     change = change_in_command(command)
     if change is None:
         return
@@ -177,10 +177,12 @@ def test_a_change_of_a_finding_does_what_its_command_does(command):
     }
     _, arguments = parse_change({"name": kind.name, "arguments": filled})
     keywords = kind.keyword_arguments(arguments)
-    words = shlex.split(command)[1:]
+    arguments_of_command = shlex.split(command)[1:]
     for name in empty:  # `parse_command` rejects a placeholder where a number is expected
-        words = [filled[name] if word == "ADMIN_PORT" else word for word in words]
-    given = parse_command(words)
+        arguments_of_command = [
+            filled[name] if word == "ADMIN_PORT" else word for word in arguments_of_command
+        ]
+    given = parse_command(arguments_of_command)
     for each in kind.parameters:
         assert each.name in empty or given[each.keyword] == keywords[each.keyword]
 
@@ -194,7 +196,7 @@ def test_the_findings_have_changes_of_several_kinds():
 
 
 @pytest.mark.parametrize(
-    ("words", "change"),
+    ("arguments_of_command", "change"),
     [
         ("replace-storage a:1 HOST:PORT", {"storage": "a:1", "replacement": ""}),
         ("set-admin-port a:1 ADMIN_PORT", {"storage": "a:1", "admin_port": ""}),
@@ -213,19 +215,21 @@ def test_the_findings_have_changes_of_several_kinds():
         ("remove-server 'a:1", None),
     ],
 )
-def test_only_a_complete_command_is_a_change(words, change):
-    command = f"waltz-core cluster {words} --connect '{CONNECT}?auth=FILE'"
-    expected = None if change is None else {"name": words.split()[0], "arguments": change}
+def test_only_a_complete_command_becomes_a_change(arguments_of_command, change):
+    command = f"waltz-core cluster {arguments_of_command} --connect '{CONNECT}?auth=FILE'"
+    expected = (
+        None if change is None else {"name": arguments_of_command.split()[0], "arguments": change}
+    )
     assert change_in_command(command) == expected
 
 
 @pytest.mark.parametrize("command", ["", "waltz-core", "waltz-core cluster", "kill -9 7", "'"])
-def test_another_command_is_no_change(command):
+def test_other_commands_do_not_become_changes(command):
     assert change_in_command(command) is None
 
 
 @pytest.mark.parametrize("host", ["a\u202eb", "a\nb", "a b"])
 def test_an_address_has_a_valid_host(host):
-    """It is in the audit log and in commands that users copy."""
+    """The audit log, and commands that users copy, contain the address."""
     with pytest.raises(RequestRejected, match="storage"):
         parse_change({"name": "add-storage", "arguments": {"storage": f"{host}:15280"}})

@@ -1,4 +1,4 @@
-"""The state of the cluster as the console shows it, for healthy and for broken facts."""
+"""The state of the cluster as the console shows it, for healthy and for faulty clusters."""
 
 import asyncio
 import dataclasses
@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 
 from tests.loops import pass_time, poll_until, run_on_virtual_loop
-from tests.unit.ops.test_diagnosis import NODES, ONE, SPARE, TWO, A, B, C, Case, archived
+from tests.unit.ops.test_diagnosis import NODES, ONE, SPARE, TWO, A, B, C, Case, marker_archived_to
 from waltz_core import errors
 from waltz_core.access.permissions import Grant, Permissions, StoredToken
 from waltz_core.access.requirements import ADMINISTER, READ
@@ -29,7 +29,7 @@ ADMIN_DENIED = {"admin_failure": "ann is not granted administer", "is_denied": T
 
 
 class Snapshot:
-    """A snapshot whose processes answer with the facts of the world's case."""
+    """A snapshot whose processes report the facts of the test case."""
 
     def __init__(self, world):
         self._world = world
@@ -82,8 +82,8 @@ class World:
             raise self.error
         return Snapshot(self)
 
-    async def _query_zookeeper(self, place, timeout_s):
-        assert (place.hosts, timeout_s) == (NODES, TIMEOUT_S)
+    async def _query_zookeeper(self, address, timeout_s):
+        assert (address.hosts, timeout_s) == (NODES, TIMEOUT_S)
         return self.case.facts.zookeeper_servers
 
     def fields(self):
@@ -117,7 +117,7 @@ def world(monkeypatch):
 
 def test_a_healthy_cluster_is_shown(world):
     world.case.cluster(name="pay")
-    world.case.partition(marker=archived(80))
+    world.case.partition(marker=marker_archived_to(80))
     fields = world.fields()
     assert (fields["name"], fields["partition_count"]) == ("pay", 2)
     assert (fields["zookeeper_error"], fields["is_settled"]) == ("", True)
@@ -232,7 +232,7 @@ def test_the_state_of_a_storage_is_shown(world, changed, state, error):
     assert (found["state"], found["error"]) == (state, error)
 
 
-def test_members_that_deny_the_caller_deny_the_request_if_no_server_answers(world):
+def test_the_view_is_denied_if_all_answering_members_deny_it(world):
     world.case.server(1, **DENIED)
     world.case.server(2, failure="refused")
     with pytest.raises(errors.PermissionDenied, match="is revoked"):
@@ -297,7 +297,7 @@ def test_a_partition_whose_owner_does_not_answer_has_no_high_water_mark(world):
         ({}, ("in_sync", "")),
     ],
 )
-def test_the_state_of_a_replica_is_that_which_its_storage_reports(world, changed, expected):
+def test_a_replica_has_the_state_that_its_storage_reports(world, changed, expected):
     world.case.replica(A, **changed)
     assert world.replica(A) == expected
     assert world.replica(B) == ("in_sync", "")
@@ -437,7 +437,7 @@ def test_findings_have_the_changes_of_the_console(world):
     assert (found["name"], found["change"]) == ("zookeeper-unavailable", None)
 
 
-def test_findings_are_denied_like_the_view(world):
+def test_findings_require_the_same_permission_as_the_view(world):
     case = world.case
     for number in (1, 2):
         case.server(number, **DENIED, served_partitions={})
@@ -524,7 +524,7 @@ def test_a_gateway_that_may_not_read_the_permissions_shows_what_members_permit(w
 
 
 @run_on_virtual_loop
-async def test_callers_share_reads_of_zookeeper_with_pauses(monkeypatch):
+async def test_reads_of_zookeeper_are_shared_and_rate_limited(monkeypatch):
     world = World(monkeypatch)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(20):
@@ -536,7 +536,7 @@ async def test_callers_share_reads_of_zookeeper_with_pauses(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_a_read_that_takes_longer_than_a_request_waits_continues(monkeypatch):
+async def test_a_slow_read_continues_after_the_request_times_out(monkeypatch):
     world = World(monkeypatch)
     read = world._read
 
@@ -590,7 +590,7 @@ async def test_concurrent_requests_of_one_caller_share_one_answer():
 
 
 @run_on_virtual_loop
-async def test_an_answer_is_used_for_a_moment_and_then_forgotten(monkeypatch):
+async def test_an_answer_is_cached_for_one_second(monkeypatch):
     monkeypatch.setattr(cluster_view.time, "monotonic", asyncio.get_running_loop().time)
     answers, query = SharedAnswers(1.0), Query()
     query.may_end.set()
@@ -603,7 +603,7 @@ async def test_an_answer_is_used_for_a_moment_and_then_forgotten(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_an_error_is_shared_for_a_moment(monkeypatch):
+async def test_an_error_is_cached_for_one_second(monkeypatch):
     monkeypatch.setattr(cluster_view.time, "monotonic", asyncio.get_running_loop().time)
     answers, query = SharedAnswers(1.0), Query()
     query.error = errors.Unavailable("no answer")

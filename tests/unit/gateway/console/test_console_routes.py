@@ -57,11 +57,11 @@ async def post_change(gateway, body, **headers):
 
 
 def with_gateway(scenario, **settings):
-    async def play(world):
+    async def run(world):
         async with world.gateway(**settings) as gateway:
             await scenario(world, gateway)
 
-    in_gateway_world(play)
+    in_gateway_world(run)
 
 
 # --- the files of the pages
@@ -110,7 +110,7 @@ def test_the_policy_permits_only_files_of_the_gateway():
 
 
 @pytest.mark.parametrize("path", ["/", "/console"])
-def test_the_roots_lead_to_the_console(path):
+def test_root_paths_redirect_to_the_console(path):
     async def scenario(_world, gateway):
         status, headers, _ = await exchange(gateway, "GET", path)
         assert (status, headers["location"]) == (307, "/console/")
@@ -147,7 +147,7 @@ def test_only_the_files_of_the_console_exist(path):
 # --- the content of the files
 
 
-def test_the_pages_name_no_other_origin():
+def test_pages_reference_no_other_origin():
     for name in FILES:
         text = (PAGES / name).read_text(encoding="utf-8")
         found = re.findall(r"(?:https?:|wss?:)?//[a-z0-9][^\s\"'`]*\.[^\s\"'`]*", text)
@@ -380,7 +380,7 @@ def test_findings_are_shared_by_the_requests_of_one_caller(monkeypatch):
 
 
 @pytest.mark.parametrize("path", [CHANGES, "/v1/console/partitions/0/transactions", "/v1/marks"])
-def test_browsers_keep_no_answer_and_give_it_to_no_other_origin(path):
+def test_browsers_neither_cache_answers_nor_share_them_with_other_origins(path):
     async def scenario(_world, gateway):
         _, headers, _ = await exchange(gateway, "GET", path)
         assert headers["cache-control"] == "no-store"

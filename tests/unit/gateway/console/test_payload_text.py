@@ -24,24 +24,24 @@ LIMIT = 16 * 1024
 MIB = 1024 * 1024
 
 
-def decoded(data, bytes_max=LIMIT):
-    """Decode a payload, and check what holds for every payload."""
+def decode(data, bytes_max=LIMIT):
+    """Decode a payload, and check the properties of every decoded payload."""
     found = decode_payload(data, bytes_max)
     assert len(found.text.encode()) <= bytes_max
     assert type(found.is_shortened) is bool
     return found
 
 
-def shown(data, bytes_max=LIMIT):
+def show(data, bytes_max=LIMIT):
     """Return format and text of a payload that is shown completely."""
-    found = decoded(data, bytes_max)
+    found = decode(data, bytes_max)
     assert not found.is_shortened
     return found.format, found.text
 
 
-def unpacked(data):
+def unpack(data):
     """Return the value of a MessagePack payload, as the page parses it."""
-    name, text = shown(data)
+    name, text = show(data)
     assert name == "messagepack"
     return json.loads(text)
 
@@ -50,7 +50,7 @@ def unpacked(data):
 
 
 def test_an_empty_payload_has_no_text():
-    assert shown(b"") == ("empty", "")
+    assert show(b"") == ("empty", "")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_empty_payload_has_no_text():
     ],
 )
 def test_json_is_shown_as_it_is(text):
-    assert shown(text.encode()) == ("json", text)
+    assert show(text.encode()) == ("json", text)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_json_is_shown_as_it_is(text):
     ],
 )
 def test_other_text_is_shown_as_it_is(text):
-    assert shown(text.encode()) == ("text", text)
+    assert show(text.encode()) == ("text", text)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_other_text_is_shown_as_it_is(text):
         b"\xac\xed\x00\x05t\x00\x01a",  # a serialized Java object
     ],
 )
-def test_bytes_that_are_no_text_are_dumped(data):
-    name, text = shown(data)
+def test_binary_payloads_are_dumped(data):
+    name, text = show(data)
     assert name == "binary"
     assert bytes.fromhex(text[10:57]) == data
 
 
 def test_a_dump_has_16_bytes_in_a_line():
-    name, text = shown(b"\xffhello world \x00\n<and more>")
+    name, text = show(b"\xffhello world \x00\n<and more>")
     assert name == "binary"
     assert text.split("\n") == [
         "00000000  ff 68 65 6c 6c 6f 20 77 6f 72 6c 64 20 00 0a 3c  .hello world ..<",
@@ -141,7 +141,7 @@ def encrypt(payload, key_id="customer-7"):
 
 
 def test_an_envelope_is_described_without_its_key():
-    name, text = shown(encrypt(b'{"secret":1}'))
+    name, text = show(encrypt(b'{"secret":1}'))
     size = 12 + ENVELOPE_OVERHEAD_BYTES + len("customer-7")
     assert name == "encrypted"
     assert text == f"key ID: customer-7\npayload: 12 bytes\nenvelope: {size} bytes"
@@ -149,44 +149,44 @@ def test_an_envelope_is_described_without_its_key():
 
 @pytest.mark.parametrize("size", range(4, 4 + 1 + 10 + 16 + 4 + 16))
 def test_a_truncated_envelope_is_damaged(size):
-    name, text = shown(encrypt(b"")[:size])
+    name, text = show(encrypt(b"")[:size])
     assert (name, text.split("\n")[0]) == ("encrypted", "damaged envelope of an encrypted payload")
 
 
 def test_the_key_id_of_a_hostile_envelope_is_not_shown():
     data = encrypt(b"x", "key")
-    name, text = shown(data.replace(b"key", b"\n\x00<"))
+    name, text = show(data.replace(b"key", b"\n\x00<"))
     assert (name, text.split("\n")[0]) == ("encrypted", "damaged envelope of an encrypted payload")
 
 
 def test_a_payload_with_a_schema_has_the_schema_id_and_a_dump():
-    assert shown(prefix_of(12) + b"\x02\x08ring") == (
+    assert show(prefix_of(12) + b"\x02\x08ring") == (
         "schema",
         "schema 12\n00000005  02 08 72 69 6e 67                                ..ring",
     )
-    assert shown(prefix_of(12)) == ("schema", "schema 12")
+    assert show(prefix_of(12)) == ("schema", "schema 12")
 
 
 @pytest.mark.parametrize(
     "data", [b"\x00", b"\x00\x00\x00\x01", struct.pack(">q", 7), b"\x00\xff\xff\xff\xff1"]
 )
-def test_bytes_that_begin_with_zero_may_have_no_schema(data):
-    assert shown(data)[0] == "binary"
+def test_a_leading_zero_byte_alone_is_not_a_schema_prefix(data):
+    assert show(data)[0] == "binary"
 
 
 def test_compressed_payloads_have_the_format_of_their_content():
     value = {"text": "a" * 1000}
-    assert shown(Zstd(JSON).serialize(value)) == ("json", JSON.serialize(value).decode())
-    assert unpacked(Zstd(MSGPACK).serialize(value)) == value
-    assert shown(Zstd(JSON).serialize([1])) == ("json", "[1]")  # too small for zstd
-    assert shown(Zstd(BYTES).serialize(b"")) == ("empty", "")
-    assert shown(Zstd(BYTES).serialize(prefix_of(3) + bytes(300)))[0] == "schema"
+    assert show(Zstd(JSON).serialize(value)) == ("json", JSON.serialize(value).decode())
+    assert unpack(Zstd(MSGPACK).serialize(value)) == value
+    assert show(Zstd(JSON).serialize([1])) == ("json", "[1]")  # too small for zstd
+    assert show(Zstd(BYTES).serialize(b"")) == ("empty", "")
+    assert show(Zstd(BYTES).serialize(prefix_of(3) + bytes(300)))[0] == "schema"
 
 
 def test_a_damaged_compressed_payload_is_dumped():
     data = Zstd(BYTES).serialize(b"a" * 1000)
     for damaged in (data[:-1], data[:5], b"\xc1", b"\xc1\x07abc", data[:2] + bytes(4) + data[6:]):
-        name, text = shown(damaged)
+        name, text = show(damaged)
         title, dump = text.split("\n", 1)
         assert (name, title) == ("compressed", "zstd payload that cannot be decompressed")
         assert dump.startswith("00000000  c1")
@@ -194,7 +194,7 @@ def test_a_damaged_compressed_payload_is_dumped():
 
 def test_only_one_level_is_decompressed():
     inner = Zstd(BYTES, minimum_bytes=0).serialize(b"a" * 1000)
-    assert shown(Zstd(BYTES).serialize(inner))[0] == "binary"
+    assert show(Zstd(BYTES).serialize(inner))[0] == "binary"
 
 
 @pytest.mark.parametrize("stated_bytes", [1, 1000, 4 * MIB, 2**32 - 1])
@@ -202,7 +202,7 @@ def test_a_decompression_bomb_costs_little(stated_bytes):
     bomb = pa.Codec("zstd").compress(bytes(512 * MIB), asbytes=True)
     tracemalloc.start()
     before_bytes = pa.total_allocated_bytes()
-    found = decoded(b"\xc1\x01" + struct.pack(">I", stated_bytes) + bomb)
+    found = decode(b"\xc1\x01" + struct.pack(">I", stated_bytes) + bomb)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.format == "compressed"
@@ -215,7 +215,7 @@ def test_a_decompression_bomb_costs_little(stated_bytes):
 
 def test_a_map_is_shown_as_json():
     value = {"id": 2**64 - 1, "low": -(2**63), "price": 1.5, "ok": True, "none": None, "ä": ["x"]}
-    name, text = shown(MSGPACK.serialize(value))
+    name, text = show(MSGPACK.serialize(value))
     assert name == "messagepack"
     assert text == (
         '{"id":18446744073709551615,"low":-9223372036854775808,"price":1.5,"ok":true,'
@@ -223,11 +223,11 @@ def test_a_map_is_shown_as_json():
     )
 
 
-def test_values_that_json_lacks_are_marked():
+def test_values_without_a_json_type_are_marked():
     times = [msgpack.Timestamp(1764496800), msgpack.Timestamp(1764496800, 120_000_000)]
     times += [msgpack.Timestamp(-1, 1), msgpack.Timestamp(2**60)]
     floats = [float("nan"), float("inf"), float("-inf")]
-    found = unpacked(
+    found = unpack(
         MSGPACK.serialize(
             {"bytes": b"\x00\xff", "times": times, "other": msgpack.ExtType(5, b"abc"), "f": floats}
         )
@@ -243,17 +243,17 @@ def test_values_that_json_lacks_are_marked():
     assert found["f"] == [{"$float": each} for each in ("NaN", "Infinity", "-Infinity")]
 
 
-def test_maps_with_other_keys_lose_nothing():
-    assert unpacked(MSGPACK.serialize({7: "a", "7": "b"})) == {"$map": [[7, "a"], ["7", "b"]]}
-    assert unpacked(b"\x82\xa1a\x01\xa1a\x02") == {"$map": [["a", 1], ["a", 2]]}
-    assert unpacked(MSGPACK.serialize({b"k": 1, None: 2, True: 3})) == {
+def test_maps_with_keys_other_than_strings_are_shown_completely():
+    assert unpack(MSGPACK.serialize({7: "a", "7": "b"})) == {"$map": [[7, "a"], ["7", "b"]]}
+    assert unpack(b"\x82\xa1a\x01\xa1a\x02") == {"$map": [["a", 1], ["a", 2]]}
+    assert unpack(MSGPACK.serialize({b"k": 1, None: 2, True: 3})) == {
         "$map": [[{"$bytes": "aw=="}, 1], [None, 2], [True, 3]]
     }
 
 
 @pytest.mark.parametrize("text", ["\u2028", "\x00\x1f", "🙂", '"\\', "</script>"])
 def test_texts_in_messagepack_are_escaped_as_in_json(text):
-    assert unpacked(MSGPACK.serialize({text: text})) == {text: text}
+    assert unpack(MSGPACK.serialize({text: text})) == {text: text}
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ def test_texts_in_messagepack_are_escaped_as_in_json(text):
     ],
 )
 def test_invalid_or_hostile_messagepack_is_dumped(data):
-    found = decoded(data)
+    found = decode(data)
     assert found.format == "binary"
 
 
 def test_the_deepest_messagepack_is_shown():
-    assert unpacked(b"\x91" * DEPTH_MAX + b"\x01")
+    assert unpack(b"\x91" * DEPTH_MAX + b"\x01")
 
 
 plain_values = st.recursive(
@@ -297,55 +297,55 @@ plain_values = st.recursive(
 
 @given(st.lists(plain_values) | st.dictionaries(st.text(), plain_values))
 def test_plain_messagepack_values_are_shown_exactly(value):
-    assert unpacked(MSGPACK.serialize(value)) == value
+    assert unpack(MSGPACK.serialize(value)) == value
 
 
 @given(st.binary(max_size=60).map(lambda rest: b"\x93" + rest))
 @example(b"\x93\x01\x02")
 def test_shown_messagepack_is_readable_by_the_client(data):
     """The package msgpack accepts what is shown, apart from texts and keys it cannot represent."""
-    if decoded(data).format == "messagepack":
+    if decode(data).format == "messagepack":
         msgpack.unpackb(data, strict_map_key=False, timestamp=0)
 
 
 # --- payloads over the limit
 
 
-def test_cut_json_is_text():
+def test_truncated_json_is_shown_as_text():
     data = json.dumps(["ä" * 100] * 1000, ensure_ascii=False).encode()
-    found = decoded(data, 1001)
+    found = decode(data, 1001)
     assert (found.format, found.is_shortened) == ("text", True)
     assert data.decode().startswith(found.text)
     assert len(found.text.encode()) >= 998
 
 
 @pytest.mark.parametrize("bytes_max", range(1, 9))
-def test_text_is_cut_between_characters(bytes_max):
-    found = decoded("ab🙂🙂🙂".encode(), bytes_max)
+def test_text_is_truncated_between_characters(bytes_max):
+    found = decode("ab🙂🙂🙂".encode(), bytes_max)
     assert (found.format, found.is_shortened) == ("text", True)
     assert found.text == "ab🙂🙂🙂".encode()[:bytes_max].decode(errors="ignore")
 
 
 def test_text_that_ends_inside_of_a_character_is_dumped():
-    assert decoded("🙂".encode()[:-1]).format == "binary"
+    assert decode("🙂".encode()[:-1]).format == "binary"
 
 
-def test_a_long_array_is_cut():
-    found = decoded(MSGPACK.serialize(list(range(100_000))), 1000)
+def test_a_long_array_is_truncated():
+    found = decode(MSGPACK.serialize(list(range(100_000))), 1000)
     assert (found.format, found.is_shortened) == ("messagepack", True)
     assert found.text.startswith("[0,1,2,3,")
     assert len(found.text) > 800
 
 
-def test_a_long_text_in_messagepack_is_cut_between_characters():
+def test_a_long_text_in_messagepack_is_truncated_between_characters():
     for size in range(200, 204):
-        found = decoded(MSGPACK.serialize({"a": "🙂" * 10_000, "b": b"x" * 100_000}), size)
+        found = decode(MSGPACK.serialize({"a": "🙂" * 10_000, "b": b"x" * 100_000}), size)
         assert (found.format, found.is_shortened) == ("messagepack", True)
         assert found.text.startswith('{"a":"🙂🙂')
 
 
-def test_a_long_dump_is_cut_at_a_line():
-    found = decoded(b"\xff" * 10_000)
+def test_a_long_dump_is_truncated_at_the_end_of_a_line():
+    found = decode(b"\xff" * 10_000)
     assert (found.format, found.is_shortened) == ("binary", True)
     assert {len(line) for line in found.text.split("\n")} == {75}
     assert len(found.text) > LIMIT - 76
@@ -376,11 +376,11 @@ large_parts = [
 def test_64_mib_take_bounded_time_and_memory(part):
     data = part * (64 * MIB // len(part))
     began_s = time.process_time()
-    decoded(data)
+    decode(data)
     took_s = time.process_time() - began_s
     assert took_s < 1
     tracemalloc.start()
-    decoded(data)
+    decode(data)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < len(data) + 4 * MIB  # a copy of what follows the mark of `Zstd`
@@ -390,7 +390,7 @@ def test_64_mib_take_bounded_time_and_memory(part):
 def test_payloads_just_within_the_limit_take_bounded_time(part):
     data = part * (LIMIT // len(part))
     began_s = time.process_time()
-    decoded(data)
+    decode(data)
     assert time.process_time() - began_s < 0.5
 
 
@@ -406,22 +406,22 @@ prefixes = st.sampled_from(
 
 
 @given(prefixes, st.binary(max_size=300), st.integers(1, 400))
-def test_any_bytes_have_a_text(prefix, rest, bytes_max):
-    found = decoded(prefix + rest, bytes_max)
+def test_any_bytes_are_shown_as_text(prefix, rest, bytes_max):
+    found = decode(prefix + rest, bytes_max)
     assert isinstance(found, PayloadText)
     assert found == decode_payload(prefix + rest, bytes_max)
     json.loads(json.dumps(found))
 
 
 @given(st.binary(max_size=2000), st.integers(1, 3000))
-def test_any_compressed_bytes_have_a_text(data, bytes_max):
+def test_any_compressed_bytes_are_shown_as_text(data, bytes_max):
     packed = Zstd(BYTES, minimum_bytes=0).serialize(data)
-    found = decoded(packed, bytes_max)
+    found = decode(packed, bytes_max)
     if not data.startswith((b"WZE\x01", b"\xc1")):
-        assert found == decoded(data, bytes_max)
+        assert found == decode(data, bytes_max)
 
 
-def test_random_bytes_have_a_text():
+def test_random_bytes_are_shown_as_text():
     for size in (1, 5, 17, 5000):
         data = os.urandom(size)
-        assert decoded(data).text, base64.b64encode(data)
+        assert decode(data).text, base64.b64encode(data)

@@ -93,14 +93,14 @@ class World:
         return {"summary": "it is removed"}
 
     async def start(self, by=NO_TOKEN, server=None):
-        """Start a change, by default one that no other start has started."""
+        """Start a change, by default with a new server ID."""
         self.started_count += 1
         kind = CHANGE_KINDS["remove-server"]._replace(function=self.function)
         name = server or f"10.0.1.{self.started_count}:5180"
         return await self.changes.start(by, kind, {"server": name})
 
     async def end(self, *changes, error=None):
-        """Let the running changes end, and wait for these."""
+        """Let the running changes end, and wait for the given changes."""
         self.error = error
         self.may_end.set()
         await poll_until(lambda: all(each.ended_ms is not None for each in changes))
@@ -187,7 +187,7 @@ async def test_a_grant_for_anonymous_permits_callers_without_a_token(monkeypatch
 
 
 @run_on_virtual_loop
-async def test_a_permission_that_is_revoked_after_the_check_of_the_page_denies_the_start(
+async def test_a_permission_revoked_before_the_start_denies_the_change(
     monkeypatch,
 ):
     async with open_world(monkeypatch, WITH_AUTH_FILE, PERMISSIONS) as world:
@@ -201,7 +201,7 @@ async def test_a_permission_that_is_revoked_after_the_check_of_the_page_denies_t
 
 
 @run_on_virtual_loop
-async def test_a_gateway_with_the_user_of_members_makes_no_changes(monkeypatch):
+async def test_a_gateway_without_an_administrator_makes_no_changes(monkeypatch):
     async with open_world(monkeypatch, WITH_AUTH_FILE, PERMISSIONS) as world:
 
         async def check_administrator():
@@ -284,7 +284,7 @@ async def test_a_change_without_a_session_with_zookeeper_fails(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_a_change_that_takes_too_long_reports_what_it_waits_for(monkeypatch):
+async def test_a_change_that_times_out_reports_its_pending_step(monkeypatch):
     monkeypatch.setattr(running_changes, "TIMEOUT_S", 1.0)
     async with open_world(monkeypatch) as world:
         change = await world.start()
@@ -327,7 +327,7 @@ async def test_a_gateway_that_stops_waits_for_zookeeper_for_a_limited_time(monke
 
 
 @run_on_virtual_loop
-async def test_a_request_that_is_sent_twice_starts_one_change(monkeypatch):
+async def test_a_repeated_request_starts_one_change(monkeypatch):
     async with open_world(monkeypatch) as world:
         first = await world.start(server=SERVER)
         with pytest.raises(errors.BadRequest, match="the same change runs as number 1"):
@@ -371,7 +371,7 @@ async def test_the_number_of_running_changes_is_limited(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_only_the_newest_changes_that_have_ended_are_listed(monkeypatch):
+async def test_only_the_newest_finished_changes_are_listed(monkeypatch):
     async with open_world(monkeypatch) as world:
         oldest = await world.start()
         await poll_until(lambda: world.calls)

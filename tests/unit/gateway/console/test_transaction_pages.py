@@ -126,7 +126,7 @@ def test_a_page_has_the_fields_of_the_console():
     run(scenario)
 
 
-def test_pages_forwards_have_each_transaction_once():
+def test_forward_pages_have_each_transaction_once():
     async def scenario(client):
         await write(client, [(0, b"%d" % each) for each in range(130)])
         first, found = 0, []
@@ -241,7 +241,7 @@ def test_the_newest_page_ends_at_the_high_water_mark(monkeypatch):
     run(scenario)
 
 
-def test_a_page_until_an_id_ends_there():
+def test_a_page_until_an_id_ends_with_this_id():
     async def scenario(client):
         await write(client, [(0, b"a")] * 10)
         for last, expected in ((9, 9), (10, 9), (2**62, 9), (4, 4), (0, 0)):
@@ -307,7 +307,7 @@ def test_a_rare_header_is_found_forwards_in_several_requests(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_pages_of_any_log_have_each_matching_transaction_once(monkeypatch, seed):
+def test_forward_and_backward_pages_have_each_match_once(monkeypatch, seed):
     random = Random(seed)
     monkeypatch.setattr(transaction_pages, "PAGE_BYTES_MAX", random.choice([1, 500, 5000, 50_000]))
 
@@ -364,7 +364,7 @@ def test_a_page_from_an_expired_transaction_raises(monkeypatch, known):
 @pytest.mark.parametrize("known", [40, 0])
 @pytest.mark.parametrize("headers", [(), (0,)])
 def test_a_page_backwards_ends_at_the_first_available_transaction(monkeypatch, known, headers):
-    """Also if transactions expire after the replicas have reported the start of the log."""
+    """This also holds if transactions expire after the replicas have reported their start."""
 
     async def scenario(client):
         await write(client, [(0, b"a")] * 100)
@@ -399,7 +399,7 @@ def test_an_error_without_a_later_start_is_raised(monkeypatch):
     run(scenario)
 
 
-def test_a_log_that_is_shorter_than_its_mark_has_the_transactions_that_exist(monkeypatch):
+def test_a_log_below_the_high_water_mark_shows_the_existing_transactions(monkeypatch):
     """A server that has lost the partition may report a mark that is not in the log."""
 
     async def scenario(client):
@@ -500,7 +500,7 @@ def test_the_texts_of_a_page_are_bounded():
     run(scenario)
 
 
-def test_a_page_lets_other_tasks_run(monkeypatch):
+def test_reading_a_page_does_not_block_other_tasks(monkeypatch):
     async def scenario(client):
         await write(client, [(0, b"[]")] * 100)
         turns = 0

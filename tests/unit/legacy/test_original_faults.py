@@ -1,4 +1,4 @@
-"""A 0.13 server with faults: the client reports no wrong outcome and always ends."""
+"""A 0.13 server with faults: the client reports no wrong outcome and always terminates."""
 
 import asyncio
 import random
@@ -46,7 +46,7 @@ def client_of(cluster):
     return Opening(AsyncWaltzClient(directory, "original", IN_MEMORY_CONFIG, client_id=None))
 
 
-def datas_of(cluster):
+def payloads_in_log(cluster):
     return [data for _, _, data in cluster.logs[0].records]
 
 
@@ -82,14 +82,14 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
         await on_server(cluster, lambda: cluster.partition(0).break_session(kept))
         await on_server(cluster, cluster.partition(0).may_commit.set)
         ids = await results_of(futures)
-    found = datas_of(cluster)
+    found = payloads_in_log(cluster)
     assert sorted(found) == [b"%d" % i for i in range(7)]
     assert [found[each] for each in ids] == [b"%d" % i for i in range(7)]
 
 
 @run_on_loop
-async def test_a_server_that_has_lost_the_partition_decides_no_outcome(cluster):
-    """Its mark is too old, and what it considers lost was found by its successor."""
+async def test_a_former_owner_decides_no_outcome(cluster):
+    """The old owner's mark is outdated, and the new owner has committed appends that it lost."""
     async with client_of(cluster) as client:
         await client.mount([0])
         directory = client.directory
@@ -100,17 +100,17 @@ async def test_a_server_that_has_lost_the_partition_decides_no_outcome(cluster):
         before = cluster.partition(0)
 
         await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_notified=False)
-        # The old owner abandons what was on its way, and answers flushes and mounts.
+        # The old owner abandons appends in flight, and answers flushes and mounts.
         await on_server(cluster, lambda: before.break_session(0))
         await poll_until(lambda: cluster.servers[0].answered.count(8) > 3)
         assert not any(each.done() for each in futures)
         directory.stale_owners = None
         assert await results_of(futures) == [0, 1]
-    assert datas_of(cluster) == [b"0", b"1"]
+    assert payloads_in_log(cluster) == [b"0", b"1"]
 
 
 @run_on_loop
-async def test_a_server_that_does_not_own_it_yet_is_queried_again(cluster):
+async def test_an_append_waits_until_the_server_owns_the_partition(cluster):
     await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
     async with client_of(cluster) as client:
         future = await client.append(b"late", partition=0)
@@ -134,7 +134,7 @@ async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_part
 
 
 @run_on_loop
-async def test_a_mount_that_is_never_answered_is_tried_on_another_connection(cluster):
+async def test_an_unanswered_mount_is_retried_on_another_connection(cluster):
     server = cluster.servers[0]
     server.is_answering = False
     async with client_of(cluster) as client:
@@ -146,7 +146,7 @@ async def test_a_mount_that_is_never_answered_is_tried_on_another_connection(clu
 
 
 @run_on_loop
-async def test_a_mark_above_the_log_is_rejected_before_anything_is_sent(cluster):
+async def test_a_mark_above_the_log_is_rejected_before_the_append_is_sent(cluster):
     async with client_of(cluster) as client:
         await client.mount([0])
         future = await client.append(b"", partition=0, client_high_water_mark=5)
@@ -166,10 +166,10 @@ async def test_uncommitted_records_are_never_requested(cluster):
     assert not cluster.partition(0).poisoned
 
 
-class Seen(AsyncCallbacks):
+class RecordingCallbacks(AsyncCallbacks):
     def __init__(self, mark, count):
         self.mark, self.count = mark, count
-        self.ids, self.datas = [], []
+        self.ids, self.payloads = [], []
         self.is_over = asyncio.Event()
 
     async def client_high_water_mark(self, partition):
@@ -178,7 +178,7 @@ class Seen(AsyncCallbacks):
     async def apply_transaction(self, transaction):
         self.ids.append(transaction.transaction_id)
         if transaction.transaction_id % 1_000 == 0:
-            self.datas.append(await transaction.data())
+            self.payloads.append(await transaction.data())
         if len(self.ids) == self.count:
             self.is_over.set()
 
@@ -193,13 +193,13 @@ async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypat
     )
     cluster.fill(0, behind, b"old")
     async with client_of(cluster) as client:
-        seen = Seen(-1, behind + 10)
+        seen = RecordingCallbacks(-1, behind + 10)
         await client.subscribe(seen, [0])
         ids = await results_of(await append_all(client, 10))
         assert ids == list(range(behind, behind + 10))
         await seen.is_over.wait()
         assert seen.ids == list(range(behind + 10))
-        assert seen.datas == [b"old"] * (behind // 1_000) + [b"0"]
+        assert seen.payloads == [b"old"] * (behind // 1_000) + [b"0"]
 
 
 @run_on_loop
@@ -223,7 +223,7 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
             first = [await client.append(b"ours", partition=0) for _ in range(3)]
             assert await results_of(first) == [0, 1, 2]
             assert not await client.has_legacy_server()
-            # What is in the log stays in the log, whichever server serves it.
+            # Transactions stay in the log, whichever server owns the partition.
             cluster.fill(0, 3)
             cluster.owners[0] = (0, 2)
             await on_server(
@@ -234,11 +234,11 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
             later = [await client.append(b"original", partition=0) for _ in range(3)]
             assert await results_of(later) == [3, 4, 5]
             assert await client.has_legacy_server()
-    assert datas_of(cluster)[3:] == [b"original"] * 3
+    assert payloads_in_log(cluster)[3:] == [b"original"] * 3
 
 
 @run_on_loop
-async def test_a_silently_replaced_connection_mounts_on_another_one(cluster):
+async def test_after_a_silent_replacement_the_client_mounts_on_a_new_connection(cluster):
     def replace(partition):
         (client_id,) = partition.mounts
         peer, generation = partition.mounts[client_id]
@@ -255,7 +255,7 @@ async def test_a_silently_replaced_connection_mounts_on_another_one(cluster):
 # --- everything at once
 
 
-def strike(cluster, chance):
+def inject_fault(cluster, chance):
     server = cluster.servers[cluster.owners[0][0]]
     partition = cluster.partition(0)
     match chance.randrange(6):
@@ -271,13 +271,13 @@ def strike(cluster, chance):
             partition.may_commit.set()
 
 
-async def trouble(cluster, chance):
+async def inject_faults(cluster, chance):
     while True:
-        await on_server(cluster, lambda: strike(cluster, chance))
+        await on_server(cluster, lambda: inject_fault(cluster, chance))
         if chance.random() < 0.1:
-            to, kept = 1 - cluster.owners[0][0], chance.randrange(4)
+            target, kept = 1 - cluster.owners[0][0], chance.randrange(4)
             is_notified = chance.random() < 0.5
-            await asyncio.to_thread(cluster.move, 0, to, kept=kept, is_notified=is_notified)
+            await asyncio.to_thread(cluster.move, 0, target, kept=kept, is_notified=is_notified)
         await asyncio.sleep(0.01)
 
 
@@ -300,12 +300,12 @@ async def test_no_wrong_outcome_is_reported_under_faults(seed, cluster):
     chance = random.Random(seed)
     rounds, writers, outcomes = 20, 3, {}
     async with asyncio.TaskGroup() as group:
-        striking = group.create_task(trouble(cluster, chance))
+        fault_task = group.create_task(inject_faults(cluster, chance))
         async with asyncio.TaskGroup() as writing:
             for name in range(writers):
                 writing.create_task(write(cluster, name, rounds, outcomes))
-        striking.cancel()
-    found = datas_of(cluster)
+        fault_task.cancel()
+    found = payloads_in_log(cluster)
     assert len(set(found)) == len(found)
     assert len(outcomes) == rounds * writers * 12
     for data, outcome in outcomes.items():

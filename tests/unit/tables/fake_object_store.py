@@ -1,4 +1,4 @@
-"""An object store that answers each request alike, for the errors of its clients."""
+"""An object store that gives the same answer to each request, for tests of client errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def answering(status: int | None, code: str) -> Iterator[str]:
+def store_with_answer(status: int | None, code: str) -> Iterator[str]:
     """Yield the URL of a store with this status and code in its answers."""
     handler = type("Answer", (_Answer,), {"status": status, "code": code})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

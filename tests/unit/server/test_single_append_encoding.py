@@ -16,12 +16,12 @@ def pending(row: int, first: int, sequence: int) -> PendingSingle:
     data = DATA[row]
     req_id = ReqId(ClientId(5), Generation(2), PartitionId(1), sequence + row)
     message = AppendRequest(req_id, -1, (), (), (), row - 2, data, zlib.crc32(data))
-    made = PendingSingle(ConnectionId(1), 100, message, FlushGroup(), 0)
-    made.transaction_id = first + row
-    return made
+    single = PendingSingle(ConnectionId(1), 100, message, FlushGroup(), 0)
+    single.transaction_id = first + row
+    return single
 
 
-def test_encoding_rows_one_by_one_gives_the_bytes_of_a_batch() -> None:
+def test_rows_encoded_one_by_one_have_the_bytes_of_a_batch() -> None:
     none: list[list[int]] = [[] for _ in DATA]
     payload = encode_append(
         [row - 2 for row in range(len(DATA))],
