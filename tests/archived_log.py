@@ -1,4 +1,4 @@
-"""Logs as archives: batches of random records, objects and manifests of them."""
+"""Archives of random logs: batches, objects and manifests."""
 
 import io
 from random import Random

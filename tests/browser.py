@@ -22,7 +22,7 @@ def find_chromium() -> str:
     """Return the path of Chromium; skip the test if there is none."""
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
-        pytest.skip("there is no Chromium; Debian has it in the package chromium")
+        pytest.skip("Chromium is not installed; Debian has it in the package chromium")
     return found
 
 
@@ -55,7 +55,7 @@ class ConsolePage:
         self.page.goto(f"{self.url}/console/{fragment}")
 
     def check(self) -> None:
-        """Check that the page has logged no error, and loaded nothing from elsewhere."""
+        """Check that the page has logged no error, and has loaded no files from other hosts."""
         assert self.messages == []
         assert [each for each in self.requested if not each.startswith(f"{self.url}/")] == []
 
@@ -68,7 +68,7 @@ class ConsolePage:
 def open_console(
     browser: Browser, url: str, *, size: tuple[int, int] = DESKTOP, is_dark: bool = False
 ) -> Iterator[ConsolePage]:
-    """Yield a new window for the console of a gateway; check at the end what it has done."""
+    """Yield a new window for the console of a gateway; at the end check its errors and requests."""
     width, height = size
     with browser.new_context(
         viewport={"width": width, "height": height},

@@ -1,4 +1,4 @@
-"""Counts the function calls of a piece of work, with garbage collection off."""
+"""Counts the function calls of a code block, with garbage collection off."""
 
 import gc
 import sys
@@ -11,7 +11,7 @@ from types import FrameType
 def record_calls() -> Iterator[list[str]]:
     """Record the caller's name of each call, also of functions in C.
 
-    Garbage is not collected meanwhile: finalizers of objects that other tests have left would be
+    Garbage collection is off meanwhile. Otherwise the finalizers of objects of other tests would be
     counted.
     """
     calls: list[str] = []

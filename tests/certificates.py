@@ -1,6 +1,6 @@
 """Certificates for tests: a CA, a valid certificate of this machine, and invalid ones.
 
-Unit tests and real daemons get the same files as from an operator.
+Unit tests and real daemons use files in the same format as the files of an operator.
 """
 
 from pathlib import Path
@@ -35,9 +35,11 @@ def create_certificates(
     """Write the files of a new authority, and of a certificate for some hosts."""
     authority = trustme.CA()
     issued = authority.issue_cert(*hosts)
-    made = Certificates(*(str(directory / f"{name}-{each}.pem") for each in ("ca", "cert", "key")))
-    authority.cert_pem.write_to_path(made.authorities)
-    issued.private_key_pem.write_to_path(made.key)
+    certificates = Certificates(
+        *(str(directory / f"{name}-{each}.pem") for each in ("ca", "cert", "key"))
+    )
+    authority.cert_pem.write_to_path(certificates.authorities)
+    issued.private_key_pem.write_to_path(certificates.key)
     for part in issued.cert_chain_pems:
-        part.write_to_path(made.certificate, append=True)
-    return made
+        part.write_to_path(certificates.certificate, append=True)
+    return certificates

@@ -1,6 +1,6 @@
-"""Changes functions for tests, and the changes that they make of one transaction of `Written`.
+"""Changes functions for tests, and the changes that they return for one transaction of `Written`.
 
-Spark's workers import this file alone.
+The workers of Spark import this file without the other test modules.
 """
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ _CHANGES_SCHEMA = pa.schema(
 
 
 def pair_changes(_header: int, row: dict) -> list[tuple[int, int | None]]:
-    """Return the changes of a transaction: none to three keys, with a value or None for a delete.
+    """Return up to three changes of a transaction: keys with a value, or None for a delete.
 
     The last two of three have the same key.
     """

@@ -1,8 +1,8 @@
-"""The contract of a Waltz towards its clients, checked in memory and on a real cluster.
+"""The contract between a cluster and its clients, tested in memory and on a real cluster.
 
 `test_conformance_memory.py` runs the scenarios over `MemoryWaltz`, calm and with faults,
-`test_conformance.py` over real processes. The log of a scenario's partition may have any
-content before.
+`test_conformance.py` over real processes. A scenario must work with any log that its partition
+already has.
 """
 
 import threading
@@ -43,7 +43,7 @@ class ScenarioSetup:
 
 
 class RecordingCallbacks(Callbacks):
-    """Records what is applied; may raise, or wait until it is released."""
+    """Records the applied transactions; can raise an error, or wait until a test releases it."""
 
     def __init__(self, mark: int) -> None:
         self.mark = mark
@@ -154,9 +154,9 @@ def is_log_complete(world: ScenarioSetup) -> bool:
     with world.open() as client:
         last = client.high_water_mark(world.partition, linearizable=True)
         chunks = client.read_range(world.partition, 0, last, form=RangeForm.HEADERS)
-        heads = np.concatenate([np.frombuffer(each.records, HEADER_DTYPE) for each in chunks])
-    is_dense = np.array_equal(heads["transaction_id"], np.arange(last + 1))
-    return is_dense and np.unique(heads["req_id"]).size == heads.size
+        headers = np.concatenate([np.frombuffer(each.records, HEADER_DTYPE) for each in chunks])
+    is_dense = np.array_equal(headers["transaction_id"], np.arange(last + 1))
+    return is_dense and np.unique(headers["req_id"]).size == headers.size
 
 
 # --- appends
@@ -198,7 +198,7 @@ def each_replica_returns_the_same_bytes(world: ScenarioSetup) -> None:
         last = append_and_wait(client, world.partition, b"two")
         replicas = client.replicas(world.partition)
         for form in RangeForm:
-            ours, theirs = (
+            bytes_of_replicas, bytes_of_server = (
                 [
                     bytes(chunk.records)
                     for chunk in client.read_range(
@@ -207,7 +207,7 @@ def each_replica_returns_the_same_bytes(world: ScenarioSetup) -> None:
                 ]
                 for each in (replicas, None)
             )
-            assert b"".join(ours) == b"".join(theirs) != b""
+            assert b"".join(bytes_of_replicas) == b"".join(bytes_of_server) != b""
 
 
 def invalid_appends_are_rejected_and_others_continue(world: ScenarioSetup) -> None:
@@ -331,10 +331,10 @@ def a_context_is_executed_again_after_it_has_applied_the_winner(world: ScenarioS
     with world.open() as client, world.open() as other:
         ledger = RecordingCallbacks(client.high_water_mark(world.partition))
         won: list[int] = []
-        seen: list[list[int]] = []
+        ids_at_execution: list[list[int]] = []
 
         def rival(attempt: int) -> None:
-            seen.append(ledger.applied_ids)
+            ids_at_execution.append(ledger.applied_ids)
             if attempt <= 2:
                 won.append(append_and_wait(other, world.partition, append_locks=[lock("retry")]))
 
@@ -343,8 +343,8 @@ def a_context_is_executed_again_after_it_has_applied_the_winner(world: ScenarioS
         transaction_id = client.submit(context).result(TEST_TIMEOUT_S)
         assert transaction_id == won[1] + 1
         assert context.marks[0] < won[0] <= context.marks[1] < won[1] <= context.marks[2]
-        assert won[0] in seen[1]
-        assert won[1] in seen[2]
+        assert won[0] in ids_at_execution[1]
+        assert won[1] in ids_at_execution[2]
         assert context.is_applied.wait(TEST_TIMEOUT_S)
         assert context.hooks == ["lock failure"] * 2 + [("completion", True), "application"]
         assert ledger.applied[-1][2] == JSON.serialize({"attempt": 3})
@@ -424,7 +424,8 @@ def a_context_ends_at_its_timeout(world: ScenarioSetup) -> None:
             assert context.has_ended.wait(TEST_TIMEOUT_S)
             if "lock failure" in context.hooks:
                 break
-            # A busy machine had not refused it by then: the next one has more time.
+            # On a busy machine the append may not have been rejected by then: the next one has more
+            # time.
         behind = ended.value
         assert isinstance(behind, errors.ViewBehind)
         assert "no transaction was applied in that time" in str(behind)
@@ -504,9 +505,9 @@ def an_append_rejected_because_of_one_in_flight_may_depend_on_it(world: Scenario
         first = client.append(b"first", **fields, client_high_water_mark=mark)
         late = client.append(b"late", **fields, client_high_water_mark=mark)
         assert first.result(TEST_TIMEOUT_S) == mark + 1
-        with pytest.raises(errors.LockFailed) as refused:
+        with pytest.raises(errors.LockFailed) as caught:
             late.result(TEST_TIMEOUT_S)
-        pipelined_state = refused.value.pipelined_state
+        pipelined_state = caught.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first"]
         again = client.append(b"second", **{**fields, "pipelined": pipelined_state})
         assert again.result(TEST_TIMEOUT_S) == mark + 2
@@ -521,15 +522,15 @@ def a_dependent_append_is_not_ahead_of_other_locks(world: ScenarioSetup) -> None
         assert first.result(TEST_TIMEOUT_S) == mark + 1
         append_and_wait(client, world.partition, b"other", write_locks=other)
         late = client.append(b"late", **fields, client_high_water_mark=mark)
-        with pytest.raises(errors.LockFailed) as refused:
+        with pytest.raises(errors.LockFailed) as caught:
             late.result(TEST_TIMEOUT_S)
-        pipelined_state = refused.value.pipelined_state
+        pipelined_state = caught.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first"]
         fields["write_locks"] = [*hot, *other]
         again = client.append(b"again", **{**fields, "pipelined": pipelined_state})
-        with pytest.raises(errors.LockFailed) as refused:
+        with pytest.raises(errors.LockFailed) as caught:
             again.result(TEST_TIMEOUT_S)
-        pipelined_state = refused.value.pipelined_state
+        pipelined_state = caught.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first", b"other"]
         at_last = client.append(b"at last", **{**fields, "pipelined": pipelined_state})
         assert at_last.result(TEST_TIMEOUT_S) == mark + 3
@@ -586,8 +587,8 @@ def a_poison_transaction_is_skipped_or_retried_or_stops_its_partition(world: Sce
         assert ledger.applied_ids == [skipped - 1, again, stops - 1]
 
 
-# Where a connection breaks, what was lost is sent again behind what was not, and a context counts
-# one attempt more.
+# If a connection breaks, lost appends are sent again after the other ones, and a context counts one
+# more attempt.
 SCENARIOS_WITHOUT_FAULTS = (
     ids_are_dense_and_in_the_order_of_one_clients_appends,
     a_closed_client_has_reported_every_outcome,

@@ -1,7 +1,7 @@
-"""The contract of ZooKeeper towards a cluster, checked in memory and on a real ZooKeeper.
+"""The contract between ZooKeeper and a cluster, tested in memory and on a real ZooKeeper.
 
 `test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
-over a real ZooKeeper; each scenario has a root of its own.
+over a real ZooKeeper. Each scenario has its own root.
 """
 
 import asyncio
@@ -204,15 +204,15 @@ async def ids_are_never_allocated_twice(world: ZooKeeperUnderTest, root: str) ->
         await open_coordinator(world, root),
         await open_coordinator(world, root),
     ]
-    taken: list[int] = []
+    allocated: list[int] = []
 
     async def take(coordinator: Coordinator) -> None:
-        taken.extend([await coordinator.next_client_id() for _ in range(5)])
+        allocated.extend([await coordinator.next_client_id() for _ in range(5)])
 
     async with asyncio.TaskGroup() as group:
         for coordinator in members * 3:
             group.create_task(take(coordinator))
-    assert sorted(taken) == list(range(1, 46))
+    assert sorted(allocated) == list(range(1, 46))
     assert await members[0].next_server_id() == 1
     assert await members[1].next_server_id() == 2
 
@@ -271,12 +271,12 @@ async def a_partition_of_0_13_is_adopted(world: ZooKeeperUnderTest, root: str) -
 async def the_first_registered_storage_id_is_kept(world: ZooKeeperUnderTest, root: str) -> None:
     coordinator, other = await create_cluster(world, root), await open_coordinator(world, root)
     assert await coordinator.read_storage_ids() == {}
-    mine, foreign = UUID(int=1), UUID(int=2)
-    assert await coordinator.register_storage_id("10.0.0.1:5280", mine) == mine
-    assert await other.register_storage_id("10.0.0.1:5280", foreign) == mine
-    assert await coordinator.register_storage_id("10.0.0.1:5280", mine) == mine
-    assert await other.register_storage_id("[::1]:5280", foreign) == foreign
-    assert await other.read_storage_ids() == {"10.0.0.1:5280": mine, "[::1]:5280": foreign}
+    first_id, second_id = UUID(int=1), UUID(int=2)
+    assert await coordinator.register_storage_id("10.0.0.1:5280", first_id) == first_id
+    assert await other.register_storage_id("10.0.0.1:5280", second_id) == first_id
+    assert await coordinator.register_storage_id("10.0.0.1:5280", first_id) == first_id
+    assert await other.register_storage_id("[::1]:5280", second_id) == second_id
+    assert await other.read_storage_ids() == {"10.0.0.1:5280": first_id, "[::1]:5280": second_id}
 
 
 async def a_follower_receives_changes_of_the_replica_assignment(
@@ -333,20 +333,20 @@ async def permissions_are_changed_by_compare_and_set(world: ZooKeeperUnderTest, 
     ):
         with pytest.raises(errors.BadRequest, match=r"has no permissions.* `access init`"):
             await change
-    made = await one.permissions.create(Permissions(1, "", 0, bytes(32)), author)
-    assert made == Permissions(1, "ann?@host", 7, bytes(32))
-    assert await two.permissions.read_existing() == made
+    created = await one.permissions.create(Permissions(1, "", 0, bytes(32)), author)
+    assert created == Permissions(1, "ann?@host", 7, bytes(32))
+    assert await two.permissions.read_existing() == created
     with pytest.raises(errors.BadRequest, match="has permissions already"):
-        await two.permissions.create(made, author)
+        await two.permissions.create(created, author)
 
-    # Each change of many that run at the same time has a revision of its own, and none is lost.
+    # Each of many concurrent changes has its own revision, and no change is lost.
     changes = (one, two) * 3
     async with asyncio.TaskGroup() as group:
-        done = [
+        results = [
             group.create_task(each.permissions.change(add_limited_principal(number), author))
             for number, each in enumerate(changes, 1)
         ]
-    assert sorted(each.result().after.revision for each in done) == list(range(2, 8))
+    assert sorted(each.result().after.revision for each in results) == list(range(2, 8))
     now = await one.permissions.read_existing()
     assert sorted(now.limits) == [f"p{number}" for number in range(1, 7)]
     assert now.revision == 7
@@ -370,27 +370,28 @@ def add_limited_principal(number: int) -> Callable[[Permissions], Permissions]:
 
 async def imported_permissions_have_a_later_revision(world: ZooKeeperUnderTest, root: str) -> None:
     coordinator = await create_cluster(world, root)
-    author, seen, key = Author("ops", 5), [], b"k" * 32
+    author, revisions, key = Author("ops", 5), [], b"k" * 32
     saved = Permissions(9, "ann", 1, bytes(32), limits={"*": PrincipalLimits(feeds=2)})
 
     def record_revisions(before: Permissions, after: Permissions) -> None:
-        seen.append((before.revision, after.revision))
+        revisions.append((before.revision, after.revision))
 
     first = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
-    # Where there were none, the counter of client IDs may have begun again: proofs must not match.
-    made = replace(saved, revision=10, changed_by="ops", changed_ms=5)
-    assert first == (None, replace(made, client_key=key))
+    # If there were no permissions before, the counter of client IDs may have started again, so
+    # proofs must not match.
+    imported = replace(saved, revision=10, changed_by="ops", changed_ms=5)
+    assert first == (None, replace(imported, client_key=key))
     second = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
-    assert second.after == replace(made, revision=11)
-    assert seen == [(10, 11)]
+    assert second.after == replace(imported, revision=11)
+    assert revisions == [(10, 11)]
     znodes, path = await world.znodes(), coordinator.paths.access
     found = await znodes.get(path)
     await znodes.write([SetNode(path, b"{}", found.stat.version)])
     with pytest.raises(errors.BadFormat, match=f"{path}: permissions"):
         await coordinator.permissions.read_existing()
     third = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
-    assert third == (None, made)
-    assert await coordinator.permissions.read_existing() == made
+    assert third == (None, imported)
+    assert await coordinator.permissions.read_existing() == imported
 
 
 async def the_revision_in_use_is_published_in_each_session(
@@ -421,7 +422,7 @@ async def the_revision_in_use_is_published_in_each_session(
         await await_applied_revisions(commands, signals, {name: 2}, znodes.session_number)
         assert len(at_storage.values) == 3
 
-        # The node of a process that was killed is replaced by that of its successor.
+        # The successor of a killed process replaces its node.
         successor = await open_coordinator(world, root)
         successor.set_applied_revision(name, 2)
         async with run_meanwhile(successor.follow_permissions(CallbackRecorder())):
@@ -438,7 +439,7 @@ async def a_revision_that_cannot_be_published_does_not_delay_the_next(
     """Another daemon may have created a node in its place that cannot be deleted."""
     commands, znodes = await create_cluster(world, root), await world.znodes()
     storage, name = Coordinator(await world.znodes(), root), "storage-10.0.0.1:5280"
-    author, taken, failed = Author("ops", 0), CallbackRecorder(), CallbackRecorder()
+    author, applied, failed = Author("ops", 0), CallbackRecorder(), CallbackRecorder()
     paths = commands.paths
     for path in (
         paths.applied_revisions,
@@ -450,13 +451,13 @@ async def a_revision_that_cannot_be_published_does_not_delay_the_next(
     def take(permissions: Permissions | None) -> None:
         if permissions is not None:
             storage.set_applied_revision(name, permissions.revision)
-        taken(permissions)
+        applied(permissions)
 
     async with run_meanwhile(storage.follow_permissions(take, failed)):
         await commands.permissions.create(Permissions(1, "", 0, bytes(32)), author)
         assert await failed.wait_for(lambda error: True)
         await commands.permissions.change(add_limited_principal(1), author)
-        await taken.wait_for(lambda found: found is not None and found.revision == 2)
+        await applied.wait_for(lambda found: found is not None and found.revision == 2)
 
 
 async def await_applied_revisions(
@@ -584,14 +585,14 @@ async def a_write_is_atomic(world: ZooKeeperUnderTest, root: str) -> None:
     assert await znodes.write(
         [SetNode(f"{base}/a", b"2", 0), SetNode(f"{base}/a", b"3", 1), CreateNode(f"{base}/b", b"")]
     ) == [1, 2, 0]
-    refused = [
+    rejected_writes = [
         [SetNode(f"{base}/a", b"4", 2), SetNode(f"{base}/b", b"4", 7)],
         [SetNode(f"{base}/a", b"4", 2), CreateNode(f"{base}/b")],
         [SetNode(f"{base}/a", b"4", 2), CreateNode(f"{base}/none/c")],
         [SetNode(f"{base}/a", b"4", 2), DeleteNode(f"{base}/none", 0)],
         [DeleteNode(f"{base}/a", 1)],
     ]
-    for operations in refused:
+    for operations in rejected_writes:
         with pytest.raises(errors.CoordinatorConflict, match=base):
             await znodes.write(operations)
     data, stat = await znodes.get(f"{base}/a")

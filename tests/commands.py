@@ -1,4 +1,4 @@
-"""The commands as click has them, and a run of a command in the test's process."""
+"""Lists the commands of the CLI from click, and runs a command in the process of the test."""
 
 import contextlib
 import inspect

@@ -1,4 +1,4 @@
-"""Shared by all tests: time limits, groups for the workers, and what a run leaves open."""
+"""For all tests: time limits, groups for the test workers, and a check for unclosed resources."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from tests import java_classes, ports
 from tests.time_limits import TEST_TIMEOUT_S
 
-# The machine may be busy, so a slow example is no failure; pytest-timeout ends what hangs.
+# The machine may be busy, so a slow example is not a failure. pytest-timeout ends tests that hang.
 settings.register_profile(
     "quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -23,12 +23,12 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 java_classes.use_class_archives()
 ports.use_worker_port_range()
 
-# Tests with processes of their own, and those that try many schedules: they take minutes on a busy
-# machine. What does not end is ended all the same.
+# Tests that start processes, and tests that try many schedules. They take minutes on a busy
+# machine. The time limit still ends tests that hang.
 LONG_TEST_FOLDERS = ("integration", "fault", "chaos", "spark", "notebooks", "sim", "crash", "tools")
 # The tests of a file share a cluster or a Spark.
 FOLDERS_GROUPED_BY_FILE = ("integration", "fault", "chaos", "spark")
-# The tests of a folder share what they have read or built.
+# The tests of a folder share the files that they have read or built.
 FOLDERS_GROUPED_AS_ONE = ("tidy", "site")
 
 _unclosed_resources: list[str] = []
@@ -86,7 +86,7 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print these connections, and what the crash tests have tried."""
+    """Print these connections, and the counts of the crash tests."""
     for line in _unclosed_resources:
         terminalreporter.write_line(f"left open by {line}")
     counts = Counter()

@@ -48,7 +48,7 @@ DATA = b"the last one"
 
 class UnsyncedFile(RealFile):
     def sync(self):
-        """Nothing: a forged log was promised to no owner."""
+        """Do nothing, because a forged log has no promise."""
 
 
 class UnsyncedDisk(RealDisk):

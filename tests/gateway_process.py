@@ -1,4 +1,4 @@
-"""A gateway as a process of its own, and a client for its JSON."""
+"""A gateway in a separate process, and a client for its JSON interface."""
 
 import base64
 import contextlib
@@ -25,11 +25,11 @@ class GatewayAnswer(NamedTuple):
 
 
 class GatewayClient:
-    """One kept connection to a gateway."""
+    """One persistent connection to a gateway."""
 
     def __init__(self, url: str, *, token: str | None = None, authorities: str = "") -> None:
-        scheme, _, place = url.partition("://")
-        host, _, port = place.rpartition(":")
+        scheme, _, address = url.partition("://")
+        host, _, port = address.rpartition(":")
         self._token = token
         if scheme == "https":
             context = ssl.create_default_context(cafile=authorities)

@@ -1,4 +1,4 @@
-"""A client of HTTP that sends any bytes."""
+"""An HTTP client that can send any bytes, even invalid requests."""
 
 import asyncio
 

@@ -1,7 +1,8 @@
 """Class data archives for Spark and ZooKeeper, which halve the CPU of a start.
 
-The tests start some dozens of each. `python -m tests.java_classes` creates the archives, once for
-each pair of Java and PySpark; without matching archives Java loads its classes as usual.
+The tests start dozens of Java processes. `python -m tests.java_classes` creates the archives, once
+for each combination of Java and PySpark. Without a matching archive Java loads its classes as
+usual.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from waltz_core.local.zookeeper_process import JAVA_OPTIONS_VARIABLE, find_java
 SPARK_OPTIONS_VARIABLE: Final = "SPARK_SUBMIT_OPTS"
 # Most of Spark's time here is its start, when the second compiler costs more than it gives back.
 _SPARK_OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-# An archive that does not fit is worth no line on the standard output.
+# An archive that does not match must not print a line on the standard output.
 _QUIET_OPTIONS: Final = "-Xlog:disable -Xlog:all=error:stderr"
 _ARCHIVE_DIRECTORY: Final = Path(sys.prefix) / "java-classes"
 _SQL_QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
@@ -28,8 +29,8 @@ _SQL_QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
 
 def _archive_path(name: str) -> Path:
     java = Path(find_java()).resolve()
-    home = os.environ.get("SPARK_HOME", "")  # a class path of other files fits no archive
-    identity = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix} {home}"
+    spark_home = os.environ.get("SPARK_HOME", "")  # a class path of other files fits no archive
+    identity = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix} {spark_home}"
     return _ARCHIVE_DIRECTORY / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.jsa"
 
 
@@ -51,7 +52,7 @@ def _start_zookeeper() -> None:
 
 
 def _start_spark() -> None:
-    """Run once what tests do most: a batch and a stream with Waltz, SQL, and Spark Connect."""
+    """Run the most frequent operations of tests: a batch, a stream, SQL, and Spark Connect."""
     import waltz_spark  # noqa: PLC0415 - ZooKeeper's archive needs no Spark
 
     port = str(free_port())

@@ -1,4 +1,4 @@
-"""Runs test scenarios on an event loop with a timeout, and polls conditions without an event."""
+"""Runs coroutines of tests on an event loop with a timeout, and polls conditions."""
 
 import asyncio
 import selectors
@@ -10,7 +10,7 @@ from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.transport import net
 
 POLL_INTERVAL_S = 0.002
-LOOP_TURN_S = 0.001  # what a turn of a loop in virtual time takes: what never waits ends, too
+LOOP_TURN_S = 0.001  # virtual time of one turn, so that loops without timers end, too
 
 ResultT = TypeVar("ResultT")
 
@@ -28,7 +28,7 @@ class _VirtualClockSelector(selectors.DefaultSelector):
             return super().select(POLL_INTERVAL_S)
         found = super().select(0)
         if not found:
-            assert timeout is not None, "nothing is planned: the scenario never ends"
+            assert timeout is not None, "no timer is planned, so the scenario would never end"
             self.now_s += timeout
         self.now_s += LOOP_TURN_S
         return found

@@ -1,18 +1,18 @@
 """A model of the client of Waltz 0.13: its bytes and its behavior (docs/design/wire-format.md 2).
 
-It encodes and decodes frames itself: it shares no code with the implementation under test, so a
-mistake cannot be on both sides of a connection. It behaves as a 0.13 client is known to behave,
-faults included:
+It encodes and decodes frames itself. It shares no code with the implementation under test, so the
+same mistake cannot be on both sides of a connection. It has the known behavior of a 0.13 client,
+including its defects:
 
 - It has two connections to each server (stream and rpc); only the stream mounts. The two use the
   same ReqIds.
 - A broken connection is opened again with the next sequence number, and mounts all its partitions.
 - After NOT_READY for the ReqId of the last mount it waits 500 ms, and mounts again.
-- Appends are not acknowledged. The client's own ReqId in the feed means success, and failure of all
-  earlier open appends. LOCK_FAILURE and FLUSH_RESPONSE take effect when the client's mark has
-  reached the ID in them.
+- Appends are not acknowledged. When the client receives its own ReqId in the feed, this append was
+  successful, and all earlier open appends have failed. LOCK_FAILURE and FLUSH_RESPONSE take effect
+  when the client's mark has reached the ID that they contain.
 - It sends a flush after each READY, and every 5 s while an append is open.
-- It ignores answers with another ReqId than the expected one, and IDs that are not the next.
+- It ignores answers with an unexpected ReqId, and transactions whose ID is not the next one.
 """
 
 import asyncio
@@ -87,13 +87,13 @@ class Wire:
         try:
             magic, version, size = FRAME.unpack(await reader.readexactly(FRAME.size))
             assert (magic, version) == (HELLO, 0)
-            theirs = await reader.readexactly(size)
+            answer = await reader.readexactly(size)
         except BaseException:  # cancelled, too
             writer.close()
             raise
-        (count,) = struct.unpack_from(">i", theirs)
-        offered = struct.unpack_from(f">{count}h", theirs, 4)
-        return cls(reader, writer, max(set(offered) & set(versions)))
+        (count,) = struct.unpack_from(">i", answer)
+        versions_of_server = struct.unpack_from(f">{count}h", answer, 4)
+        return cls(reader, writer, max(set(versions_of_server) & set(versions)))
 
     def send(self, kind, req, body=b""):
         self.send_bytes(FRAME.pack(CLIENT, self.version, 17 + len(body)) + bytes([kind]), req, body)
@@ -158,7 +158,7 @@ class Partition:
         self.sequence += 1
         return Req(self.client_id, self.generation, self.number, self.sequence)
 
-    # --- the monitor of what is open
+    # --- the monitor of open appends
 
     @property
     def open_count(self) -> int:
@@ -324,7 +324,7 @@ class Stream(Side):
             if req == link.sessions.get(req.partition):
                 await self.mount_answered(link, partition, req, body)
         elif kind == FEED_DATA:
-            await self.fed(partition, req, body)
+            await self.receive_feed(partition, req, body)
         elif kind == FEED_SUSPENDED:
             if req == link.sessions.get(req.partition):
                 link.send(FEED_REQUEST, req, struct.pack(">q", partition.mark))
@@ -335,7 +335,7 @@ class Stream(Side):
             queue.append((number, req))
             partition.process_queues()
         else:
-            assert kind == CHECK_RESPONSE, f"the original knows no answer of type {kind}"
+            assert kind == CHECK_RESPONSE, f"Waltz 0.13 has no answer of type {kind}"
 
     async def mount_answered(self, link, partition, req, body):
         assert link.wire is not None
@@ -351,7 +351,7 @@ class Stream(Side):
             if partition.number in link.partitions:
                 link.send_mount(partition)
 
-    async def fed(self, partition, req, body):
+    async def receive_feed(self, partition, req, body):
         number, header = struct.unpack(">qi", body)
         assert number <= partition.mark + 1, "a gap in the feed"
         if number == partition.mark + 1:
@@ -391,7 +391,9 @@ class Rpc(Side):
                 each.set_result(mark)
             partition.marks.clear()
         else:
-            assert kind == CHECK_RESPONSE, f"the original's rpc knows no answer of type {kind}"
+            assert kind == CHECK_RESPONSE, (
+                f"the rpc connection of 0.13 has no answer of type {kind}"
+            )
 
 
 class OriginalClient:

@@ -3,10 +3,10 @@
 It implements protocol L 4 with its own encoding of frames, keeps its log in memory, and behaves as
 a 0.13 server: it does not acknowledge appends, ignores requests of an outdated connection or
 generation, does not answer some requests at all, and never finds a transaction that was requested
-before its commit. Two controls replace replicas and their sessions: a test can hold commits back,
-and can end a session with or without a commit of the appends in flight.
+before its commit. Two controls replace replicas and their sessions: a test can delay commits, and
+can end a session with or without a commit of the appends in flight.
 
-It runs in a thread of its own, so that clients with and without an event loop can use it. Its
+It runs in a separate thread, so that clients with and without an event loop can use it. Its
 methods may be called from other threads.
 """
 
@@ -199,8 +199,8 @@ class Partition:
             self.locks.active[slot] -= 1
 
     def break_session(self, kept: int) -> None:
-        for place, entry in enumerate(list(self.pending)):
-            self.resolve(entry, is_committed=place < kept)
+        for index, entry in enumerate(list(self.pending)):
+            self.resolve(entry, is_committed=index < kept)
         self.notify()
 
 
@@ -239,10 +239,10 @@ class OriginalServer:
             task.cancel()
 
     def _spawn(self, task: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        made = asyncio.get_running_loop().create_task(task)
-        self._tasks.add(made)
-        made.add_done_callback(self._tasks.discard)
-        return made
+        new_task = asyncio.get_running_loop().create_task(task)
+        self._tasks.add(new_task)
+        new_task.add_done_callback(self._tasks.discard)
+        return new_task
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(writer)
@@ -270,8 +270,10 @@ class OriginalServer:
         hello = struct.pack(f">i{len(self.versions)}h", len(self.versions), *self.versions)
         hello += struct.pack(">i", len(text)) + text
         peer.writer.write(HELLO.pack(ord("H"), 0, len(hello)) + hello)
-        theirs = Payload(await self._frame(reader, ord("H"), 0))
-        common = {theirs.take("h") for _ in range(theirs.take("i"))} & set(self.versions)
+        client_hello = Payload(await self._frame(reader, ord("H"), 0))
+        common = {client_hello.take("h") for _ in range(client_hello.take("i"))} & set(
+            self.versions
+        )
         if not common:
             raise Dropped
         peer.version = max(common)
@@ -472,8 +474,8 @@ class OriginalCluster:
         """Run a function on the servers' thread; return its result."""
 
         async def run() -> Any:
-            made = call()
-            return await made if asyncio.iscoroutine(made) else made
+            result = call()
+            return await result if asyncio.iscoroutine(result) else result
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(TEST_TIMEOUT_S)
 
@@ -519,7 +521,7 @@ class OriginalCluster:
     def move(self, number: int, server: int, *, kept: int = 0, is_notified: bool = True) -> None:
         """Move a partition to another server; the previous owner releases it if `is_notified`.
 
-        `kept` is the number of appends in flight that had reached a quorum: recovery finds them.
+        `kept` is the number of appends in flight that have reached a quorum: recovery finds them.
         """
 
         def move() -> None:

@@ -54,13 +54,13 @@ class Nodes:
         data = struct.pack(
             ">Biii", 3, cversion, self.cluster.partition_count, len(self.cluster.servers)
         )
-        for place in range(len(self.cluster.servers)):
+        for server_index in range(len(self.cluster.servers)):
             owned = [
                 (number, generation)
                 for number, (server, generation) in self.cluster.owners.items()
-                if server == place
+                if server == server_index
             ]
-            data += struct.pack(">ii", place + 1, len(owned))
+            data += struct.pack(">ii", server_index + 1, len(owned))
             data += b"".join(struct.pack(">ii", *each) for each in owned)
         self.zookeeper.set(path, data)
 

@@ -1,4 +1,4 @@
-"""Ports for daemons that tests restart; no other test process gets the same ones."""
+"""Ports for daemons that tests restart. No two test processes get the same port."""
 
 import asyncio
 import os
@@ -8,8 +8,8 @@ from typing import Final
 
 from waltz_core.local import ports
 
-# Workers of one run share the machine's ports, and a port is free while its daemon is away. So
-# all of them draw below the ports that commands draw from, which tests give as their users do.
+# Workers of one run share the machine's ports, and a port is free while its daemon is down. So all
+# workers draw ports below the range that commands use by default.
 _LOWEST_PORT: Final = 5_000
 _WORKER_NUMBER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKER_COUNT: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -1,7 +1,7 @@
-"""A real PostgreSQL server for tests, from this machine's own packages, on a socket of its own.
+"""A real PostgreSQL server for tests, from the packages of this machine, on a Unix socket.
 
-It listens at no TCP port, its directory is deleted with it, and it syncs nothing: these tests kill
-processes, not the machine. PostgreSQL refuses to run as root, so there it runs as
+It listens on no TCP port, and its directory is deleted after the tests. It syncs nothing, because
+these tests kill processes, not the machine. PostgreSQL does not run as root, so for root it runs as
 `postgres` or `nobody`.
 """
 
@@ -26,7 +26,7 @@ from tests.time_limits import TEST_TIMEOUT_S
 PACKAGES_DIRECTORY = Path("/usr/lib/postgresql")
 SERVER_USERS = ("postgres", "nobody")
 CLOSE_TIMEOUT_S = 30.0
-# What a server that dies has committed is in the kernel's hands already.
+# The kernel already has all data that a killed server has committed.
 SERVER_SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
 
 
@@ -140,11 +140,9 @@ def run_postgres() -> Iterator[PostgresServer]:
     """Run a server for the duration of a `with` block; skips the test without PostgreSQL."""
     where, user = find_programs(), find_server_user()
     if where is None:
-        pytest.skip("no PostgreSQL on this machine: apt-get install postgresql")
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     if user is None:
-        pytest.skip(
-            f"PostgreSQL does not run as root, and there is none of the users {SERVER_USERS}"
-        )
+        pytest.skip(f"PostgreSQL does not run as root, and none of the users {SERVER_USERS} exists")
     # A socket's path has a hundred characters at most, so it is not pytest's own directory.
     directory = Path(tempfile.mkdtemp(prefix="waltz-postgres-"))
     os.chown(directory, user.pw_uid, user.pw_gid)

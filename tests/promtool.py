@@ -1,4 +1,4 @@
-"""Evaluates the alert rules in conf/ with promtool, over the series of a test."""
+"""Evaluates the alert rules in conf/ with promtool, with time series of a test."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def find_promtool() -> str:
     """Return the path of promtool; skip the test if there is none."""
     found = shutil.which("promtool")
     if found is None:
-        pytest.skip("there is no promtool; Debian has it in the package prometheus")
+        pytest.skip("promtool is not installed; Debian has it in the package prometheus")
     return found
 
 
@@ -77,15 +77,15 @@ def firing_alerts(
     }
     path = directory / "alerts.test.json"  # JSON is YAML, too
     path.write_text(json.dumps(content), encoding="utf-8")
-    done = subprocess.run(
+    result = subprocess.run(
         [find_promtool(), "test", "rules", str(path)],
         capture_output=True,
         text=True,
         check=False,
         timeout=TEST_TIMEOUT_S,
     )
-    found = [_parse_alert(each) for each in _FIRING_ALERT.finditer(done.stdout + done.stderr)]
-    assert bool(found) == bool(done.returncode), done.stdout + done.stderr
+    found = [_parse_alert(each) for each in _FIRING_ALERT.finditer(result.stdout + result.stderr)]
+    assert bool(found) == bool(result.returncode), result.stdout + result.stderr
     return found
 
 

@@ -1,7 +1,8 @@
 """A schema registry with Confluent's HTTP API, in the process of a test.
 
-It decides about compatibility like a registry whose rule is BACKWARD: a new schema must read what
-the last version of its subject has written. Its faults are those that a client must survive.
+It checks compatibility like a registry with the rule BACKWARD: a reader with the new schema must be
+able to read payloads of the last version of the subject. Tests can inject the faults that a client
+must survive.
 """
 
 import base64
@@ -24,7 +25,7 @@ SchemaAnswer = dict[str, object]
 
 
 class InProcessRegistry:
-    """Schemas by ID and by subject; `fault` is what each answer has instead."""
+    """Schemas by ID and by subject. `fault` replaces each answer."""
 
     def __init__(self) -> None:
         self.by_id: dict[int, SchemaAnswer] = {}
@@ -40,16 +41,16 @@ class InProcessRegistry:
         self, text: str, kind: str = "AVRO", references: list[SchemaAnswer] | None = None
     ) -> int:
         """Store a schema without a subject; return its ID."""
-        given: SchemaAnswer = {"schema": text}
+        answer: SchemaAnswer = {"schema": text}
         if kind != "AVRO":
-            given["schemaType"] = kind
+            answer["schemaType"] = kind
         if references:
-            given["references"] = references
+            answer["references"] = references
         for schema_id, known in self.by_id.items():
-            if known == given:
+            if known == answer:
                 return schema_id
         schema_id = len(self.by_id) + 1
-        self.by_id[schema_id] = given
+        self.by_id[schema_id] = answer
         return schema_id
 
     def put(self, subject: str, text: str, kind: str = "AVRO", **more: object) -> int:
@@ -83,8 +84,8 @@ class InProcessRegistry:
         schema_id = versions[number - 1]
         return 200, {"subject": subject, "version": number, "id": schema_id} | self.by_id[schema_id]
 
-    def _register(self, subject: str, given: SchemaAnswer) -> tuple[int, object]:
-        text, kind = str(given["schema"]), str(given.get("schemaType", "AVRO"))
+    def _register(self, subject: str, request: SchemaAnswer) -> tuple[int, object]:
+        text, kind = str(request["schema"]), str(request.get("schemaType", "AVRO"))
         if kind == "AVRO":
             try:
                 new = fastavro.parse_schema(json.loads(text))

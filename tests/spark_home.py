@@ -1,8 +1,8 @@
 """A SPARK_HOME in which Spark's Python workers find the PySpark of this environment.
 
-Spark puts its own `pyspark.zip` on the path of each Python process that it starts, and Python keeps
-no bytecode of what it imports from a zip: each process compiled PySpark again, for a second of CPU.
-This directory has all of Spark but the zip.
+Spark adds its `pyspark.zip` to the path of each Python process that it starts. Python stores no
+bytecode of modules from a zip file, so each process would compile PySpark again, which takes a
+second of CPU time. This directory has all files of Spark except the zip file.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ def use_spark_home() -> None:
     spec = find_spec("pyspark")
     assert spec is not None
     assert spec.origin is not None
-    home = Path(sys.prefix) / f"spark-home-{version('pyspark')}"
-    if not home.exists():
-        made = Path(tempfile.mkdtemp(prefix=home.name, dir=sys.prefix))
+    spark_home = Path(sys.prefix) / f"spark-home-{version('pyspark')}"
+    if not spark_home.exists():
+        new_home = Path(tempfile.mkdtemp(prefix=spark_home.name, dir=sys.prefix))
         for part in _LINKED_FOLDERS:
-            (made / part).symlink_to(Path(spec.origin).parent / part)
-        made.chmod(0o755)
+            (new_home / part).symlink_to(Path(spec.origin).parent / part)
+        new_home.chmod(0o755)
         with contextlib.suppress(OSError):  # another process was faster
-            made.rename(home)
-    os.environ.setdefault("SPARK_HOME", str(home))
+            new_home.rename(spark_home)
+    os.environ.setdefault("SPARK_HOME", str(spark_home))

@@ -32,7 +32,7 @@ def encode_record(transaction_id, data):
 
 
 def make_batches(first, counts, session, chain, rng, *, bytes_max=200):
-    """Return whole batches of random records: (records as a list, lineage entries)."""
+    """Return complete batches of random records: (list of records, lineage entries)."""
     records, entries = [], []
     for count in counts:
         last = first + count - 1
@@ -107,7 +107,7 @@ class ModeledLog:
         return next((one.chain for one in self.entries if one.last == last), None)
 
     def cut_model(self, last):
-        """Truncate the model; a batch that is cut gets its own chain."""
+        """Truncate the model; a truncated batch gets a new chain."""
         del self.records[last + 1 :]
         kept = [one for one in self.entries if one.last <= last]
         cut = next((one for one in self.entries if one.first <= last < one.last), None)
@@ -119,10 +119,10 @@ class ModeledLog:
         self.entries = kept
 
     def check_after_crash(self):
-        """Check that what was acknowledged is there, only what was written, and consistent."""
+        """Check that the log has all acknowledged records, and no record that was not written."""
         log = self.log
         if self.cut_to is not None and log.max_id <= self.cut_to < self.max_id:
-            # The cut counts as soon as any of it can be seen, and then all of it.
+            # A truncation counts completely as soon as any part of it is visible.
             self.cut_model(self.cut_to)
             self.acked = self.max_id
         assert self.acked <= log.max_id <= self.max_id, (self.acked, log.max_id, self.max_id)
@@ -138,7 +138,7 @@ class ModeledLog:
         self.check_content()
 
     def check_content(self):
-        """Check that all records and batches are those of the model, byte for byte."""
+        """Check that all records and batches equal the model, byte for byte."""
         log = self.log
         assert log.max_id == self.max_id
         assert log.chain == self.chain_at(self.max_id)
@@ -156,7 +156,7 @@ class ModeledLog:
             assert read.records == b"".join(self.records[at : at + count])
             at += count
 
-    # ---- what is done to it
+    # ---- actions
 
     def prepare(self):
         self.session += self.rng.randint(1, 3)
@@ -286,7 +286,7 @@ def run_until_error(world, fault):
 
 
 def check_after_error(world):
-    """Check that the log in memory has what was acknowledged and only what was written."""
+    """Check that the log in memory has all acknowledged records, and only written records."""
     log = world.log
     if world.cut_to is not None and log.max_id <= world.cut_to:
         world.cut_model(world.cut_to)

@@ -1,7 +1,7 @@
 """The libraries of Delta and Iceberg for the Spark of this environment, for tests of tables.
 
-`python -m tests.table_libraries` downloads them once into this environment, with Spark's own client
-of Maven's registry. Without a library, its tests are skipped.
+`python -m tests.table_libraries` downloads them once into this environment, with the Maven client
+of Spark. The tests that need a missing library are skipped.
 """
 
 import subprocess
@@ -32,13 +32,13 @@ class TableLibrary(NamedTuple):
         return Path(sys.prefix) / f"{self.name.lower()}-{module}-spark-{_SPARK_VERSION}"
 
     def jars(self) -> list[Path]:
-        """Return the files of the library; none if they were not downloaded."""
+        """Return the files of the library; empty if they were not downloaded."""
         if _SPARK_VERSION not in self.modules or not (self._directory / "complete").exists():
             return []
         return sorted(self._directory.glob(f"jars/{self.file_prefix}*.jar"))
 
     def missing_reason(self) -> str:
-        """Return why there is no library."""
+        """Return the reason why the library is missing."""
         if _SPARK_VERSION not in self.modules:
             return f"{self.name} has no library for Spark {_SPARK_VERSION}"
         return f"the library of {self.name} was not downloaded: python -m tests.table_libraries"
@@ -54,11 +54,11 @@ class TableLibrary(NamedTuple):
             line += ["--exclude-packages", ",".join(f"{group}:*" for group in self.excluded_groups)]
         # A program of Spark's that ends at once.
         line += ["--class", "org.apache.spark.examples.DeltaHasNone", "spark-internal"]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        result = subprocess.run(line, capture_output=True, text=True, check=False)
         if list(self._directory.glob(f"jars/{self.file_prefix}*.jar")):
             (self._directory / "complete").touch()
         else:
-            sys.stderr.write(f"no tests of {self.name}; Spark reported\n{done.stderr[-2000:]}\n")
+            sys.stderr.write(f"no tests of {self.name}; Spark reported\n{result.stderr[-2000:]}\n")
 
 
 DELTA: Final = TableLibrary(
@@ -100,7 +100,7 @@ LIBRARIES: Final = (DELTA, ICEBERG)
 
 
 def spark_settings() -> dict[str, str]:
-    """Return the settings of a Spark session with the libraries that there are."""
+    """Return the settings of a Spark session with the available libraries."""
     found = [library for library in LIBRARIES if library.jars()]
     if not found:
         return {}

@@ -1,4 +1,4 @@
-"""Time limits of tests: a passing test never reaches them, also on a loaded machine."""
+"""Time limits of tests. A passing test never reaches them, even on a loaded machine."""
 
 import os
 
@@ -16,6 +16,6 @@ PATIENT_CLIENT = ClientConfig(
 def machine_slowdown() -> float:
     """Return the factor by which this machine is slower than an idle one: the load for each core.
 
-    For the few limits that the product promises, such as the gap of a fail-over.
+    It is for the few limits that the product guarantees, such as the duration of a failover.
     """
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -24,16 +24,16 @@ async def open_coordinator(world: ZooKeeperUnderTest, root: str) -> Any:
 
 
 async def _wrap_coordinator(world: ZooKeeperUnderTest, coordinator: Coordinator) -> Any:
-    """Return the coordinator itself, or what another kind of world uses in its place."""
+    """Return the coordinator, or the replacement that another kind of world uses."""
     replaced = getattr(world, "replaced", None)
     return coordinator if replaced is None else await replaced(coordinator)
 
 
 async def a_task_has_one_last_attempt(world: ZooKeeperUnderTest, root: str) -> None:
     first, second = await create_cluster(world, root), await open_coordinator(world, root)
-    begun = await first.writes.begin("w-1", MARKS, 1_000)
-    assert (dict(begun.marks), begun.keep_ms, begun.is_done) == (MARKS, 1_000, False)
-    assert await second.writes.begin("w-1", {0: 99}, 2_000) == begun
+    write = await first.writes.begin("w-1", MARKS, 1_000)
+    assert (dict(write.marks), write.keep_ms, write.is_done) == (MARKS, 1_000, False)
+    assert await second.writes.begin("w-1", {0: 99}, 2_000) == write
     one = await first.writes.enter("w-1", 5, "run-a", first.next_client_id)
     assert (one.client_id, one.attempt, one.runs) == (1, 1, ("run-a",))
     await first.writes.check("w-1", 5, 1)
@@ -58,9 +58,9 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(
     first, second = await create_cluster(world, root), await open_coordinator(world, root)
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
-    done = await second.writes.finish("w", {"committed": 7}, 2_000)
-    assert (done.is_done, done.keep_ms) == (True, 2_000)
-    assert await first.writes.finish("w", {"committed": 8}, 9_000) == done
+    summary = await second.writes.finish("w", {"committed": 7}, 2_000)
+    assert (summary.is_done, summary.keep_ms) == (True, 2_000)
+    assert await first.writes.finish("w", {"committed": 8}, 9_000) == summary
     assert (await first.writes.begin("w", {}, 5_000)).summary == {"committed": 7}
     for over in (
         first.writes.check("w", 0, 1),
@@ -94,10 +94,10 @@ async def only_the_latest_attempt_of_a_task_finishes_a_write(
     for by in (TaskAttempt(0, 1), TaskAttempt(1, 1)):
         with pytest.raises(errors.ConnectionSuperseded, match="has taken over from attempt 1"):
             await first.writes.finish("w", {"committed": 7}, 2_000, by=by)
-    done = await second.writes.finish("w", {"committed": 8}, 2_000, by=TaskAttempt(0, 2))
-    assert done.summary == {"committed": 8}
+    summary = await second.writes.finish("w", {"committed": 8}, 2_000, by=TaskAttempt(0, 2))
+    assert summary.summary == {"committed": 8}
     again = await first.writes.finish("w", {"committed": 7}, 2_000, by=TaskAttempt(0, 1))
-    assert again == done
+    assert again == summary
 
 
 async def the_retention_of_a_write_begins_with_its_last_change(

@@ -248,7 +248,7 @@ class MilestoneRecorder(Checks):
     def _format_closed(self, name: str, state: ReplicaState) -> str:
         last = state.closing_high_water_mark
         if state.session_id == NO_SESSION:
-            return f"{name} new with {self.format_ids(0, last)} to come"
+            return f"{name} new with {self.format_ids(0, last)} to copy"
         return f"{name} left behind in session {state.session_id} with {self.format_ids(0, last)}"
 
     # ---- servers
@@ -296,18 +296,18 @@ class MilestoneRecorder(Checks):
                 case session_events.SessionSettled():
                     self._add_settled(store, effect)
                 case session_events.OwnershipReleased(reason=reason):
-                    self.add_milestone(f"{server.name} gives the partition up: {reason}")
+                    self.add_milestone(f"{server.name} releases the partition: {reason}")
                 case _:
                     pass
 
     def _add_settled(self, store: "PartitionStore", effect: session_events.SessionSettled) -> None:
         assert store.session is not None
-        in_doubt = store.session.claim.in_doubt
-        if in_doubt is None:
+        range_in_doubt = store.session.claim.in_doubt
+        if range_in_doubt is None:
             return
-        first, last = in_doubt.committed + 1, in_doubt.last
-        kept = self.format_ids(first, min(effect.committed_last, last))
-        self.add_milestone(f"in doubt: {self.format_ids(first, last)}; in the log: {kept}")
+        first, last = range_in_doubt.committed + 1, range_in_doubt.last
+        committed_ids = self.format_ids(first, min(effect.committed_last, last))
+        self.add_milestone(f"in doubt: {self.format_ids(first, last)}; in the log: {committed_ids}")
 
     def on_sent_to_client(self, server: "SimServer", answer: "SendToClient") -> None:
         """Record an outcome that is sent to an abandoned link."""

@@ -21,7 +21,7 @@ Rules:
     1. The world of a scenario is calm: every delay is the middle one of its range, and faults occur
        only by commands.
     2. All checkers of the simulator are active. At the end of a scenario all faults are repaired,
-       and the cluster must recover, unless the scenario has the command `leave it broken`.
+       and the cluster must recover, unless the scenario has the command `leave the cluster broken`.
     3. `scenario_commands.py` has the commands, and `milestones.py` has the milestones.
 """
 

@@ -118,12 +118,12 @@ def _deferred_interrupts() -> Iterator[Callable[[], None]]:
     leave the child without its input. An interrupt that is raised during a wait would leave locks
     behind for which the pool's own thread waits.
     """
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
 
     def raise_deferred() -> None:
-        if came and callable(before):
-            before(came.pop(), None)
+        if interrupts and callable(before):
+            before(interrupts.pop(), None)
 
     try:
         yield raise_deferred

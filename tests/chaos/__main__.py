@@ -5,7 +5,7 @@
 
 `make chaos MINUTES=5` and `make chaos SEED=17 ROUNDS=1` are the same with everything installed.
 
-Each round has a seed and a cluster of its own. If a round finds an error, the exit code is 1, and
+Each round has its own seed and cluster. If a round finds an error, the exit code is 1, and
 the logs, journals and feeds of that round are kept.
 """
 
@@ -118,8 +118,8 @@ def _repeat_command(outcome: RoundOutcome, arguments: argparse.Namespace) -> str
 
 
 def _print_outcome(outcome: RoundOutcome, repeat_command: str, directory: Path) -> None:
-    for what, count in outcome.skipped.items():
-        print_line(f"  left out: {count} x {what}")
+    for effect, count in outcome.skipped.items():
+        print_line(f"  left out: {count} x {effect}")
     counts = outcome.counts
     print_line(
         f"  {outcome.faults.total()} faults; committed {counts['committed']:,}, rejected "
@@ -131,7 +131,7 @@ def _print_outcome(outcome: RoundOutcome, repeat_command: str, directory: Path) 
     )
     if outcome.schedule.cluster_size.stores:
         found = "; ".join(
-            f"{what} {counts[what]:,}" for what in sorted(counts) if what in ARCHIVE_COUNTS
+            f"{effect} {counts[effect]:,}" for effect in sorted(counts) if effect in ARCHIVE_COUNTS
         )
         print_line(f"  {found}")
     for wrong in outcome.wrong[:SHOWN_ERRORS_MAX]:

@@ -2,11 +2,13 @@
 
 Rules:
     1. The objects of the recorded manifests have the bytes of the log from ID 0 on, without gaps.
-       Each storage has those from its oldest segment on. Together they have the whole log.
+       Each storage has the records from its oldest segment on. Together, objects and storages have
+       the whole log.
     2. After a collection each file is listed by a recorded manifest, or is a manifest that was
        replaced less than the grace period ago. `AGED_BY_MS` makes older files old enough.
-    3. Local logs are bounded: the retention, one segment of each partition, and what was appended
-       since the last store sessions began, since those confirm what may be removed.
+    3. The size of local logs is bounded: the retention, one segment of each partition, and the
+       records that were appended since the last store sessions began. A new store session confirms
+       which segments may be removed.
     4. The round tests reads from the archive: all storages have removed segments of each partition,
        so reads from ID 0 were answered from the archive.
 """
@@ -63,8 +65,10 @@ class SavedArchive:
         written_ms: dict[tuple[str, int], int] = {}
         for each in self.files:
             if (version := manifest_version_of(each.name)) is not None:
-                place = each.name.rpartition("/")[0], version
-                written_ms[place] = max(each.modified_ms, written_ms.get(place, 0))
+                folder_and_version = each.name.rpartition("/")[0], version
+                written_ms[folder_and_version] = max(
+                    each.modified_ms, written_ms.get(folder_and_version, 0)
+                )
 
         def was_replaced_recently(each: ListedFile) -> bool:
             version = manifest_version_of(each.name)
@@ -139,23 +143,23 @@ def copy_archive(cluster: ChaosCluster, directory: Path) -> SavedArchive:
 
 
 def local_differences(local_logs: Iterable[tuple[str, dict[int, LocalLog]]], log: Log) -> list[str]:
-    """Return the storages whose logs differ from what clients read (rules 1, 3 and 4)."""
+    """Return the storages whose logs differ from the log that clients read (rules 1, 3 and 4)."""
     wrong = []
     for name, logs in local_logs:
-        kept = 0
+        kept_bytes = 0
         for partition, (first, records) in logs.items():
             offset = log.offsets[partition][first]
             if records != log.records[partition][offset:]:
                 wrong.append(f"{name} has other records in partition {partition} from {first} on")
             if first == 0:
                 wrong.append(f"{name} has removed nothing of partition {partition}")
-            kept += len(records)
+            kept_bytes += len(records)
         limit = RETENTION_BYTES + sum(
             SEGMENT_BYTES + len(log.records[each]) - log.offsets[each][log.sessions[each][-1]]
             for each in logs
         )
-        if kept > limit:
-            wrong.append(f"{name} keeps {kept} bytes of records, expected {limit} at most")
+        if kept_bytes > limit:
+            wrong.append(f"{name} keeps {kept_bytes} bytes of records, expected {limit} at most")
     return wrong
 
 
@@ -164,8 +168,10 @@ def count_events(cluster: ChaosCluster) -> Counter[str]:
     found: Counter[str] = Counter()
     for name in (*cluster.cluster_size.names("server"), *cluster.cluster_size.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
-        for what, event in EVENT_PATTERNS.items():
-            found[what] += sum(int(each[1]) if event.groups else 1 for each in event.finditer(text))
+        for event_name, event in EVENT_PATTERNS.items():
+            found[event_name] += sum(
+                int(each[1]) if event.groups else 1 for each in event.finditer(text)
+            )
     return found
 
 

@@ -2,8 +2,9 @@
 
     python -m tests.chaos.client CONNECT NAME DIRECTORY
 
-It runs as a separate process, on a simulated machine, and may be killed at any moment. So it
-journals each transaction before it sends it; without a journaled outcome, the outcome is unknown.
+It runs as a separate process, on a simulated machine, and may be killed at any moment. Therefore it
+writes each transaction to its journal before it sends the transaction. If the journal has no
+outcome of a transaction, the outcome is unknown.
 
 It writes as `examples/four_writers.py` does: batches and single transactions under locks, without
 a read of the log; and contexts that read a counter built from the feed and are retried. It also

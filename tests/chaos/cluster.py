@@ -1,17 +1,17 @@
-"""A cluster with each daemon on a simulated machine with an address of its own.
+"""A cluster in which each daemon runs on its own simulated machine and address.
 
 `waltz_core.local` runs all members at one address. Here each has its own address with the default
 ports, so that a link between two members can be cut without an effect on other links.
 
 Rules:
-    1. Every process ends when this one ends, for whatever reason: Linux kills it (the signal of
-       the parent's death), also if it is paused. So only the main thread starts processes.
+    1. Every process ends when this process ends, for any reason: Linux kills it (by the signal of
+       the parent's death), even if it is paused. So only the main thread starts processes.
     2. A member that ends by itself is an error, unless a fault has ended it (`unexpected_ends`).
        A member that found no ZooKeeper at its start is started again, as a supervisor does.
     3. On a simulated machine a storage has a small file system of its own, which can become full.
-    4. With a store the cluster archives to S3 over HTTP, and each storage keeps little locally.
-       Only the proxy in front of the bucket is a member and can be killed: the bucket loses no
-       acknowledged object.
+    4. With an object store the cluster archives to S3 over HTTP, and the retention of local logs is
+       small. Only the proxy in front of the bucket is a member and can be killed. The bucket is not
+       killed, because it would lose acknowledged objects.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ STORAGE_BYTES = 192 * 1024 * 1024
 RESERVE_BYTES = 4 * 1024 * 1024
 FILLER_FILE = "filler"
 READY_TIMEOUT_S = 60.0
-# What a daemon says that has found no ZooKeeper, or has lost it again before it was ready.
+# The errors of a daemon that has found no ZooKeeper, or has lost it before it was ready.
 NOT_CONNECTED_ERRORS = ("waltz-core: no ZooKeeper answered", "waltz-core: ZooKeeper ")
 SEGMENT_HEADER_BYTES = 128
 DAEMON_SETTINGS: dict[str, dict[str, object]] = {
@@ -286,7 +286,7 @@ class ChaosCluster:
             self.archive_url,
             "--json",
         )
-        done = subprocess.run(
+        result = subprocess.run(
             self.operator.command(sys.executable, "-m", "waltz_core", *words),
             capture_output=True,
             text=True,
@@ -294,8 +294,8 @@ class ChaosCluster:
             env=self._environment(),
             timeout=TEST_TIMEOUT_S,
         )
-        assert done.stdout, done.stderr
-        return dict(json.loads(done.stdout))
+        assert result.stdout, result.stderr
+        return dict(json.loads(result.stdout))
 
     def _start_object_store(self, machine: Machine) -> None:
         words = ("-m", "tests.chaos.object_store", "bucket", machine.address)
@@ -368,12 +368,12 @@ class ChaosCluster:
         Raises CalledProcessError.
         """
         with self.operator.enter():
-            done = run_command(*words)
-        done.check_returncode()
-        return done.stdout
+            result = run_command(*words)
+        result.check_returncode()
+        return result.stdout
 
     def owners(self) -> dict[int, str]:
-        """Return the server that owns each partition by name; empty if none does."""
+        """Return the name of each partition's owner; empty for a partition without an owner."""
         names = {member.address: member.name for member in self.members.values()}
         partitions = self.show_cluster()["partitions"]
         return {int(each): names.get(part["server"], "") for each, part in partitions.items()}
@@ -408,18 +408,20 @@ class ChaosCluster:
         return self.directory / f"{name}.log"
 
     @staticmethod
-    def wait_until(what: str, condition: Callable[[], object], *, seconds: float) -> float:
+    def wait_until(description: str, condition: Callable[[], object], *, seconds: float) -> float:
         """Poll a condition until it holds; return the seconds that it took.
 
         On a busy machine the time limit is longer, in proportion to the time that processes take.
         Processes in another namespace cannot notify this one, so the condition is polled.
         """
-        began = time.monotonic()
+        began_s = time.monotonic()
         while not condition():
             limit_s = seconds * machine_slowdown()
-            assert time.monotonic() < began + limit_s, f"not within {limit_s:.0f} s: {what}"
+            assert time.monotonic() < began_s + limit_s, (
+                f"not within {limit_s:.0f} s: {description}"
+            )
             time.sleep(0.05)
-        return time.monotonic() - began
+        return time.monotonic() - began_s
 
     # ---- files
 

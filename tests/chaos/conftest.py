@@ -37,7 +37,7 @@ class NetworkScenario:
         self.applications.start(CLIENT)
         self.await_commits(range(WORLD.partitions), since_s=began_s)
         if len(set(self.cluster.owners().values())) < WORLD.servers:
-            # What was handed over stays there until a server comes or goes.
+            # Partitions that were moved stay at their server until a server starts or ends.
             self.cluster.kill("server-1")
             self.cluster.start("server-1")
         self.wait("both servers own some", lambda: len(set(self.cluster.owners().values())) == 2)
@@ -45,13 +45,15 @@ class NetworkScenario:
     def owned_by(self, server: str) -> list[int]:
         """Return the partitions that a server owns."""
         found = [each for each, owner in self.cluster.owners().items() if owner == server]
-        assert found, f"{server} owns nothing"
+        assert found, f"{server} owns no partition"
         return found
 
-    def wait(self, what: str, condition: object, *, seconds: float = RECOVERY_TIMEOUT_S) -> float:
+    def wait(
+        self, description: str, condition: object, *, seconds: float = RECOVERY_TIMEOUT_S
+    ) -> float:
         """Wait for a condition; return the seconds that it took."""
         assert callable(condition)
-        return self.cluster.wait_until(what, condition, seconds=seconds)
+        return self.cluster.wait_until(description, condition, seconds=seconds)
 
     def await_commits(
         self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_TIMEOUT_S

@@ -1,11 +1,12 @@
 """Compares what applications received under chaos with the log at the end.
 
 It needs no cluster and no clock, only files and the log. So a history can be checked again, and
-the tests of these checkers can falsify one.
+the tests of these checkers can falsify a history.
 
-It checks what `examples/four_writers.py` checks: no transaction reported as committed is lost,
-moved, changed or duplicated; the log has none that was reported as failed; IDs are dense; the log
-has no conflict; counters are right; the order in the log is that of the reports. In addition:
+It makes the same checks as `examples/four_writers.py`. No transaction reported as committed is
+lost, moved, changed or duplicated. The log has no transaction that was reported as failed. IDs are
+dense, the log has no conflict, and counters have the right values. The order in the log is the
+order of the reports. In addition:
 
     1. A rejection has a cause: another client wrote one of the locks above the mark of the rejected
        transaction, and had sent that write before the rejection was reported. A new store session
@@ -70,9 +71,9 @@ class ClientRun:
         with self._journal_path.open("rb") as lines:
             lines.seek(self._offset)
             text = lines.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
+        complete_lines = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete_lines)
+        for line in complete_lines.splitlines():
             self._add_line(*json.loads(line))
 
     def _add_line(self, kind: str, *words: Any) -> None:
@@ -91,11 +92,13 @@ class ClientRun:
     def feed_rows(self) -> list[tuple[int, int, bytes]]:
         """Return the partition, ID and request ID of each transaction of the feed, in order."""
         data = self._feed_path.read_bytes() if self._feed_path.exists() else b""
-        whole = data[: len(data) - len(data) % FEED_ENTRY.size]
+        complete_lines = data[: len(data) - len(data) % FEED_ENTRY.size]
         return [
-            (partition, transaction_id, bytes(whole[at + 12 : at + FEED_ENTRY.size]))
+            (partition, transaction_id, bytes(complete_lines[at + 12 : at + FEED_ENTRY.size]))
             for at, (partition, transaction_id, *_) in zip(
-                range(0, len(whole), FEED_ENTRY.size), FEED_ENTRY.iter_unpack(whole), strict=True
+                range(0, len(complete_lines), FEED_ENTRY.size),
+                FEED_ENTRY.iter_unpack(complete_lines),
+                strict=True,
             )
         ]
 

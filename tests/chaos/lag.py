@@ -2,15 +2,16 @@
 
     python -m tests.chaos.lag        in the router's namespace, by `tests/chaos/network.py`
 
-Not every kernel includes its module for this (netem). The router sends the packets of slow links
-to a TUN device of this process, which returns them after the delay. Each line of the standard input
-lists all slow links as JSON; the process ends at the end of the input.
+The kernel module that delays packets (netem) is not available everywhere. Therefore the router
+sends the packets of slow links to a TUN device of this process, which returns them after the delay.
+Each line of the standard input lists all slow links as JSON; the process ends at the end of the
+input.
 
 Rules:
     1. Packets of a link stay in their order.
     2. Packets of unlisted links are returned at once.
-    3. A link's queue is bounded, as that of a real link: packets that arrive when it is full are
-       lost.
+    3. The queue of a link is bounded, like the queue of a real link. Packets that arrive when the
+       queue is full are lost.
 """
 
 import fcntl

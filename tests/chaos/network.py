@@ -2,8 +2,8 @@
 
 Each machine is a network namespace with a link to a router, which is a namespace, too. Faults
 change only the router: packets of a cut link are lost without an error, as with an unplugged cable.
-The processes that hold the namespaces end with this process (`tests/spark/record_locations.py`),
-and with them every link, rule and mount, so nothing is left of a run that was killed.
+The processes that hold the namespaces end with this process (`tests/spark/simulated_hosts.py`). All
+links, rules and mounts disappear with them, so nothing remains of a run that was killed.
 
 Without root or iproute2, machines are addresses of the loopback interface, and no link can be
 cut.
@@ -160,7 +160,7 @@ class Network:
         self._send_to_router(lines)
 
     def _set_slow_links(self, slow: dict[Link, LinkSettings]) -> None:
-        assert self._lag_process is not None, "no link can be made slow here"
+        assert self._lag_process is not None, "this machine cannot slow down links"
         assert self._lag_process.stdin is not None
         # First the link that carries, then the rule that uses it; the other way round at the end.
         both = self._slow_links | slow
@@ -244,7 +244,7 @@ class Network:
 
     def _send_to_router(self, lines: list[str]) -> None:
         if lines:
-            assert self._router is not None, "nothing can be cut here"
+            assert self._router is not None, "this machine cannot cut links"
             _run_ip_batch(self._router, lines)
 
 
@@ -268,10 +268,10 @@ def both_ways(sources: Iterable[str], targets: Iterable[str]) -> list[Link]:
     ]
 
 
-def _run_ip_batch(place: Machine, lines: list[str]) -> None:
+def _run_ip_batch(machine: Machine, lines: list[str]) -> None:
     """Run several `ip` commands in one process; raises CalledProcessError."""
     subprocess.run(
-        place.command("ip", "-batch", "-"),
+        machine.command("ip", "-batch", "-"),
         input="\n".join(lines) + "\n",
         text=True,
         check=True,

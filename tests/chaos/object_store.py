@@ -4,9 +4,9 @@
     python -m tests.chaos.object_store front HOST      # the proxy: forwards PORT to the bucket
 
 moto keeps objects in memory. A store that loses acknowledged objects violates rule AR 3 of decision
-047, and the cluster does not tolerate that. So faults kill the proxy only: a kill interrupts each
-upload, some after the store has executed it and before its answer. All connections are refused
-until the proxy is started again.
+047, and the cluster does not tolerate this violation. So faults kill only the proxy. A kill
+interrupts each upload, some of them after the store has executed the upload and before it has
+answered. All connections fail until the proxy is started again.
 
 The bucket's process reads commands from standard input, and answers each with a line:
 
@@ -35,8 +35,8 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 def url_at(host: str) -> str:
     """Return the URL of the archive behind the proxy at an address."""
-    place = f"endpoint_override={host}:{PORT}&scheme=http&region={REGION}"
-    return f"s3://{BUCKET}/{FOLDER}?{place}"
+    query = f"endpoint_override={host}:{PORT}&scheme=http&region={REGION}"
+    return f"s3://{BUCKET}/{FOLDER}?{query}"
 
 
 def bucket(host: str) -> None:
@@ -45,16 +45,16 @@ def bucket(host: str) -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address=host, port=BUCKET_PORT, verbose=False)
     server.start()
-    place = {"endpoint_override": f"{host}:{BUCKET_PORT}", "scheme": "http", "region": REGION}
-    fs.S3FileSystem(allow_bucket_creation=True, **place).create_dir(BUCKET)
+    endpoint = {"endpoint_override": f"{host}:{BUCKET_PORT}", "scheme": "http", "region": REGION}
+    fs.S3FileSystem(allow_bucket_creation=True, **endpoint).create_dir(BUCKET)
     found = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[BUCKET]
     _answer("ready")
     for line in sys.stdin:
-        order, _, what = line.strip().partition(" ")
+        order, _, argument = line.strip().partition(" ")
         if order == "age":
-            _answer(str(_age(found, int(what))))
+            _answer(str(_age(found, int(argument))))
         else:
-            _answer(str(_save(found, Path(what))))
+            _answer(str(_save(found, Path(argument))))
 
 
 def _age(found: FakeBucket, by_ms: int) -> int:

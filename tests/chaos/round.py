@@ -1,9 +1,9 @@
 """One round of chaos: a cluster, its applications, a schedule of faults, and the verdict.
 
-`make chaos` plays many rounds, a test plays a short one.
+`make chaos` runs many rounds, and a test runs a short one.
 
 Rules:
-    1. The driver does not wait for the effect of a fault: the next one starts at its own time.
+    1. The driver does not wait for the effect of a fault. The next fault starts at its drawn time.
     2. After the last fault all links are repaired, and all members are started. Once ZooKeeper
        answers (without it no daemon starts) every client must receive a commit in every partition
        within a bound, and all replicas must become equal.
@@ -39,7 +39,7 @@ from waltz_core.errors import ObjectMissing, WaltzError
 ZOOKEEPER_TIMEOUT_S = 60.0
 PROGRESS_TIMEOUT_S = 45.0
 EQUAL_REPLICAS_TIMEOUT_S = 60.0
-# A request to the store that was cut off fails after 20 s, and may be repeated.
+# An interrupted request to the store fails after 20 s, and may be repeated.
 ARCHIVE_TIMEOUT_S = 120.0
 # In each partition of a cluster with an archive: storages remove segments of all.
 TRANSACTIONS_MIN = 800
@@ -156,9 +156,9 @@ class Applications:
         """End all clients when their feeds have reached the marks."""
         self._send_order(f"end {json.dumps(marks)}", "fed", self.live_runs)
 
-    def _send_order(self, order: str, answer: str, lives: list[ClientRun]) -> None:
+    def _send_order(self, order: str, answer: str, client_runs: list[ClientRun]) -> None:
         for client, (client_run, child) in list(self._running.items()):
-            if client_run not in lives:
+            if client_run not in client_runs:
                 continue
             assert child.stdin is not None
             try:
@@ -169,7 +169,7 @@ class Applications:
                 self._record_ended_client(client)
                 self._close_client(client)
         for client_run, child in self._running.values():
-            if client_run not in lives:
+            if client_run not in client_runs:
                 continue
             printed = _read_line(child, TEST_TIMEOUT_S)
             if printed != answer:
@@ -229,7 +229,9 @@ class Round:
             self.outcome.recovered_s = time.monotonic() - repaired_s
             self._await_engaged(repaired_s)
             if self._schedule.cluster_size.stores:
-                self._await_archive("there is enough to remove", self._has_enough_transactions)
+                self._await_archive(
+                    "the logs have enough segments to remove", self._has_enough_transactions
+                )
             self._run_without_faults()
             ended_s = time.monotonic()
             if self._schedule.cluster_size.stores:
@@ -250,8 +252,8 @@ class Round:
             moments.append((fault.at_s, number, fault, True))
             moments.append((fault.at_s + fault.for_s, number, fault, False))
         for at_s, _, fault, begins in sorted(moments, key=lambda each: each[:2]):
-            while (left := began_s + at_s - time.monotonic()) > 0:
-                time.sleep(min(left, SLEEP_S))
+            while (remaining_s := began_s + at_s - time.monotonic()) > 0:
+                time.sleep(min(remaining_s, SLEEP_S))
             self._cluster.record_ended_members()
             if begins:
                 self._print_progress(f"{time.monotonic() - began_s:6.1f} s  {fault}")
@@ -346,10 +348,10 @@ class Round:
             self._cluster.record_ended_members()
             applications.poll()
             return [
-                f"{life.name} in partition {partition}"
-                for life in applications.writing_runs
+                f"{client_run.name} in partition {partition}"
+                for client_run in applications.writing_runs
                 for partition in partitions
-                if life.first_commit_s(partition, since_s) is None
+                if client_run.first_commit_s(partition, since_s) is None
             ]
 
         began_s = time.monotonic()
@@ -394,8 +396,8 @@ class Round:
         self._applications.poll()
         recorded = [
             each.recorded
-            for life in self._applications.live_runs
-            for each in life.sent.values()
+            for client_run in self._applications.live_runs
+            for each in client_run.sent.values()
             if began_s <= each.recorded.sent_s <= ended_s
         ]
         without_outcome = [
@@ -416,14 +418,16 @@ class Round:
             return min(client.high_water_marks().values()) >= TRANSACTIONS_MIN
 
     def _kill_all(self) -> None:
-        """Kill and restart all that take part in archiving, and one client (rule 4).
+        """Kill and restart all processes that take part in archiving, and one client (rule 4).
 
         Garbage in the archive at this time is made old enough to be collected.
         """
         cluster, applications = self._cluster, self._applications
         with cluster.client() as client:
             lasts = {int(each): int(last) for each, last in client.high_water_marks().items()}
-        self._await_archive("all is archived", lambda: archive_checks.is_archived(cluster, lasts))
+        self._await_archive(
+            "all transactions are archived", lambda: archive_checks.is_archived(cluster, lasts)
+        )
         # Replaced manifests are not old enough yet.
         left_over = archive_checks.count_events(cluster)["collected files"]
         self.outcome.counts["collected files of failed attempts"] = left_over
@@ -440,9 +444,9 @@ class Round:
         self._await_progress(since_s)
         self._run_without_faults()
 
-    def _await_archive(self, what: str, condition: Callable[[], object]) -> None:
+    def _await_archive(self, description: str, condition: Callable[[], object]) -> None:
         try:
-            self._cluster.wait_until(what, condition, seconds=ARCHIVE_TIMEOUT_S)
+            self._cluster.wait_until(description, condition, seconds=ARCHIVE_TIMEOUT_S)
         except AssertionError as error:
             self.outcome.wrong.append(str(error))
 
@@ -462,7 +466,7 @@ class Round:
                 )
             return not orphans
 
-        self._await_archive("all is archived, and what is left over collected", is_clean)
+        self._await_archive("all transactions are archived, and the garbage is collected", is_clean)
         if orphans:
             outcome.wrong.append(f"{len(orphans)} files are not collected: {orphans[:3]}")
         found = archive_checks.copy_archive(cluster, directory)
@@ -476,7 +480,7 @@ class Round:
             )
             return not differences
 
-        self._await_archive("the storages have removed what they may", is_bounded)
+        self._await_archive("the storages have removed all removable segments", is_bounded)
         outcome.wrong += differences
         verified = cluster.verify_archive()
         if not verified["passed"]:
@@ -500,7 +504,7 @@ class Round:
         self._applications.poll()
         try:
             cluster.wait_until(
-                "all replicas hold the same",
+                "all replicas are equal",
                 cluster.has_equal_replicas,
                 seconds=EQUAL_REPLICAS_TIMEOUT_S,
             )
@@ -548,9 +552,9 @@ def run_round(
     outcome = RoundOutcome(schedule)
     try:
         with run_cluster(schedule.cluster_size, directory, in_namespaces=in_namespaces) as cluster:
-            played = Round(cluster, schedule, directory, print_progress)
-            outcome = played.outcome
-            played.run()
+            round_ = Round(cluster, schedule, directory, print_progress)
+            outcome = round_.outcome
+            round_.run()
     except (WaltzError, AssertionError, subprocess.SubprocessError) as error:
         outcome.wrong.append(f"the round broke off: {type(error).__name__}: {error}")
     return outcome

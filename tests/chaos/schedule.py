@@ -1,7 +1,7 @@
 """The schedule of faults of a round, drawn from a seed; the same on every machine.
 
 A schedule is a value: it has no processes, clocks or randomness. Faults that a machine does not
-support (cuts without root) are skipped; the other ones keep their times.
+support (cuts without root) are skipped. The times of the other faults do not change.
 """
 
 import random
@@ -158,10 +158,10 @@ def _cut(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault
     them = [name for name in cluster_size.names(far) if name != one]
     if chance.random() < 0.5:
         them = chance.sample(them, chance.randrange(1, len(them) + 1))
-    way = chance.choice(("<->", "<->", "->", "<-"))
-    there, back = [(one, each) for each in them], [(each, one) for each in them]
-    links = {"<->": there + back, "->": there, "<-": back}[way]
-    summary = f"{one} {way} {', '.join(them)}"
+    direction = chance.choice(("<->", "<->", "->", "<-"))
+    outbound, inbound = [(one, each) for each in them], [(each, one) for each in them]
+    links = {"<->": outbound + inbound, "->": outbound, "<-": inbound}[direction]
+    summary = f"{one} {direction} {', '.join(them)}"
     return Fault(at_s, _draw_duration(chance), "cut", (), tuple(links), summary=summary)
 
 
@@ -193,5 +193,5 @@ KINDS: Final[dict[str, Draw]] = {
     "cut again": _cut,  # there are many ways to cut
     "slow": _slow,
 }
-# Each storage uploads most of the time, and each server owns partitions: it decides what they do.
+# Each storage uploads most of the time, and each server owns partitions and controls their uploads.
 ARCHIVE_KINDS: Final[tuple[Draw, ...]] = (_kill_storage, _kill_owner, _kill_store)

@@ -1,4 +1,4 @@
-"""The followers of `table_kills.py`: their processes, and what can be killed of them.
+"""The followers of `table_kills.py`, and the processes of a follower that can be killed.
 
 Rules:
     1. A follower is started again after it was killed, as a supervisor does.
@@ -37,10 +37,10 @@ class TableFollower(Protocol):
         """Start it if it does not run."""
 
     def kill(self, target: str) -> bool:
-        """Kill a target; return False if there is none now."""
+        """Kill a process of this kind; return False if no such process runs."""
 
     def finish(self) -> list[str]:
-        """Apply the whole log, twice; return what is wrong."""
+        """Apply the whole log twice; return the errors."""
 
     def close(self) -> None:
         """End all its processes."""
@@ -87,7 +87,7 @@ class _Supervised:
         self._child.wait(TEST_TIMEOUT_S)
 
     def end_sessions(self) -> None:
-        """Kill what is left of all its processes (rule 3)."""
+        """Kill all its processes that still run (rule 3)."""
         for each in self._sessions:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each, signal.SIGKILL)
@@ -130,9 +130,9 @@ class CommandFollower:
         """Run the command to the end, twice."""
         versions = []
         for _ in range(2):
-            done = run_command(*self._words, "--until", "now")
-            if done.returncode:
-                return [f"the last run ended with {done.returncode}: {done.stderr}"]
+            result = run_command(*self._words, "--until", "now")
+            if result.returncode:
+                return [f"the last run ended with {result.returncode}: {result.stderr}"]
             versions.append(len(list(self._table.glob("_delta_log/*.json"))))
         if versions[0] != versions[1]:
             return [FINISHED_TWICE.format(before=versions[0] - 1, after=versions[1] - 1)]

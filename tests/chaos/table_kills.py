@@ -13,8 +13,9 @@ Rules:
        appearance of a file: the data of a version that is not committed yet, a version, or a
        version that only adds fields of structs.
     2. A killed process is started again, after a drawn time or at once. Half of the kills wait
-       first until the table has what the log had at the kill before: the others overlap.
-    3. The expected table is computed from the log alone. The log must have what was acknowledged.
+       until the table contains the log as it was at the previous kill. The other kills overlap.
+    3. The expected table is computed from the log alone. The log must have all acknowledged
+       transactions.
     4. The follower `found` infers the columns, and the structs of the payloads gain fields.
 """
 
@@ -78,7 +79,7 @@ class Outcome:
 
 
 class EndlessWriter:
-    """Appends upserts, deletes and other transactions in a thread, and keeps what was committed."""
+    """Appends upserts, deletes and other transactions in a thread; records the committed ones."""
 
     def __init__(self, client: WaltzClient, seed: int, *, has_structs: bool = False) -> None:
         self._client, self._rng = client, random.Random(seed)
@@ -147,7 +148,7 @@ class TableKills:
         self._due: list[tuple[float, Callable[[], None]]] = []  # starts, and their times
         self.outcome = Outcome(seed)
 
-    def play(self, kills: int) -> None:
+    def run(self, kills: int) -> None:
         """Kill processes; restart all in the end."""
         weights = {**self._follower.targets, **MEMBERS}
         with WaltzClient(self._cluster.connect, PATIENT_CLIENT) as client:
@@ -197,7 +198,7 @@ class TableKills:
             time.sleep(POLL_S)
 
     def _kill(self, victim: str) -> bool:
-        """Kill a victim; return False if there is none now."""
+        """Kill a process; return False if no process of this kind runs."""
         if victim not in MEMBERS:
             self._start_later(self._follower.start)
             return self._follower.kill(victim)
@@ -214,7 +215,7 @@ class TableKills:
         self._due.append((time.monotonic() + delay_s, start))
 
     def _supervise(self) -> None:
-        """Start what is due, and a follower that has ended by itself."""
+        """Start the processes that are due, and a follower that has ended by itself."""
         now_s = time.monotonic()
         for each in [each for each in self._due if each[0] <= now_s]:
             self._due.remove(each)
@@ -263,9 +264,9 @@ def read_log(client: WaltzClient) -> list[list[tuple[int, dict]]]:
 
 def compare(written: WrittenLog, table: Path, writer: EndlessWriter) -> Iterator[str]:
     """Yield each difference between the log and the versions of the table (rule 3)."""
-    for (partition, place), sent in writer.committed.items():
-        if written.log[partition][place : place + 1] != [sent]:
-            yield f"partition {partition}: transaction {place} is not the acknowledged one"
+    for (partition, transaction_id), sent in writer.committed.items():
+        if written.log[partition][transaction_id : transaction_id + 1] != [sent]:
+            yield f"partition {partition}: transaction {transaction_id} is not the acknowledged one"
     before: dict[int, int] | None = None
     schema_before = ""
     history = {each["version"]: each.get("userMetadata") for each in DeltaTable(table).history()}
@@ -317,7 +318,7 @@ def play(
         writer.start()
         following.start()
         run = TableKills(cluster, following, table, seed, print_progress)
-        run.play(kills)
+        run.run(kills)
         writer.stop()
         following.close()
         outcome = run.outcome

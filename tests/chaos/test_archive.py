@@ -136,5 +136,5 @@ def test_local_logs_are_a_part_of_the_log_and_bounded(log):
     expected.records[PARTITION_ID] += bytes(2 * RETENTION_BYTES)
     expected.sessions[PARTITION_ID] = [0, 50]
     expected.offsets[PARTITION_ID][50] = len(expected.records[PARTITION_ID])
-    kept = bytes(expected.records[PARTITION_ID][offset:])
-    assert "keeps" in differences(10, kept)[0]
+    remaining_records = bytes(expected.records[PARTITION_ID][offset:])
+    assert "keeps" in differences(10, remaining_records)[0]

@@ -18,21 +18,23 @@ pytestmark = pytest.mark.fault
 ALL = range(WORLD.partitions)
 STORAGES, ZOOKEEPERS = WORLD.names("storage"), WORLD.names("zookeeper")
 SESSION_S = SESSION_MS / 1000
-# What a test may take longer than what is promised, on an idle machine.
+# The time that a test may take in addition to the guaranteed limit, on an idle machine.
 MARGIN_S = 4.0
 
 
 # The server notices both cuts in the same way: no answer arrives.
-@pytest.mark.parametrize("ways", [pytest.param("both", marks=pytest.mark.slow), "to the server"])
+@pytest.mark.parametrize(
+    "cut_directions", [pytest.param("both", marks=pytest.mark.slow), "to the server"]
+)
 def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
-    scenario: NetworkScenario, ways: str
+    scenario: NetworkScenario, cut_directions: str
 ):
     """Rows 18 and 20: ZooKeeper is available, so no other process detects the cut.
 
     With "to the server" the storages receive the requests, and only their answers are lost.
     """
     links = [(each, "server-1") for each in STORAGES[:2]]
-    if ways == "both":
+    if cut_directions == "both":
         links = both_ways(["server-1"], STORAGES[:2])
     lost = scenario.owned_by("server-1")
     with scenario.network.cut_during(links):
@@ -49,7 +51,8 @@ def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScen
     with scenario.network.cut_during(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
         scenario.wait(
-            "server-2 owns all", lambda: set(scenario.cluster.owners().values()) == {"server-2"}
+            "server-2 owns all partitions",
+            lambda: set(scenario.cluster.owners().values()) == {"server-2"},
         )
         scenario.await_commits(lost, since_s=time.monotonic())
         assert scenario.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * machine_slowdown()
@@ -80,29 +83,34 @@ def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(scenario: Netw
     gone_s = time.monotonic()
     scenario.network.cut(both_ways(["server-1"], everything))
     scenario.wait(
-        "server-2 owns all", lambda: set(scenario.cluster.owners().values()) == {"server-2"}
+        "server-2 owns all partitions",
+        lambda: set(scenario.cluster.owners().values()) == {"server-2"},
     )
     scenario.await_commits(lost, since_s=gone_s)
     assert scenario.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * machine_slowdown()
     with scenario.cluster.client() as client:
-        seen = {each: client.replicas(each, linearizable=True) for each in lost}
+        replicas_before = {each: client.replicas(each, linearizable=True) for each in lost}
     scenario.network.restore(both_ways(["server-1"], everything))
-    scenario.wait("it owns some again", lambda: len(set(scenario.cluster.owners().values())) == 2)
+    scenario.wait(
+        "server-1 owns partitions again", lambda: len(set(scenario.cluster.owners().values())) == 2
+    )
     scenario.await_commits(ALL, since_s=time.monotonic())
     with scenario.cluster.client() as client:
         for each in lost:
-            first = seen[each].high_water_mark + 1
+            first = replicas_before[each].high_water_mark + 1
             last = client.high_water_mark(each, linearizable=True)
             assert last >= first
             for chunk in client.read_range(each, first, last):
-                assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
+                assert all(
+                    entry.session_id >= replicas_before[each].session_id for entry in chunk.lineage
+                )
     scenario.check()
 
 
 def test_a_client_that_cannot_reach_one_server_continues_with_the_other(scenario: NetworkScenario):
     cut_off, others = scenario.owned_by("server-1"), scenario.owned_by("server-2")
     with scenario.network.cut_during(both_ways([CLIENT], ["server-1"])):
-        # The outcome of what was on its way when the link broke may still be reported.
+        # The outcome of an append in flight may still be reported after the link has broken.
         cut_s = time.monotonic()
         scenario.await_commits(others, since_s=cut_s)
         scenario.await_commits(others, since_s=time.monotonic())

@@ -54,9 +54,9 @@ def test_a_link_with_a_rate_has_a_bounded_queue():
     line = SlowLink(LinkSettings(bytes_per_s=1000), random.Random(1))
     leaves = [line.departure_s(500, 0.0) for _ in range(10)]
     assert leaves[:3] == [0.5, 1.0, 1.5]
-    taken = [each for each in leaves if each is not None]
-    assert taken[-1] == QUEUE_S_MAX + 0.5
-    assert leaves[len(taken) :] == [None] * (10 - len(taken))
+    departures = [each for each in leaves if each is not None]
+    assert departures[-1] == QUEUE_S_MAX + 0.5
+    assert leaves[len(departures) :] == [None] * (10 - len(departures))
 
 
 def test_a_share_of_the_packets_is_lost():

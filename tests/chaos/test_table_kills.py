@@ -1,4 +1,4 @@
-"""A short run of the kills of a table's follower, and its comparison against wrong tables."""
+"""A short run of `table_kills.py`, and tests that its comparison detects wrong tables."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from waltz_core.tables.table_marks import TableMarks, encode_marks
 # `tests/unit/tables/test_inferred_columns.py` infers columns in batches that end anywhere.
 @pytest.mark.fault
 @pytest.mark.parametrize("follower", ["command", pytest.param("found", marks=pytest.mark.slow)])
-def test_kills_of_a_follower_a_server_and_a_storage_leave_a_right_table(
+def test_a_table_is_correct_after_kills_of_its_follower_a_server_and_a_storage(
     tmp_path: Path, follower: str
 ):
     lines: list[str] = []

@@ -60,7 +60,7 @@ class Recorder:
 
             def mkdir(self, *, exist_ok):
                 super().mkdir(exist_ok=exist_ok)
-                recorder.changes.append(MakeDirectory(recorder.place(self)))
+                recorder.changes.append(MakeDirectory(recorder.name_of(self)))
 
             def unlink(self, *, missing_ok):
                 recorder.unlink(Path(self))
@@ -80,39 +80,39 @@ class Recorder:
 
         return patch.multiple(store_module, Path=RecordedPath, os=RecordedOs())
 
-    def place(self, path):
+    def name_of(self, path):
         """Return the path of a file in the recorded changes."""
         return ROOT / Path(path).relative_to(self.directory)
 
-    def mark_position(self, what):
-        self.changes.append(PositionMarker(what))
+    def mark_position(self, description):
+        self.changes.append(PositionMarker(description))
 
     def create(self, path):
-        self._numbers[self.place(path)] = self._next
-        self.changes.append(CreateFile(self.place(path), self._next))
+        self._numbers[self.name_of(path)] = self._next
+        self.changes.append(CreateFile(self.name_of(path), self._next))
         self._next += 1
 
     def write(self, path, offset, data):
-        self.changes.append(Write(self._numbers[self.place(path)], offset, bytes(data)))
+        self.changes.append(Write(self._numbers[self.name_of(path)], offset, bytes(data)))
 
     def sync(self, path):
         if not path.is_relative_to(self.directory):
             return
-        place = self.place(path)
+        name = self.name_of(path)
         if path.is_dir():
-            self.changes.append(SyncDirectory(place))
+            self.changes.append(SyncDirectory(name))
         else:
-            self.changes.append(Sync(self._numbers[place], place))
+            self.changes.append(Sync(self._numbers[name], name))
 
     def link(self, source, target):
-        self._numbers[self.place(target)] = self._numbers[self.place(source)]
-        self.changes.append(HardLink(self.place(source), self.place(target)))
+        self._numbers[self.name_of(target)] = self._numbers[self.name_of(source)]
+        self.changes.append(HardLink(self.name_of(source), self.name_of(target)))
         name = str(target.relative_to(self.directory / ARCHIVE))
         self.complete[name] = target.read_bytes()
 
     def unlink(self, path):
-        if self._numbers.pop(self.place(path), None) is not None:
-            self.changes.append(Unlink(self.place(path)))
+        if self._numbers.pop(self.name_of(path), None) is not None:
+            self.changes.append(Unlink(self.name_of(path)))
 
 
 class RecordedFile:

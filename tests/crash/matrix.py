@@ -1,4 +1,4 @@
-"""Opens the files that a crash leaves, and compares them with what was acknowledged."""
+"""Opens the files that a crash leaves, and compares them with the acknowledged records."""
 
 import hashlib
 from collections import Counter
@@ -44,11 +44,11 @@ EVERY_SECOND = 80  # openings, one is cut at every change
 
 
 class Violation(AssertionError):
-    """A crash has left a state that must not exist."""
+    """A crash has led to a state that is not permitted."""
 
 
 @dataclass(frozen=True)
-class FoundLog:
+class OpenedLog:
     """One partition after an opening."""
 
     records: tuple[bytes, ...]
@@ -67,12 +67,12 @@ class FoundLog:
 
 
 @dataclass(frozen=True)
-class Found:
+class OpenedDirectory:
     """A directory after an opening."""
 
     storage_id: bytes
     assigned: tuple[int, ...]
-    logs: tuple[tuple[int, FoundLog], ...]
+    logs: tuple[tuple[int, OpenedLog], ...]
     failed: tuple[tuple[int, str], ...]
 
 
@@ -95,7 +95,7 @@ def found_log(log):
             offset += length
         at += read.lengths.size
     entries = log.lineage(0, log.max_id)[1] if log.max_id > log.start.transaction_id else ()
-    return FoundLog(
+    return OpenedLog(
         tuple(records),
         tuple(unreadable),
         tuple(entries),
@@ -113,7 +113,9 @@ def open_directory(disk, new_storage_id=b"T" * 16):
     engine = open_engine(disk, new_storage_id=new_storage_id)
     logs = tuple((number, found_log(log)) for number, log in sorted(engine.logs.items()))
     failed = tuple((number, str(error)) for number, error in sorted(engine.open_errors.items()))
-    return Found(engine.storage_id, tuple(engine.assigned_partitions()), logs, failed), engine
+    return OpenedDirectory(
+        engine.storage_id, tuple(engine.assigned_partitions()), logs, failed
+    ), engine
 
 
 def check_opened(found):
@@ -121,7 +123,7 @@ def check_opened(found):
         raise Violation(f"does not open: {type(found).__name__}: {found}")
 
 
-def check(acknowledged: Acknowledged, found: Found):
+def check(acknowledged: Acknowledged, found: OpenedDirectory):
     """Raise Violation if the result of an opening is not acceptable."""
     if found.failed:
         raise Violation(f"cannot be opened: {found.failed}")
@@ -146,7 +148,7 @@ def check_log(partition, expected, found, damaged):
     if found.suspect not in expected.suspects:
         raise Violation(f"{where}: suspect {found.suspect}, expected {expected.suspects}")
     if found.last < 0 and True in expected.suspects and not found.suspect:
-        raise Violation(f"{where} has lost its log, and does not say so")
+        raise Violation(f"{where} has lost its log, but is not suspect")
     if any(one not in damaged for one in (*found.damaged, *found.unreadable)):
         raise Violation(f"{where} has damage {found.damaged}")
     if found.start not in expected.starts:
@@ -163,7 +165,7 @@ def check_log(partition, expected, found, damaged):
 
 
 def _mismatch(history, found):
-    """Return why a log is not this history; None if it is."""
+    """Return the difference between a log and this history; None if they are equal."""
     if not history.acked <= found.last < len(history.records):
         return f"ends at {found.last}, expected {history.acked}..{len(history.records) - 1}"
     for position, record in enumerate(found.records):
@@ -258,7 +260,7 @@ class Matrix:
         return key, self._found[key]
 
     def check_result(self, acknowledged, contents, where):
-        """Compare a disk after a crash with what was acknowledged; return its hash and content."""
+        """Compare a disk after a crash with the acknowledged data; return its hash and content."""
         key, found = self.find(contents)
         try:
             check_opened(found)
@@ -272,25 +274,25 @@ class Matrix:
 
 
 def crash_points(changes, begin=0):
-    """Yield each possible point of a crash, with the disk's state and what was acknowledged."""
+    """Yield each possible point of a crash, with the disk state and the acknowledged records."""
     disk_state, acknowledged = DiskState(), Acknowledged()
     for position, change in enumerate(changes):
         disk_state.apply_change(change)
         if isinstance(change, PositionMarker):
             acknowledged = change.what
         if position + 1 >= begin:
-            # A point after a position marker is one of its own: nothing has changed but what is
-            # expected.
+            # A point after a position marker is a separate point: the files are the same, but the
+            # expected state has changed.
             yield position + 1, disk_state, acknowledged
 
 
 def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False, seed=0):
-    """Lose power at each point; return the different disks, with what was acknowledged.
+    """Lose power at each point; return the different disks, with the acknowledged records.
 
     The unsynced changes that survive at each point are `keeps`, by default several choices. With
     `only_acknowledged`, power is lost only directly after acknowledgements.
     """
-    left = {}
+    states = {}
     for position, disk_state, acknowledged in crash_points(changes, begin):
         if only_acknowledged and not isinstance(changes[position - 1], PositionMarker):
             continue
@@ -299,19 +301,19 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
         for keep in keeps or keep_choices(disk_state, rng, random_count=RANDOM_SURVIVALS):
             matrix.counts["survivals"] += 1
             contents = disk_state.contents_after_crash(keep)
-            place = _name(changes, position)
-            where = f"power lost after change {position} ({place}), {_keep_text(keep)}"
+            change_name = _name(changes, position)
+            where = f"power lost after change {position} ({change_name}), {_keep_text(keep)}"
             key, found = matrix.check_result(acknowledged, contents, where)
-            left.setdefault(key, (acknowledged, contents, found, where))
-    return left
+            states.setdefault(key, (acknowledged, contents, found, where))
+    return states
 
 
-def second_losses(matrix, left):
+def second_losses(matrix, states):
     """Lose power again during an opening; the next opening must have the same result.
 
-    For some of the disks this is tried at every change of the opening, for the other ones at one.
+    For some disks the power is lost at every change of the opening, for all others at one change.
     """
-    for number, (key, (acknowledged, _, found, where)) in enumerate(sorted(left.items())):
+    for number, (key, (acknowledged, _, found, where)) in enumerate(sorted(states.items())):
         begin, changes = matrix.openings[key]
         expected, rng = with_either_dirty_flag(acknowledged), Random(f"{matrix.name} {number}")
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
@@ -337,7 +339,9 @@ def _lose_power_again(matrix, acknowledged, found, disk_state, keeps, where):
             f"{where} of the opening, {_keep_text(keep)}",
         )
         if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
-            raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
+            raise Violation(
+                f"{matrix.name}, {where}: different logs: {again.logs} and {found.logs}"
+            )
 
 
 def check_kills(matrix, changes, begin, seed=0):
@@ -360,13 +364,13 @@ def check_kills(matrix, changes, begin, seed=0):
                 keeps += keep_choices(disk_state, rng, random_count=RANDOM_SECOND)
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
-                place = _name(after, at)
-                lost = f"{where}, power lost after change {at} ({place}), {_keep_text(keep)}"
+                change_name = _name(after, at)
+                lost = f"{where}, power lost after change {at} ({change_name}), {_keep_text(keep)}"
                 matrix.check_result(now_acknowledged, disk_state.contents_after_crash(keep), lost)
 
 
 def restart_and_append(matrix, changes, acknowledged, where):
-    """Restart after a kill: all written changes are there, and no more of them are durable."""
+    """Restart after a kill: the files have all written changes, but no more of them are durable."""
     return open_and_append(matrix, RecordingDisk(changes, site), acknowledged, where)
 
 
@@ -379,7 +383,7 @@ def open_and_append(matrix, disk, acknowledged, where):
         check(acknowledged, found)
     except (WaltzError, Violation) as error:
         raise Violation(f"{matrix.name}, {where}: {type(error).__name__}: {error}") from error
-    # Whatever an opening has found is durable when it is done.
+    # Everything that an opening has found is durable when the opening is complete.
     scenario.histories = {
         number: History(log.records, log.entries, log.last) for number, log in found.logs
     }

@@ -62,7 +62,7 @@ def recorded_runs(matrix):
 
 
 def occurrences(matrix):
-    """Return where each site occurs: (site, mutation) -> runs and places."""
+    """Return the recorded syncs of each site: (site, mutation) -> runs and positions."""
     found = defaultdict(list)
     for name, changes, begin in recorded_runs(matrix):
         for position in sync_positions(changes):
@@ -72,12 +72,13 @@ def occurrences(matrix):
     return found
 
 
-def first_violation(matrix, mutation, places, *, is_thorough=True):
+def first_violation(matrix, mutation, syncs, *, is_thorough=True):
     """Return the first violation that a mutation causes in some run; None if there is none."""
     rng = Random(mutation)
-    quick = rng.sample(places, min(TRIES, len(places)))
-    # A loss of all unsynced changes shows missing acknowledged data; the rest needs more tries.
-    passes = [(places, (KeepNone(),)), (quick, None)] if is_thorough else [(quick, (KeepNone(),))]
+    quick = rng.sample(syncs, min(TRIES, len(syncs)))
+    # A loss of all unsynced changes shows missing acknowledged data. Other violations need more
+    # tries.
+    passes = [(syncs, (KeepNone(),)), (quick, None)] if is_thorough else [(quick, (KeepNone(),))]
     for tries, keeps in passes:
         for name, changes, position in tries:
             mutated = MUTATIONS[mutation](changes, position)

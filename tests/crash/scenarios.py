@@ -1,8 +1,8 @@
-"""Runs of a storage directory: each change is recorded, and at each point what was acknowledged.
+"""Recorded runs of a storage directory: each change, and the records acknowledged before it.
 
-`Acknowledged` is the expected result: the states that a crash at this point may leave. Records and
-batches are those of a model; slots are those of the log before and after each call. A crash during
-a call may leave either of the two states.
+`Acknowledged` is the expected result: the states that a crash at this point may leave. The expected
+records and batches come from a model. The expected slots come from the log, before and after each
+call. A crash during a call may leave either of the two states.
 """
 
 import re
@@ -50,7 +50,7 @@ TRANSPARENT = {
 
 
 class History(NamedTuple):
-    """One possible log: its records, its batches, and how many records must be there."""
+    """One possible log: its records, its batches, and the number of records that it must have."""
 
     records: tuple[bytes, ...] = ()
     entries: tuple = ()
@@ -83,7 +83,7 @@ class AcknowledgedLog(NamedTuple):
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """The states that a crash may leave; None: any value."""
+    """The states that a crash may leave. None permits any value."""
 
     storage_id: bytes | None = None
     assigned: tuple[int, ...] = ()
@@ -144,8 +144,8 @@ def site():
         names = names[names.index("partition_log.open") + 1 :]
     names = [name for name, before in zip(names, ["", *names], strict=False) if name != before]
     # A function that only passes calls on is not counted.
-    own = next((one for one in frames if one[0] not in TRANSPARENT), None)
-    return f"{' > '.join(names)}#{_call_number(*own[1:])}" if own else ""
+    caller = next((one for one in frames if one[0] not in TRANSPARENT), None)
+    return f"{' > '.join(names)}#{_call_number(*caller[1:])}" if caller else ""
 
 
 @cache
@@ -171,7 +171,7 @@ class Scenario:
     def log(self, partition=0):
         return self.engine.logs[partition]
 
-    # ---- what is acknowledged
+    # ---- acknowledged state
 
     def _found(self):
         """Return the acknowledged state: slots from the engine, histories from the model."""
@@ -239,13 +239,13 @@ class Scenario:
                 both[0] += (tried[partition],)
             logs[partition] = AcknowledgedLog(*(tuple(dict.fromkeys(one)) for one in both))
         for partition in before.logs.keys() - after.logs.keys():
-            # Its slots may be gone, and with them what an opening does not show.
+            # The slots may be lost, and with them state that an opening does not show.
             logs[partition] = logs[partition]._replace(markers=(), is_dirty=())
         assigned = tuple(sorted({*before.assigned, *after.assigned}))
         sure = tuple(one for one in before.sure if one in after.assigned)
         return Acknowledged(before.storage_id, assigned, sure, logs, before.damaged)
 
-    # ---- what is done
+    # ---- actions
 
     def start(self, *, histories=None):
         """Open the directory; `histories` are the logs that it has."""
@@ -267,13 +267,13 @@ class Scenario:
     def assign_all(self, partitions):
         """Assign several new partitions in one call, as a daemon does."""
 
-        def hold():
+        def assign_new():
             self.engine.assign_new(partitions)
             for partition in partitions:
                 self.engine.assign(partition)
 
         self.histories |= dict.fromkeys(partitions, History())
-        self.call(hold)
+        self.call(assign_new)
 
     def remove(self, partition):
         """Unassign a partition and delete its files."""
@@ -290,12 +290,12 @@ class Scenario:
     def re_seed(self, partition):
         """Discard a log; an empty, suspect one replaces it at once."""
 
-        def begin_again():
+        def re_seed_and_assign():
             self.engine.re_seed(partition)
             self.engine.assign(partition)
 
         self.expect_either_dirty_flag()
-        self.call(begin_again, history=History(), partition=partition)
+        self.call(re_seed_and_assign, history=History(), partition=partition)
         assert self.log(partition).suspect
 
     def prepare(self, partition=0):
@@ -569,10 +569,10 @@ def restart():
     return scenario
 
 
-def _fails(what):
+def _failed_append(step):
     scenario = _start_scenario(segment_bytes_max=900)
     scenario.append([2])
-    scenario.failing(what, scenario.append_and_sync)
+    scenario.failing(step, scenario.append_and_sync)
     scenario.prepare()
     scenario.append([1, 2])
     scenario.sync()
@@ -582,17 +582,17 @@ def _fails(what):
 
 def failed_write():
     """A write fails; the log continues in a new segment."""
-    return _fails("write")
+    return _failed_append("write")
 
 
 def failed_sync():
     """A sync fails; the log continues in a new segment."""
-    return _fails("sync")
+    return _failed_append("sync")
 
 
 def failed_sync_of_batches():
     """The records are synced, and the sync of the batches fails."""
-    return _fails(5)
+    return _failed_append(5)
 
 
 def failed_sync_of_an_index():
@@ -609,7 +609,7 @@ def failed_sync_of_an_index():
 
 def failed_write_of_batches():
     """The records are written, and the write of the batches fails."""
-    return _fails(3)
+    return _failed_append(3)
 
 
 def failed_write_of_an_empty_log():
@@ -690,7 +690,7 @@ def removed_segments():
 
 
 def reset():
-    """A log that has no batch in common with the others is reset to the end of the archive."""
+    """A log that has no batch in common with other logs is reset to the end of the archive."""
     scenario = _start_scenario([4, 4], segment_bytes_max=450)
     scenario.prepare()
     scenario.reset(60)
@@ -702,7 +702,7 @@ def reset():
     return scenario
 
 
-def _two_held():
+def _two_partitions():
     """Return a scenario of two partitions with sessions and records in several segments."""
     scenario = Scenario(segment_bytes_max=300)
     scenario.start()
@@ -718,7 +718,7 @@ def _two_held():
 
 def removal():
     """A partition is removed with its files, and assigned again later; the other one continues."""
-    scenario = _two_held()
+    scenario = _two_partitions()
     scenario.remove(1)
     scenario.append([1])
     scenario.sync()
@@ -731,7 +731,7 @@ def removal():
 
 def unassigned():
     """A partition is unassigned but keeps its files; then it is assigned again with them."""
-    scenario = _two_held()
+    scenario = _two_partitions()
     history = scenario.stop_serving(1)
     scenario.append([1])
     scenario.sync()
@@ -744,7 +744,7 @@ def unassigned():
 
 def re_seed():
     """The log of an assigned partition is discarded; its promise remains."""
-    scenario = _two_held()
+    scenario = _two_partitions()
     scenario.re_seed(1)
     scenario.append([1])
     scenario.sync()
@@ -777,6 +777,6 @@ SCENARIOS = (
 )
 # Their logs begin above 0, which Waltz 0.13 cannot read.
 STARTS = (removed_segments, reset)
-# What administration does to a partition. No mutant is asked of these: what a sync of theirs is for
-# shows only when a partition that went is held again (tests/crash/test_storage_administration).
+# Administrative changes of a partition. They have no mutants: an omitted sync has an effect only
+# when a removed partition is assigned again (tests/crash/test_storage_administration).
 ADMINISTRATION = (removal, unassigned, re_seed)

@@ -111,9 +111,9 @@ def test_no_record_is_removed_while_an_owner_replaces_adopted_batches():
         log = world.log
         assert log.max_id in (34, 35)
         assert not log.suspect
-        whole = b"".join(records)
+        record_bytes = b"".join(records)
         read = log.read_range(0, log.max_id, 1 << 20, whole_batches=False)
-        assert read.records == whole[: len(read.records)]
+        assert read.records == record_bytes[: len(read.records)]
         if interrupted:
             assert log.prepare(6, bytes(15) + b"y").synced_max == log.max_id
             log.close()

@@ -42,7 +42,7 @@ from waltz_sim.world.crash import (
 KEY, PARTITION = bytes(range(16)), 3
 COUNTS = (2, 3)
 NOW_MS = 1_700_000_000_000
-# The time of the store is that of this machine: all that was replaced is old by then.
+# The store uses the time of this machine, so all replaced files are old enough.
 LATER_MS = 1 << 43
 RANDOM_SURVIVALS = 8
 STATES_MIN = 2_000
@@ -51,7 +51,7 @@ KILLS_MIN = 30
 EVERY_VERIFIED = 8
 
 
-class Recorded(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """The record in ZooKeeper: IDs first..last, and the manifest."""
 
     first: int = 0
@@ -61,7 +61,7 @@ class Recorded(NamedTuple):
     crc: int = 0
 
     @property
-    def named(self):
+    def as_manifest(self):
         return RecordedManifest(PARTITION, self.last, self.chain, self.manifest, self.crc)
 
 
@@ -96,19 +96,21 @@ class Owner:
             )
 
     def expire(self, before):
-        job = ExpiryJob(*self._origin(), self.recorded.named, before, 0, 0)
-        made = expire(self.store, KEY, job, now_ms=NOW_MS)
-        self._record(first=made.first, manifest=made.name, crc=made.file_crc)
+        job = ExpiryJob(*self._origin(), self.recorded.as_manifest, before, 0, 0)
+        new_manifest = expire(self.store, KEY, job, now_ms=NOW_MS)
+        self._record(
+            first=new_manifest.first, manifest=new_manifest.name, crc=new_manifest.file_crc
+        )
 
     def collect_garbage(self):
-        job = GarbageCollectionJob(*self._origin(), self.recorded.named)
+        job = GarbageCollectionJob(*self._origin(), self.recorded.as_manifest)
         return collect_garbage(self.store, KEY, job, now_ms=LATER_MS)
 
 
-def archived(recorder):
+def record_archiving(recorder):
     """Record two sessions of archiving, with pages, an unrecorded attempt and an expiry."""
     with recorder.recording():
-        first = Owner(recorder, 1, Recorded())
+        first = Owner(recorder, 1, ArchiveRecord())
         first.archive()
         first.archive(is_recorded=False)
         for _ in range(4):
@@ -122,7 +124,7 @@ def archived(recorder):
     return recorder
 
 
-def started_again(directory, recorder, changes, recorded, session):
+def archive_after_a_kill(directory, recorder, changes, recorded, session):
     """Archive and collect after all processes were killed; return the record in ZooKeeper."""
     again = Recorder(directory, changes, recorder.complete)
     with again.recording():
@@ -133,7 +135,7 @@ def started_again(directory, recorder, changes, recorded, session):
 
 
 class StateLost(AssertionError):
-    """A crash has left a state that must not exist."""
+    """A crash has led to a state that is not permitted."""
 
 
 class CrashChecks:
@@ -143,7 +145,7 @@ class CrashChecks:
         self.complete = complete
         self.counts = Counter()
 
-    def listed(self, recorded):
+    def files_of_manifest(self, recorded):
         """Return the files that a manifest needs (rule 1)."""
         if not recorded.manifest:
             return set()
@@ -159,12 +161,12 @@ class CrashChecks:
         for name, data in found.items():
             if not name.endswith(TEMPORARY_SUFFIX) and data != self.complete[name]:
                 raise StateLost(f"{where}: {name} is not complete")
-        if missing := self.listed(recorded) - found.keys():
+        if missing := self.files_of_manifest(recorded) - found.keys():
             raise StateLost(f"{where}: {sorted(missing)} are not there")
 
     def lose_power(self, changes, begin=0, *, keeps=None):
         """Lose power after each change from a position on."""
-        disk_state, recorded = DiskState(), Recorded()
+        disk_state, recorded = DiskState(), ArchiveRecord()
         for position, change in enumerate(changes):
             disk_state.apply_change(change)
             if isinstance(change, PositionMarker):
@@ -187,7 +189,7 @@ def names_in(contents):
 def recorder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(manifest_module, "ENTRIES_PER_PAGE", 2)
-        yield archived(Recorder(tmp_path_factory.mktemp("archived")))
+        yield record_archiving(Recorder(tmp_path_factory.mktemp("archived")))
 
 
 def test_power_is_lost_at_every_change(recorder, record_property):
@@ -213,7 +215,7 @@ def verify(store, recorded):
 def test_processes_are_killed_at_every_change_and_then_power_is_lost(
     recorder, tmp_path, share, record_property
 ):
-    recorded, session = Recorded(), 10
+    recorded, session = ArchiveRecord(), 10
     kills = 0
     for position, change in enumerate(recorder.changes):
         if isinstance(change, PositionMarker):
@@ -222,17 +224,19 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
             continue
         kills += 1
         before = recorder.changes[: position + 1]
-        again, now = started_again(tmp_path / "again", recorder, before, recorded, session)
+        again, now = archive_after_a_kill(tmp_path / "again", recorder, before, recorded, session)
         crashes = CrashChecks(again.complete)
         crashes.lose_power(again.changes, position + 1, keeps=(KeepNone(), KeepAll()))
-        assert set(again.store().list_names("")) == crashes.listed(now), f"killed after {change}"
+        assert set(again.store().list_names("")) == crashes.files_of_manifest(now), (
+            f"killed after {change}"
+        )
         if kills % EVERY_VERIFIED == 0:
             verify(again.store(), now)
     record_property("crash of an archive: kills", kills)
     assert kills > KILLS_MIN
 
 
-def is_noticed(recorder, changes):
+def is_detected(recorder, changes):
     """Return whether a loss of power detects the fault of a program that makes these changes."""
     try:
         CrashChecks(recorder.complete).lose_power(changes, keeps=(KeepNone(), KeepAll()))
@@ -247,7 +251,7 @@ def test_a_file_renamed_before_its_sync_is_detected(recorder):
     assert len(files) > len(recorder.complete) / 2
     for position in files:
         for mutated in (without_change(changes, position), with_delayed_sync(changes, position)):
-            assert is_noticed(recorder, mutated), changes[position]
+            assert is_detected(recorder, mutated), changes[position]
 
 
 def test_an_unsynced_folder_is_detected(recorder):
@@ -255,7 +259,7 @@ def test_an_unsynced_folder_is_detected(recorder):
     folders = {each.path for each in changes if isinstance(each, SyncDirectory)}
     assert len(folders) == 6  # from the one that has the archive to the one of the objects
     for folder in sorted(folders):
-        kept = [
+        remaining_changes = [
             each for each in changes if not isinstance(each, SyncDirectory) or each.path != folder
         ]
-        assert is_noticed(recorder, kept), folder
+        assert is_detected(recorder, remaining_changes), folder

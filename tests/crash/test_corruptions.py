@@ -45,30 +45,30 @@ def closed_directory():
 CLOSED, HISTORIES = closed_directory()
 
 
-def corrupted(rng):
+def corrupt_directory(rng):
     """Return a corrupted copy of the directory, and the corrupt files."""
     files = dict(CLOSED.files)
     names = sorted(path for path in files if path.name != "waltz-x.reserve")
-    touched = set()
+    changed_paths = set()
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         path = rng.choice([one for one in names if one in files])
         kind = rng.choice(KINDS)
-        touched.add(path)
+        changed_paths.add(path)
         if kind in {"swap", "copy"}:
             other = rng.choice([one for one in names if one in files])
             if kind == "swap":
                 files[path], files[other] = files[other], files[path]
-                touched.add(other)
+                changed_paths.add(other)
             else:
                 files[path] = files[other]
         elif kind == "remove":
             del files[path]
         else:
-            files[path] = changed(rng, files[path], kind)
-    return Contents(files, CLOSED.directories), touched
+            files[path] = change_content(rng, files[path], kind)
+    return Contents(files, CLOSED.directories), changed_paths
 
 
-def changed(rng, content, kind):
+def change_content(rng, content, kind):
     at = rng.randrange(len(content) or 1)
     if kind == "cut":
         return content[:at]
@@ -85,10 +85,10 @@ def changed(rng, content, kind):
     return bytes(content)
 
 
-def is_reported(message, touched):
+def is_reported(message, changed_paths):
     """Return whether an error is one sentence that names a corrupt file or its directory."""
-    named = any(path.name in message and str(path.parent) in message for path in touched)
-    directory = any(f"{path.parent}:" in message for path in touched)
+    named = any(path.name in message and str(path.parent) in message for path in changed_paths)
+    directory = any(f"{path.parent}:" in message for path in changed_paths)
     return "\n" not in message and len(message) < 400 and (named or directory)
 
 
@@ -103,7 +103,9 @@ def read_all(log, history):
             at += 1
             continue
         last = at + read.lengths.size - 1
-        assert read.records == b"".join(history.records[at : last + 1]), f"{at}..{last} are wrong"
+        assert read.records == b"".join(history.records[at : last + 1]), (
+            f"records {at}..{last} differ from the written ones"
+        )
         at = last + 1
     return unreadable
 
@@ -138,7 +140,7 @@ def repair(log, history):
 
 def check_result(seed):
     """Corrupt, open, read, repair, and read again; return the result."""
-    contents, touched = corrupted(Random(seed))
+    contents, changed_paths = corrupt_directory(Random(seed))
     disk = SimDisk(is_traced=False)
     disk.replace_contents(contents)
     ended = []
@@ -148,10 +150,10 @@ def check_result(seed):
     except WaltzError as error:
         refusal = str(error)
     if engine is None:
-        assert is_reported(refusal, touched), f"{sorted(touched)}: {refusal}"
+        assert is_reported(refusal, changed_paths), f"{sorted(changed_paths)}: {refusal}"
         return ["refused"]
     for error in engine.open_errors.values():
-        assert is_reported(str(error), touched), f"{sorted(touched)}: {error}"
+        assert is_reported(str(error), changed_paths), f"{sorted(changed_paths)}: {error}"
         ended.append("partition refused")
     for partition, log in engine.logs.items():
         history = HISTORIES[partition]
@@ -162,7 +164,7 @@ def check_result(seed):
             or log.suspect
         )
         if log.max_id < len(history.records) - 1:
-            assert log.suspect, f"partition {partition} ends at {log.max_id} and trusts it"
+            assert log.suspect, f"partition {partition} ends at {log.max_id}, but is not suspect"
         how = repair(log, history)
         if how == "repaired":
             assert not read_all(log, history)

@@ -36,7 +36,7 @@ from waltz_sim.world.crash import DiskState, KeepAll, KeepNone, KeepRandom, Reco
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
-# Where nothing has failed, what is durable is a directory as the original leaves it, too.
+# If no fault has occurred, the durable files also equal a directory of Waltz 0.13.
 PLAIN = (first_start, appends, checkpoints, roll_over, sessions_and_marks, restart)
 
 
@@ -52,27 +52,27 @@ FROM_0 = [each for each in SCENARIOS if each not in STARTS]
 
 @pytest.mark.parametrize("scenario", FROM_0, ids=lambda one: one.__name__)
 def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
-    made = scenario()
-    made.close()
-    files = disk_state_of(made.disk.changes).contents_after_crash(KeepNone()).files
+    recorded = scenario()
+    recorded.close()
+    files = disk_state_of(recorded.disk.changes).contents_after_crash(KeepNone()).files
     control, logs = layout.read_directory(files, ROOT)
     assert control.key == KEY
     assert len(control.partitions) == PARTITIONS
-    assert logs == {number: list(one.records) for number, one in made.histories.items()}
+    assert logs == {number: list(one.records) for number, one in recorded.histories.items()}
     for path, content in files.items():
         if path.suffix == ".seg":
             partition, first = int(path.parent.name), int(path.stem)
             count = (len(files[path.with_suffix(".idx")]) - 128) // 8
-            run = made.histories[partition].records[first : first + count]
+            run = recorded.histories[partition].records[first : first + count]
             expected = layout.segment(KEY, partition, first, run)
             assert content[128:] == expected[0][128:]
             assert files[path.with_suffix(".idx")][128:] == expected[1][128:]
 
 
 @pytest.mark.parametrize("scenario", [*PLAIN, truncate], ids=lambda one: one.__name__)
-def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
-    made, read = scenario(), 0
-    for position, disk_state, _ in crash_points(made.disk.changes, made.begin):
+def test_after_a_crash_and_a_start_waltz_0_13_reads_the_records_that_this_version_serves(scenario):
+    recorded, read = scenario(), 0
+    for position, disk_state, _ in crash_points(recorded.disk.changes, recorded.begin):
         disk = RecordingDisk.after_power_loss(
             disk_state.contents_after_crash(KeepRandom(Random(position)))
         )
@@ -85,9 +85,9 @@ def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
 
 
 @pytest.mark.parametrize("scenario", PLAIN, ids=lambda one: one.__name__)
-def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
-    made, found = scenario(), 0
-    for position, disk_state, acknowledged in crash_points(made.disk.changes, made.begin):
+def test_after_a_crash_waltz_0_13_finds_all_acknowledged_records(scenario):
+    recorded, found = scenario(), 0
+    for position, disk_state, acknowledged in crash_points(recorded.disk.changes, recorded.begin):
         if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
         for keep in (KeepAll(), KeepNone(), KeepRandom(Random(position))):
@@ -104,11 +104,11 @@ def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
 # ---- the other way round
 
 
-def golden(name, which=0):
-    return bytes.fromhex(json.loads((GOLDEN / name).read_text())[which]["hex"])
+def golden(name, index=0):
+    return bytes.fromhex(json.loads((GOLDEN / name).read_text())[index]["hex"])
 
 
-def captured():
+def captured_directory():
     """Return the captured directory of a 0.13 storage; one partition has records."""
     name = "0" * 19
     return {
@@ -118,7 +118,7 @@ def captured():
     }
 
 
-def open_captured(files, key, partitions):
+def open_directory_of_0_13(files, key, partitions):
     disk = SimDisk(is_traced=False)
     directories = frozenset(parent for path in files for parent in path.parents)
     disk.replace_contents(Contents(files, directories))
@@ -128,30 +128,32 @@ def open_captured(files, key, partitions):
     )
 
 
-def served(log):
+def records_of(log):
     if log.max_id == BEFORE_FIRST:
         return b""
     return log.read_range(0, log.max_id, 1 << 20, whole_batches=False).records
 
 
 def test_after_any_crash_of_0_13_the_intact_records_are_served():
-    files = captured()
+    files = captured_directory()
     seg, idx = (next(path for path in files if path.suffix == one) for one in (".seg", ".idx"))
     data, index = files[seg], files[idx]
     key = uuid.UUID("0e6bfd32-bdc6-4ce1-87fb-950915c99d24").bytes
     whole = set()
     for size in range(layout.HEADER_BYTES, len(data) + 1):
         rng = Random(size)
-        kept = rng.randint(0, 9)
+        index_entry_count = rng.randint(0, 9)
         torn = dict(files)
         torn[seg] = data[:size] + rng.choice((b"", bytes(rng.randint(1, 90)), rng.randbytes(30)))
-        torn[idx] = index[: 128 + 8 * kept] + rng.choice((b"", bytes(16), index[128:133]))
-        engine = open_captured(torn, key, 4)
+        torn[idx] = index[: 128 + 8 * index_entry_count] + rng.choice(
+            (b"", bytes(16), index[128:133])
+        )
+        engine = open_directory_of_0_13(torn, key, 4)
         log = engine.logs[0]
         records = layout.read_segment(
             data[:size], index[:128], key=key, partition=0, first=0, local_low_water_mark=-1
         )
-        assert served(log) == b"".join(records)
+        assert records_of(log) == b"".join(records)
         assert (log.suspect, log.damaged) == (False, ())
         assert sorted(engine.logs) == [0, 1, 2, 3]
         whole.add(len(records))

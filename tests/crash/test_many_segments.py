@@ -17,11 +17,11 @@ def test_many_segments_are_opened_and_read_with_64_descriptors_and_60_mib(tmp_pa
         "from tests.unit.storage.logs import open_and_read_all\n"
         "print(*open_and_read_all(Path(sys.argv[1]), 64, 48))\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    last, opened_mib, read_mib = map(int, done.stdout.split())
+    assert result.returncode == 0, result.stderr
+    last, opened_mib, read_mib = map(int, result.stdout.split())
     assert last == 2_999
     assert opened_mib < 60
     assert read_mib < 60

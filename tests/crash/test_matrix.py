@@ -1,7 +1,8 @@
 """After a crash at any change, a directory has all acknowledged records and no torn ones.
 
-Each test counts the cuts, survivals and openings that it has tried. The sums are printed at the end
-of a run, and `test_the_matrix_has_its_documented_size` checks them.
+Each test counts the crash points, the combinations of surviving changes and the openings that it
+has tried. The sums are printed at the end of a run, and `test_the_matrix_has_its_documented_size`
+checks them.
 """
 
 from random import Random
@@ -31,26 +32,26 @@ EVERY = (*SCENARIOS, *ADMINISTRATION)
 
 
 def acknowledge(record_property, matrix):
-    for what, count in matrix.counts.items():
-        record_property(f"crash: {what}", count)
+    for name, count in matrix.counts.items():
+        record_property(f"crash: {name}", count)
 
 
 @pytest.mark.parametrize("scenario", EVERY, ids=lambda one: one.__name__)
 def test_power_is_lost_at_every_change_and_again_while_the_directory_is_opened(
     scenario, record_property
 ):
-    matrix, made = Matrix(scenario.__name__), scenario()
-    left = power_losses(matrix, made.disk.changes, made.begin)
-    second_losses(matrix, left)
+    matrix, history = Matrix(scenario.__name__), scenario()
+    states = power_losses(matrix, history.disk.changes, history.begin)
+    second_losses(matrix, states)
     acknowledge(record_property, matrix)
-    assert matrix.counts["cuts"] >= len(made.disk.changes) - made.begin
+    assert matrix.counts["cuts"] >= len(history.disk.changes) - history.begin
     assert matrix.counts["second survivals"] > 80
 
 
 @pytest.mark.parametrize("scenario", EVERY, ids=lambda one: one.__name__)
 def test_a_killed_process_is_started_again_and_then_power_is_lost(scenario, record_property):
-    matrix, made = Matrix(scenario.__name__), scenario()
-    check_kills(matrix, made.disk.changes, made.begin)
+    matrix, history = Matrix(scenario.__name__), scenario()
+    check_kills(matrix, history.disk.changes, history.begin)
     acknowledge(record_property, matrix)
     assert matrix.counts["kills"] > 14
     assert matrix.counts["survivals after a kill"] > 150
@@ -58,10 +59,10 @@ def test_a_killed_process_is_started_again_and_then_power_is_lost(scenario, reco
 
 def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
     """The part exceeds the sector of the last batch; a page cache reports all of it as clean."""
-    matrix, made = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
-    changes = made.disk.changes
+    matrix, history = Matrix("failed_sync_of_an_index"), failed_sync_of_an_index()
+    changes = history.disk.changes
     after = restart_and_append(
-        matrix, changes, with_either_dirty_flag(made.acknowledged), "killed"
+        matrix, changes, with_either_dirty_flag(history.acknowledged), "killed"
     ).disk.changes
     *_, (_, disk_state, acknowledged) = crash_points(after, len(changes) + 1)
     _, found = matrix.check_result(
@@ -71,12 +72,14 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
 
 
 def test_the_matrix_has_its_documented_size():
-    cuts = kept = 0
+    cuts = survival_count = 0
     for scenario in EVERY:
-        made = scenario()
-        for position, disk_state, _ in crash_points(made.disk.changes, made.begin):
+        history = scenario()
+        for position, disk_state, _ in crash_points(history.disk.changes, history.begin):
             cuts += 1
             rng = Random(position)
-            kept += sum(1 for _ in keep_choices(disk_state, rng, random_count=RANDOM_SURVIVALS))
+            survival_count += sum(
+                1 for _ in keep_choices(disk_state, rng, random_count=RANDOM_SURVIVALS)
+            )
     assert cuts >= CUTS_MIN
-    assert kept >= SURVIVALS_MIN
+    assert survival_count >= SURVIVALS_MIN

@@ -1,7 +1,7 @@
 """A storage that omits or delays one sync fails at least one crash test.
 
-So the matrix tests the purpose of each sync. The exceptions are listed, each with its reason; a
-sync whose omission fails a crash test must not be listed.
+So the matrix tests the purpose of each sync. Each exception is listed with its reason. A sync must
+not be listed if a crash test fails without it.
 """
 
 import pytest
@@ -32,17 +32,17 @@ def found(matrix):
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_omitted_or_delayed_sync_is_detected(matrix, found, mutation, record_property):
     wrong, number = [], 0
-    for (site, how), places in found.items():
+    for (site, how), syncs in found.items():
         if how != mutation:
             continue
         listed = reason(site, mutation)
-        seen = first_violation(matrix, mutation, places, is_thorough=listed is None)
+        violation = first_violation(matrix, mutation, syncs, is_thorough=listed is None)
         if listed is None:
             number += 1
-            if seen is None:
+            if violation is None:
                 wrong.append(f"{site}: {mutation}, and no crash shows it")
-        elif seen is not None and mutation == "forgotten":
-            wrong.append(f"{site} is listed, and it is shown: {seen}")
+        elif violation is not None and mutation == "forgotten":
+            wrong.append(f"{site} is listed, and it is shown: {violation}")
     record_property(f"crash: syncs {mutation} and found", number)
     assert not wrong, "\n".join(wrong)
     assert number >= {"forgotten": 40, "made late": 20}[mutation]

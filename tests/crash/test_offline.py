@@ -1,4 +1,4 @@
-"""`verify` accepts all files that a storage writes, after crashes too, and finds each change."""
+"""`verify` accepts all files that a storage writes, even after crashes, and finds each change."""
 
 import struct
 from random import Random
@@ -124,7 +124,7 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
 
 
 @given(SLOTS)
-def test_slots_are_read_as_they_are_written(slot):
+def test_encoded_control_slots_are_decoded_to_the_same_values(slot):
     read = layout.decode_control_slot(slot.encode(), (slot.sequence + 1) % 2)
     assert read.errors == ()
     assert (read.partition, read.sequence, read.old_sequence) == (
@@ -153,7 +153,7 @@ def test_slots_are_read_as_they_are_written(slot):
 
 
 @given(entries(), st.integers(0, 1 << 40), B16, INT64)
-def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
+def test_encoded_batches_are_decoded_to_the_same_values(entry, position, key, created_ms):
     segment = disk_format.SegmentHeader(created_ms, key, PartitionId(3), entry.first)
     head = disk_format.LineageHeader(segment, GENESIS)
     read_head = layout.decode_chain_header(head.encode())
@@ -168,8 +168,8 @@ def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
     if entry.session_id < layout.RECONSTRUCTED:
         expected = (f"expected a session number of at least -2, found {entry.session_id}",)
     assert read == BatchEntry(*entry, entry.first - 1, expected)
-    elsewhere = layout.decode_batch_entry(written, position + 1, read_head.segment_crc)
-    assert elsewhere.errors[0].startswith("expected CRC")
+    misplaced = layout.decode_batch_entry(written, position + 1, read_head.segment_crc)
+    assert misplaced.errors[0].startswith("expected CRC")
 
 
 @given(st.binary(max_size=600), st.integers(0, 1))

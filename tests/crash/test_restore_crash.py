@@ -4,8 +4,9 @@ Its steps are changes of the archive's directory and writes to ZooKeeper. The se
 files and znodes of the steps before the kill or the loss of power.
 
 Rules:
-    1. The second run restores the cluster; or it reports that the cluster exists, if the first run
-       was complete; or that remains of the first run must be deleted first.
+    1. The second run has one of three results. It restores the cluster. Or it reports that the
+       cluster exists, because the first run was complete. Or it reports that remains of the first
+       run must be deleted first.
     2. The manifest of a restored cluster, and the pin that keeps its objects, are durable before
        ZooKeeper refers to them.
 """
@@ -30,7 +31,7 @@ from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_sim.world.crash import DiskState, KeepNone, PositionMarker, changes_of
 
-PLACE = "/waltz/shop"
+ROOT_NODE = "/waltz/shop"
 END = 94  # of the second batch of the log that is longer than a row group
 WRITE = WriteWithTasks(WriteState({PARTITION_ID: 3}, 1_000), dict.fromkeys(range(20), TASK))
 
@@ -51,7 +52,7 @@ class RecordedZooKeeper(MemoryZooKeeper):
         return versions
 
 
-class Place:
+class RestoredWorld:
     """The archive and ZooKeeper after some steps, and the commands that run on them."""
 
     def __init__(self, directory, changes, monkeypatch):
@@ -61,14 +62,14 @@ class Place:
         monkeypatch.setattr(change_commands, "open_command_session", lambda _connect: self)
 
     async def __aenter__(self):
-        return self.zookeeper.coordinator(PLACE)
+        return self.zookeeper.coordinator(ROOT_NODE)
 
     async def __aexit__(self, *_):
         pass
 
     def restore(self):
         """Run the command; return its exit code and its error."""
-        words = ("--connect", f"zk:1{PLACE}", "--backup", str(self.backup))
+        words = ("--connect", f"zk:1{ROOT_NODE}", "--backup", str(self.backup))
         store = self.recorder.store()
         with self.recorder.recording():
             ran = run_command(
@@ -77,16 +78,16 @@ class Place:
         return ran.returncode, ran.stderr
 
     def delete_remains(self):
-        asyncio.run(self.zookeeper.coordinator(PLACE).delete_cluster(lambda *_: None))
+        asyncio.run(self.zookeeper.coordinator(ROOT_NODE).delete_cluster(lambda *_: None))
 
     def read(self):
         """Return the cluster's key and its archived transactions."""
 
         async def read():
-            coordinator = self.zookeeper.coordinator(PLACE)
+            coordinator = self.zookeeper.coordinator(ROOT_NODE)
             marker = (await coordinator.read_partition(PARTITION_ID)).marker
-            begun = (await coordinator.writes.read_all())["monday"]
-            assert begun.tasks == WRITE.tasks
+            spark_write = (await coordinator.writes.read_all())["monday"]
+            assert spark_write.tasks == WRITE.tasks
             return (await coordinator.read_cluster()).store.cluster_key, marker.archived
 
         return asyncio.run(read())
@@ -124,13 +125,13 @@ def backed_up(tmp_path, monkeypatch):
 
 
 def test_a_restore_killed_after_any_step_can_be_repeated(backed_up, tmp_path, monkeypatch):
-    first = Place(tmp_path, backed_up, monkeypatch)
+    first = RestoredWorld(tmp_path, backed_up, monkeypatch)
     assert first.restore() == (0, "")
     first.check()
     steps = first.recorder.changes[len(backed_up) :]
     outcomes = []
     for count in range(len(steps) + 1):
-        again = Place(tmp_path, [*backed_up, *steps[:count]], monkeypatch)
+        again = RestoredWorld(tmp_path, [*backed_up, *steps[:count]], monkeypatch)
         code, error = again.restore()
         outcomes.append(outcome_of(code, error))
         if outcomes[-1] == "remains":
@@ -156,7 +157,7 @@ def outcome_of(code, error):
 
 
 def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monkeypatch):
-    first = Place(tmp_path, backed_up, monkeypatch)
+    first = RestoredWorld(tmp_path, backed_up, monkeypatch)
     assert first.restore() == (0, "")
     steps = first.recorder.changes
     written = next(
@@ -165,8 +166,8 @@ def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monke
     disk_state = DiskState()
     for change in steps[:written]:
         disk_state.apply_change(change)
-    left = disk_state.contents_after_crash(KeepNone())
-    assert any("pins" in each.parts for each in left.files)
+    contents = disk_state.contents_after_crash(KeepNone())
+    assert any("pins" in each.parts for each in contents.files)
     writes = [each for each in steps[written:] if isinstance(each, PositionMarker)]
     assert len(writes) > 2
-    Place(tmp_path, [*changes_of(left), *writes], monkeypatch).check()
+    RestoredWorld(tmp_path, [*changes_of(contents), *writes], monkeypatch).check()

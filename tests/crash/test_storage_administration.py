@@ -1,6 +1,6 @@
 """Crashes at every step while administration changes a storage directory.
 
-After every crash the directory opens, and the command has taken effect completely or not at all: no
+After every crash the directory opens, and the command has taken effect completely or not at all. No
 log is partly removed, and a discarded log is suspect. An acknowledged command remains in effect.
 """
 
@@ -21,7 +21,7 @@ from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Surviv
 
 ROOT = Path("/storage")
 SETTINGS = LogSettings(bytes(range(16)), 900, lambda: 7)
-OTHER, MINE = 0, 1
+UNCHANGED, CHANGED = 0, 1
 SESSION, NONCE = 5, b"a nonce of owner"
 LAST = 15  # of the log that is there at first, over several segments
 
@@ -35,7 +35,7 @@ def fill(log, rng):
     log.set_low_water_mark(SESSION, BEFORE_FIRST, GENESIS_CHAIN)
     log.engage(SESSION, BEFORE_FIRST)
     append(log, [8, 8], rng)
-    # What an owner leaves that dies between its second compare-and-set and ENGAGE.
+    # The state after an owner has died between its second compare-and-set and ENGAGE.
     log.prepare(SESSION + 1, NONCE)
     log.set_low_water_mark(SESSION + 1, log.max_id, log.chain)
 
@@ -52,9 +52,9 @@ def filled():
     """Return a disk's state with two partitions of equal records, and the chain of each."""
     disk = SimDisk(is_traced=False)
     engine = open_engine(disk)
-    for partition in (OTHER, MINE):
+    for partition in (UNCHANGED, CHANGED):
         fill(engine.assign(partition), Random(3))
-    chain = engine.log(MINE).chain
+    chain = engine.log(CHANGED).chain
     engine.close()
     return disk.durable_contents(), chain
 
@@ -74,13 +74,13 @@ class Directory:
         self.disk.lose_power(survival, rng)
         self.engine = open_engine(self.disk)
         assert not self.engine.open_errors
-        self.check_whole(OTHER)
+        self.check_whole(UNCHANGED)
 
     def is_held(self):
-        return MINE in self.engine.assigned_partitions()
+        return CHANGED in self.engine.assigned_partitions()
 
     def log(self):
-        return self.engine.assign(MINE)
+        return self.engine.assign(CHANGED)
 
     def check_whole(self, partition, *, suspect=False):
         """Check that the log is complete, with its promise and its provisional mark."""
@@ -100,64 +100,64 @@ class Directory:
         assert (log.last_session, log.low_water_mark) == (NO_SESSION, BEFORE_FIRST)
 
     def files(self):
-        return [path.name for path in self.disk.files() if path.parent == ROOT / str(MINE)]
+        return [path.name for path in self.disk.files() if path.parent == ROOT / str(CHANGED)]
 
 
-# Each command, and what has to hold when it was carried out, and when it was not.
+# Each command, with the checks for the states after its execution and without it.
 
 
-def removed(directory):
+def check_removed(directory):
     assert not directory.is_held()
     assert directory.files() == []
 
 
-def given_up(directory):
+def check_unassigned(directory):
     assert not directory.is_held()
     directory.log()  # the storage that gets it back finds it as it was
-    directory.check_whole(MINE)
+    directory.check_whole(CHANGED)
 
 
-def emptied(directory):
+def check_emptied(directory):
     assert directory.is_held()
     directory.check_reopened()
 
 
-def marked_suspect(directory):
+def check_marked_suspect(directory):
     assert directory.is_held()
     directory.log()
-    directory.check_whole(MINE, suspect=True)
+    directory.check_whole(CHANGED, suspect=True)
 
 
-def offline(directory):
+def check_offline(directory):
     assert directory.is_held()
-    assert not directory.engine.is_available(MINE)
+    assert not directory.engine.is_available(CHANGED)
     directory.log()
-    directory.check_whole(MINE)
+    directory.check_whole(CHANGED)
 
 
-def untouched(directory):
+def check_unchanged(directory):
     assert directory.is_held()
-    assert directory.engine.is_available(MINE)
+    assert directory.engine.is_available(CHANGED)
     directory.log()
-    directory.check_whole(MINE)
+    directory.check_whole(CHANGED)
 
 
 COMMANDS = {
-    "remove": (lambda engine: engine.unassign(MINE, deletes_files=True), removed),
-    "unassign": (lambda engine: engine.unassign(MINE, deletes_files=False), given_up),
-    "re-seed": (lambda engine: engine.re_seed(MINE), emptied),
-    "mark suspect": (lambda engine: engine.mark_suspect(MINE), marked_suspect),
-    "offline": (lambda engine: engine.set_available(MINE, is_available=False), offline),
+    "remove": (lambda engine: engine.unassign(CHANGED, deletes_files=True), check_removed),
+    "unassign": (lambda engine: engine.unassign(CHANGED, deletes_files=False), check_unassigned),
+    "re-seed": (lambda engine: engine.re_seed(CHANGED), check_emptied),
+    "mark suspect": (lambda engine: engine.mark_suspect(CHANGED), check_marked_suspect),
+    "offline": (lambda engine: engine.set_available(CHANGED, is_available=False), check_offline),
 }
 
 
 def is_done(directory, name):
-    """Return whether the command took effect, by what only it changes; tests assert the rest."""
+    """Return whether the command took effect, by state that only this command changes."""
     match name:
         case "remove" | "unassign":
             return not directory.is_held()
         case "offline":
-            return not directory.engine.is_available(MINE)
+            return not directory.engine.is_available(CHANGED)
         case _:
             return directory.log().suspect
 
@@ -165,7 +165,7 @@ def is_done(directory, name):
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("survival", Survival)
 def test_an_interrupted_command_takes_effect_completely_or_not_at_all(name, survival):
-    command, done = COMMANDS[name]
+    command, check_done = COMMANDS[name]
     outcomes = set()
     step = 0
     while True:
@@ -180,18 +180,18 @@ def test_an_interrupted_command_takes_effect_completely_or_not_at_all(name, surv
             break
         is_carried_out = is_done(directory, name)
         outcomes.add(is_carried_out)
-        (done if is_carried_out else untouched)(directory)
+        (check_done if is_carried_out else check_unchanged)(directory)
         assert directory.log().prepare(SESSION + 2, bytes(16)).synced_max in {LAST, BEFORE_FIRST}
     directory.reopen(Survival.NOTHING, Random(step))
-    done(directory)
+    check_done(directory)
     is_long = name in {"remove", "re-seed"}
-    assert step > (20 if is_long else 4), "the command ends before the disk has done anything"
+    assert step > (20 if is_long else 4), "the command ends before the first step of the disk"
     assert outcomes == {False, True} or not is_long
 
 
 @pytest.mark.parametrize("name", ["remove", "re-seed"])
-def test_a_start_that_finishes_a_removal_may_be_interrupted_too(name):
-    command, done = COMMANDS[name]
+def test_power_loss_during_the_start_after_an_interrupted_command_is_harmless(name):
+    command, check_done = COMMANDS[name]
     for step, survival in zip(range(1, 60, 4), cycle(Survival), strict=False):
         for again in range(1, 60, 2):
             directory = Directory()
@@ -211,14 +211,14 @@ def test_a_start_that_finishes_a_removal_may_be_interrupted_too(name):
             else:
                 directory.disk.cancel_plans()
                 break
-            (done if is_done(directory, name) else untouched)(directory)
-    pytest.fail("the command was never carried out whole")
+            (check_done if is_done(directory, name) else check_unchanged)(directory)
+    pytest.fail("the command was never executed completely")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 def test_a_command_that_fails_at_any_disk_step_can_be_repeated(name, fault):
-    command, done = COMMANDS[name]
+    command, check_done = COMMANDS[name]
     step = 0
     while True:
         step += 1
@@ -227,7 +227,7 @@ def test_a_command_that_fails_at_any_disk_step_can_be_repeated(name, fault):
         try:
             command(directory.engine)
         except (DiskFailed, NoSpace):
-            pass  # the planned fault, as the command reports it; what it leaves is checked below
+            pass  # the planned fault, as reported by the command; its effect is checked below
         else:
             break
         directory.disk.cancel_plans()
@@ -235,35 +235,35 @@ def test_a_command_that_fails_at_any_disk_step_can_be_repeated(name, fault):
         directory.engine = open_engine(directory.disk)
         assert not directory.engine.open_errors
         if not is_done(directory, name):
-            untouched(directory)
+            check_unchanged(directory)
             command(directory.engine)
-        done(directory)
+        check_done(directory)
     assert step > 2
 
 
-def test_a_partition_that_was_removed_can_be_held_again_and_begins_empty():
+def test_a_removed_partition_can_be_assigned_again_and_begins_empty():
     directory = Directory()
-    directory.engine.unassign(MINE, deletes_files=True)
+    directory.engine.unassign(CHANGED, deletes_files=True)
     with pytest.raises(UnknownPartition):
-        directory.engine.log(MINE)
+        directory.engine.log(CHANGED)
     with pytest.raises(UnknownPartition, match="not assigned"):
-        directory.engine.unassign(MINE, deletes_files=True)
-    log = directory.engine.assign(MINE)
+        directory.engine.unassign(CHANGED, deletes_files=True)
+    log = directory.engine.assign(CHANGED)
     assert (log.max_id, log.promised, log.suspect) == (BEFORE_FIRST, NO_SESSION, False)
     append_after_session(log)
     directory.reopen(Survival.NOTHING, Random(1))
-    assert directory.engine.log(MINE).max_id == 2
+    assert directory.engine.log(CHANGED).max_id == 2
 
 
 def test_a_discarded_log_is_trusted_again_only_after_a_mark_at_its_end():
     directory = Directory()
-    directory.engine.re_seed(MINE)
-    log = directory.engine.assign(MINE)
+    directory.engine.re_seed(CHANGED)
+    log = directory.engine.assign(CHANGED)
     log.prepare(SESSION + 2, NONCE)
     append(log, [3], Random(1))
     assert log.suspect
     directory.reopen(Survival.NOTHING, Random(1))
-    log = directory.engine.log(MINE)
+    log = directory.engine.log(CHANGED)
     assert log.suspect
     log.set_low_water_mark(SESSION + 2, log.max_id, log.chain)
     assert not log.suspect
@@ -279,9 +279,9 @@ def append_after_session(log):
 def test_a_log_continues_after_offline_and_online():
     directory = Directory()
     for is_available in (False, True, True):
-        directory.engine.set_available(MINE, is_available=is_available)
-        assert directory.engine.is_available(MINE) == is_available
+        directory.engine.set_available(CHANGED, is_available=is_available)
+        assert directory.engine.is_available(CHANGED) == is_available
         directory.reopen(Survival.NOTHING, Random(1))
-        assert directory.engine.is_available(MINE) == is_available
-    untouched(directory)
+        assert directory.engine.is_available(CHANGED) == is_available
+    check_unchanged(directory)
     append_after_session(directory.log())

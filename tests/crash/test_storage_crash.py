@@ -1,6 +1,6 @@
 """The storage over a disk that loses power, fails and fills up, at any step.
 
-Acknowledged records are there and unchanged, or the replica reports that it is suspect. Seeds are
+Acknowledged records exist unchanged, or the replica reports that it is suspect. Seeds are
 fixed; `WALTZ_STORAGE_SEEDS` adds more.
 """
 
@@ -87,11 +87,11 @@ def test_power_loss_at_every_step_of_a_scenario():
             lost = True
             world.lose_power(ALL_SURVIVALS[step % len(ALL_SURVIVALS)])
             world.check_new_session()
-    assert step > 150, "the scenario ends before the disk has done anything"
+    assert step > 150, "the scenario ends before the first step of the disk"
 
 
-def test_sectors_left_of_a_large_unsynced_group_are_not_damage():
-    """A whole cluster may lose power: then no replica may report its own torn tail as damage."""
+def test_remaining_sectors_of_a_large_unsynced_group_are_not_damage():
+    """After a power loss of the whole cluster no replica may report its torn end as damage."""
     torn = 0
     for seed in range(40):
         world = ModeledLog(Random(seed), segment_bytes_max=1_000_000, bytes_max=1500)
@@ -136,14 +136,14 @@ def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
             world.disk.lose_power(world.rng.choice(ALL_SURVIVALS), world.rng)
             world.open()
             if world.log.suspect:
-                return  # a slot or a cut could not be written, and it says so
+                return  # a slot or a truncation could not be written, and the error states this
             world.check_after_crash()
             world.check_new_session()
 
 
 @pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
+def test_a_failed_append_across_segments_leaves_no_records_behind(seed, fault):
     step = 0
     while True:
         step += 1
@@ -157,7 +157,7 @@ def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
             world.append([1, 1, 5, 5])
             world.sync()
         except (DiskFailed, NoSpace):
-            pass  # the planned fault, as the log reports it; what it leaves is checked below
+            pass  # the planned fault, as the log reports it; the resulting state is checked below
         else:
             break
         try:
@@ -167,7 +167,7 @@ def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
         check_after_error(world)
         world.check_new_session()
         world.lose_power(world.rng.choice(ALL_SURVIVALS))
-    assert step > 40, "the append was to begin several segments"
+    assert step > 40, "the append must begin several segments"
 
 
 def test_the_next_append_does_not_confirm_a_truncated_mark():

@@ -47,8 +47,8 @@ def rot(world):
     disk.write_durably(path, bytes(content))
 
 
-def readable(world):
-    """Read all records; check that what is read was written. Return the damaged IDs."""
+def read_and_compare(world):
+    """Read all records, and compare them with the written ones; return the damaged IDs."""
     log = world.log
     at, damaged = 0, set()
     while at <= log.max_id:
@@ -84,7 +84,7 @@ def test_corruption_is_reported_and_never_served(seed):
         world.open()
     except Damaged:
         return
-    damaged = readable(world)
+    damaged = read_and_compare(world)
     assert damaged <= {one for first, last in world.log.damaged for one in range(first, last + 1)}
     if world.log.suspect:
         return
@@ -94,11 +94,11 @@ def test_corruption_is_reported_and_never_served(seed):
         assert world.log.prepare(world.log.promised + 1, bytes(16)).damaged
 
 
-# ---- what is still confirmed
+# ---- confirmed records
 
 
 def world_with_failures(seed):
-    """Return a log after a failed write or two; None if it is not trusted."""
+    """Return a log after one or two failed writes; None if the log is suspect."""
     world = random_log(seed)
     world.prepare()
     world.set_mark()
@@ -138,7 +138,7 @@ def durable_before(files, marker):
     return last
 
 
-def spoiled(rng, files):
+def corrupt_file(rng, files):
     """Return the path of a file of records, offsets or batches, and its corrupted content."""
     kinds = {}
     for path in sorted(files):
@@ -155,7 +155,7 @@ def spoiled(rng, files):
     return path, bytes(content)
 
 
-def opened_with(world, files):
+def open_files(world, files):
     """Open the files that a crash has left of a log; None if the opening fails."""
     disk = SimDisk(is_traced=False)
     disk.replace_contents(Contents(files, frozenset({ROOT, ROOT / str(PARTITION)})))
@@ -168,7 +168,7 @@ def opened_with(world, files):
 def check_result(world, files, spoiled_path):
     """Open a log, and compare it with all that was confirmed; return the result."""
     marker = world.log.slot.acked.transaction_id
-    after = opened_with(world, files)
+    after = open_files(world, files)
     if after is None:
         return f"refused for {spoiled_path.suffix}"
     log = after.log
@@ -192,7 +192,7 @@ def test_confirmed_records_are_never_truncated_silently(first):
         world.disk.lose_power(Survival.EVERYTHING, world.rng)
         whole = world.disk.files()
         for _ in range(20):
-            path, content = spoiled(world.rng, whole)
+            path, content = corrupt_file(world.rng, whole)
             try:
                 ended[check_result(world, {**whole, path: content}, path)] += 1
             except AssertionError as error:

@@ -44,7 +44,7 @@ def create_engine(url: str) -> sa.Engine:
 
 
 def read_journal(journal: Path) -> list[dict[str, Any]]:
-    """Return the journal of a teller; a line that a kill has cut off does not count."""
+    """Return the journal of a teller, without a line that a kill has truncated."""
     if not journal.exists():
         return []
     lines = journal.read_text(encoding="utf-8").split("\n")

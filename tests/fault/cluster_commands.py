@@ -38,9 +38,11 @@ def finish_command(started: subprocess.Popen[str]) -> CommandOutput:
 
 
 def _run_command(cluster: LocalCluster, subcommand: str, *words: str) -> CommandOutput:
-    done = run_command("cluster", subcommand, *words, "--connect", cluster.connect, "--json")
+    result = run_command("cluster", subcommand, *words, "--connect", cluster.connect, "--json")
     return CommandOutput(
-        done.returncode, json.loads(done.stdout) if done.stdout.strip() else None, done.stderr
+        result.returncode,
+        json.loads(result.stdout) if result.stdout.strip() else None,
+        result.stderr,
     )
 
 
@@ -78,10 +80,10 @@ def change_layout(cluster: LocalCluster, change: Callable[[StorageLayout], Stora
 
 def start_new_storage(cluster: LocalCluster) -> str:
     """Start one more storage, which is not in the cluster yet; return its address."""
-    made = cluster.add_storage()
-    cluster.start(made.name)
-    wait_until("it listens", lambda: not is_free(made.port, cluster.host))
-    return f"127.0.0.1:{made.port}"
+    storage = cluster.add_storage()
+    cluster.start(storage.name)
+    wait_until("it listens", lambda: not is_free(storage.port, cluster.host))
+    return f"127.0.0.1:{storage.port}"
 
 
 def admin_port_arguments(cluster: LocalCluster, storage: str) -> tuple[str, str]:
@@ -105,18 +107,20 @@ def assigned_replicas(cluster: LocalCluster) -> dict[int, set[str]]:
 def check_replicas_equal(scenario: Scenario) -> None:
     """Wait until exactly the assigned replicas are engaged, and have the same bytes."""
     wait_until(
-        "every assigned replica engaged", lambda: not partitions_not_engaged(scenario.cluster)
+        "all assigned replicas are engaged", lambda: not partitions_not_engaged(scenario.cluster)
     )
-    wait_until("replicas equal", lambda: not _unequal_partitions(scenario.cluster))
+    wait_until("the replicas are equal", lambda: not _unequal_partitions(scenario.cluster))
 
 
 def partitions_not_engaged(cluster: LocalCluster) -> list[int]:
-    """Return the partitions whose engaged replicas are not exactly the assigned ones."""
+    """Return the partitions whose engaged replicas differ from the assigned replicas."""
     partitions = show_cluster(cluster)["partitions"]
     assert isinstance(partitions, dict)
     assigned = assigned_replicas(cluster)
     return [
-        number for number, its in assigned.items() if set(partitions[str(number)]["engaged"]) != its
+        number
+        for number, replicas in assigned.items()
+        if set(partitions[str(number)]["engaged"]) != replicas
     ]
 
 
@@ -125,7 +129,7 @@ def _unequal_partitions(cluster: LocalCluster) -> list[int]:
     found = []
     for number, assigned in assigned_replicas(cluster).items():
         first, *others = [_segment_files(cluster, names[each], number) for each in sorted(assigned)]
-        assert first, "nothing was compared"
+        assert first, "no files were compared"
         if any(other != first for other in others):
             found.append(number)
     return found

@@ -1,4 +1,4 @@
-"""Clusters of real processes to kill, and what their clients receive."""
+"""Clusters of real processes for tests that kill them, and clients of these clusters."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -46,13 +46,13 @@ def append_bookings(cluster: LocalCluster) -> None:
             partition = random.randrange(6)
             client = random.choice((one, other))
             mark = client.high_water_mark(partition)
-            data, seat = json.dumps(booking).encode(), lock("seat", booking["seat"])
+            data, seat_lock = json.dumps(booking).encode(), lock("seat", booking["seat"])
             stale = mark - 1 if number % 9 == 0 else mark
             try:
                 client.append(
                     data,
                     partition=partition,
-                    write_locks=[seat, lock("plane", 1)],
+                    write_locks=[seat_lock, lock("plane", 1)],
                     client_high_water_mark=max(stale, -1),
                 ).result()
             except LockFailed:

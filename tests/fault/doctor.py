@@ -22,7 +22,7 @@ from waltz_core.local import LocalCluster
 from waltz_core.records.record import RECORD_OVERHEAD_BYTES
 
 ROUNDS_MAX, ROUND_S = 4, 10.0
-PAUSE_S = 0.2  # between two looks: no process reports what the doctor would find
+PAUSE_S = 0.2  # between two runs of the doctor, because no process reports its findings
 PARTITIONS, ROWS = 2, 5
 CRC_BYTES = 4  # at the end of a record
 # A doctor on another machine knows nothing of the processes on this machine.
@@ -59,13 +59,13 @@ class DiagnosedCluster:
     ) -> None:
         self.directory = directory
         self._settings = settings
-        # Whatever has started a process has to see to its end, too.
+        # The code that starts a process must also end it.
         self.started: list[LocalCluster] = []
         self.daemons: list[subprocess.Popen[bytes]] = []
         self._committed: dict[tuple[int, int], bytes] = {}
 
     def cluster(self) -> LocalCluster:
-        """Return the current state of the cluster: printed commands start processes, too."""
+        """Return the current state of the cluster; printed commands may have started processes."""
         found = LocalCluster(self.directory, settings=self._settings)
         self.started.append(found)
         return found
@@ -90,8 +90,10 @@ class DiagnosedCluster:
                     for row in _payloads_of(bytes(chunk.records), chunk.lengths.tolist())
                 ]
                 assert len(rows) == last + 1
-                its = {at: row for (of, at), row in self._committed.items() if of == partition}
-                assert {at: rows[at] for at in its} == its
+                committed = {
+                    at: row for (of, at), row in self._committed.items() if of == partition
+                }
+                assert {at: rows[at] for at in committed} == committed
 
     def run_daemon(self, line: str, directory: Path) -> None:
         """Start a daemon as printed, in the folder of its settings file."""
@@ -116,7 +118,7 @@ def _payloads_of(records: bytes, lengths: list[int]) -> Iterator[bytes]:
 
 
 def run_doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
-    """Return what the doctor finds."""
+    """Return the findings of the doctor."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         found = main(["doctor", "--json", "--timeout-s", "1.5", *words])
@@ -146,7 +148,7 @@ def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
         found = run_doctor(*words)
         if set(names) == {each["name"] for each in found}:
             return found
-        assert time.monotonic() < deadline, f"not {set(names)}, but {found}"
+        assert time.monotonic() < deadline, f"expected the findings {set(names)}, found {found}"
         time.sleep(PAUSE_S)
 
 
@@ -157,7 +159,7 @@ def _environment(*first_on_path: Path) -> dict[str, str]:
 
 def run_printed_command(line: str, *first_on_path: Path) -> str:
     """Run a command in a shell; return its output."""
-    done = subprocess.run(
+    result = subprocess.run(
         ["/bin/sh", "-c", line],
         env=_environment(*first_on_path),
         capture_output=True,
@@ -165,8 +167,8 @@ def run_printed_command(line: str, *first_on_path: Path) -> str:
         check=False,
         timeout=TEST_TIMEOUT_S,
     )
-    assert "Traceback" not in done.stderr, done.stderr
-    return f"{line}: {done.returncode}, {done.stdout}{done.stderr}"
+    assert "Traceback" not in result.stderr, result.stderr
+    return f"{line}: {result.returncode}, {result.stdout}{result.stderr}"
 
 
 def _commands_in(found: list[dict[str, str]]) -> list[str]:
@@ -180,19 +182,21 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
     """
     outputs: list[str] = []
     for _ in range(ROUNDS_MAX):
-        given = _commands_in(found)
-        for line in given:
-            # What may lose data, or what only people know, needs a decision: this test makes it.
+        commands = _commands_in(found)
+        for line in commands:
+            # Commands that may lose data, or that need the knowledge of the operator, need a
+            # decision. This test makes the decision.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
             outputs.append(run_printed_command(words, *first_on_path))
-        # On a busy machine what was begun takes its time: it is looked at before it is begun again.
+        # On a busy machine the effect of a command takes time, so the findings are read again
+        # before a command is repeated.
         deadline = time.monotonic() + ROUND_S
-        while (found := run_doctor(*local_options(directory))) and _commands_in(found) == given:
+        while (found := run_doctor(*local_options(directory))) and _commands_in(found) == commands:
             if time.monotonic() > deadline:
                 break
             time.sleep(PAUSE_S)
         if not found:
             return
     report = "\n".join(outputs)
-    pytest.fail(f"still wrong after {ROUNDS_MAX} rounds: {found}; what was given:\n{report}")
+    pytest.fail(f"findings after {ROUNDS_MAX} rounds: {found}; commands:\n{report}")

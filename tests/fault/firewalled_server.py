@@ -8,7 +8,7 @@ from waltz_core.server.process import failure_detector
 
 
 class FirewalledServer:
-    """A firewall between this server and the others, and nothing else."""
+    """A firewall that blocks only the connections between this server and other servers."""
 
     async def dial(self, _protocol: object, address: str, **_options: object) -> None:
         """Fail as a connection does that a firewall drops."""

@@ -49,7 +49,7 @@ def _import_four_writers() -> ModuleType:
 four_writers = _import_four_writers()
 
 
-def wait_until(what: str, condition: Callable[[], object]) -> None:
+def wait_until(description: str, condition: Callable[[], object]) -> None:
     """Poll a condition until it holds; fail at the time limit.
 
     Other processes do not notify this one, so the condition is polled. The pause is twice the time
@@ -57,12 +57,12 @@ def wait_until(what: str, condition: Callable[[], object]) -> None:
     """
     deadline = time.monotonic() + TEST_TIMEOUT_S
     while True:
-        began = time.monotonic()
+        began_s = time.monotonic()
         if condition():
             return
         now = time.monotonic()
-        assert now < deadline, f"not within {TEST_TIMEOUT_S:.0f} s: {what}"
-        time.sleep(max(0.05, 2 * (now - began)))
+        assert now < deadline, f"not within {TEST_TIMEOUT_S:.0f} s: {description}"
+        time.sleep(max(0.05, 2 * (now - began_s)))
 
 
 @contextmanager
@@ -135,7 +135,7 @@ class Load:
         """Wait until N more rows are reported as committed."""
         wanted = self.committed + rows
         wait_until(
-            f"{rows} more rows committed; refused: {self.failure_reasons[-3:]}",
+            f"{rows} more rows committed; failures: {self.failure_reasons[-3:]}",
             lambda: self.committed >= wanted or self._failure is not None,
         )
 
@@ -233,9 +233,9 @@ class Scenario:
 
     def check_replicas_equal(self) -> None:
         """Wait until every replica is engaged, and all hold the same bytes."""
-        wait_until("every replica engaged", lambda: are_all_replicas_engaged(self.cluster))
-        wait_until("replicas equal", lambda: not differing_segments(self.cluster))
-        assert read_segment_files(self.cluster, "storage-1"), "nothing was compared"
+        wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(self.cluster))
+        wait_until("the replicas are equal", lambda: not differing_segments(self.cluster))
+        assert read_segment_files(self.cluster, "storage-1"), "no files were compared"
 
 
 class _LoadContext:
@@ -260,9 +260,9 @@ def waltz_command(*words: str) -> list[str]:
 
 def show_cluster(cluster: LocalCluster) -> dict[str, object]:
     """Return the output of `waltz-core cluster show --json`."""
-    done = run_command("cluster", "show", cluster.connect, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
+    result = run_command("cluster", "show", cluster.connect, "--json")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, object] = json.loads(result.stdout)
     return found
 
 
@@ -279,7 +279,7 @@ def owner_addresses(cluster: LocalCluster) -> set[object]:
 
 
 def zookeeper_mode(node: Member) -> str:
-    """Return the mode that a ZooKeeper server reports, "none" while it serves no client."""
+    """Return the mode that a ZooKeeper server reports, or "none" while it serves no client."""
     try:
         with socket.create_connection(("127.0.0.1", node.port), 5) as connection:
             connection.sendall(b"srvr")

@@ -48,7 +48,7 @@ class PortProxy:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(TEST_TIMEOUT_S)
 
     def stall(self, *, after_answers: int) -> None:
-        """Forward a number of answers from behind the gate, and then nothing until `resume`."""
+        """Forward the given number of answers, and then no bytes until `resume`."""
         self._answers_left = after_answers
 
     def resume(self) -> None:
@@ -71,17 +71,19 @@ class PortProxy:
         task = self._loop.create_task(self._forward(reader, writer))
         self._forwarding_tasks.add(task)
         task.add_done_callback(self._forwarding_tasks.discard)
-        # A task that is cancelled before its first step never comes to its `finally`.
+        # A task that is cancelled before its first step never runs its `finally` block.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
         try:
-            there, back = await asyncio.open_connection(self._host, self._target_port())
-            writers.append(back)
+            target_reader, target_writer = await asyncio.open_connection(
+                self._host, self._target_port()
+            )
+            writers.append(target_writer)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._copy(reader, back))
-                group.create_task(self._copy(there, writer, counts_answers=True))
+                group.create_task(self._copy(reader, target_writer))
+                group.create_task(self._copy(target_reader, writer, counts_answers=True))
         except OSError:
             return
         finally:

@@ -37,7 +37,7 @@ def unpack(directory: Path) -> Path:
 
 @contextmanager
 def packages_of(directory: Path | None) -> Iterator[None]:
-    """Let new processes import the packages of a directory; None: those of this checkout."""
+    """Let new processes import the packages of a directory; for None, those of this checkout."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROJECT_ROOT if directory is None else directory))
         yield
@@ -59,7 +59,7 @@ def run_script(script: str, *words: str, directory: Path | None) -> str:
         **os.environ,
         "PYTHONPATH": str(PROJECT_ROOT if directory is None else directory),
     }
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script, *words],
         env=environment,
         cwd="/",
@@ -67,5 +67,5 @@ def run_script(script: str, *words: str, directory: Path | None) -> str:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -25,7 +25,7 @@ _COUNTER = re.compile(r"_(total|bucket|count|sum)\{")
 
 
 class MetricsSample(NamedTuple):
-    """All values at one time; a process that does not answer has none but its `up`."""
+    """All values at one time. A process that does not answer has only the metric `up`."""
 
     at_s: float
     values: dict[str, float]
@@ -56,16 +56,16 @@ def sample_metrics(cluster: LocalCluster) -> MetricsSample:
         if member.kind not in ("server", "storage"):
             continue
         at = f"127.0.0.1:{member.http_port}"
-        own = f'job="waltz-{member.kind}",instance="{at}"'
+        member_labels = f'job="waltz-{member.kind}",instance="{at}"'
         try:
             with urllib.request.urlopen(f"http://{at}/metrics", timeout=SCRAPE_S) as page:
                 text = page.read().decode()
         except OSError:
             text = ""
-        values[f"up{{{own}}}"] = float(bool(text))
+        values[f"up{{{member_labels}}}"] = float(bool(text))
         for name, labels, value in _SAMPLE.findall(text):
             if name in USED_METRICS:
-                values[f"{name}{{{own}{labels and ',' + labels}}}"] = float(value)
+                values[f"{name}{{{member_labels}{labels and ',' + labels}}}"] = float(value)
     return MetricsSample(time.monotonic(), values)
 
 
@@ -83,7 +83,7 @@ def expect_alerts(
         found = {each.name for each in _alerts_between(before or period, period, directory)}
         if found == wanted:
             return period
-        assert time.monotonic() < deadline, f"not {set(wanted)}, but {found}"
+        assert time.monotonic() < deadline, f"expected the alerts {set(wanted)}, found {found}"
 
 
 def _alerts_between(

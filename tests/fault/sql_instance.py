@@ -1,8 +1,8 @@
 """One of several processes that apply a log to one database; `test_sql_instances.py` starts it.
 
 It prints "ready" when its feeds have started, and runs until its input ends. After SIGUSR1 the next
-transaction that it applies (with `--together` the next batch of several) never ends: it prints
-"inside" after it has made its changes, and commits nothing.
+transaction that it applies (with `--together` the next batch of several) never ends: the process
+prints "inside" after it has made the changes, and commits nothing.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SUMS = sa.Table(
     sa.Column("partition_id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("total", sa.BigInteger, nullable=False),
 )
-# No key here: what is applied twice is to be seen, not refused.
+# No primary key: a row that is applied twice must be visible, not rejected.
 ENTRIES = sa.Table(
     "entries",
     METADATA,
@@ -77,10 +77,10 @@ class BatchSumCallbacks(SumCallbacks):
         shared = {"partition_id": partition, "applied_by": self._name}
         entries = [{"transaction_id": int(each.transaction_id), **shared} for each in transactions]
         connection.execute(ENTRIES.insert(), entries)
-        its = SUMS.c.partition_id == partition
-        total = connection.execute(sa.select(SUMS.c.total).where(its)).scalar_one()
+        is_in_partition = SUMS.c.partition_id == partition
+        total = connection.execute(sa.select(SUMS.c.total).where(is_in_partition)).scalar_one()
         added = sum(each.header for each in transactions)
-        connection.execute(SUMS.update().where(its).values(total=total + added))
+        connection.execute(SUMS.update().where(is_in_partition).values(total=total + added))
         if self.should_block and len(transactions) > 1:
             print_word("inside")
             threading.Event().wait()

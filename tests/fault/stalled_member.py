@@ -1,4 +1,4 @@
-"""A member that stalls again and again, like one with a slow disk."""
+"""A member that stalls repeatedly, like a member with a slow disk."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from waltz_core.local import LocalCluster
 
-# A storage is slow in comparison with its peers, which are slow on a busy machine, too.
+# A storage is slow only in comparison with its peers, which are also slow on a busy machine.
 STALL_S_MIN, STALL_S_MAX, BETWEEN_STALLS_S = 0.45, 3.0, 0.1
 
 

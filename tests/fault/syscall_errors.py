@@ -17,7 +17,7 @@ def inject_errors(scenario: Scenario, storage: str, *options: str) -> Iterator[N
     """Inject errors into system calls of a storage, by options of strace."""
     tool = shutil.which("strace")
     if tool is None:
-        pytest.skip("there is no strace")
+        pytest.skip("strace is not installed")
     process = scenario.cluster.member(storage).process()
     assert process is not None
     command = [tool, "-f", "-qq", "-p", str(process.pid), "-o", "/dev/null", *options]
@@ -26,14 +26,14 @@ def inject_errors(scenario: Scenario, storage: str, *options: str) -> Iterator[N
         # It says nothing when it is attached; the kernel does.
         status = Path(f"/proc/{process.pid}/status")
         wait_until(
-            "strace attached",
+            "strace is attached",
             lambda: strace.poll() is not None or "TracerPid:\t0" not in status.read_text(),
         )
         if strace.poll() is not None:
             assert strace.stderr is not None
-            pytest.skip(f"nothing can be traced here: {strace.stderr.read().strip()}")
+            pytest.skip(f"strace cannot trace processes here: {strace.stderr.read().strip()}")
         yield
     finally:
-        # Asked to end, it waits without limit for threads that may be ending at that moment.
+        # If strace is requested to end, it waits without limit for threads that may be ending.
         strace.kill()
         strace.communicate(timeout=TEST_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Faults of real daemons: each fires its alert, and no other.
+"""Faults of real daemons: each fault fires its alert, and no other alert.
 
 The rules are those in conf/prometheus/, evaluated with the metrics of the daemons.
 """

@@ -35,12 +35,12 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def sentence_of(*words: str) -> str:
-    """Run a command that must be refused; return its one sentence."""
-    done = run(*words)
-    assert done.returncode != 0, done.stdout
-    assert "Traceback" not in done.stderr, done.stderr
-    sentence = [line for line in done.stderr.splitlines() if line.startswith("waltz-core: ")]
-    assert len(sentence) == 1, done.stderr
+    """Run a command that must fail; return its error message of one line."""
+    result = run(*words)
+    assert result.returncode != 0, result.stdout
+    assert "Traceback" not in result.stderr, result.stderr
+    sentence = [line for line in result.stderr.splitlines() if line.startswith("waltz-core: ")]
+    assert len(sentence) == 1, result.stderr
     return sentence[0]
 
 
@@ -50,7 +50,7 @@ def storage(scenario: Scenario, name: str, *words: str) -> tuple[str, ...]:
 
 
 class SmallDisks(NamedTuple):
-    """The directory of a cluster, and the disks of its storages, or why there are none."""
+    """The directory of a cluster, and the disks of its storages or the reason for their absence."""
 
     directory: Path
     disks: list[SmallDisk]
@@ -82,8 +82,8 @@ def module_scenario(small_disks: SmallDisks) -> Iterator[Scenario]:
 
 
 @pytest.fixture
-def stopped(scenario: Scenario) -> Iterator[Path]:
-    """Give the directory of storage-1, which does not run; nothing in its log may change."""
+def stopped_storage(scenario: Scenario) -> Iterator[Path]:
+    """Return the directory of storage-1, which is stopped; its log must not change."""
     with scenario.load() as load:
         load.await_commits(20)
     scenario.check_replicas_equal()
@@ -100,7 +100,7 @@ def stopped(scenario: Scenario) -> Iterator[Path]:
 
 
 def test_a_directory_of_another_cluster_and_a_truncated_control_file_are_rejected(
-    scenario: Scenario, stopped: Path
+    scenario: Scenario, stopped_storage: Path
 ):
     root = scenario.cluster.connect.partition("/")[0] + "/another"
     address = scenario.cluster.member("storage-1")
@@ -111,15 +111,15 @@ def test_a_directory_of_another_cluster_and_a_truncated_control_file_are_rejecte
     assert created.returncode == 0, created.stderr
     sentence = sentence_of(*storage(scenario, "storage-1", "--connect", root))
     assert "cluster" in sentence
-    assert str(stopped) in sentence
-    file = stopped / "waltz-storage.ctl"
-    whole = file.read_bytes()
+    assert str(stopped_storage) in sentence
+    file = stopped_storage / "waltz-storage.ctl"
+    content_before = file.read_bytes()
     for length in (0, 200):
-        file.write_bytes(whole[:length])
+        file.write_bytes(content_before[:length])
         sentence = sentence_of(*storage(scenario, "storage-1"))
-        assert file.read_bytes() == whole[:length]
+        assert file.read_bytes() == content_before[:length]
         assert "waltz-storage.ctl" in sentence
-    file.write_bytes(whole)
+    file.write_bytes(content_before)
 
 
 def test_a_second_process_on_one_directory_is_rejected(scenario: Scenario):
@@ -131,10 +131,10 @@ def test_a_second_process_on_one_directory_is_rejected(scenario: Scenario):
         load.await_commits(20)
 
 
-def test_the_directory_of_another_storage_is_rejected(scenario: Scenario, stopped: Path):
-    """A copied disk under another address: the cluster knows which storage was there."""
+def test_the_directory_of_another_storage_is_rejected(scenario: Scenario, stopped_storage: Path):
+    """A copied disk at another address: the cluster knows the storage ID of this address."""
     scenario.cluster.kill("storage-2", signal.SIGTERM)
-    copy = stopped.with_name("copy")
+    copy = stopped_storage.with_name("copy")
     shutil.copytree(scenario.cluster.directory / "storage-2", copy)
     sentence = sentence_of(*storage(scenario, "storage-1", "--directory", str(copy)))
     assert "storage" in sentence
@@ -180,10 +180,10 @@ def test_a_port_in_use_is_reported(scenario: Scenario, name: str):
 
 
 @pytest.fixture
-def with_free_space(
+def small_cluster(
     scenario: Scenario, small_disks: SmallDisks
 ) -> Iterator[tuple[Scenario, list[SmallDisk]]]:
-    """Give the cluster and its disks; all the room is given back afterwards."""
+    """Yield the cluster and its disks; free the disks afterwards."""
     if small_disks.why_not:
         pytest.skip(small_disks.why_not)
     try:
@@ -193,8 +193,8 @@ def with_free_space(
             disk.free()
 
 
-def test_appends_continue_with_one_full_disk(with_free_space: tuple[Scenario, list[SmallDisk]]):
-    scenario, disks = with_free_space
+def test_appends_continue_with_one_full_disk(small_cluster: tuple[Scenario, list[SmallDisk]]):
+    scenario, disks = small_cluster
     with scenario.load() as load:
         load.await_commits()
         disks[1].fill()
@@ -209,14 +209,14 @@ def test_appends_continue_with_one_full_disk(with_free_space: tuple[Scenario, li
 
 
 def test_three_full_disks_reject_appends_and_serve_reads(
-    with_free_space: tuple[Scenario, list[SmallDisk]],
+    small_cluster: tuple[Scenario, list[SmallDisk]],
 ):
-    scenario, disks = with_free_space
+    scenario, disks = small_cluster
     with scenario.load() as load:
         load.await_commits()
     for disk in disks:
         disk.fill()
-    # Long enough for a session to end and the next one to settle what the earlier one has left.
+    # Long enough for a session to end, and for the next session to settle its appends.
     quick = ClientConfig(request_timeout_ms=int(3_000 * machine_slowdown()))
     with WaltzClient(scenario.cluster.connect, quick) as client:
         last = client.high_water_mark(1)
@@ -233,26 +233,28 @@ def test_three_full_disks_reject_appends_and_serve_reads(
 
 
 def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(
-    with_free_space: tuple[Scenario, list[SmallDisk]],
+    small_cluster: tuple[Scenario, list[SmallDisk]],
 ):
-    scenario, disks = with_free_space
+    scenario, disks = small_cluster
     reserve = disks[2].directory / "waltz-x.reserve"
     wait_until("a reserve", lambda: reserve.exists() and reserve.stat().st_size > 0)
     size = reserve.stat().st_size
     disks[2].fill()
     with scenario.load() as load:
-        wait_until("shown as full", lambda: is_full(scenario, "storage-3"))
+        wait_until("the storages report full disks", lambda: is_full(scenario, "storage-3"))
         load.await_commits()
-        # A repair takes what it needs from the reserve; here another process takes it away.
+        # A repair takes space from the reserve. Here another process uses this space.
         reserve.unlink()
         scenario.cluster.kill("storage-3")
         disks[2].fill()
         scenario.cluster.start("storage-3")
-        wait_until("full from its start", lambda: is_full(scenario, "storage-3"))
+        wait_until(
+            "the restarted storage reports a full disk", lambda: is_full(scenario, "storage-3")
+        )
         load.await_commits()
         disks[2].free()
-        wait_until("not full any more", lambda: not is_full(scenario, "storage-3"))
-        wait_until("its reserve is whole", lambda: reserve.stat().st_size == size)
+        wait_until("the disk is not full any more", lambda: not is_full(scenario, "storage-3"))
+        wait_until("the reserve is complete", lambda: reserve.stat().st_size == size)
         load.await_commits()
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()
@@ -278,10 +280,10 @@ def is_full(scenario: Scenario, storage: str) -> bool:
 
 
 def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseException]:
-    """Append until one is refused for its space: the last page of a file may still have room.
+    """Append until the disk has no space for an append; the last page of a file may have space.
 
-    Between two sessions an append may also meet the time in which the client mounts again: it
-    receives a retriable error, and tries again.
+    Between two sessions the client may mount again during an append. Then it receives a retriable
+    error, and tries again.
     """
     errors: list[BaseException] = []
 
@@ -291,7 +293,7 @@ def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseExcept
             errors.append(error)
         return isinstance(error, NoSpace)
 
-    wait_until("an append is refused for its space", is_refused)
+    wait_until("an append is rejected because the disk is full", is_refused)
     return errors
 
 

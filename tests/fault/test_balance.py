@@ -40,7 +40,7 @@ def owned(cluster: LocalCluster) -> dict[int, tuple[object, object]]:
 
 
 def is_alone(cluster: LocalCluster) -> bool:
-    """Whether the server of the hot partition has nothing else."""
+    """Whether the server of the hot partition owns no other partition."""
     owners = {partition: server for partition, (server, _) in owned(cluster).items()}
     return list(owners.values()).count(owners[HOT]) == 1
 
@@ -51,7 +51,7 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
 ):
     counts = [0] * PARTITIONS
     is_over = threading.Event()
-    wait_until("both own two", lambda: {*map(len, _by_server(cluster))} == {2})
+    wait_until("both servers own two partitions", lambda: {*map(len, _by_server(cluster))} == {2})
     before = owned(cluster)
 
     def write() -> None:
@@ -66,7 +66,7 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        wait_until("it is alone", lambda: is_alone(cluster))
+        wait_until("the hot partition has its own server", lambda: is_alone(cluster))
         is_calm = threading.Event()
         is_calm.wait(CALM_S)  # no event shows that nothing moves: only time does
         after = owned(cluster)

@@ -33,7 +33,7 @@ KILLED_ORDER = ("teller", "server-1", "teller", "storage-2", "teller")
 
 
 class Process(ChildProcess):
-    """A teller in a process of its own."""
+    """A teller in a separate process."""
 
     def __init__(self, connect: str, database: str, journal: Path) -> None:
         self.journal = journal
@@ -47,10 +47,10 @@ class Process(ChildProcess):
 
     def await_commits(self) -> None:
         """Wait until it has done some more."""
-        wanted = self._done() + 3
-        wait_until(f"{self.journal.stem} continues", lambda: self._done() >= wanted)
+        wanted = self._committed_count() + 3
+        wait_until(f"{self.journal.stem} continues", lambda: self._committed_count() >= wanted)
 
-    def _done(self) -> int:
+    def _committed_count(self) -> int:
         assert self.process.poll() is None, f"{self.journal.stem} has ended"
         lines = bank_teller.read_journal(self.journal)
         return sum(line.get("outcome") == COMMITTED for line in lines)
@@ -75,7 +75,7 @@ def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[
         each.kill()
 
 
-def test_the_sums_are_right_whichever_process_is_killed(
+def test_the_balances_are_correct_after_each_process_has_been_killed(
     scenario: Scenario, database: str, tellers: list[Process]
 ) -> None:
     for each in tellers:
@@ -113,17 +113,17 @@ def test_the_sums_are_right_whichever_process_is_killed(
 
 
 class Ledger:
-    """The log played again, by rules of its own."""
+    """A replay of the log, with an independent implementation of the rules."""
 
     def __init__(self, connect: str) -> None:
         self.accounts: dict[int, tuple[int, bool]] = {}
         self.brought_in = 0
         self.kinds: dict[str, str] = {}
         for entry in four_writers.read_log(connect):
-            self._play(bank_books.Entry(*msgpack.unpackb(entry.data)))
+            self._apply_entry(bank_books.Entry(*msgpack.unpackb(entry.data)))
 
-    def _play(self, entry: bank_books.Entry) -> None:
-        assert entry.key not in self.kinds, f"{entry} stands twice"
+    def _apply_entry(self, entry: bank_books.Entry) -> None:
+        assert entry.key not in self.kinds, f"{entry} is in the log twice"
         self.kinds[entry.key] = entry.kind
         if entry.kind == "open":
             assert entry.account not in self.accounts
@@ -140,17 +140,17 @@ class Ledger:
             self.accounts[entry.account] = (0, False)
 
     def check_whole(self) -> None:
-        """Each transfer between partitions has come to its end."""
+        """Check that each transfer between partitions is complete."""
         for key, kind in self.kinds.items():
             if kind == "send":
                 end = self.kinds.get(f"{key}/end")
-                assert end in ("arrive", "reject"), f"{key} stays under way"
+                assert end in ("arrive", "reject"), f"{key} is not complete"
                 assert (f"{key}/back" in self.kinds) == (end == "reject")
         counts = Counter(self.kinds.values())
         assert {"open", "deposit", "withdraw", "transfer", "send", "arrive"} <= set(counts)
 
     def check_outcomes(self, journaled: list[dict[str, str]]) -> None:
-        """What was reported as done is there, what was reported as refused is not."""
+        """Check that the log has all commands reported as done, and none reported as refused."""
         for line in journaled:
             key = line["key"]
             if line.get("outcome") == COMMITTED:
@@ -163,7 +163,7 @@ class Ledger:
 
 
 @pytest.fixture
-def first(database: str) -> int:
+def first_account(database: str) -> int:
     return FIRST[database.partition("+")[0].partition(":")[0]]
 
 
@@ -186,26 +186,26 @@ def bank_commands(scenario: Scenario, database: str) -> Run:
 @pytest.fixture
 def bank(scenario: Scenario, database: str) -> Iterator[bank_desk.Bank]:
     engine = create_engine(database)
-    made = bank_desk.Bank(scenario.cluster.connect, engine)
-    yield made
-    made.close()
+    new_bank = bank_desk.Bank(scenario.cluster.connect, engine)
+    yield new_bank
+    new_bank.close()
     engine.dispose()
 
 
 @pytest.mark.slow
 def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
-    bank_commands: Run, first: int
+    bank_commands: Run, first_account: int
 ) -> None:
-    one, two = first, first + 1
+    one, two = first_account, first_account + 1
     lines = (
         *(f"open {one}", f"open {two}", f"deposit {one} 100", f"transfer {one} {two} 12.50"),
         *(f"withdraw {one} 87.51", f"deposit {two} -1", "fly", f"deposit {two}"),
         *(f"deactivate {one}", f"withdraw {one} 87.50", f"deactivate {one}", f"deposit {one} 1"),
         *("accounts", f"history {two}", "help", "quit"),
     )
-    done = bank_commands(lines=lines)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [
+    result = bank_commands(lines=lines)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines() == [
         f"no: account {one} holds 87.50, which is less than 87.51",
         "no: expected an amount such as 100 or 12.50, found '-1'",
         "no: there is no command 'fly'; `help` lists all",
@@ -213,34 +213,34 @@ def test_the_bank_accepts_lines_of_a_prompt_and_single_commands(
         f"no: account {one} holds 87.50; it must be empty",
         f"no: account {one} is deactivated",
     ]
-    printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    printed = [" ".join(line.split()) for line in result.stdout.splitlines()]
     for line in (f"{one} 0.00 deactivated", f"{two} 12.50", f"account {one} is deactivated"):
         assert line in printed
     assert any(line.endswith(f"12.50 from {one}") for line in printed)
     for _ in range(2):  # given again it is done once
-        done = bank_commands("deposit", str(two), "1", "--id", f"gift-{two}")
-        assert (done.returncode, done.stdout) == (0, f"account {two} holds 13.50\n")
-    done = bank_commands("withdraw", str(two), "1,000")
-    assert (done.returncode, done.stdout) == (1, "")
+        result = bank_commands("deposit", str(two), "1", "--id", f"gift-{two}")
+        assert (result.returncode, result.stdout) == (0, f"account {two} holds 13.50\n")
+    result = bank_commands("withdraw", str(two), "1,000")
+    assert (result.returncode, result.stdout) == (1, "")
 
 
 class BankKilled(Exception):
     """A desk has died."""
 
 
-class BankThatDies(bank_desk.Bank):
+class InterruptedBank(bank_desk.Bank):
     """A desk that dies in the middle of a transfer."""
 
     def _settle(self, key: str) -> None:
         raise BankKilled(key)
 
 
-def in_two_partitions(bank: bank_desk.Bank, first: int) -> tuple[int, int]:
+def in_two_partitions(bank: bank_desk.Bank, first_account: int) -> tuple[int, int]:
     """Return two accounts that no one entry can change together."""
-    one = first
+    one = first_account
     two = next(
         each
-        for each in range(first + 1, first + 50)
+        for each in range(first_account + 1, first_account + 50)
         if bank.partition_of_account(each) != bank.partition_of_account(one)
     )
     return one, two
@@ -248,14 +248,14 @@ def in_two_partitions(bank: bank_desk.Bank, first: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_the_next_bank_settles_transfers_in_transit(
-    scenario: Scenario, database: str, first: int, bank: bank_desk.Bank, is_closed: bool
+    scenario: Scenario, database: str, first_account: int, bank: bank_desk.Bank, is_closed: bool
 ) -> None:
-    one, two = in_two_partitions(bank, first + (300 if is_closed else 350))
+    one, two = in_two_partitions(bank, first_account + (300 if is_closed else 350))
     for account in (one, two):
         bank.open(account)
     bank.deposit(one, 500)
     engine = create_engine(database)
-    dying = BankThatDies(scenario.cluster.connect, engine)
+    dying = InterruptedBank(scenario.cluster.connect, engine)
     with pytest.raises(BankKilled):
         dying.transfer(one, two, 200)
     dying.close()
@@ -277,7 +277,7 @@ def test_the_next_bank_settles_transfers_in_transit(
 
 
 @pytest.mark.slow
-def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
+def test_the_bank_starts_a_cluster_if_none_is_given_and_keeps_it(tmp_path: Path) -> None:
     command = [
         sys.executable,
         str(PROJECT_ROOT / "examples" / "bank.py"),
@@ -285,8 +285,8 @@ def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     for words, output in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):
-        done = subprocess.run(
+        result = subprocess.run(
             [*command, *words], capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT_S
         )
-        assert done.returncode == 0, done.stderr
-        assert output in done.stdout
+        assert result.returncode == 0, result.stderr
+        assert output in result.stdout

@@ -1,6 +1,6 @@
 """Commands add and remove storages and replicas under load; no append gets a wrong outcome.
 
-The tests build on one another: each leaves the cluster whole.
+The tests build on one another: each test leaves a healthy cluster.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from tests.fault.load import Scenario, read_segment_files, show_cluster, show_pa
 pytestmark = pytest.mark.fault
 
 
-def held_by(scenario: Scenario) -> set[str]:
+def storages_of(scenario: Scenario) -> set[str]:
     """Return the storages of the cluster."""
     found = show_cluster(scenario.cluster)["storages"]
     assert isinstance(found, dict)
@@ -76,7 +76,7 @@ def test_the_log_continues_when_one_of_three_groups_of_storages_is_lost(scenario
     first, second, third = (member_address(cluster, f"storage-{each}") for each in (1, 2, 3))
     d, e = (member_address(cluster, f"storage-{each}") for each in (4, 5))
     groups = {first: 0, d: 0, second: 1, e: 1, third: 2}
-    assert held_by(scenario) == set(groups)
+    assert storages_of(scenario) == set(groups)
     with scenario.load() as load:
         load.await_commits()
         assert run_successful(cluster, "auto-assign")["changed"]
@@ -90,13 +90,13 @@ def test_the_log_continues_when_one_of_three_groups_of_storages_is_lost(scenario
             cluster.start(name)
         load.await_commits()
         wait_until(
-            "every replica level",
+            "all replicas are in sync",
             lambda: all(len(each["engaged"]) == 3 for each in show_partitions(cluster).values()),
         )
         run_successful(cluster, "remove-storage", d)
         run_successful(cluster, "remove-storage", e)
         load.await_commits()
-    assert held_by(scenario) == {first, second, third}
+    assert storages_of(scenario) == {first, second, third}
     check_nothing_is_wrong(scenario)
     check_replicas_equal(scenario)
     scenario.check_outcomes_against_log()
@@ -114,7 +114,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
         )
         assert result["moved"] == cluster.partition_count
         load.await_commits()
-        assert held_by(scenario) == {*(held_by(scenario) - {dead}), fresh}
+        assert storages_of(scenario) == {*(storages_of(scenario) - {dead}), fresh}
         # A cluster that has lost one more continues: the new one counts.
         cluster.kill("storage-2")
         load.await_commits()

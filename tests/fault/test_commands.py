@@ -40,7 +40,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         hosts = found.connect.partition("/")[0]
         # It is up when all partitions answer, which one server may own alone at first.
         wait_until(
-            "both are there", lambda: done(found, "cluster", "list", hosts)[0]["servers"] == 2
+            "both servers own partitions",
+            lambda: json_output(found, "cluster", "list", hosts)[0]["servers"] == 2,
         )
         yield found
 
@@ -64,7 +65,7 @@ def output_of(cluster: LocalCluster, *words: str) -> CommandOutput:
     return CommandOutput(code, out.getvalue(), error.getvalue())
 
 
-def done(cluster: LocalCluster, *words: str) -> Any:
+def json_output(cluster: LocalCluster, *words: str) -> Any:
     """Run a command with `--json` that must succeed; return its output."""
     found = output_of(cluster, *words, "--json")
     assert found.code == 0, found
@@ -82,7 +83,7 @@ def run_failing(cluster: LocalCluster, *words: str) -> str:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[tuple[int, list[str]]]:
-    """Give a terminal to write to, and what stands there so far."""
+    """Return a terminal to write to, and a function that returns its text."""
     terminal_end, process_end = pty.openpty()
     output: list[str] = []
 
@@ -105,59 +106,59 @@ def terminal() -> Iterator[tuple[int, list[str]]]:
 
 def test_a_cluster_is_listed_and_reports_its_key(cluster: LocalCluster):
     hosts, _, root = cluster.connect.partition("/")
-    (listed,) = done(cluster, "cluster", "list", hosts)
+    (listed,) = json_output(cluster, "cluster", "list", hosts)
     assert (listed["root"], listed["name"], listed["partitions"]) == (f"/{root}", "local", 2)
     assert (listed["servers"], listed["storages"]) == (2, 3)
-    assert done(cluster, "cluster", "show-key") == {"cluster_key": listed["key"]}
-    assert done(cluster, "cluster", "list", f"{hosts}/nothing/here") == []
+    assert json_output(cluster, "cluster", "show-key") == {"cluster_key": listed["key"]}
+    assert json_output(cluster, "cluster", "list", f"{hosts}/nothing/here") == []
 
 
 def test_the_log_is_valid_and_can_be_watched(cluster: LocalCluster):
     words = ("--clients", "3", "--transactions", "10", "--partitions", "2")
-    found = done(cluster, "client", "validate", *words)
+    found = json_output(cluster, "client", "validate", *words)
     assert (found["is_valid"], found["written"], found["checked"]) == (True, 30, 90)
     first, last = found["ids"]["0"]
-    assert done(cluster, "client", "high-water-mark", "--partition", "0") == {"0": last}
-    made = done(cluster, "client", "create-producer", "--transactions", "3")
-    assert made["ids"] == {"0": [last + 1, last + 3]}
+    assert json_output(cluster, "client", "high-water-mark", "--partition", "0") == {"0": last}
+    produced = json_output(cluster, "client", "create-producer", "--transactions", "3")
+    assert produced["ids"] == {"0": [last + 1, last + 3]}
     words = ("--first", str(first), "--transactions", str(last + 3 - first + 1))
-    assert done(cluster, "client", "create-consumer", *words)["is_valid"]
+    assert json_output(cluster, "client", "create-consumer", *words)["is_valid"]
     watched = output_of(cluster, "client", "watch", "--first", str(last), "--transactions", "2")
     assert watched.out == f"{last}\t0\t{last}\n{last + 1}\t0\t{last + 1}\n"
     assert output_of(cluster, "client", "watch", "--partition", "9").code == 1
 
 
-def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
+def test_servers_report_their_partitions_and_the_peers_that_they_can_reach(cluster: LocalCluster):
     one, other = (member_address(cluster, f"server-{each}") for each in (1, 2))
-    output = done(cluster, "server", "add-preferred-partition", "all", one)
+    output = json_output(cluster, "server", "add-preferred-partition", "all", one)
     assert output["owns"] == [0, 1]
-    listed = {each["address"]: each for each in done(cluster, "server", "list")["servers"]}
+    listed = {each["address"]: each for each in json_output(cluster, "server", "list")["servers"]}
     assert listed[one]["preferred"] == listed[one]["partitions"] == [0, 1]
     assert listed[other]["partitions"] == []
-    done(cluster, "server", "remove-preferred-partition", "0-1", one)
+    json_output(cluster, "server", "remove-preferred-partition", "0-1", one)
     is_healthy = lambda: output_of(cluster, "server", "list").code == 0  # noqa: E731
-    wait_until("the servers are well", is_healthy)
+    wait_until("the servers are healthy", is_healthy)
     # A cluster takes appends when a quorum of its storages runs.
     reaches_all = lambda: output_of(cluster, "cluster", "check-connectivity").code == 0  # noqa: E731
     wait_until("all storages run", reaches_all)
-    reach = done(cluster, "cluster", "check-connectivity")
+    reach = json_output(cluster, "cluster", "check-connectivity")
     assert reach["is_healthy"]
     assert len(reach["connections"]) == 2 * (1 + 3)
     where = f"127.0.0.1:{cluster.member('storage-1').http_port}"
     match = ("--match", "waltz_storage_last_transaction")
-    assert done(cluster, "storage", "metrics", where, *match).keys() >= {
+    assert json_output(cluster, "storage", "metrics", where, *match).keys() >= {
         'waltz_storage_last_transaction{partition="0"}'
     }
 
 
 def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: LocalCluster):
-    wait_until("all is well", lambda: output_of(cluster, "cluster", "verify").code == 0)
-    found = done(cluster, "cluster", "verify", "--by-partition")
+    wait_until("the cluster is healthy", lambda: output_of(cluster, "cluster", "verify").code == 0)
+    found = json_output(cluster, "cluster", "verify", "--by-partition")
     assert found["passed"]
     assert all(all(checks.values()) for checks in found["partitions"].values())
     storage = member_address(cluster, "storage-2")
     at = ("--storage", storage, "--partition", "1")
-    done(cluster, "storage", "availability", *at, "--online", "false")
+    json_output(cluster, "storage", "availability", *at, "--online", "false")
     failed = output_of(cluster, "cluster", "verify", "--by-partition", "--json")
     assert failed.code == 1
     found = json.loads(failed.out)
@@ -166,10 +167,10 @@ def test_an_error_of_one_partition_is_reported_for_this_partition(cluster: Local
     (repair,) = [each for each in found["findings"] if "has taken its replica offline." in each]
     words = repair.split("`")[1].split()[1:]
     assert output_of(cluster, *words).code == 0
-    wait_until("all is well", lambda: output_of(cluster, "cluster", "verify").code == 0)
+    wait_until("the cluster is healthy", lambda: output_of(cluster, "cluster", "verify").code == 0)
 
 
-def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
+def test_a_scrub_shows_its_progress_at_a_terminal(cluster: LocalCluster):
     at = ("--storage", member_address(cluster, "storage-1"), "--partition", "0-1")
     line = waltz_command("storage", "scrub", *at, "--connect", cluster.connect)
     with terminal() as (screen, output):
@@ -183,10 +184,12 @@ def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
     assert started.returncode == 0
     shown = "".join(output)
     assert "0 of 2 waiting for " in shown
-    assert shown.rpartition("waiting for ")[2].count("\x1b[2K"), "the line is gone at the end"
+    assert shown.rpartition("waiting for ")[2].count("\x1b[2K"), (
+        "the progress line remains after the end"
+    )
     assert "\x1b" not in table
     assert table.split()[:4] == ["partition", "next", "ID", "last"]
-    rows = done(cluster, "storage", "scrub", *at, "--status")["partitions"]
+    rows = json_output(cluster, "storage", "scrub", *at, "--status")["partitions"]
     assert [(row["damaged"], row["error"], row["passes"] > 0) for row in rows] == [
         (0, None, True)
     ] * 2
@@ -220,7 +223,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
 # --- storages
 
 
-def names(cluster: LocalCluster) -> list[str]:
+def storage_addresses(cluster: LocalCluster) -> list[str]:
     return [f"127.0.0.1:{each.port}" for each in cluster.members if each.kind == "storage"]
 
 
@@ -232,7 +235,7 @@ def append(cluster: LocalCluster, count: int) -> int:
 
 
 def replica(cluster: LocalCluster, name: str, partition: int = 0) -> dict[str, object]:
-    listed = done(cluster, "storage", "list", "--storage", name)
+    listed = json_output(cluster, "storage", "list", "--storage", name)
     (found,) = [each for each in listed["replicas"] if each["partition"] == partition]
     assert isinstance(found, dict)
     return found
@@ -245,28 +248,28 @@ def has_caught_up(cluster: LocalCluster, name: str, last: int) -> bool:
 
 def test_all_storages_match_the_assignment(cluster: LocalCluster):
     wait_until("all run", lambda: output_of(cluster, "storage", "validate").code == 0)
-    validated = done(cluster, "storage", "validate")
+    validated = json_output(cluster, "storage", "validate")
     assert validated["is_healthy"]
-    assert set(validated["storages"]) == set(names(cluster))
-    assert done(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
-    listed = done(cluster, "storage", "list")
+    assert set(validated["storages"]) == set(storage_addresses(cluster))
+    assert json_output(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
+    listed = json_output(cluster, "storage", "list")
     assert len(listed["replicas"]) == 6
     assert {each["state"] for each in listed["replicas"]} == {"online"}
     last = append(cluster, 50)
-    words = ("--storage", names(cluster)[0], "--partition", "0-1")
-    ids = done(cluster, "storage", "max-transaction-id", *words)
+    words = ("--storage", storage_addresses(cluster)[0], "--partition", "0-1")
+    ids = json_output(cluster, "storage", "max-transaction-id", *words)
     assert ids["0"] == last
     assert ids.keys() == {"0", "1"}
 
 
 def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
-    one, other = names(cluster)[:2]
+    one, other = storage_addresses(cluster)[:2]
     at = ("--storage", other, "--partition", "0")
     last = append(cluster, 200)
     assert "was not deleted, because it is in sync" in run_failing(
         cluster, "storage", "re-seed", *at
     )
-    done(cluster, "storage", "availability", *at, "--online", "false")
+    json_output(cluster, "storage", "availability", *at, "--online", "false")
     wait_until("the other servers continue", lambda: append(cluster, 1) > last)
     mark = replica(cluster, one)["low_water_mark"]
     assert "expected partition 0 to be offline" in run_failing(
@@ -274,27 +277,27 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
         *("storage", "recover-partition", "--storage", one),
         *("--partition", "0", "--from", other),
     )
-    done(cluster, "storage", "re-seed", *at)
+    json_output(cluster, "storage", "re-seed", *at)
     found = replica(cluster, other)
     assert (found["state"], found["last"]) == ("offline, suspect", -1)
-    steps = done(
+    steps = json_output(
         cluster, "storage", "recover-partition", *at, "--from", one, "--batch-bytes", "5000"
     )
     assert steps == [{"partition": 0, "last before": -1, "last after": mark}]
-    done(cluster, "storage", "availability", *at, "--online", "true")
+    json_output(cluster, "storage", "availability", *at, "--online", "true")
     last = append(cluster, 10)
-    wait_until("it is level", lambda: has_caught_up(cluster, other, last))
+    wait_until("the replica is in sync", lambda: has_caught_up(cluster, other, last))
 
 
 def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
-    name = names(cluster)[2]
+    name = storage_addresses(cluster)[2]
     at = ("--storage", name, "--partition", "0")
-    wait_until("it takes part", lambda: are_all_replicas_engaged(cluster))
+    wait_until("the replica is engaged", lambda: are_all_replicas_engaged(cluster))
     before = replica(cluster, name)["session"]
-    done(cluster, "storage", "mark-suspect", *at)
+    json_output(cluster, "storage", "mark-suspect", *at)
     last = append(cluster, 10)
-    wait_until("it is level", lambda: has_caught_up(cluster, name, last))
-    assert replica(cluster, name)["session"] > before, "it was not marked suspect"
+    wait_until("the replica is in sync", lambda: has_caught_up(cluster, name, last))
+    assert replica(cluster, name)["session"] > before, "the replica was not marked suspect"
 
 
 def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
@@ -309,25 +312,25 @@ def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:
 
 
 def test_a_partition_moves_away_and_returns(cluster: LocalCluster):
-    one, other, third = names(cluster)
+    one, other, third = storage_addresses(cluster)
     at = ("--storage", third, "--partition", "1")
     assert "because ZooKeeper assigns it to this storage" in run_failing(
         cluster, "storage", "remove-partition", *at, "--delete-files"
     )
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0,)})
     wait_until(
-        "it is left out",
+        "the replica is not engaged",
         lambda: output_of(cluster, "storage", "remove-partition", *at, "--delete-files").code == 0,
     )
     directory = Path(cluster.directory) / "storage-3" / "1"
     assert list(directory.iterdir()) == []
     assert "not assigned" in run_failing(cluster, "storage", "max-transaction-id", *at)
-    assert done(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
+    assert json_output(cluster, "storage", "sync-partitions") == {"is_done": True, "steps": []}
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0, 1)})
     wait_until(
         "it is held", lambda: output_of(cluster, "storage", "max-transaction-id", *at).code == 0
     )
-    assert done(cluster, "storage", "add-partition", *at) == {
+    assert json_output(cluster, "storage", "add-partition", *at) == {
         "storage": third,
         "subcommand": "add-partition",
         "done": [1],
@@ -371,17 +374,19 @@ def test_a_storage_outside_the_cluster_is_reported(cluster: LocalCluster):
 def test_an_unused_cluster_is_deleted(cluster: LocalCluster):
     assert ", local, found payments" in run_failing(cluster, "cluster", "delete", "payments")
     assert "servers or storages still run:" in run_failing(cluster, "cluster", "delete", "local")
-    outcomes = {each["command"]: each["outcome"] for each in done(cluster, "cluster", "audit")}
+    outcomes = {
+        each["command"]: each["outcome"] for each in json_output(cluster, "cluster", "audit")
+    }
     assert sum("availability" in what for what in outcomes) == 4
     assert any("cluster delete local" in what for what in outcomes)
     for member in cluster.members:
         if member.kind != "zookeeper":
             cluster.kill(member.name)
     wait_until(
-        "ZooKeeper has let the servers go",
-        lambda: done(cluster, "cluster", "list")[0]["servers"] == 0,
+        "the servers' ZooKeeper sessions have ended",
+        lambda: json_output(cluster, "cluster", "list")[0]["servers"] == 0,
     )
-    key = done(cluster, "cluster", "show-key")["cluster_key"]
-    assert done(cluster, "cluster", "delete", "local")["cluster_key"] == key
-    assert done(cluster, "cluster", "list") == []
+    key = json_output(cluster, "cluster", "show-key")["cluster_key"]
+    assert json_output(cluster, "cluster", "delete", "local")["cluster_key"] == key
+    assert json_output(cluster, "cluster", "list") == []
     assert "there is no cluster at" in run_failing(cluster, "cluster", "delete", "local", "--force")

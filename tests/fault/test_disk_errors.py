@@ -42,12 +42,12 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
         yield Scenario(cluster)
 
 
-def metric(scenario: Scenario, name: str, what: str) -> float:
+def metric(scenario: Scenario, name: str, name_of_metric: str) -> float:
     """Return the sum of a metric of a member over its labels."""
     port = scenario.cluster.member(name).http_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TEST_TIMEOUT_S) as page:
         text = page.read().decode()
-    found = re.findall(rf"^{what}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    found = re.findall(rf"^{name_of_metric}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
     return sum(float(each) for each in found)
 
 
@@ -81,7 +81,7 @@ def sessions(scenario: Scenario) -> list[object]:
 
 
 # ---------------------------------------------------------------------------------------------
-# rot
+# corruption
 
 
 def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(
@@ -100,7 +100,7 @@ def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_
     wait_until("repaired", lambda: metric(scenario, "storage-2", repaired) >= 2)
     assert metric(scenario, "storage-2", found) == metric(scenario, "storage-2", repaired)
     assert path.read_bytes() == before
-    assert sessions(scenario) == opened, "no session had to end for it"
+    assert sessions(scenario) == opened, "no session ended because of the repair"
     assert metric(scenario, "storage-2", "waltz_storage_damaged_transactions") == 0
     assert health(scenario, "storage-2")["damaged"] == []
     log = log_of(scenario, "storage-2")
@@ -139,7 +139,8 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Sc
 def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scenario):
     with scenario.load() as load:
         load.await_commits()
-        # Not that of the slots or of the scrub's place: files of records and of batches only.
+        # Only files of records and batches, not the slots or the file with the position of the
+        # scrub.
         with inject_errors(
             scenario, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
         ):
@@ -167,7 +168,7 @@ def copy_running(scenario: Scenario, storage: str, where: Path) -> None:
         shutil.copytree(scenario.cluster.directory / storage, where)
 
 
-def put_back(scenario: Scenario, storage: str, where: Path) -> None:
+def restore_copy(scenario: Scenario, storage: str, where: Path) -> None:
     directory = scenario.cluster.directory / storage
     shutil.rmtree(directory)
     shutil.copytree(where, directory)
@@ -181,7 +182,7 @@ def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
         copy_running(scenario, "storage-2", tmp_path / "old")
         load.await_commits()
         scenario.cluster.kill("storage-2")
-        put_back(scenario, "storage-2", tmp_path / "old")
+        restore_copy(scenario, "storage-2", tmp_path / "old")
         load.await_commits()
         # One of the two that have everything goes as the old one comes.
         scenario.cluster.kill("storage-3")
@@ -197,17 +198,17 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
     with scenario.load() as load:
         load.await_commits()
         copy_running(scenario, "storage-2", tmp_path / "old")
-        # It is away for a moment, so that later sessions know of it than the copy does.
+        # The storage is down for a moment, so that ZooKeeper has later sessions than the copy.
         scenario.cluster.kill("storage-2")
         load.await_commits()
         scenario.cluster.start("storage-2")
-        wait_until("all engaged", lambda: are_all_replicas_engaged(scenario.cluster))
+        wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(scenario.cluster))
         load.await_commits()
     scenario.check_replicas_equal()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):
         scenario.cluster.kill(name)
-    put_back(scenario, "storage-2", tmp_path / "old")
+    restore_copy(scenario, "storage-2", tmp_path / "old")
     log = {name: len(log_of(scenario, name)) for name in SERVERS}
     address = f"127.0.0.1:{scenario.cluster.member('storage-2').port}"
     for name in ("storage-1", "storage-2", *SERVERS):
@@ -225,12 +226,14 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
         futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
         wait_until("the old copy is not trusted", is_unknown)
         # All have answered that will; a session that opened with them would return its mark.
-        with WaltzClient(scenario.cluster.connect, ClientConfig(request_timeout_ms=400)) as asks:
+        with WaltzClient(
+            scenario.cluster.connect, ClientConfig(request_timeout_ms=400)
+        ) as second_client:
             for each in range(4):
                 with pytest.raises(Unavailable, match="within 400 ms: "):
-                    asks.high_water_mark(each)
-        done = [each.exception() or each.result() for each in futures if each.done()]
-        assert done == []
+                    second_client.high_water_mark(each)
+        results = [each.exception() or each.result() for each in futures if each.done()]
+        assert results == []
         scenario.cluster.start("storage-3")
         assert all(each.result(TEST_TIMEOUT_S) >= 0 for each in futures)
     scenario.check_replicas_equal()

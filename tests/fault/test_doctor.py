@@ -1,7 +1,7 @@
 """Faults in a cluster of processes: the doctor names each, and its commands repair it.
 
-The cluster is one that `waltz-core local up` knows. Each test leaves it whole, though not always as
-it was: which storages hold a partition is looked up by the test that needs it.
+The cluster is one of `waltz-core local up`. Each test leaves a healthy cluster, but may change it.
+Therefore each test reads the current assignment of replicas if it needs it.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.fault
 
 
 class Fault(NamedTuple):
-    """What is broken, and all that the doctor is to find then.
+    """A fault, and all findings that the doctor must report.
 
     `passes` is what comes by itself, or is no command's: then the printed ones are given.
     """
@@ -86,7 +86,7 @@ def freeze(name: str) -> Callable[[LocalCluster], None]:
     return lambda cluster: cluster.kill(name, signal.SIGSTOP)
 
 
-def all_of(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], None]:
+def combined(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], None]:
     def inject(cluster: LocalCluster) -> None:
         for each in faults:
             each(cluster)
@@ -146,7 +146,7 @@ def spoil_log(cluster: LocalCluster) -> None:
 
 
 def remove_replica(cluster: LocalCluster) -> None:
-    """A replica is taken from a storage, which then is given files of it again."""
+    """Remove a replica from a storage, and restore some files of the replica later."""
     run_successful(cluster, "remove-replica", "0", member_address(cluster, "storage-3"))
     storage(cluster, "add-partition", "storage-3")
 
@@ -173,7 +173,7 @@ def share_a_group(cluster: LocalCluster) -> None:
     change_layout(cluster, lambda old: replace(old, groups=groups))
 
 
-def holding(cluster: LocalCluster) -> str:
+def storage_with_partition_0(cluster: LocalCluster) -> str:
     """Return the name of a storage that holds partition 0: which ones do changes."""
     first = min(assigned_replicas(cluster)[0])
     return next(each.name for each in cluster.members if first.endswith(f":{each.port}"))
@@ -186,27 +186,27 @@ BLOCKED_STARTS: list[tuple[str, Path, Path]] = []
 
 def delay_start(cluster: LocalCluster) -> None:
     """Block a read that a storage executes at its start after a crash."""
-    name = holding(cluster)
+    name = storage_with_partition_0(cluster)
     cluster.kill(name)
     newest = max((cluster.directory / name / "0").glob("*.seg"))
-    aside = newest.with_suffix(".aside")
-    newest.rename(aside)
+    moved_path = newest.with_suffix(".aside")
+    newest.rename(moved_path)
     os.mkfifo(newest)
-    BLOCKED_STARTS.append((name, newest, aside))
+    BLOCKED_STARTS.append((name, newest, moved_path))
     cluster.start(name)
 
 
 def restart_without_block(cluster: LocalCluster) -> None:
-    for name, newest, aside in BLOCKED_STARTS:
+    for name, newest, moved_path in BLOCKED_STARTS:
         cluster.kill(name)
-        aside.replace(newest)
+        moved_path.replace(newest)
         cluster.start(name)
     BLOCKED_STARTS.clear()
 
 
 def hang(cluster: LocalCluster) -> None:
     """Stop the threads of the disk; the one for connections continues."""
-    member = cluster.member(holding(cluster))
+    member = cluster.member(storage_with_partition_0(cluster))
     process = member.process()
     assert process is not None
     pages = f"http://127.0.0.1:{member.http_port}"
@@ -249,13 +249,16 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
 
     def inject(cluster: LocalCluster) -> None:
         change_layout(cluster, lambda old: replace(old, groups=one_group_for_each(old)))
-        name = holding(cluster)
+        name = storage_with_partition_0(cluster)
         where = cluster.directory / name
         if where not in MOUNTED:
             cluster.kill(name)
             move_to_own_disk(where)
             cluster.start(name)
-            wait_until("it is there", lambda: not run_doctor(*local_options(cluster.directory)))
+            wait_until(
+                "the process is registered",
+                lambda: not run_doctor(*local_options(cluster.directory)),
+            )
         used = shutil.disk_usage(where).used
         mount("-o", f"remount,size={used + (mib << 20)}", str(where))
 
@@ -263,17 +266,17 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
 
 
 def one_group_for_each(layout: StorageLayout) -> dict[ReplicaId, int]:
-    """Return the groups with each storage in a group of its own."""
+    """Return the groups, with each storage in a separate group."""
     return {each: at for at, each in enumerate(layout.groups)}
 
 
 def move_to_own_disk(where: Path) -> None:
-    """Move a directory to a disk of its own."""
-    shutil.copytree(where, aside := where.with_suffix(".aside"))
+    """Move a directory to a separate disk."""
+    shutil.copytree(where, copy := where.with_suffix(".aside"))
     mount("-t", "tmpfs", "-o", "size=4g", "tmpfs", str(where))
     MOUNTED.append(where)
-    shutil.copytree(aside, where, dirs_exist_ok=True)
-    shutil.rmtree(aside)
+    shutil.copytree(copy, where, dirs_exist_ok=True)
+    shutil.rmtree(copy)
 
 
 def free_disk_space() -> None:
@@ -295,12 +298,12 @@ def fill(cluster: LocalCluster) -> None:
 def mount(*words: str) -> None:
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("only root on Linux can mount a small disk")
-    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
+    result = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {result.stderr.strip()}")
 
 
-# --- what ZooKeeper has lost
+# --- lost ZooKeeper data
 
 
 def lose_metadata(cluster: LocalCluster) -> None:
@@ -333,7 +336,7 @@ FAULTS = {
     ),
     "all servers are killed": Fault(("process-down", "no-server"), kill("server-1", "server-2")),
     "a storage and a server are frozen": Fault(
-        ("process-stopped",), all_of(freeze("storage-2"), freeze("server-2"))
+        ("process-stopped",), combined(freeze("storage-2"), freeze("server-2"))
     ),
     "a node of ZooKeeper finds no quorum": Fault(
         ("process-down", "zookeeper-unavailable", "zookeeper-server-without-quorum"),
@@ -341,7 +344,7 @@ FAULTS = {
     ),
     "three people have each changed something": Fault(
         ("replica-offline", "preference-not-granted", "admin-port-wrong"),
-        all_of(take_offline, prefer_twice, misname_admin_port),
+        combined(take_offline, prefer_twice, misname_admin_port),
     ),
     "no quorum is trusted": Fault(("no-trusted-quorum",), mark_two_suspect),
     "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
@@ -397,7 +400,7 @@ def test_a_fault_is_named_and_repaired_by_the_printed_command(
 def test_a_cluster_is_ready_when_each_zookeeper_server_is(
     diagnosed: DiagnosedCluster, monkeypatch: pytest.MonkeyPatch
 ):
-    """Partitions open without some of them, and the doctor would have those that start killed."""
+    """Partitions can open before all storages have started; the doctor reports such storages."""
     slow = diagnosed.directory / "slow-java" / "bin" / "java"
     slow.parent.mkdir(parents=True)
     slow.write_text(f'#!/bin/sh\nsleep 8\nexec {find_java()} "$@"\n')

@@ -1,7 +1,7 @@
 """The doctor on another machine finds processes that are down, silent or misconfigured.
 
-The printed commands run in the folder of the daemon's settings file. If a sentence states that a
-process must be ended, the test ends it first.
+The printed commands run in the folder of the daemon's settings file. If a finding states that a
+process must be ended first, the test ends it.
 """
 
 import shutil
@@ -79,11 +79,11 @@ SLOW_FAULTS = ("storage-unavailable", "no-server")
 )
 def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fault: Fault):
     cluster = diagnosed.cluster()
-    look = remote_options(cluster.connect)
+    doctor_options = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
     for member in fault.members:
         cluster.kill(member, fault.signal_number)
-    found = await_findings([fault.name], *look)
+    found = await_findings([fault.name], *doctor_options)
     if fault.name == "storage-silent":
         check_reported_once(cluster)
     for member in fault.members if fault.ends else ():
@@ -91,23 +91,23 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
         cluster.kill(member)
     for line in {each["command"] for each in found}:
         diagnosed.run_daemon(line, settings_of(cluster, fault.members[0]))
-    wait_until("nothing is wrong", lambda: not run_doctor(*look))
+    wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     diagnosed.check_rows(cluster.connect)
     repair_cluster(diagnosed, cluster)
 
 
 def check_reported_once(cluster: LocalCluster) -> None:
     """Servers answer late then, while they look whether they can reach it."""
-    done = run_command("doctor", *remote_options(cluster.connect))
-    assert done.stdout.startswith(
+    result = run_command("doctor", *remote_options(cluster.connect))
+    assert result.stdout.startswith(
         f"1. storage {member_address(cluster, 'storage-2')} accepts connections"
     )
-    assert "\n2. " not in done.stdout
-    assert done.stderr == ""
+    assert "\n2. " not in result.stdout
+    assert result.stderr == ""
 
 
 def settings_of(cluster: LocalCluster, member: str) -> Path:
-    """Return where its file of settings lies, under the name that is printed."""
+    """Return the path of the daemon's settings file, with the name in the printed command."""
     kind = cluster.member(member).kind
     name = {"zookeeper": "zoo.cfg", "storage": "storage.toml", "server": "server.toml"}[kind]
     where = cluster.directory / "settings" / member
@@ -122,41 +122,43 @@ def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
     diagnosed.end_daemons()
     for member in cluster.members:
         cluster.start(member.name)
-    wait_until("nothing is wrong", lambda: not run_doctor(*remote_options(cluster.connect)))
+    wait_until(
+        "the doctor reports nothing", lambda: not run_doctor(*remote_options(cluster.connect))
+    )
 
 
 def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
-    """No other server is there to remove it, until ZooKeeper ends its session."""
+    """No other server can remove the dead servers before their ZooKeeper sessions end."""
     cluster = diagnosed.cluster()
-    look = remote_options(cluster.connect)
+    doctor_options = remote_options(cluster.connect)
     diagnosed.write(cluster.connect)
     servers = [each.name for each in cluster.members if each.kind == "server"]
     for name in servers:  # frozen first: else one would take the other out
         cluster.kill(name, signal.SIGSTOP)
     for name in servers:
         cluster.kill(name)
-    found = run_doctor(*look)
+    found = run_doctor(*doctor_options)
     # ZooKeeper may have ended the session of one, or of both.
     assert {each["name"] for each in found} in ({"server-unavailable"}, {"no-server"})
     for each in found:
         if each["name"] == "server-unavailable":
             run_printed_command(each["command"])
-    (alone,) = await_findings(["no-server"], *look)
+    (alone,) = await_findings(["no-server"], *doctor_options)
     diagnosed.run_daemon(alone["command"], settings_of(cluster, servers[0]))
-    wait_until("nothing is wrong", lambda: not run_doctor(*look))
+    wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     diagnosed.check_rows(cluster.connect)
     repair_cluster(diagnosed, cluster)
 
 
 def test_an_added_storage_that_has_never_started_is_reported(diagnosed: DiagnosedCluster):
     cluster = diagnosed.cluster()
-    look = remote_options(cluster.connect)
+    doctor_options = remote_options(cluster.connect)
     port, admin_port = free_port(), free_port()
     storage = f"127.0.0.1:{port}"
     words = ("add-storage", storage, "--admin-port", str(admin_port))
     assert "Hint: start the storage with an empty directory" in run_failing(cluster, *words)
     change_layout(cluster, lambda old: old.with_storage(ReplicaId(storage), admin_port, None))
-    (found,) = await_findings(["storage-never-started"], *look)
+    (found,) = await_findings(["storage-never-started"], *doctor_options)
     assert storage in found["sentence"]
     where = cluster.directory / "settings" / "new"
     where.mkdir(parents=True)
@@ -165,7 +167,7 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
     text = "".join(f"{name} = {value}\n" for name, value in settings.items())
     (where / "storage.toml").write_text(text, encoding="utf-8")
     diagnosed.run_daemon(found["command"], where)
-    wait_until("nothing is wrong", lambda: not run_doctor(*look))
+    wait_until("the doctor reports nothing", lambda: not run_doctor(*doctor_options))
     run_successful(cluster, "remove-storage", storage)
     repair_cluster(diagnosed, cluster)
 
@@ -193,7 +195,7 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
     )
     diagnosed.end_daemons()
     diagnosed.run_daemon(found["command"], where)
-    wait_until("nothing is wrong", lambda: not run_doctor(*look))
+    wait_until("the doctor reports nothing", lambda: not run_doctor(*look))
     diagnosed.check_rows(cluster.connect)
     run_printed_command(f"waltz-core cluster delete waltz --connect {other} --force")
     repair_cluster(diagnosed, cluster)
@@ -202,10 +204,10 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
 def wrong_connect_strings(
     cluster: LocalCluster,
 ) -> dict[str, Callable[[Path], tuple[str, dict[str, str]]]]:
-    """Return how a connect string may be wrong: it, and what people put into the command."""
+    """Return wrong connect strings, each with the values to insert into the printed command."""
     hosts = cluster.connect.rpartition("/")[0]
 
-    def refused(directory: Path) -> tuple[str, dict[str, str]]:
+    def connect_string_of_other_user(directory: Path) -> tuple[str, dict[str, str]]:
         auth = directory / "zookeeper.auth"
         auth.write_text("digest:waltz:a long password\n", encoding="utf-8")
         make = ("cluster", "create", f"{hosts}/closed?auth={auth}", "--partitions", "1")
@@ -216,14 +218,14 @@ def wrong_connect_strings(
         storage = f"127.0.0.1:{free_port()}:{free_port()}"
         return f"{hosts}/new", {"COUNT": "1", "HOST:PORT:ADMIN_PORT": storage}
 
-    return {"zookeeper-access-denied": refused, "no-cluster": absent}
+    return {"zookeeper-access-denied": connect_string_of_other_user, "no-cluster": absent}
 
 
 @pytest.mark.parametrize("name", ["zookeeper-access-denied", "no-cluster"])
 def test_a_connect_string_without_a_cluster_is_reported_with_the_next_command(
     diagnosed: DiagnosedCluster, tmp_path: Path, name: str
 ):
-    """The command is followed by what is next: a cluster without any process."""
+    """After the command the doctor reports the next problem: a cluster without processes."""
     connect, words = wrong_connect_strings(diagnosed.cluster())[name](tmp_path)
     (found,) = await_findings([name], *remote_options(connect))
     line = found["command"]

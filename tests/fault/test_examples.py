@@ -29,10 +29,10 @@ def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
     ],
 )
 def test_with_locks_the_anomaly_does_not_happen(waltz_cluster, name, line):
-    done = run(name, "--connect", waltz_cluster)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert line in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1].startswith(f"{name}: OK")
+    result = run(name, "--connect", waltz_cluster)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert line in result.stdout.splitlines()
+    assert result.stdout.splitlines()[-1].startswith(f"{name}: OK")
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_with_locks_the_anomaly_does_not_happen(waltz_cluster, name, line):
     ],
 )
 def test_on_a_plain_log_the_anomaly_happens(waltz_cluster, name, line):
-    done = run(name, "--connect", waltz_cluster, "--plain")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert line in done.stdout.splitlines()
+    result = run(name, "--connect", waltz_cluster, "--plain")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert line in result.stdout.splitlines()
 
 
 @pytest.mark.slow
 def test_an_example_without_a_cluster_starts_one():
-    done = run("constraint")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "starting a small cluster" in done.stdout
-    assert "the balance is 20" in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1].startswith("constraint: OK")
+    result = run("constraint")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "starting a small cluster" in result.stdout
+    assert "the balance is 20" in result.stdout.splitlines()
+    assert result.stdout.splitlines()[-1].startswith("constraint: OK")

@@ -1,4 +1,4 @@
-"""The script of four writers, with fewer transactions than a user would choose."""
+"""Runs `examples/four_writers.py` with few transactions, and tests its comparison."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fault
 
 @pytest.mark.slow
 def test_four_writers_agree_with_the_log(tmp_path):
-    done = subprocess.run(
+    result = subprocess.run(
         [
             *(sys.executable, str(PROJECT_ROOT / "examples" / "four_writers.py")),
             *("--transactions", "3000", "--directory", str(tmp_path)),
@@ -24,26 +24,30 @@ def test_four_writers_agree_with_the_log(tmp_path):
         check=False,
         timeout=TEST_TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "four writers: OK"
-    assert "storage-2 was killed" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "four writers: OK"
+    assert "storage-2 was killed" in result.stdout
 
 
 def test_an_outcome_keeps_its_time_if_its_callback_is_late():
     future: Future[int] = Future()
-    asked = four_writers.RecordedOutcome("1.1", 0, "digest", sent_s=1.0)
+    recorded_outcome = four_writers.RecordedOutcome("1.1", 0, "digest", sent_s=1.0)
     future.set_result(7)
-    four_writers.set_outcomes(four_writers.Pending(future, [asked]))
-    first_s = asked.reported_s
-    assert (asked.outcome, asked.transaction_id, first_s > 1.0) == (four_writers.OK, 7, True)
-    four_writers.set_report_times([asked])
-    assert asked.reported_s == first_s
+    four_writers.set_outcomes(four_writers.Pending(future, [recorded_outcome]))
+    first_s = recorded_outcome.reported_s
+    assert (recorded_outcome.outcome, recorded_outcome.transaction_id, first_s > 1.0) == (
+        four_writers.OK,
+        7,
+        True,
+    )
+    four_writers.set_report_times([recorded_outcome])
+    assert recorded_outcome.reported_s == first_s
 
 
 def recorded(key: str, outcome: str, transaction_id: int = -1) -> four_writers.RecordedOutcome:
-    made = content(key)
+    row_content = content(key)
     return four_writers.RecordedOutcome(
-        key, 0, four_writers.digest_of(made.to_bytes()), 1.0, 2.0, outcome, transaction_id
+        key, 0, four_writers.digest_of(row_content.to_bytes()), 1.0, 2.0, outcome, transaction_id
     )
 
 

@@ -43,9 +43,9 @@ def local(directory: Path, subcommand: str, *words: str) -> subprocess.Completed
 
 
 def up(directory: Path, *words: str) -> str:
-    done = local(directory, "up", *(words or ONE_STORAGE))
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    result = local(directory, "up", *(words or ONE_STORAGE))
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def status(directory: Path) -> dict[str, dict[str, object]]:
@@ -68,28 +68,28 @@ def pids_at(directory: Path) -> list[int]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         words = process.info["cmdline"] or []
-        lives = process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
-        if lives and any(str(directory) in word for word in words):
+        is_alive = process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+        if is_alive and any(str(directory) in word for word in words):
             found.append(process.pid)
     return sorted(found)
 
 
-def refused(done: subprocess.CompletedProcess[str]) -> str:
+def rejection_of(result: subprocess.CompletedProcess[str]) -> str:
     """Return the one sentence of a command that has failed."""
-    assert done.returncode == 1, (done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr
-    (sentence,) = done.stderr.strip().splitlines()
+    assert result.returncode == 1, (result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr
+    (sentence,) = result.stderr.strip().splitlines()
     return sentence
 
 
-def taken(port: int) -> socket.socket:
+def occupy(port: int) -> socket.socket:
     """Return a socket that listens at a port, like another program."""
     return socket.create_server(("127.0.0.1", port))
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """Give a directory with a name that is not ASCII; what still runs there is ended at the end."""
+    """Yield a directory with a non-ASCII name; at the end, end all processes that still use it."""
     where = tmp_path / "ümlaut 馬"
     yield where
     if (where / "cluster.json").exists():
@@ -116,7 +116,7 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
                 data = f"{cycle}.{number}".encode()
                 written.append((client.append(data, partition=0).result(TEST_TIMEOUT_S), data))
         ports = kill_everything(directory)
-        wait_until("no process left", lambda: pids_at(directory) == [])
+        wait_until("no process remains", lambda: pids_at(directory) == [])
         wait_until("ports free", lambda: all(is_free(port, LOOPBACK) for port in ports))  # noqa: B023
     with WaltzClient(up(directory, *THREE_STORAGES), PATIENT_CLIENT) as client:
         assert client.high_water_mark(0, linearizable=True) == len(written) - 1
@@ -132,7 +132,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
 ):
     line = waltz_command("local", "up", "--directory", str(directory), *ONE_STORAGE)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
-        wait_until("the first one has begun", (directory / "cluster.json").exists)
+        wait_until("the first command has started", (directory / "cluster.json").exists)
         first.send_signal(signal.SIGSTOP)  # there it stays, however long the second one takes
         try:
             second = local(directory, "up", *ONE_STORAGE)
@@ -140,7 +140,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
             first.send_signal(signal.SIGCONT)
         out, error_text = first.communicate(timeout=TEST_TIMEOUT_S)
     assert first.returncode == 0, error_text
-    assert "another command is starting or stopping the cluster" in refused(second)
+    assert "another command is starting or stopping the cluster" in rejection_of(second)
     connect = out.strip()
     before = status(directory)
     assert up(directory) == connect
@@ -170,20 +170,20 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
 
 
 @pytest.mark.slow
-def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
+def test_up_avoids_ports_in_use_but_never_changes_the_port_of_a_storage(directory: Path):
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in usual:
             with suppress(OSError):  # another process has it
-                stack.enter_context(taken(port))
+                stack.enter_context(occupy(port))
         connect = up(directory)
         assert not {member["port"] for member in status(directory).values()} & set(usual)
         # A server's port identifies nothing: it may change. Of a storage that was registered, the
         # port may where its figures are shown.
         assert local(directory, "down").returncode == 0
         server, storage = map(LocalCluster(directory).member, ("server-1", "storage-1"))
-        stack.enter_context(taken(server.port))
-        stack.enter_context(taken(storage.http_port))
+        stack.enter_context(occupy(server.port))
+        stack.enter_context(occupy(storage.http_port))
         assert up(directory) == connect
         moved = LocalCluster(directory)
         assert moved.member("server-1").port != server.port
@@ -192,14 +192,14 @@ def test_ports_in_use_are_avoided_except_a_storages_own(directory: Path):
         assert ports == (storage.port, storage.admin_port)
         # Where it is connected to may not.
         assert local(directory, "down").returncode == 0
-        with taken(storage.port):
-            sentence = refused(local(directory, "up", *ONE_STORAGE))
+        with occupy(storage.port):
+            sentence = rejection_of(local(directory, "up", *ONE_STORAGE))
         assert f"another program uses port {storage.port} of storage-1. " in sentence
 
 
 @pytest.mark.slow
 def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
-    places = [tmp_path / str(number) for number in range(2)]
+    directories = [tmp_path / str(number) for number in range(2)]
     starts = [
         subprocess.Popen(
             waltz_command(
@@ -209,25 +209,25 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for each in places
+        for each in directories
     ]
     try:
         ended = [(each.communicate(timeout=TEST_TIMEOUT_S), each.returncode) for each in starts]
         assert [code for _, code in ended] == [0, 0], ended
-        ports = [LocalCluster(each)._load_state().ports for each in places]
+        ports = [LocalCluster(each)._load_state().ports for each in directories]
         assert len(set().union(*ports)) == sum(map(len, ports))
     finally:
         for start in starts:
             start.kill()
             start.communicate()
-        for each in places:
+        for each in directories:
             if (each / "cluster.json").exists():
                 LocalCluster(each).down()
 
 
 @pytest.mark.slow
 def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
-    """A start that died early has noted ports and started nothing; no address is known yet."""
+    """A start that died early has recorded ports but started no process, so no address is known."""
     cluster = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
     cluster._load_or_create()
@@ -235,7 +235,7 @@ def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
     before = cluster._load_state().ports
     with ExitStack() as stack:
         for port in before:
-            stack.enter_context(taken(port))
+            stack.enter_context(occupy(port))
         again = LocalCluster(directory)
         stack.callback(again.down)
         again.prepare()
@@ -248,19 +248,19 @@ def test_a_port_base_determines_all_ports(directory: Path):
     base = ports.FIRST_PORT + 100
     while not all(is_free(base + offset, LOOPBACK) for offset in range(6)):
         base += 6
-    with taken(base + 3):
-        sentence = refused(local(directory, "up", *ONE_STORAGE, "--port-base", str(base)))
+    with occupy(base + 3):
+        sentence = rejection_of(local(directory, "up", *ONE_STORAGE, "--port-base", str(base)))
     assert f"--port-base {base}: another program uses port {base + 3}. Hint: choose" in sentence
     assert not (directory / "cluster.json").exists()
     up(directory, *ONE_STORAGE, "--port-base", str(base))
     assert LocalCluster(directory)._load_state().ports == set(range(base, base + 6))
-    sentence = refused(local(directory, "up", "--port-base", "20000"))
+    sentence = rejection_of(local(directory, "up", "--port-base", "20000"))
     assert f"--port-base: the cluster in {directory} was created with {base}, which" in sentence
     assert local(directory, "down").returncode == 0
     server = LocalCluster(directory)._load_state().members[-1]
     for port in (server.http_port, server.port):
-        with taken(port):
-            sentence = refused(local(directory, "up"))
+        with occupy(port):
+            sentence = rejection_of(local(directory, "up"))
         assert (
             f"another program uses port {port} of {server.name}. The process cannot use another "
             "port, because the cluster "
@@ -273,14 +273,14 @@ def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):
         port = other.getsockname()[1]
         config = tmp_path / "zoo.cfg"
         config.write_text(zookeeper_config(tmp_path / "data", port))
-        done = subprocess.run(
+        result = subprocess.run(
             waltz_command("zookeeper", "run", "--config", str(config)),
             capture_output=True,
             text=True,
             check=False,
             timeout=TEST_TIMEOUT_S,
         )
-    assert refused(done).endswith(f"another program uses port {port} of ZooKeeper")
+    assert rejection_of(result).endswith(f"another program uses port {port} of ZooKeeper")
 
 
 @pytest.mark.slow
@@ -332,7 +332,7 @@ def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
         assert len(children) >= 3
         parent.kill()
         parent.wait(TEST_TIMEOUT_S)
-        wait_until("no child left", lambda: pids_at(where) == [])
+        wait_until("no child process remains", lambda: pids_at(where) == [])
 
 
 def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
@@ -358,7 +358,9 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
 
 def test_commands_without_a_cluster_name_local_up(directory: Path):
     for subcommand in ("status", "down"):
-        assert "Hint: `waltz-core local up` starts one." in refused(local(directory, subcommand))
+        assert "Hint: `waltz-core local up` starts one." in rejection_of(
+            local(directory, subcommand)
+        )
 
 
 def test_a_directory_may_have_any_name_in_the_locale_c(
@@ -375,14 +377,18 @@ def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")
-    done = local(directory, "up", *ONE_STORAGE, "--timeout-s", "600")  # longer than the test waits
-    assert done.returncode == 1
-    assert "waltz-core: zookeeper ended while the cluster was starting." in done.stderr
-    assert "ThereIsNoSuchOption" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = local(
+        directory, "up", *ONE_STORAGE, "--timeout-s", "600"
+    )  # longer than the test waits
+    assert result.returncode == 1
+    assert "waltz-core: zookeeper ended while the cluster was starting." in result.stderr
+    assert "ThereIsNoSuchOption" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-@pytest.mark.skipif(not psutil.LINUX, reason="elsewhere a start time is no difference of two")
+@pytest.mark.skipif(
+    not psutil.LINUX, reason="on other systems the start time does not depend on the clock"
+)
 def test_a_clock_step_does_not_hide_a_running_process(monkeypatch: pytest.MonkeyPatch):
     member = Member("server-1", 0, pid=os.getpid(), started=process_start_s(psutil.Process()))
     boot_time = psutil._pslinux.boot_time

@@ -30,7 +30,7 @@ UNUSED = layout.Structure(-1, -1, -1, ASSIGNED, 1)
 
 
 class Metadata(NamedTuple):
-    """What ZooKeeper has of partition 0; `states`: address -> (session, closing mark)."""
+    """The metadata of partition 0 in ZooKeeper; `states`: address -> (session, closing mark)."""
 
     generation: int
     session: int
@@ -77,7 +77,7 @@ class OldCluster:
         self.key = store[1:17]
 
     def leave_nodes(self, metadata: Metadata) -> None:
-        """Leave the nodes that 0.13 makes, and no other; its servers are gone."""
+        """Keep only the znodes that 0.13 creates; no 0.13 server runs."""
         self.zookeeper.delete(f"{self.root}/x", recursive=True)
         self.zookeeper.create(self.node, metadata.encode())  # with the first session
         path = f"{self.root}/serverDescriptors"
@@ -100,12 +100,12 @@ class OldCluster:
                     (directory / "0" / f"{first:019d}.{suffix}").write_bytes(data)
 
     def read(self, directory: Path) -> tuple[layout.Control, dict[int, list[bytes]]]:
-        """Return what 0.13 finds in a directory."""
+        """Return the records that 0.13 finds in a directory."""
         files = {each: each.read_bytes() for each in directory.rglob("*.*")}
         return layout.read_directory(files, directory)
 
     def run(self, session: int, added: list[bytes]) -> None:
-        """Do what 0.13 does on all storages: open a session at the log's end, and append."""
+        """Open a session at the end of the log and append on all storages, like 0.13."""
         for directory in self.directories:
             found, logs = self.read(directory)
             mark = len(logs[0]) - 1
@@ -148,18 +148,18 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def old(cluster: LocalCluster) -> Iterator[OldCluster]:
+def old_cluster(cluster: LocalCluster) -> Iterator[OldCluster]:
     found = OldCluster(cluster)
     yield found
     found.close()
 
 
-def many(first: int, count: int) -> list[bytes]:
+def make_records(first: int, count: int) -> list[bytes]:
     return [layout.record(each, b"%d-" % each + bytes(40)) for each in range(first, first + count)]
 
 
 def log_of(client: WaltzClient, partition: int = 0) -> list[bytes]:
-    """Return the partition's records, as they lie in segments."""
+    """Return the records of the partition, in the order of the segments."""
     last = client.high_water_mark(partition, linearizable=True)
     found: list[bytes] = []
     if last < 0:
@@ -177,7 +177,7 @@ def append(client: WaltzClient, count: int, partition: int = 0) -> None:
         each.result(timeout=TEST_TIMEOUT_S)
 
 
-def verifies(directory: Path) -> bool:
+def is_valid(directory: Path) -> bool:
     return run_command("disk", "verify", str(directory)).returncode == 0
 
 
@@ -197,32 +197,32 @@ def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
 
 
 def test_a_0_13_cluster_is_migrated_and_migrated_back(
-    cluster: LocalCluster, old: OldCluster, tmp_path: Path
+    cluster: LocalCluster, old_cluster: OldCluster, tmp_path: Path
 ) -> None:
-    # Stopped while appends were under way: the third storage was away for the last session.
-    log = many(0, 1_500)
-    old.write(log, [1_499, 1_479, 1_249], [(7, 1_399), (7, 1_399), (5, 999)])
-    first, second, third = old.addresses
+    # Stopped while appends were in flight. The third storage was down in the last session.
+    log = make_records(0, 1_500)
+    old_cluster.write(log, [1_499, 1_479, 1_249], [(7, 1_399), (7, 1_399), (5, 999)])
+    first, second, third = old_cluster.addresses
     states = {first: (7, UNRESOLVED), second: (7, UNRESOLVED), third: (5, 1_399)}
-    old.leave_nodes(Metadata(3, 7, states))
+    old_cluster.leave_nodes(Metadata(3, 7, states))
 
     # Rehearse on a copy.
-    for directory in old.directories:
+    for directory in old_cluster.directories:
         copy = tmp_path / "copy" / directory.name
         shutil.copytree(directory, copy)
-        assert verifies(copy)
+        assert is_valid(copy)
 
     # Take over: the same directories, the same root.
     cluster.up()
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
-        kept = log_of(client)
-        assert len(kept) >= 1_480, "a quorum of 0.13's storages had these"
-        assert kept == log[: len(kept)]
+        log_of_0_13 = log_of(client)
+        assert len(log_of_0_13) >= 1_480, "a quorum of 0.13's storages had these"
+        assert log_of_0_13 == log[: len(log_of_0_13)]
         append(client, 30)
         append(client, 5, partition=1)
         log = log_of(client)
-        assert log[: len(kept)] == kept
-        assert len(log) == len(kept) + 30
+        assert log[: len(log_of_0_13)] == log_of_0_13
+        assert len(log) == len(log_of_0_13) + 30
         other = log_of(client, 1)
         wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(cluster))
     line = refused_0_13_server(cluster, STORAGES[0])
@@ -233,16 +233,16 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
     # The way back: 0.13 finds its files and nodes.
     cluster.down(keep_zookeeper=True)
     assert differing_segments(cluster) == []
-    session = old.metadata().session
+    session = old_cluster.metadata().session
     assert session > 7
-    assert set(old.metadata().states) == set(old.addresses)
-    for directory in old.directories:
-        found, logs = old.read(directory)
+    assert set(old_cluster.metadata().states) == set(old_cluster.addresses)
+    for directory in old_cluster.directories:
+        found, logs = old_cluster.read(directory)
         assert logs == {0: log, 1: other}
         assert found.partitions[0].session == session
-        assert verifies(directory)
-    more = many(len(log), 300)
-    old.run(session + 1, more)
+        assert is_valid(directory)
+    more = make_records(len(log), 300)
+    old_cluster.run(session + 1, more)
 
     # And forward again.
     cluster.up()
@@ -253,18 +253,18 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
         log = log_of(client)
     cluster.down(keep_zookeeper=True)
     assert differing_segments(cluster) == []
-    for directory in old.directories:
-        assert old.read(directory)[1] == {0: log, 1: other}
-        assert verifies(directory)
+    for directory in old_cluster.directories:
+        assert old_cluster.read(directory)[1] == {0: log, 1: other}
+        assert is_valid(directory)
 
 
-def test_replicas_that_0_13_left_unequal_keep_what_was_acknowledged(
-    cluster: LocalCluster, old: OldCluster
+def test_unequal_replicas_of_0_13_keep_all_acknowledged_records(
+    cluster: LocalCluster, old_cluster: OldCluster
 ) -> None:
-    """They have the same records in batches of their own: of no log are records cut for it."""
-    log = many(0, 1_500)
-    old.write(log, [1_499] * 3, [(7, 1_399), (7, 1_399), (7, 1_099)])
-    old.leave_nodes(Metadata(3, 7, dict.fromkeys(old.addresses, (7, UNRESOLVED))))
+    """The replicas have the same records in different batches; no log is truncated for this."""
+    log = make_records(0, 1_500)
+    old_cluster.write(log, [1_499] * 3, [(7, 1_399), (7, 1_399), (7, 1_099)])
+    old_cluster.leave_nodes(Metadata(3, 7, dict.fromkeys(old_cluster.addresses, (7, UNRESOLVED))))
     cluster.up()
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         assert log_of(client) == log
@@ -273,9 +273,9 @@ def test_replicas_that_0_13_left_unequal_keep_what_was_acknowledged(
     assert differing_segments(cluster) == []
     batches = [
         b"".join(each.read_bytes() for each in sorted(directory.glob("0/*.chn")))
-        for directory in old.directories
+        for directory in old_cluster.directories
     ]
     assert len(batches[0]) == len(batches[1]) == len(batches[2])
-    for directory in old.directories:
-        assert old.read(directory)[1][0] == log
-        assert verifies(directory)
+    for directory in old_cluster.directories:
+        assert old_cluster.read(directory)[1][0] == log
+        assert is_valid(directory)

@@ -36,7 +36,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 class CurrentClientState(AsyncCallbacks):
-    """The same state, made by a client of ours."""
+    """The same state, computed by a client of this version."""
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -92,7 +92,7 @@ async def count_up(is_over: asyncio.Event, client: OriginalClient, counters: Cou
         await client.submit(0, lambda time=time: counters.count_up(NAMES[time % len(NAMES)]))
 
 
-async def count_up_ours(
+async def count_up_with_current_client(
     is_over: asyncio.Event, client: AsyncWaltzClient, counters: Counters
 ) -> int:
     """Return how often it was."""
@@ -101,14 +101,14 @@ async def count_up_ours(
         name = NAMES[time % len(NAMES)]
 
         @transactional(partition=0)
-        def one_more(builder, name=name):
+        def increment(builder, name=name):
             append = counters.count_up(name)
             assert append["write"] == [lock(name)]
             builder.set_write_locks([lock(name)])
             builder.set_transaction_data(append["data"], BYTES)
             return True
 
-        await (await client.submit(one_more()))
+        await (await client.submit(increment()))
         committed += 1
     return committed
 
@@ -118,13 +118,13 @@ async def log_of(client: AsyncWaltzClient) -> list[Req]:
     last = await client.high_water_mark(0, linearizable=True)
     found: list[Req] = []
     async for chunk in client.read_range(0, 0, last):
-        heads = np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE)
-        found += [Req(*map(int, each)) for each in heads["req_id"]]
+        headers = np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE)
+        found += [Req(*map(int, each)) for each in headers["req_id"]]
     return found
 
 
 def check_outcomes(scenario: Scenario, log: list[Req]) -> None:
-    """What was reported as failed is not in the log; what was reported as committed is, once."""
+    """Check that the log has each committed append once, and no append reported as failed."""
     assert len(set(log)) == len(log)
     committed = set(log)
     for client, _ in scenario.clients:
@@ -134,12 +134,12 @@ def check_outcomes(scenario: Scenario, log: list[Req]) -> None:
 
 def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCluster) -> None:
     async def main() -> None:
-        ours = CurrentClientState()
+        current_state = CurrentClientState()
         async with (
             AsyncWaltzClient.connect(cluster.connect) as client,
             originals(cluster.connect, 5) as scenario,
         ):
-            await client.subscribe(ours, [0])
+            await client.subscribe(current_state, [0])
             members = {
                 f"{cluster.host}:{each.port}": each.name
                 for each in cluster.members
@@ -149,10 +149,14 @@ def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCl
                 is_over = asyncio.Event()
                 for each in scenario.clients:
                     tasks.create_task(count_up(is_over, *each))
-                by_us = tasks.create_task(count_up_ours(is_over, client, ours.counters))
+                current_task = tasks.create_task(
+                    count_up_with_current_client(is_over, client, current_state.counters)
+                )
                 for round_number in (1, 2):
-                    mark = len(ours.counters.applied)
-                    await poll_until(lambda mark=mark: len(ours.counters.applied) >= mark + 60)
+                    mark = len(current_state.counters.applied)
+                    await poll_until(
+                        lambda mark=mark: len(current_state.counters.applied) >= mark + 60
+                    )
                     owner = scenario.owner
                     assert owner is not None
                     await asyncio.to_thread(cluster.kill, members[owner])
@@ -160,19 +164,19 @@ def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCl
                     if round_number == 1:
                         await asyncio.to_thread(cluster.start, members[owner])
                         await poll_until(lambda: len(scenario.endpoints) == 2)
-                mark = len(ours.counters.applied)
-                await poll_until(lambda: len(ours.counters.applied) >= mark + 60)
+                mark = len(current_state.counters.applied)
+                await poll_until(lambda: len(current_state.counters.applied) >= mark + 60)
                 is_over.set()
-            total = by_us.result() + sum(
+            total = current_task.result() + sum(
                 sum(each.outcomes.values()) for each, _ in scenario.clients
             )
-            for counters in (ours.counters, *(each for _, each in scenario.clients)):
+            for counters in (current_state.counters, *(each for _, each in scenario.clients)):
                 await poll_until(lambda counters=counters: sum(counters.values.values()) == total)
-                assert counters.applied == ours.counters.applied
+                assert counters.applied == current_state.counters.applied
             check_outcomes(scenario, await log_of(client))
 
-    async def within() -> None:
+    async def run_with_timeout() -> None:
         async with asyncio.timeout(TEST_TIMEOUT_S):
             await main()
 
-    net.run(within())
+    net.run(run_with_timeout())

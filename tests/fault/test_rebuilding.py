@@ -1,6 +1,6 @@
 """Recovery by command: lost ZooKeeper data, a disk that lost writes, suspect or lost replicas.
 
-The tests build on one another: each leaves a cluster that takes appends.
+The tests build on one another: each test leaves a cluster that accepts appends.
 """
 
 import json
@@ -89,8 +89,8 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
         named += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
     directory = str(cluster.directory / "storage-2")
     rebuild = ("rebuild-metadata", *named, "--from-directory", directory)
-    # Broken off by its time limit, the command says what it waits for, and continues later. The
-    # clock that it has made the nodes by was set back.
+    # If the command ends by its time limit, it reports why it waits, and can continue later. The
+    # clock with which it has created the nodes was set back.
     words = ("cluster", *rebuild, "--connect", cluster.connect, "--timeout-s")
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
     limits_s = (3 << doublings for doublings in range(8))  # until it gets past ZooKeeper
@@ -116,9 +116,10 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
 
 
 def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, tmp_path: Path):
-    """A disk goes back to what it had when it stopped to sync, within a session.
+    """Within a session, a disk returns to the state at which it stopped to sync.
 
-    With one other replica away, its word would be half of the decision, and acknowledged rows lost.
+    If another replica is down, this replica would be half of the quorum for the decision, and
+    acknowledged rows would be lost.
     """
     cluster = scenario.cluster
     lying, absent = cluster.member("storage-3"), cluster.member("storage-1")
@@ -138,13 +139,13 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
     for name in (lying.name, "server-1", "server-2"):
         cluster.start(name)
     wait_until(
-        "its word is not taken in any partition",
+        "the replica is trusted in no partition",
         lambda: (
             len(partitions_in(unknown_replicas(scenario, lying) - reported))
             == cluster.partition_count
         ),
     )
-    assert not_passed(scenario)
+    assert has_no_open_partition(scenario)
     cluster.start(absent.name)
     with scenario.load() as load:
         load.await_commits()
@@ -180,18 +181,20 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
         cluster.kill(name)
     for name in STORAGES:
         cluster.start(name)
-    # A partition is not open either while no storage answers yet.
+    # A partition is also not open while no storage answers yet.
     ports = [cluster.member(name).admin_port for name in STORAGES]
     wait_until("all answer", lambda: not any(is_free(port, cluster.host) for port in ports))
-    wait_until("no partition is open", lambda: not_passed(scenario))
+    wait_until("no partition is open", lambda: has_no_open_partition(scenario))
     shown = run_successful(cluster, "accept-replicas", "0")
     assert all(each["is_suspect"] for each in shown["replicas"].values())
-    assert not_passed(scenario), "showing has changed something"
+    assert has_no_open_partition(scenario), (
+        "the command has changed a partition although it only shows them"
+    )
     # Killed between ZooKeeper and the replica, the command has let nothing in, and can be repeated.
     words = ("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect)
     killed = subprocess.run([sys.executable, "-c", DIES_AT_THE_MARK, *words], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert not_passed(scenario), "a command that did not finish has opened the partition"
+    assert has_no_open_partition(scenario), "a command that did not finish has opened the partition"
     for partition in range(cluster.partition_count):
         result = run_successful(cluster, "accept-replicas", str(partition), "--yes")
         assert result["chosen"] in result["replicas"]
@@ -201,20 +204,20 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
     scenario.check_outcomes_against_log()
 
 
-def not_passed(scenario: Scenario) -> bool:
+def has_no_open_partition(scenario: Scenario) -> bool:
     """Return whether `verify` finds no partition open."""
-    ran = run_command("cluster", "verify", "--connect", scenario.cluster.connect, "--json")
+    result = run_command("cluster", "verify", "--connect", scenario.cluster.connect, "--json")
     closed = (
         "has no open store session with a quorum of its replicas",
         "does not answer requests for it",
     )
     sentences = [
-        each for each in json.loads(ran.stdout)["findings"] if any(one in each for one in closed)
+        each for each in json.loads(result.stdout)["findings"] if any(one in each for one in closed)
     ]
     return len(sentences) == scenario.cluster.partition_count
 
 
-def test_the_last_disk_is_accepted_and_an_empty_one_replaces_a_lost_one(scenario: Scenario):
+def test_the_last_disk_is_accepted_and_an_empty_storage_replaces_a_lost_storage(scenario: Scenario):
     cluster = scenario.cluster
     last, lost, other = (member_address(cluster, name) for name in STORAGES)
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:

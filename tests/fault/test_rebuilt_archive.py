@@ -46,7 +46,7 @@ def append_and_archive(
     with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         client.mount()
         append_rows(client, written)
-    wait_until("all is archived", lambda: recorded_last(cluster) == len(written) - 1)
+    wait_until("all transactions are archived", lambda: recorded_last(cluster) == len(written) - 1)
 
 
 def recorded_last(cluster: LocalCluster) -> int:
@@ -100,17 +100,17 @@ def test_removed_transactions_are_found_in_the_archive_again(
     for name in STORAGES:
         cluster.start(name)
 
-    # An archive that is not the right one is no reason to open a log that lacks its beginning.
+    # With a wrong archive the log must not open, because its beginning is missing.
     code, _, messages = rebuild(cluster, "--archive", f"file://{tmp_path}/empty")
     assert code == 1
     assert "0 partitions are open again, 1 are not: partition 0: the log of " in messages
     assert "; found none. Hint: " in messages
-    refused = run_command(
+    rejected = run_command(
         *("cluster", "accept-replicas", "0", "--yes", "--connect", cluster.connect),
         *("--archive", f"file://{tmp_path}/empty"),
     )
-    assert refused.returncode == 1
-    assert "partition 0: the log of " in refused.stderr
+    assert rejected.returncode == 1
+    assert "partition 0: the log of " in rejected.stderr
     assert read_archived_mark(cluster) is None
 
     cluster.start("server-1")
@@ -146,7 +146,7 @@ def check_empty_replica(
 
 
 def check_collection(cluster: LocalCluster, archive: ClusterArchive, written: list[bytes]) -> None:
-    """The new owner collects the garbage of the earlier sessions, and nothing that is listed."""
+    """The new owner collects the garbage of earlier sessions, and no file that a manifest lists."""
 
     def is_collected() -> bool:
         logs = [cluster.log_path(each).read_text(errors="replace") for each in STORAGES]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PLACE = "zk1:2181,zk2:2181/waltz/payments"
+CONNECT_OF_PAGE = "zk1:2181,zk2:2181/waltz/payments"
 HOST = "127.0.0.1"
 PARTITIONS = 4
 # Rows of a partition that are sent before their outcomes are awaited, and the pause after them.
@@ -42,7 +42,7 @@ class Page:
     def __init__(self, cluster: LocalCluster, directory: Path) -> None:
         text = (ROOT / "docs/security.md").read_text(encoding="utf-8")
         for name, value in {
-            PLACE: cluster.connect.partition("?")[0],
+            CONNECT_OF_PAGE: cluster.connect.partition("?")[0],
             "/etc/waltz": str(directory),
             "s1.example s2.example": HOST,
         }.items():
@@ -72,8 +72,8 @@ class Page:
                 name, _, value = words[1].partition("=")
                 os.environ[name] = value
                 continue
-            done = run_command(*words[1:])
-            assert done.returncode == 0, (words, done.stdout, done.stderr)
+            result = run_command(*words[1:])
+            assert result.returncode == 0, (words, result.stdout, result.stderr)
             self.commands.append(" ".join(words[1:3]))
 
     def check_is_finished(self) -> None:
@@ -87,7 +87,7 @@ class Journal:
         self.acknowledged: dict[tuple[int, int], bytes] = {}
         self.repeated: list[WaltzError] = []
         self.failures: list[BaseException] = []
-        self.fed: dict[int, list[tuple[int, bytes]]] = {each: [] for each in range(PARTITIONS)}
+        self.applied: dict[int, list[tuple[int, bytes]]] = {each: [] for each in range(PARTITIONS)}
         self._numbers = itertools.count()
 
     def new_row(self, partition: int) -> bytes:
@@ -95,12 +95,12 @@ class Journal:
 
     def await_progress(self) -> None:
         """Wait until each partition has committed more, and its feed has delivered that."""
-        wanted = {each: len(self.fed[each]) + BURST for each in self.fed}
+        wanted = {each: len(self.applied[each]) + BURST for each in self.applied}
         wait_until(
-            "more is fed",
+            "the feed continues",
             lambda: (
                 bool(self.failures)
-                or all(len(self.fed[each]) >= count for each, count in wanted.items())
+                or all(len(self.applied[each]) >= count for each, count in wanted.items())
             ),
         )
         assert self.failures == []
@@ -114,7 +114,7 @@ class Journal:
         assert len(rows) == len(set(rows))
         for partition, found in log.items():
             assert [number for number, _ in found] == list(range(len(found)))
-            assert self.fed[partition] == found
+            assert self.applied[partition] == found
         at = {(each, number): row for each, found in log.items() for number, row in found}
         assert self.acknowledged == at
 
@@ -129,15 +129,15 @@ class Feed(Callbacks):
     """Continues after the last transaction of an earlier client."""
 
     def __init__(self, journal: Journal) -> None:
-        self._fed = journal.fed
+        self._applied = journal.applied
 
     def client_high_water_mark(self, partition: int) -> int:
-        return self._fed[partition][-1][0] if self._fed[partition] else -1
+        return self._applied[partition][-1][0] if self._applied[partition] else -1
 
     def apply_transaction(self, transaction: Transaction) -> None:
         data = transaction.data()
         assert isinstance(data, bytes)
-        self._fed[transaction.partition_id].append((int(transaction.transaction_id), data))
+        self._applied[transaction.partition_id].append((int(transaction.transaction_id), data))
 
 
 class Application:
@@ -159,12 +159,12 @@ class Application:
         self._is_stopping.set()
         for each in self._threads:
             each.join()
-        fed = self._journal.fed
+        applied = self._journal.applied
         wait_until(
-            "all is fed",
+            "the feed has all acknowledged transactions",
             lambda: (
                 bool(self._journal.failures)
-                or sum(map(len, fed.values())) >= len(self._journal.acknowledged)
+                or sum(map(len, applied.values())) >= len(self._journal.acknowledged)
             ),
         )
         self._client.close()
@@ -217,8 +217,10 @@ def restart_daemons(cluster: LocalCluster, settings: dict[str, object], journal:
             continue
         cluster.kill(member.name, signal.SIGTERM)
         cluster.start(member.name)
-        wait_until("both servers own", lambda: len(owner_addresses(cluster) - {None}) == 2)
-        wait_until("every replica engaged", lambda: are_all_replicas_engaged(cluster))
+        wait_until(
+            "both servers own partitions", lambda: len(owner_addresses(cluster) - {None}) == 2
+        )
+        wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(cluster))
         journal.await_progress()
 
 
@@ -240,10 +242,10 @@ def create_certificates(directory: Path) -> None:
 
 def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
     """A process without TLS, and one without a token, get nothing."""
-    place = cluster.connect.partition("?")[0]
+    connect = cluster.connect.partition("?")[0]
     for timeout_ms in (2_000, 20_000, 200_000):
         with (
-            WaltzClient(place, ClientConfig(request_timeout_ms=timeout_ms)) as client,
+            WaltzClient(connect, ClientConfig(request_timeout_ms=timeout_ms)) as client,
             pytest.raises(Unavailable) as caught,
         ):
             client.high_water_mark(0)
@@ -252,7 +254,7 @@ def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
         # A busy machine had not connected by then: the next client has more time.
     assert isinstance(caught.value, TlsFailed)
     with (
-        WaltzClient(f"{place}?tls={authorities}", PATIENT_CLIENT) as client,
+        WaltzClient(f"{connect}?tls={authorities}", PATIENT_CLIENT) as client,
         pytest.raises(PermissionDenied, match="anonymous has no grant"),
     ):
         client.high_water_mark(0)

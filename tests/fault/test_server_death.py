@@ -30,16 +30,23 @@ def test_partitions_of_a_killed_server_move_at_once(scenario: Scenario):
         for each in scenario.cluster.members
         if each.kind == "server" and each is not killed
     }
-    wait_until("all three own some", lambda: len(owner_addresses(scenario.cluster)) == 3)
+    wait_until(
+        "all three servers own partitions", lambda: len(owner_addresses(scenario.cluster)) == 3
+    )
     with scenario.load() as load:
         load.await_commits()
         scenario.cluster.kill("server-1")
-        wait_until("the others own all", lambda: owner_addresses(scenario.cluster) == others)
+        wait_until(
+            "the other servers own all partitions",
+            lambda: owner_addresses(scenario.cluster) == others,
+        )
         load.await_commits()
-        # The last one has no server to report it; but it is there, and one killed together with it
-        # leaves everything to it.
+        # No other server can report the death of the last server. It still runs, and a server
+        # killed at the same time leaves all its partitions to it.
         scenario.cluster.kill("server-2")
-        wait_until("one owns all", lambda: len(owner_addresses(scenario.cluster)) == 1)
+        wait_until(
+            "one server owns all partitions", lambda: len(owner_addresses(scenario.cluster)) == 1
+        )
         load.await_commits()
     log = scenario.cluster.log_path("server-3").read_text(encoding="utf-8")
     assert re.search(r"server\.dead_peer_removed server=\d+ address=127\.0\.0\.1:\d+", log)

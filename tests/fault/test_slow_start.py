@@ -14,14 +14,14 @@ from waltz_core.local import LocalCluster
 
 
 class Daemon(ChildProcess):
-    """A server or a storage of its own, whose ZooKeeper is behind a gate."""
+    """An additional server or storage, which reaches ZooKeeper through a proxy."""
 
     def __init__(self, cluster: LocalCluster, folder: Path, kind: str, gate: PortProxy) -> None:
         (zookeeper,) = cluster.zookeepers
         values: dict[str, object] = {
             "connect": cluster.connect.replace(f":{zookeeper.port}", f":{gate.port}"),
             "port": free_port(),
-            # The time limit of one request is over soon, that of the start is not.
+            # The time limit of one request is short, the time limit of the start is long.
             "zookeeper_request_timeout_ms": 500,
             "zookeeper_connect_timeout_ms": 60_000,
         }
@@ -68,6 +68,6 @@ def test_a_start_waits_for_a_zookeeper_that_does_not_answer(
             )
             assert f"{kind} ready" not in daemon.output()
             gate.resume()
-            wait_until("it is ready", lambda: f"{kind} ready" in daemon.output())
+            wait_until("the daemon is ready", lambda: f"{kind} ready" in daemon.output())
         finally:
             daemon.kill()

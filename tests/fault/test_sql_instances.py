@@ -34,7 +34,7 @@ ROUNDS = 3
 LAG_MAX = 300
 
 
-class Place(NamedTuple):
+class Database(NamedTuple):
     """A database and how it is used."""
 
     url: str
@@ -56,26 +56,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.param("SERIALIZABLE", marks=pytest.mark.slow),
     ]
 )
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
     if request.param == "sqlite":
-        return Place(f"sqlite:///{tmp_path / 'sums.db'}", None)
+        return Database(f"sqlite:///{tmp_path / 'sums.db'}", None)
     server: postgres.PostgresServer = request.getfixturevalue("postgres")
-    return Place(server.create(), request.param)
+    return Database(server.create(), request.param)
 
 
 @pytest.fixture
-def engine(place: Place) -> Iterator[sa.Engine]:
-    made = create_engine(place.url, place.isolation)
-    METADATA.create_all(made)
-    yield made
-    made.dispose()
+def engine(place: Database) -> Iterator[sa.Engine]:
+    new_engine = create_engine(place.url, place.isolation)
+    METADATA.create_all(new_engine)
+    yield new_engine
+    new_engine.dispose()
 
 
 class Instance(ChildProcess):
     """One of the processes."""
 
     def __init__(
-        self, connect: str, place: Place, name: str, directory: Path, *, together: bool = False
+        self, connect: str, place: Database, name: str, directory: Path, *, together: bool = False
     ) -> None:
         command = [sys.executable, str(PROJECT_ROOT / "tests" / "fault" / "sql_instance.py")]
         command += ["--connect", connect, "--database", place.url, "--name", name]
@@ -93,7 +93,7 @@ class Instance(ChildProcess):
         assert self.process.poll() is None, f"{self.name} has ended"
         return word in self._output.read_text().split()
 
-    def stay_inside(self) -> None:
+    def stop_in_next_transaction(self) -> None:
         """Stop it within a transaction."""
         self.process.send_signal(signal.SIGUSR1)
 
@@ -106,12 +106,12 @@ class Log:
         self._engine = engine
         self._random = random.Random(7)
 
-    def write_until(self, what: str, condition: Callable[[], object]) -> None:
+    def write_until(self, description: str, condition: Callable[[], object]) -> None:
         """Write until a condition holds."""
         deadline = time.monotonic() + TEST_TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, f"not in time: {what}"
-            if sum(self.marks().values()) - sum(applied(self._engine).values()) > LAG_MAX:
+            assert time.monotonic() < deadline, f"not in time: {description}"
+            if sum(self.marks().values()) - sum(read_marks(self._engine).values()) > LAG_MAX:
                 time.sleep(0.02)  # other processes apply, and report it only in the database
                 continue
             self.write(1)
@@ -139,12 +139,12 @@ class Log:
         found = {}
         for partition, last in self.marks().items():
             chunks = self.client.read_range(partition, 0, last, form=RangeForm.HEADERS)
-            heads = [np.frombuffer(chunk.records, dtype=HEADER_DTYPE) for chunk in chunks]
-            found[partition] = sum(int(each["header"].sum(dtype=np.int64)) for each in heads)
+            headers = [np.frombuffer(chunk.records, dtype=HEADER_DTYPE) for chunk in chunks]
+            found[partition] = sum(int(each["header"].sum(dtype=np.int64)) for each in headers)
         return found
 
 
-def applied(engine: sa.Engine) -> dict[int, int]:
+def read_marks(engine: sa.Engine) -> dict[int, int]:
     """Return the last transaction that the database has of each partition."""
     marks = sa.table(
         "waltz_high_water_marks", sa.column("partition_id"), sa.column("high_water_mark")
@@ -161,7 +161,7 @@ def count_of(engine: sa.Engine, name: str) -> int:
 
 
 def test_each_transaction_is_applied_once_though_instances_are_killed(
-    cluster: str, place: Place, engine: sa.Engine, tmp_path: Path
+    cluster: str, place: Database, engine: sa.Engine, tmp_path: Path
 ) -> None:
     numbers = itertools.count(1)
 
@@ -182,13 +182,16 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
                 victim = instances[number % 2]
                 log.write_until_applied_by(victim.name, 20)
                 if number < 2:
-                    victim.stay_inside()
-                    log.write_until("one in the middle", partial(victim.has_printed, "inside"))
+                    victim.stop_in_next_transaction()
+                    log.write_until(
+                        "the instance is inside a transaction",
+                        partial(victim.has_printed, "inside"),
+                    )
                 victim.kill()
                 instances[number % 2] = start()
             for each in instances:
                 log.write_until_applied_by(each.name, 1)
-            wait_until("all applied", lambda: applied(engine) == log.marks())
+            wait_until("all transactions are applied", lambda: read_marks(engine) == log.marks())
             for each in instances:
                 each.end()
         finally:
@@ -200,7 +203,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
 @pytest.mark.slow
 def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path) -> None:
     with postgres.run_postgres() as server, WaltzClient(cluster, PATIENT_CLIENT) as client:
-        place = Place(server.create(), "READ COMMITTED")
+        place = Database(server.create(), "READ COMMITTED")
         engine = create_engine(place.url, place.isolation)
         METADATA.create_all(engine)
         with engine.begin() as connection:
@@ -216,7 +219,7 @@ def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path)
                 engine.dispose()
                 log.write(5)
                 server.start()
-            wait_until("all applied", lambda: applied(engine) == log.marks())
+            wait_until("all transactions are applied", lambda: read_marks(engine) == log.marks())
             instance.end()
         finally:
             instance.kill()
@@ -236,11 +239,11 @@ def check(engine: sa.Engine, log: Log) -> None:
     ]
     assert sorted(tuple(row) for row in entries) == sorted(everything)
     assert sums == log.sums()
-    assert applied(engine) == log.marks()
+    assert read_marks(engine) == log.marks()
 
 
 class InsertsExistingKey(SqlCallbacks):
-    """Inserts a key that is there, and catches the error."""
+    """Inserts an existing key, and catches the error."""
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
         """Insert it."""
@@ -281,9 +284,9 @@ def test_a_view_finds_the_new_primary(postgres: postgres.PostgresServer) -> None
         connection.exec_driver_sql(f"ALTER DATABASE {database} RESET default_transaction_read_only")
     admin.dispose()
     alone = transaction(0)
-    with pytest.raises(sa.exc.DBAPIError, match="read-only transaction") as refused:
+    with pytest.raises(sa.exc.DBAPIError, match="read-only transaction") as caught:
         callbacks.apply_transaction(alone)
-    assert callbacks.uncaught_exception(0, 0, refused.value) is PoisonPolicy.RETRY
+    assert callbacks.uncaught_exception(0, 0, caught.value) is PoisonPolicy.RETRY
     callbacks.apply_transaction(alone)
     assert callbacks.client_high_water_mark(0) == 0
     engine.dispose()

@@ -76,7 +76,7 @@ def test_the_log_continues_after_all_storages_are_killed_at_once(scenario: Scena
 
 def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
     sleeping = member_address(scenario.cluster, "server-2")
-    wait_until("both servers own some", lambda: len(owner_addresses(scenario.cluster)) == 2)
+    wait_until("both servers own partitions", lambda: len(owner_addresses(scenario.cluster)) == 2)
     found = show_partitions(scenario.cluster).items()
     moved = [number for number, each in found if each["server"] == sleeping]
     with scenario.load() as load:
@@ -84,23 +84,25 @@ def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
         scenario.cluster.kill("server-2", signal.SIGSTOP)
         try:
             wait_until(
-                "it has lost its partitions",
+                "the paused server has lost its partitions",
                 lambda: sleeping not in owner_addresses(scenario.cluster),
             )
             load.await_commits()
             with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
-                seen = {each: client.replicas(each, linearizable=True) for each in moved}
+                replicas_before = {each: client.replicas(each, linearizable=True) for each in moved}
         finally:
             scenario.cluster.kill("server-2", signal.SIGCONT)
         load.await_commits()
     assert moved
     with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
         for each in moved:
-            first = seen[each].high_water_mark + 1
+            first = replicas_before[each].high_water_mark + 1
             last = client.high_water_mark(each, linearizable=True)
             assert last >= first
             for chunk in client.read_range(each, first, last):
-                assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
+                assert all(
+                    entry.session_id >= replicas_before[each].session_id for entry in chunk.lineage
+                )
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()
 
@@ -117,13 +119,13 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
     cluster, storage = scenario.cluster, member_address(scenario.cluster, "storage-2")
     with scenario.load() as load, stall_repeatedly(cluster, "storage-2"):
         load.await_commits()
-        wait_until("the log names it", lambda: slow_lines(cluster, storage))
+        wait_until("the log names the storage", lambda: slow_lines(cluster, storage))
 
         def is_found() -> bool:
             found = run_doctor(*remote_options(cluster.connect))
             return ("storage-slow", storage) in {(each["name"], each["about"]) for each in found}
 
-        wait_until("the doctor names it", is_found)
+        wait_until("the doctor names the storage", is_found)
         load.await_commits()
     others = [member_address(cluster, each) for each in ("storage-1", "storage-3")]
 
@@ -132,7 +134,7 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
         return not any(each["about"] in others for each in found)
 
     # On a busy machine another one may not answer the doctor in time.
-    wait_until("the doctor names no other", is_no_other_named)
+    wait_until("the doctor names no other storage", is_no_other_named)
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()
 
@@ -145,11 +147,11 @@ def delete(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)  # new files may come meanwhile
         return not directory.exists()
 
-    wait_until("it is deleted", is_deleted)
+    wait_until("the directory is deleted", is_deleted)
 
 
 def put_copy_back(directory: Path) -> None:
-    """Put what the directory holds back as other files of the same names."""
+    """Restore the contents of the directory, as new files with the same names."""
     copy = directory.with_name("copy")
     shutil.copytree(directory, copy)
     directory.rename(directory.with_name("moved"))
@@ -172,7 +174,7 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
     scenario: Scenario, change: Callable[[Path], None]
 ):
     cluster, storage = scenario.cluster, member_address(scenario.cluster, "storage-2")
-    elsewhere = remote_options(cluster.connect)
+    doctor_options = remote_options(cluster.connect)
     log = cluster.log_path("storage-2")
     before = log.read_text(encoding="utf-8").count("storage.files_replaced")
     with scenario.load() as load:
@@ -180,10 +182,10 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
         change(cluster.directory / "storage-2" / "1")
         load.await_commits()
         wait_until(
-            "the storage has noticed",
+            "the storage has detected the damage",
             lambda: log.read_text(encoding="utf-8").count("storage.files_replaced") > before,
         )
-        (found,) = await_findings({"replica-unreadable"}, *elsewhere)
+        (found,) = await_findings({"replica-unreadable"}, *doctor_options)
         assert found["about"] == f"1 {storage}"
         assert "deleted or replaced" in found["sentence"]
         why_not = failed_page(cluster, "storage-2", "/health")["not_served_reasons"]
@@ -193,7 +195,7 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
         assert unready["reasons"] == [f"partition 1 is not open: {why_not['1']}"]
         load.await_commits()
         output = run_printed_command(found["command"])
-        wait_until(f"nothing is wrong any more; {output}", lambda: not run_doctor(*elsewhere))
+        wait_until(f"the doctor reports nothing; {output}", lambda: not run_doctor(*doctor_options))
         load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1
     shutil.rmtree(cluster.directory / "storage-2" / "moved", ignore_errors=True)
@@ -208,7 +210,7 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         load.await_commits()
         delete(cluster.directory / "storage-2")
         load.await_commits()
-        wait_until("it has ended", lambda: cluster.member("storage-2").process() is None)
+        wait_until("the storage has ended", lambda: cluster.member("storage-2").process() is None)
         log = cluster.log_path("storage-2").read_text(encoding="utf-8")
         assert "waltz-storage.ctl: the file was deleted or replaced while this process" in log
         replace = f"cluster replace-storage {storage} {storage}"
@@ -223,7 +225,7 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         run_successful(cluster, "add-replica", "all", storage)
         load.await_commits()
     wait_until(
-        "nothing is wrong any more", lambda: not run_doctor(*remote_options(cluster.connect))
+        "the doctor reports nothing", lambda: not run_doctor(*remote_options(cluster.connect))
     )
     check_replicas_equal(scenario)
     scenario.check_replicas_equal()

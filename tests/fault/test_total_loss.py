@@ -54,14 +54,14 @@ def run(*words: str, code: int = 0) -> Any:
 
 
 def in_zookeeper(connect: str, work: Callable[[Coordinator], Awaitable[T]]) -> T:
-    async def go() -> T:
+    async def run_with_session() -> T:
         async with open_session(connect) as coordinator:
             return await work(coordinator)
 
-    return asyncio.run(go())
+    return asyncio.run(run_with_session())
 
 
-def archived_of(connect: str, partition: int) -> ArchivedMark | None:
+def archived_mark_of(connect: str, partition: int) -> ArchivedMark | None:
     async def read(coordinator: Coordinator) -> ArchivedMark | None:
         marker = (await coordinator.read_partition(partition)).marker
         assert marker is not None
@@ -86,7 +86,7 @@ def append(client: WaltzClient, written: list[list[bytes]], rows: int) -> None:
 
 
 def log_of(connect: str, partition: int) -> list[bytes]:
-    """Return the payloads of a partition from 0 on: first those that only the archive has."""
+    """Return the payloads of a partition from ID 0 on, including those only in the archive."""
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         last = client.high_water_mark(partition)
         return [
@@ -103,10 +103,10 @@ def check_log(connect: str, partition: int, expected: list[bytes]) -> None:
     rest = expected[applied:]
     if rest:
         words = ("--partition", str(partition), "--first", str(applied), "--json")
-        fed = run_command(
+        consumed = run_command(
             "client", "watch", "--connect", connect, *words, "--transactions", str(len(rest))
         )
-        rows = [json.loads(line) for line in fed.stdout.splitlines()]
+        rows = [json.loads(line) for line in consumed.stdout.splitlines()]
         assert [each["data"].encode() for each in rows] == rest
         assert [each["transaction_id"] for each in rows] == [*range(applied, len(expected))]
 
@@ -138,7 +138,7 @@ def apply_view(engine: sa.Engine, connect: str, logs: list[list[bytes]]) -> None
 
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         client.subscribe(Tally(engine))
-        wait_until("the view has all", is_complete)
+        wait_until("the view has all transactions", is_complete)
 
 
 def lose_everything(cluster: LocalCluster) -> None:
@@ -190,10 +190,10 @@ def test_a_lost_cluster_is_restored_and_continues(
         assert saved["partitions"] == {"0": ROWS // 2 - 1, "1": ROWS // 2 - 1, "2": -1}
         assert saved["writes"] == ["monday"]
         before = in_zookeeper(connect, lambda found: found.read_partition(0))
-        kept = [list(log) for log in written]
+        logs = [list(log) for log in written]
         engine = sa.create_engine(f"sqlite:///{tmp_path}/view.db")
         TALLIES.create(engine)
-        apply_view(engine, connect, kept)
+        apply_view(engine, connect, logs)
         append(client, written, 20)  # after the backup: lost with the cluster
     source_key = run("cluster", "show-key", "--connect", connect)["cluster_key"]
     lose_everything(cluster)
@@ -214,19 +214,22 @@ def test_a_lost_cluster_is_restored_and_continues(
         late = client.append(b"old", partition=0, write_locks=[LOCK], client_high_water_mark=5)
         with pytest.raises(LockFailed):
             late.result(TEST_TIMEOUT_S)
-        append(client, kept, 40)
-    for partition, log in enumerate(kept):
+        append(client, logs, 40)
+    for partition, log in enumerate(logs):
         check_log(connect, partition, log)
-    apply_view(engine, connect, kept)
-    wait_until("the doctor finds nothing", lambda: not doctor_findings(connect))
+    apply_view(engine, connect, logs)
+    wait_until("the doctor reports nothing", lambda: not doctor_findings(connect))
     after = in_zookeeper(connect, lambda found: found.read_partition(0))
     assert before.metadata is not None
     assert after.metadata is not None
     assert after.metadata.session_id > before.metadata.session_id
     assert after.metadata.generation > before.metadata.generation
-    wait_until("the rest is archived", lambda: archived_last(connect, 0) == len(kept[0]) - 1)
+    wait_until(
+        "the remaining transactions are archived",
+        lambda: archived_last(connect, 0) == len(logs[0]) - 1,
+    )
     run("archive", "verify", "--connect", connect, "--archive", archive)
-    check_again_from_the_restored_one(cluster, archive, kept, tmp_path)
+    check_again_from_the_restored_one(cluster, archive, logs, tmp_path)
 
 
 def doctor_findings(connect: str) -> list[dict[str, Any]]:
@@ -236,12 +239,12 @@ def doctor_findings(connect: str) -> list[dict[str, Any]]:
 
 
 def archived_last(connect: str, partition: int) -> int:
-    mark = archived_of(connect, partition)
+    mark = archived_mark_of(connect, partition)
     return -1 if mark is None else mark.last
 
 
 def check_again_from_the_restored_one(
-    cluster: LocalCluster, archive: str, kept: list[list[bytes]], tmp_path: Path
+    cluster: LocalCluster, archive: str, logs: list[list[bytes]], tmp_path: Path
 ) -> None:
     """A backup of a restored cluster is restored up to a mark, with the same key."""
     connect, file = cluster.connect, str(tmp_path / "second")
@@ -252,15 +255,15 @@ def check_again_from_the_restored_one(
     restored = run("restore", *words, "--same-key", "--mark", "0=50", "--mark", "1=-1")
     assert restored["cluster_key"] == key
     assert restored["partitions"] == {"0": [0, 50], "1": None, "2": None}
-    elsewhere = connect.rpartition("/")[0] + "/elsewhere"
-    same = run("restore", "--connect", elsewhere, *words[2:], "--same-key", code=1)
+    second_connect = connect.rpartition("/")[0] + "/elsewhere"
+    same = run("restore", "--connect", second_connect, *words[2:], "--same-key", code=1)
     assert "cannot restore with --same-key: the cluster" in same
     for name in (*STORAGES, "server-1"):
         cluster.start(name)
-    left = [kept[0][:51], [], []]
+    shorter_logs = [logs[0][:51], [], []]
     run("archive", "verify", "--connect", connect, "--archive", archive)
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         client.mount()
-        append(client, left, 20)
-    for partition, log in enumerate(left):
+        append(client, shorter_logs, 20)
+    for partition, log in enumerate(shorter_logs):
         check_log(connect, partition, log)

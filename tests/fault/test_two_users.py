@@ -1,4 +1,4 @@
-"""A running cluster gets two users of ZooKeeper, as docs/zookeeper.md describes it."""
+"""A running cluster changes to two ZooKeeper users, with the steps of docs/zookeeper.md."""
 
 import signal
 from collections.abc import Callable
@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-class Rolling:
+class UserChange:
     """A cluster of two servers and three storages, and its auth files."""
 
     def __init__(self, directory: Path, *, is_open: bool) -> None:
@@ -41,7 +41,7 @@ class Rolling:
         )
 
     @property
-    def public(self) -> str:
+    def connect_without_user(self) -> str:
         """The connect string without a user."""
         return self.cluster.connect.partition("?")[0]
 
@@ -57,9 +57,11 @@ class Rolling:
         """Restart one process; return once all partitions have all replicas and commit."""
         self.cluster.kill(name, signal.SIGTERM)
         self.cluster.start(name)
-        wait_until("both servers own", lambda: len(owner_addresses(self.cluster) - {None}) == 2)
+        wait_until(
+            "both servers own partitions", lambda: len(owner_addresses(self.cluster) - {None}) == 2
+        )
         load.await_commits()
-        wait_until("every replica engaged", lambda: are_all_replicas_engaged(self.cluster))
+        wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(self.cluster))
         load.await_commits()
 
     def check_no_process_was_denied(self) -> None:
@@ -69,14 +71,16 @@ class Rolling:
             assert member.kind == "zookeeper" or "requires authentication" not in log, member.name
 
     def protect(self) -> None:
-        done = run_command("cluster", "protect", f"{self.public}?auth={self.administrators_file}")
-        assert done.returncode == 0, done.stderr
+        result = run_command(
+            "cluster", "protect", f"{self.connect_without_user}?auth={self.administrators_file}"
+        )
+        assert result.returncode == 0, result.stderr
 
     def check_users(self) -> None:
-        """What each of the three users gets from clients, commands and the doctor."""
-        members = f"{self.public}?auth={self.members_file}"
-        administrators = f"{self.public}?auth={self.administrators_file}"
-        with WaltzClient(self.public, PATIENT_CLIENT) as client:
+        """Check the results of clients, commands and the doctor for each of the three users."""
+        members = f"{self.connect_without_user}?auth={self.members_file}"
+        administrators = f"{self.connect_without_user}?auth={self.administrators_file}"
+        with WaltzClient(self.connect_without_user, PATIENT_CLIENT) as client:
             assert min(client.high_water_marks().values()) >= 0
             # A server issues the client ID, so an append needs no user.
             appended = client.append(b"row", partition=0).result(TEST_TIMEOUT_S)
@@ -86,12 +90,14 @@ class Rolling:
             client.high_water_marks()
         await_findings([], *remote_options(members))
         await_findings([], *remote_options(administrators))
-        (found,) = await_findings(["zookeeper-access-denied"], *remote_options(self.public))
+        (found,) = await_findings(
+            ["zookeeper-access-denied"], *remote_options(self.connect_without_user)
+        )
         assert "requires authentication for " in found["sentence"]
         denied = run_command("cluster", "auto-assign", "--connect", members)
         assert "expected the auth file of an administrator" in denied.stderr
-        done = run_command("cluster", "audit", "--connect", administrators)
-        assert "cluster protect" in done.stdout
+        result = run_command("cluster", "audit", "--connect", administrators)
+        assert "cluster protect" in result.stdout
 
 
 def check_no_append_failed(load: Load) -> None:
@@ -104,44 +110,46 @@ def check_no_append_failed(load: Load) -> None:
 
 
 @pytest.fixture
-def rolling(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureRequest) -> Rolling:  # type: ignore[type-arg]
-    found = Rolling(tmp_path, is_open=request.param)
+def user_change(tmp_path: Path, cluster_of: Callable, request: pytest.FixtureRequest) -> UserChange:  # type: ignore[type-arg]
+    found = UserChange(tmp_path, is_open=request.param)
     cluster_of(found.cluster).up()
     return found
 
 
-@pytest.mark.parametrize("rolling", [False], indirect=True)
-def test_one_user_becomes_two_while_clients_append(rolling: Rolling):
+@pytest.mark.parametrize("user_change", [False], indirect=True)
+def test_a_cluster_changes_from_one_zookeeper_user_to_two_while_clients_append(
+    user_change: UserChange,
+):
     """Clients keep their file and their sessions."""
-    scenario = Scenario(rolling.cluster)
+    scenario = Scenario(user_change.cluster)
     with scenario.load() as load:
         load.await_commits()
-        rolling.restart_all(MEMBERS, load)
+        user_change.restart_all(MEMBERS, load)
         check_no_append_failed(load)
-        rolling.protect()
+        user_change.protect()
         check_no_append_failed(load)
-        # Partitions move with the new permissions, too.
-        rolling.restart("server-1", load)
+        # Partitions can also move with the new permissions.
+        user_change.restart("server-1", load)
         check_no_append_failed(load)
-    rolling.check_no_process_was_denied()
+    user_change.check_no_process_was_denied()
     scenario.check_outcomes_against_log()
-    rolling.check_users()
+    user_change.check_users()
 
 
-@pytest.mark.parametrize("rolling", [True], indirect=True)
+@pytest.mark.parametrize("user_change", [True], indirect=True)
 @pytest.mark.slow
-def test_an_open_cluster_gets_two_users_while_clients_append(rolling: Rolling):
+def test_a_cluster_without_zookeeper_users_gets_two_while_clients_append(user_change: UserChange):
     """Clients restart with the members' file between the two rounds."""
-    scenario = Scenario(rolling.cluster)
+    scenario = Scenario(user_change.cluster)
     with scenario.load() as load:
         load.await_commits()
-        rolling.restart_all(f"{MEMBERS}world:anyone:cdrwa\n", load)
+        user_change.restart_all(f"{MEMBERS}world:anyone:cdrwa\n", load)
         check_no_append_failed(load)
     with scenario.load() as load:
-        rolling.restart_all(MEMBERS, load)
+        user_change.restart_all(MEMBERS, load)
         check_no_append_failed(load)
-        rolling.protect()
+        user_change.protect()
         check_no_append_failed(load)
-    rolling.check_no_process_was_denied()
+    user_change.check_no_process_was_denied()
     scenario.check_outcomes_against_log()
-    rolling.check_users()
+    user_change.check_users()

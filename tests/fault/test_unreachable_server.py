@@ -1,4 +1,4 @@
-"""A server that others cannot connect to, that hangs, is frozen, or was restarted.
+"""A server to which other servers cannot connect, that hangs or is frozen, or was restarted.
 
 Its partitions move, the doctor reports the reason, and a fenced attempt stays fenced.
 """
@@ -78,17 +78,17 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
         server = Server(cluster, tmp_path, {"port": port, "tls": "on", **shows})
         try:
             with scenario.load() as load:
-                wait_until("it is registered", server.is_ready)
+                wait_until("the server is registered", server.is_ready)
                 expected = (
                     "the certificate of the peer is not valid",
                     f"server 127.0.0.1:{port} gets no partitions, because",
                 )
 
-                def says_why() -> bool:
+                def names_reason() -> bool:
                     output = doctor(cluster)
                     return all(each in output for each in expected)
 
-                wait_until("the doctor says why", says_why)
+                wait_until("the doctor reports the reason", names_reason)
                 assert owner_addresses(cluster) == before
                 load.await_commits()
         finally:
@@ -102,23 +102,33 @@ def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
 ):
     port = free_port()
     with PortProxy(lambda: port) as gate:
-        wait_until("both own some", lambda: len(owner_addresses(scenario.cluster)) == 2)
+        wait_until(
+            "both servers own partitions", lambda: len(owner_addresses(scenario.cluster)) == 2
+        )
         gated, others = f"127.0.0.1:{gate.port}", owner_addresses(scenario.cluster)
         settings = {"port": port, "advertised_port": gate.port}
         server = Server(scenario.cluster, tmp_path, settings)
         try:
             with scenario.load() as load:
-                wait_until("it owns some", lambda: gated in owner_addresses(scenario.cluster))
+                wait_until(
+                    "the server owns partitions", lambda: gated in owner_addresses(scenario.cluster)
+                )
                 load.await_commits()
                 gate.close()
-                wait_until("it owns nothing", lambda: owner_addresses(scenario.cluster) == others)
+                wait_until(
+                    "the server owns no partition",
+                    lambda: owner_addresses(scenario.cluster) == others,
+                )
                 load.await_commits()
                 wait_until(
-                    "the doctor says so", lambda: "no partitions" in doctor(scenario.cluster)
+                    "the doctor reports it", lambda: "no partitions" in doctor(scenario.cluster)
                 )
                 assert server.is_ready()
                 gate.open()
-                wait_until("it owns some again", lambda: gated in owner_addresses(scenario.cluster))
+                wait_until(
+                    "the server owns partitions again",
+                    lambda: gated in owner_addresses(scenario.cluster),
+                )
                 load.await_commits()
         finally:
             server.kill()
@@ -130,20 +140,23 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
     scenario: Scenario, tmp_path: Path
 ):
     cluster = scenario.cluster
-    wait_until("both own some", lambda: len(owner_addresses(cluster)) == 2)
+    wait_until("both servers own partitions", lambda: len(owner_addresses(cluster)) == 2)
     others = owner_addresses(cluster)
     settings = {"port": free_port(), "advertised_port": free_port()}
     server = Server(cluster, tmp_path, settings, ("-m", "tests.fault.firewalled_server"))
     try:
-        wait_until("it is registered", server.is_ready)
+        wait_until("the server is registered", server.is_ready)
         with scenario.load() as load:
             load.await_commits()
             for _ in range(2):
                 cluster.kill("storage-1")
                 cluster.start("storage-1")
                 load.await_commits()
-                # While no server had an open partition, it may have been given some.
-                wait_until("the others own all", lambda: owner_addresses(cluster) == others)
+                # While no server had an open partition, this server may have received some.
+                wait_until(
+                    "the other servers own all partitions",
+                    lambda: owner_addresses(cluster) == others,
+                )
                 load.await_commits()
     finally:
         server.kill()
@@ -153,7 +166,7 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
 # --- a server hangs, and another one is frozen
 
 
-class Hanging(ChildProcess):
+class HangingServer(ChildProcess):
     """server-1, as a process that can hang."""
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
@@ -167,11 +180,11 @@ class Hanging(ChildProcess):
             )
 
     def hang(self) -> None:
-        """Hang until `go_on`."""
+        """Hang until `resume`."""
         self._while.touch()
         self.process.send_signal(signal.SIGUSR1)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let the event loop run again."""
         self._while.unlink()
 
@@ -181,32 +194,39 @@ class Hanging(ChildProcess):
 
 
 @pytest.fixture
-def hanging(scenario: Scenario, tmp_path: Path) -> Iterator[Hanging]:
+def hanging_server(scenario: Scenario, tmp_path: Path) -> Iterator[HangingServer]:
     """Run server-1 in a process that can hang."""
     scenario.cluster.kill("server-1", signal.SIGTERM)
-    server = Hanging(scenario, tmp_path)
+    server = HangingServer(scenario, tmp_path)
     try:
-        wait_until("both own some", lambda: len(owner_addresses(scenario.cluster)) == 2)
+        wait_until(
+            "both servers own partitions", lambda: len(owner_addresses(scenario.cluster)) == 2
+        )
         yield server
     finally:
         server.kill()
 
 
-def test_partitions_of_a_hanging_server_move_and_it_rejoins_as_after_any_expiry(
-    scenario: Scenario, hanging: Hanging
+def test_partitions_of_a_hanging_server_move_and_the_server_rejoins(
+    scenario: Scenario, hanging_server: HangingServer
 ):
     with scenario.load() as load:
         load.await_commits()
-        hanging.hang()
+        hanging_server.hang()
         other = {member_address(scenario.cluster, "server-2")}
-        wait_until("the other one owns all", lambda: owner_addresses(scenario.cluster) == other)
+        wait_until(
+            "the other server owns all partitions",
+            lambda: owner_addresses(scenario.cluster) == other,
+        )
         load.await_commits()
-        assert "process.event_loop_unresponsive" in hanging.log_text()
-        hanging.go_on()
-        wait_until("both own some again", lambda: len(owner_addresses(scenario.cluster)) == 2)
+        assert "process.event_loop_unresponsive" in hanging_server.log_text()
+        hanging_server.resume()
+        wait_until(
+            "both servers own partitions again", lambda: len(owner_addresses(scenario.cluster)) == 2
+        )
         load.await_commits()
-    assert "process.event_loop_responsive" in hanging.log_text()
-    assert hanging.process.poll() is None
+    assert "process.event_loop_responsive" in hanging_server.log_text()
+    assert hanging_server.process.poll() is None
     scenario.check_outcomes_against_log()
 
 
@@ -220,7 +240,9 @@ def owned_by(scenario: Scenario, name: str) -> list[int]:
 def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Scenario):
     """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
     owned: list[int] = []
-    wait_until("it owns some", lambda: owned.extend(owned_by(scenario, "server-1")) or owned)
+    wait_until(
+        "the server owns partitions", lambda: owned.extend(owned_by(scenario, "server-1")) or owned
+    )
     with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as watching:
         layout = watching.layout()
     number = owned[0]
@@ -232,17 +254,17 @@ def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Sc
         scenario.cluster.kill("server-1", signal.SIGSTOP)
         try:
             appended = client.append(scenario.row(number), partition=number)
-            asked = threads.submit(client.high_water_mark, number)
+            mark_request = threads.submit(client.high_water_mark, number)
             read = threads.submit(lambda: list(client.read_range(number, first, first)))
             assert appended.result(TEST_TIMEOUT_S) == first + 1
-            assert asked.result(TEST_TIMEOUT_S) >= first
+            assert mark_request.result(TEST_TIMEOUT_S) >= first
             assert [len(chunk.lengths) for chunk in read.result(TEST_TIMEOUT_S)] == [1]
         finally:
             scenario.cluster.kill("server-1", signal.SIGCONT)
     scenario.check_replicas_equal()
 
 
-# --- servers that forget what was mounted
+# --- servers that lose their mounts
 
 
 def layout_of(connect: str) -> ClusterLayout:
@@ -250,7 +272,7 @@ def layout_of(connect: str) -> ClusterLayout:
         return client.layout()
 
 
-def attempt(scenario: Scenario, write: str, run: str) -> WaltzClient:
+def begin_attempt(scenario: Scenario, write: str, run: str) -> WaltzClient:
     """Begin an attempt at task 0 of a write."""
     connect = scenario.cluster.connect
     return WaltzClient.at(layout_of(connect), claim=TaskClaim(connect, write, 0, run=run))
@@ -276,12 +298,14 @@ def records_with(scenario: Scenario, data: bytes) -> int:
     return found
 
 
-def test_a_newer_attempt_ends_an_older_one_over_a_fail_over(scenario: Scenario) -> None:
+def test_a_newer_attempt_ends_an_older_attempt_although_the_servers_restart(
+    scenario: Scenario,
+) -> None:
     begin(scenario, "claim-1")
-    with attempt(scenario, "claim-1", "a") as old:
+    with begin_attempt(scenario, "claim-1", "a") as old:
         first_of_old, late_of_old, first_of_new = (scenario.row(0) for _ in range(3))
         old.append(first_of_old, partition=0).result(TEST_TIMEOUT_S)
-        with attempt(scenario, "claim-1", "a") as new:
+        with begin_attempt(scenario, "claim-1", "a") as new:
             new.mount([0])
             restart_servers(scenario)
             with pytest.raises(ConnectionSuperseded):
@@ -291,10 +315,12 @@ def test_a_newer_attempt_ends_an_older_one_over_a_fail_over(scenario: Scenario) 
     assert records_with(scenario, late_of_old) == 0
 
 
-def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(scenario: Scenario) -> None:
+def test_a_finished_write_ends_its_attempts_although_the_servers_restart(
+    scenario: Scenario,
+) -> None:
     begin(scenario, "claim-2")
     connect = scenario.cluster.connect
-    with attempt(scenario, "claim-2", "a") as straggler:
+    with begin_attempt(scenario, "claim-2", "a") as straggler:
         in_time, too_late = scenario.row(1), scenario.row(1)
         straggler.append(in_time, partition=1).result(TEST_TIMEOUT_S)
         asyncio.run(end_write(connect, "claim-2", {}, keep_ms=KEEP_MS))
@@ -306,7 +332,7 @@ def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(scenario: Scena
 
 
 @contextlib.contextmanager
-def without(scenario: Scenario, name: str) -> Iterator[None]:
+def server_down(scenario: Scenario, name: str) -> Iterator[None]:
     scenario.cluster.kill(name, signal.SIGKILL)
     try:
         yield
@@ -314,16 +340,16 @@ def without(scenario: Scenario, name: str) -> Iterator[None]:
         scenario.cluster.start(name)
 
 
-def test_a_write_begins_continues_and_ends_while_servers_die(scenario: Scenario) -> None:
+def test_a_write_begins_continues_and_finishes_while_servers_are_killed(scenario: Scenario) -> None:
     """Any server that lives carries out the operations on the registry of writes."""
     connect, row = scenario.cluster.connect, scenario.row(2)
-    with without(scenario, "server-1"):
+    with server_down(scenario, "server-1"):
         begin(scenario, "claim-3")
-    with without(scenario, "server-2"), attempt(scenario, "claim-3", "a") as writer:
+    with server_down(scenario, "server-2"), begin_attempt(scenario, "claim-3", "a") as writer:
         writer.append(row, partition=2).result(TEST_TIMEOUT_S)
-    with without(scenario, "server-1"):
-        done = end_write(connect, "claim-3", {"rows": 1}, keep_ms=KEEP_MS)
-        assert asyncio.run(done) == {"rows": 1}
+    with server_down(scenario, "server-1"):
+        end_of_write = end_write(connect, "claim-3", {"rows": 1}, keep_ms=KEEP_MS)
+        assert asyncio.run(end_of_write) == {"rows": 1}
     claim = TaskClaim(connect, "claim-3", 0, run="b")
     with WaltzClient.at(layout_of(connect), claim=claim):
         assert claim.is_done

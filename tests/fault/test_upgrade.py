@@ -1,7 +1,7 @@
 """A cluster under load is upgraded from the released version and back, one process at a time.
 
-Each order of storages and servers is tried. During all of it, a client of this version checks every
-outcome against the log, and clients of both versions append and read.
+Each order of storages and servers is tried. During the whole test, a client of this version checks
+every outcome against the log, and clients of both versions append and read.
 """
 
 import json
@@ -75,26 +75,28 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def released_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack(tmp_path_factory.mktemp("released"))
 
 
 @pytest.fixture(scope="module")
-def scenario(released: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
+def scenario(
+    released_packages: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scenario]:
     """A cluster of which all processes run the released version."""
     cluster = LocalCluster(tmp_path_factory.mktemp("upgrade") / "waltz")
-    with packages_of(released):
+    with packages_of(released_packages):
         cluster.up()
     yield Scenario(cluster)
     cluster.down()
 
 
-def check_clients(scenario: Scenario, released: Path) -> None:
+def check_clients(scenario: Scenario, released_packages: Path) -> None:
     """Let an application with each version append, lose a conflict, read and follow."""
-    for directory in (released, None):
+    for directory in (released_packages, None):
         words = (scenario.cluster.connect, str(TEST_TIMEOUT_S), scenario.row(0).hex())
         found = json.loads(run_script(APPLICATION, *words, directory=directory))
-        assert found["package"].startswith(str(released)) == (directory is not None)
+        assert found["package"].startswith(str(released_packages)) == (directory is not None)
         assert found["winner"] >= found["first"] == found["applied"]
         assert found["is_equal"]
 
@@ -109,16 +111,16 @@ def replace(scenario: Scenario, load: Load, name: str, directory: Path | None) -
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_a_cluster_is_upgraded_and_downgraded_under_load(
-    scenario: Scenario, released: Path, order: tuple[str, ...]
+    scenario: Scenario, released_packages: Path, order: tuple[str, ...]
 ):
     with scenario.load() as load:
         load.await_commits()
         for name in order:
             replace(scenario, load, name, None)
-            check_clients(scenario, released)
+            check_clients(scenario, released_packages)
         for name in reversed(order):
-            replace(scenario, load, name, released)
-            check_clients(scenario, released)
+            replace(scenario, load, name, released_packages)
+            check_clients(scenario, released_packages)
     scenario.check_replicas_equal()
     scenario.check_outcomes_against_log()
 
@@ -132,17 +134,17 @@ def test_files_of_a_newer_version_are_rejected_in_one_sentence(scenario: Scenari
     newer = (1).to_bytes(4, "big") + before[4:]
     file.write_bytes(newer)
     (config,) = (cluster.directory / "conf").glob("storage-3.*")
-    done = subprocess.run(
+    result = subprocess.run(
         waltz_command("storage", "run", "--config", str(config)),
         capture_output=True,
         text=True,
         check=False,
         timeout=TEST_TIMEOUT_S,
     )
-    assert done.returncode == 1
-    (sentence,) = [each for each in done.stderr.splitlines() if each.startswith("waltz-core: ")]
+    assert result.returncode == 1
+    (sentence,) = [each for each in result.stderr.splitlines() if each.startswith("waltz-core: ")]
     assert f"{file}: control file header: expected version 0, found 1. Hint: if a newer" in sentence
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in result.stderr
     assert file.read_bytes() == newer
     file.write_bytes(before)
     cluster.start("storage-3")

@@ -1,4 +1,4 @@
-"""ZooKeeper loses one server, all servers, a session, or has other credentials.
+"""ZooKeeper loses one server, all its servers or a session, or requires other credentials.
 
 WALTZ_OUTAGE_S is the duration of the outage of all ZooKeeper servers; production should survive 60.
 """
@@ -29,10 +29,12 @@ from waltz_core.errors import BadConfig, CoordinatorUnavailable, WaltzError
 from waltz_core.local import LocalCluster, Member, running_cluster
 
 OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
-# Longer than a busy machine keeps a process waiting: what takes as long has waited for a session.
+# Longer than a busy machine delays a process. A longer pause means that the process has waited for
+# a session.
 SESSION_MS = 3_000
-# The tests await commits while ZooKeeper is away, so no append waits for it. In addition, no pause
-# is as long as a session; on a busy machine any process pauses, so this limit grows with the load.
+# The tests wait for commits while ZooKeeper is unavailable, so no append waits for ZooKeeper. In
+# addition, no pause is as long as a session. On a busy machine any process pauses, so this limit
+# grows with the load.
 GAP_S = SESSION_MS / 1000
 SETTINGS: dict[str, dict[str, object]] = {
     kind: {"zookeeper_session_timeout_ms": SESSION_MS} for kind in ("server", "storage")
@@ -48,7 +50,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
 
 
 def print_measurement(text: str) -> None:
-    """Print what was measured, whether or not pytest keeps standard output."""
+    """Print a measurement, even if pytest captures standard output."""
     sys.__stderr__.write(f"\n{text}\n") if sys.__stderr__ else None
 
 
@@ -83,7 +85,10 @@ def owners(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
 
 def await_spread(cluster: LocalCluster) -> dict[int, tuple[str, int]]:
     """Wait until all servers own something and each has a session of its generation."""
-    wait_until("both own some", lambda: len({each[0] for each in owners(cluster).values()}) == 2)
+    wait_until(
+        "both servers own partitions",
+        lambda: len({each[0] for each in owners(cluster).values()}) == 2,
+    )
     wait_until("healthy", lambda: all(each[0] == 200 for each in healths(cluster).values()))
     return owners(cluster)
 
@@ -118,10 +123,12 @@ def daemons_without_zookeeper(cluster: LocalCluster) -> list[str]:
     ]
 
 
-def gap_s(load: Load, began: float, ended: float) -> float:
+def gap_s(load: Load, began_s: float, ended_s: float) -> float:
     """Return the longest time without any acknowledgement, over all partitions, in a stretch."""
-    reported = sorted(each.reported_s for each in load.ledger if began <= each.reported_s <= ended)
-    return max(b - a for a, b in pairwise([began, *reported, ended]))
+    reported = sorted(
+        each.reported_s for each in load.ledger if began_s <= each.reported_s <= ended_s
+    )
+    return max(b - a for a, b in pairwise([began_s, *reported, ended_s]))
 
 
 def test_the_connect_string_names_all_nodes(scenario: Scenario):
@@ -139,33 +146,37 @@ def test_the_connect_string_names_all_nodes(scenario: Scenario):
         ),
     )
     # Any root will do, however deep, and a host that is not there is passed over.
-    elsewhere = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
+    connect_without_cluster = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
     for words in (("create", "--partitions", "1", "--storage", "127.0.0.1:2:3"), ("show",)):
-        done = run_command("cluster", *words, elsewhere)
-        assert done.returncode == 0, done.stderr
-    assert "waltz  cluster key " in done.stdout
+        result = run_command("cluster", *words, connect_without_cluster)
+        assert result.returncode == 0, result.stderr
+    assert "waltz  cluster key " in result.stdout
 
 
-def test_the_loss_of_the_leading_node_interrupts_nothing(scenario: Scenario):
+def test_the_loss_of_the_leading_zookeeper_server_interrupts_no_append(scenario: Scenario):
     """All sessions lose their connections; with a follower only its own do."""
     cluster = scenario.cluster
     before = await_spread(cluster)
     with scenario.load() as load:
         load.await_commits()
-        refused, began = len(load.failure_reasons), time.monotonic()
+        failures_before, began_s = len(load.failure_reasons), time.monotonic()
         lost = next(
             member.name for member in cluster.zookeepers if zookeeper_mode(member) == "leader"
         )
         cluster.kill(lost)
-        wait_until("two sessions long", lambda: time.monotonic() > began + 2 * SESSION_MS / 1000)
+        wait_until(
+            "commits for the time of two sessions",
+            lambda: time.monotonic() > began_s + 2 * SESSION_MS / 1000,
+        )
         assert daemons_without_zookeeper(cluster) == []
         assert owners(cluster) == before
-        ended = time.monotonic()
-        assert load.failure_reasons[refused:] == []
-    assert gap_s(load, began, ended) < GAP_S * machine_slowdown()
+        ended_s = time.monotonic()
+        assert load.failure_reasons[failures_before:] == []
+    assert gap_s(load, began_s, ended_s) < GAP_S * machine_slowdown()
     cluster.start(lost)
     wait_until(
-        "the node is back", lambda: zookeeper_mode(cluster.member(lost)) in ("follower", "leader")
+        "the ZooKeeper server is back",
+        lambda: zookeeper_mode(cluster.member(lost)) in ("follower", "leader"),
     )
     scenario.check_outcomes_against_log()
 
@@ -177,13 +188,18 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
     before, moved = await_spread(cluster), moves(cluster)
     with scenario.load() as load, WaltzClient(cluster.connect, PATIENT_CLIENT) as reader:
         load.await_commits()
-        refused, began = len(load.failure_reasons), time.monotonic()
+        failures_before, began_s = len(load.failure_reasons), time.monotonic()
         for member in cluster.zookeepers:
             cluster.kill(member.name)
-        assert daemons_without_zookeeper(cluster) == [], "a short absence is no illness"
+        assert daemons_without_zookeeper(cluster) == [], (
+            "health must not change after a short outage"
+        )
         daemons = {member.name for member in cluster.members if member.http_port}
-        wait_until("health shows it", lambda: set(daemons_without_zookeeper(cluster)) == daemons)
-        while time.monotonic() < began + OUTAGE_S:
+        wait_until(
+            "the health pages report the outage",
+            lambda: set(daemons_without_zookeeper(cluster)) == daemons,
+        )
+        while time.monotonic() < began_s + OUTAGE_S:
             load.await_commits()
             for member in cluster.members:
                 if member.http_port:
@@ -196,18 +212,21 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
             cluster.start(member.name)
         wait_until("transaction is a quorum:", lambda: leads(cluster))
         back = time.monotonic()
-        wait_until("all healthy", lambda: not daemons_without_zookeeper(cluster))
+        wait_until("all daemons are healthy", lambda: not daemons_without_zookeeper(cluster))
         wait_until("as before", lambda: owners(cluster) == before)
         took = time.monotonic() - back
         assert len(servers_view(cluster).servers) == 2
         load.await_commits()
-        ended = time.monotonic()
-        assert load.failure_reasons[refused:] == []
-        # Nor does anything move once the sessions that no process has resumed are over. No event
-        # shows that nothing moves: only time does.
-        wait_until("two sessions long", lambda: time.monotonic() > ended + 2 * SESSION_MS / 1000)
+        ended_s = time.monotonic()
+        assert load.failure_reasons[failures_before:] == []
+        # Also no partition moves after the sessions that no process has resumed have expired. No
+        # event shows this, so the test waits.
+        wait_until(
+            "commits for the time of two sessions",
+            lambda: time.monotonic() > ended_s + 2 * SESSION_MS / 1000,
+        )
         assert owners(cluster) == before
-    gap = gap_s(load, began, ended)
+    gap = gap_s(load, began_s, ended_s)
     print_measurement(
         f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s"
     )
@@ -217,7 +236,7 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
 
 
 @pytest.mark.slow
-def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
+def test_no_partition_moves_when_all_zookeeper_sessions_end(tmp_path: Path):
     """ZooKeeper is alive but unreachable: to it all servers have died, and then they return.
 
     One that was killed keeps the sessions, and an ensemble's new leader restarts their timeouts.
@@ -233,18 +252,20 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
             scenario = Scenario(cluster)
             with scenario.load() as load:
                 load.await_commits()
-                refused, began = len(load.failure_reasons), time.monotonic()
+                failures_before, began_s = len(load.failure_reasons), time.monotonic()
                 gate.close()
-                wait_until("sessions over", lambda: not servers_view(cluster).servers)
+                wait_until(
+                    "the ZooKeeper sessions have ended", lambda: not servers_view(cluster).servers
+                )
                 load.await_commits()
                 gate.open()
                 back = time.monotonic()
                 wait_until("as before", lambda: is_as_before(cluster, before))
                 took = time.monotonic() - back
                 load.await_commits()
-                ended = time.monotonic()
-                assert load.failure_reasons[refused:] == []
-            gap = gap_s(load, began, ended)
+                ended_s = time.monotonic()
+                assert load.failure_reasons[failures_before:] == []
+            gap = gap_s(load, began_s, ended_s)
             print_measurement(
                 f"all sessions over, longest gap {gap:.3f} s, as before after {took:.2f} s"
             )
@@ -256,7 +277,7 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
 
 
 def is_as_before(cluster: LocalCluster, before: dict[int, tuple[str, int]]) -> bool:
-    """Return whether all servers are registered and own what they owned."""
+    """Return whether all servers are registered and own the same partitions as before."""
     return owners(cluster) == before and servers_view(cluster).is_settled
 
 
@@ -289,7 +310,7 @@ def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
             cluster.start(member.name)
         wait_until("transaction is a quorum:", lambda: leads(cluster))
         wait_until(
-            "the other one owns all",
+            "the other server owns all partitions",
             lambda: dead not in {each[0] for each in owners(cluster).values()},
         )
         load.await_commits()
@@ -313,10 +334,10 @@ def auth_file(tmp_path: Path) -> Path:
 
 def error_of(*words: str) -> str:
     """Return the one line that a command prints before it fails."""
-    done = run_command(*words)
-    assert done.returncode != 0, done.stdout
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    result = run_command(*words)
+    assert result.returncode != 0, result.stdout
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
 
 
 def test_a_cluster_is_protected_and_then_rejects_other_users(
@@ -331,17 +352,17 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         "exit_with_parent": True,
     }
     cluster = cluster_of(LocalCluster(tmp_path / "c", **options))
-    place = cluster.up()
-    with WaltzClient(place, PATIENT_CLIENT) as client:
+    open_connect = cluster.up()
+    with WaltzClient(open_connect, PATIENT_CLIENT) as client:
         client.append(b"open", partition=0).result(TEST_TIMEOUT_S)
     # As in docs/zookeeper.md: first all authenticate, and the nodes they create stay open.
     auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
-    connect = f"{place}?auth={auth_file}"
+    connect = f"{open_connect}?auth={auth_file}"
     cluster._load_state().auth_file = str(auth_file)
     for name in ("storage-1", "server-1"):
         cluster.kill(name, signal.SIGTERM)
         cluster.start(name)
-    for each in (place, connect):
+    for each in (open_connect, connect):
         wait_until("both may", lambda each=each: mark(each) == 0)
     auth_file.write_text("digest:waltz:a long password\n")
     cluster.kill("server-1", signal.SIGTERM)
@@ -353,7 +374,7 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         assert client.high_water_marks() == {0: 1}
     assert cluster.connect == connect
     assert "engaged" in str(show_cluster(cluster)["partitions"])
-    check_only_its_user_is_let_in(tmp_path, place)
+    check_only_its_user_is_let_in(tmp_path, open_connect)
     # No process shows the password.
     for member in cluster.members:
         process = member.process()
@@ -361,20 +382,20 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
         assert "a long password" not in " ".join(process.cmdline())
 
 
-def check_only_its_user_is_let_in(tmp_path: Path, place: str) -> None:
-    """Without credentials, with other ones, and with a file that is absent."""
-    unreachable = error_of("cluster", "show", place)
+def check_only_its_user_is_let_in(tmp_path: Path, connect: str) -> None:
+    """Try a client without credentials, with other credentials, and with a missing file."""
+    unreachable = error_of("cluster", "show", connect)
     assert "requires authentication for /waltz/local:" in unreachable
     assert "?auth=FILE" in unreachable
     wrong = tmp_path / "wrong.auth"
     wrong.write_text("digest:waltz:another password\n")
-    other = error_of("cluster", "show", f"{place}?auth={wrong}")
+    other = error_of("cluster", "show", f"{connect}?auth={wrong}")
     assert "denies access to /waltz/local:" in other
     assert "the user 'waltz' in" in other
     assert "another password\n" not in other.replace("with another password", "")
     with pytest.raises(BadConfig, match="requires authentication"):
-        WaltzClient(place, PATIENT_CLIENT)
-    missing = error_of("cluster", "show", f"{place}?auth={tmp_path}/none")
+        WaltzClient(connect, PATIENT_CLIENT)
+    missing = error_of("cluster", "show", f"{connect}?auth={tmp_path}/none")
     assert "cannot be read: No such file" in missing
 
 

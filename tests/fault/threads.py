@@ -3,10 +3,10 @@
 It uses ptrace, because a signal would stop the whole process. All calls must come from one thread,
 which also stops threads that the process starts later.
 
-A thread that waits for a disk holds nothing that another thread needs. A thread that is stopped at
-another place may hold the interpreter's lock, or not have reported its start, for which the first
-thread waits. So after each stop the process must answer; otherwise the thread continues, and is
-stopped later.
+A thread that waits for a disk holds no lock that another thread needs. A thread that is stopped
+elsewhere may hold the lock of the interpreter. Or it has not reported its start yet, and the first
+thread waits for this report. So the process must answer after each stop. If it does not, the thread
+continues, and is stopped later.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class _ThreadStopper:
     """Stops the threads of a process until it is ended."""
 
     def __init__(self, pid: int, is_answering: Callable[[], bool]) -> None:
-        self.refused = ""
+        self.error = ""
         self._pid = pid
         self._is_answering = is_answering
         self._stopped: set[int] = set()
@@ -48,7 +48,7 @@ class _ThreadStopper:
         self._thread.join()
 
     def _stop_new_threads(self) -> None:
-        while not self._ended.is_set() and not self.refused:
+        while not self._ended.is_set() and not self.error:
             with contextlib.suppress(FileNotFoundError):  # it is gone
                 for each in os.listdir(f"/proc/{self._pid}/task"):
                     self._stop(int(each))
@@ -62,7 +62,7 @@ class _ThreadStopper:
             return
         if self._libc.ptrace(_SEIZE, thread, None, None) != 0:
             if Path(f"/proc/{self._pid}/task/{thread}").exists():
-                self.refused = os.strerror(ctypes.get_errno())
+                self.error = os.strerror(ctypes.get_errno())
             return
         if self._libc.ptrace(_INTERRUPT, thread, None, None) == 0:
             os.waitpid(thread, _WAIT_ALL)
@@ -89,9 +89,9 @@ def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
         pytest.skip("only Linux stops single threads")
     watch = _ThreadStopper(pid, is_answering)
     _stoppers.append(watch)
-    if watch.refused:
+    if watch.error:
         resume_threads()
-        pytest.skip(f"no thread can be stopped: {watch.refused}")
+        pytest.skip(f"no thread can be stopped: {watch.error}")
 
 
 def resume_threads() -> None:

@@ -1,12 +1,13 @@
 """The fuzzer: feeds decoders changed and random bytes, under limits of memory and time.
 
-    python -m tests.fuzz --seconds 600                       # all decoders, for so long in total
+    python -m tests.fuzz --seconds 600                       # all decoders, 600 s in total
     python -m tests.fuzz --seconds 600 --decoder hello       # one of them; may be repeated
     python -m tests.fuzz --decoder hello --atheris           # guided by coverage, until ctrl-C
     python -m tests.fuzz --decoder hello --input FILE        # one input again
 
-Each decoder runs in a process of its own. A defect is shown with its place and its bytes, and the
-shortest input for each place is kept in `tests/fuzz/corpus`. The exit code is then 1.
+Each decoder runs in a separate process. The fuzzer prints each defect with its location and its
+bytes, and stores the shortest input for each location in `tests/fuzz/corpus`. The exit code is then
+1.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class LastInput:
         with path.open("r+b") as file:
             self._map = mmap(file.fileno(), 0)
 
-    def put(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         self._map[: 4 + len(data)] = len(data).to_bytes(4, "big") + data
 
     @staticmethod
@@ -60,7 +61,7 @@ class LastInput:
 
 
 def prepare(decoders: Iterable[Decoder]) -> None:
-    """Load what decoders load at their first use, then limit the memory of this process."""
+    """Load the modules that decoders need, then limit the memory of this process."""
     warnings.simplefilter("error")
     for decoder in decoders:
         for data in decoder.all_seeds()[:10]:
@@ -76,8 +77,8 @@ def report(defect: Defect) -> None:
         json.dumps(
             {
                 "decoder": defect.decoder,
-                "what": defect.what,
-                "place": defect.place,
+                "description": defect.description,
+                "location": defect.location,
                 "data": defect.data.hex(),
             }
         )
@@ -85,7 +86,7 @@ def report(defect: Defect) -> None:
 
 
 def random_inputs(decoder: Decoder, seed: int, seconds: float) -> Iterator[bytes]:
-    """Yield the kept inputs, then random ones for so long."""
+    """Yield the stored inputs, then random inputs for the given time."""
     yield from decoder.corpus().values()
     rng, seeds = Random(seed), decoder.all_seeds()
     end_s = time.monotonic() + seconds
@@ -94,7 +95,7 @@ def random_inputs(decoder: Decoder, seed: int, seconds: float) -> Iterator[bytes
 
 
 def extreme_inputs(decoder: Decoder) -> Iterator[bytes]:
-    """Yield the kept inputs, then some with huge numbers; the same ones at each call."""
+    """Yield the stored inputs, then inputs with huge numbers; each call yields the same inputs."""
     yield from decoder.corpus().values()
     found = [
         each
@@ -119,7 +120,7 @@ def work(arguments: argparse.Namespace) -> None:
         )
         for data in inputs:
             if last is not None:
-                last.put(data)
+                last.write(data)
             count += 1
             try:
                 check_limited(decoder, data)
@@ -133,14 +134,14 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def run(decoder: Decoder, seconds: float, seed: int) -> tuple[int, list[Defect]]:
-    """Run a decoder in a process of its own; return the number of inputs, and the defects."""
+    """Run a decoder in a separate process; return the number of inputs, and the defects."""
     with tempfile.NamedTemporaryFile(prefix="waltz-fuzz-") as file:
         file.truncate(4 + BYTES_MAX)
         last = Path(file.name)
         command = [sys.executable, "-m", "tests.fuzz", "--worker", "--decoder", decoder.name]
         command += ["--seconds", str(seconds), "--seed", str(seed), "--last", str(last)]
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 command,
                 cwd=ROOT,
                 check=False,
@@ -150,16 +151,16 @@ def run(decoder: Decoder, seconds: float, seed: int) -> tuple[int, list[Defect]]
             )
         except subprocess.TimeoutExpired:
             return 0, [Defect(decoder.name, LastInput.read(last), "does not end", "?")]
-        count, defects = parsed(done.stdout)
-        if done.returncode:
-            error = done.stderr.strip().rpartition("\n")[2]
-            what = f"ended the process, code {done.returncode}: {error:.300}"
-            defects.append(Defect(decoder.name, LastInput.read(last), what, "?"))
+        count, defects = parsed(result.stdout)
+        if result.returncode:
+            error = result.stderr.strip().rpartition("\n")[2]
+            description = f"ended the process, code {result.returncode}: {error:.300}"
+            defects.append(Defect(decoder.name, LastInput.read(last), description, "?"))
         return count, defects
 
 
 def parsed(output: str) -> tuple[int, list[Defect]]:
-    """Return what `work` has printed; of a place, the defect with the shortest input."""
+    """Return the defects printed by `work`: for each location, the one with the shortest input."""
     count, found = 0, {}
     for line in output.splitlines():
         values = json.loads(line)
@@ -167,8 +168,8 @@ def parsed(output: str) -> tuple[int, list[Defect]]:
             count = values["count"]
             continue
         data = bytes.fromhex(values["data"])
-        defect = Defect(values["decoder"], data, values["what"], values["place"])
-        key = (defect.decoder, defect.place, defect.what.partition(":")[0])
+        defect = Defect(values["decoder"], data, values["description"], values["location"])
+        key = (defect.decoder, defect.location, defect.description.partition(":")[0])
         if key not in found or len(data) < len(found[key].data):
             found[key] = defect
     return count, list(found.values())
@@ -205,7 +206,7 @@ def fuzz(decoders: Sequence[Decoder], seconds: float, seed: int) -> int:
         print_line(f"{decoder.name:22}{count:>12,} inputs, {len(defects)} defects")
         for defect in defects:
             code = 1
-            print_line(f"    {defect.what} at {defect.place}")
+            print_line(f"    {defect.description} at {defect.location}")
             print_line(f"    kept as {keep(decoder.name, defect.data, 'found').relative_to(ROOT)}")
     print_line(f"{total:,} inputs in total")
     return code

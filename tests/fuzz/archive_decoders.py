@@ -41,7 +41,7 @@ def objects() -> list[bytes]:
 def changed_objects() -> list[bytes]:
     """Return objects whose pages have valid checksums, and values that no log has."""
     table = pq.read_table(io.BytesIO(objects()[0]))
-    made = []
+    objects_found = []
     for name in table.column_names:
         column = table.column(name)
         for value in (None, -1, 0, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63)):
@@ -55,10 +55,10 @@ def changed_objects() -> list[bytes]:
                     array = pa.array(values, column.type)
                 except (pa.ArrowException, OverflowError):  # it is too wide for the column
                     continue
-                made.append(written(table, name, array))
-    made.append(written(table.drop_columns(["header"]), "", None))
-    made.append(written(table[:0], "", None))
-    return made
+                objects_found.append(written(table, name, array))
+    objects_found.append(written(table.drop_columns(["header"]), "", None))
+    objects_found.append(written(table[:0], "", None))
+    return objects_found
 
 
 def written(table: pa.Table, name: str, array: pa.Array | None) -> bytes:
@@ -72,7 +72,7 @@ def written(table: pa.Table, name: str, array: pa.Array | None) -> bytes:
 
 
 def read_object(data: bytes) -> None:
-    """Read an object whole, verify it, and make its index; each may find what is wrong."""
+    """Read an object completely, verify it, and build its index; each step may detect an error."""
     found = ArchiveObject(data, "o")
     groups = range(min(found.group_count, 100))
     uses = [partial(found.read_row_group, each) for each in groups]

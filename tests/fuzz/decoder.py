@@ -1,4 +1,4 @@
-"""What the fuzzer knows of a decoder, and when an input shows a defect of it."""
+"""The description of a decoder for the fuzzer, and the check of one input."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,24 +13,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Defect(AssertionError):
-    """A decoder did something that it does not declare; `place` is the line that did it."""
+    """A decoder did something that it does not declare; `location` is the line that did it."""
 
-    def __init__(self, decoder: str, data: bytes, what: str, place: str) -> None:
-        super().__init__(f"{decoder}: {what} at {place}, for {data[:400].hex() or 'no bytes'}")
+    def __init__(self, decoder: str, data: bytes, description: str, location: str) -> None:
+        super().__init__(
+            f"{decoder}: {description} at {location}, for {data[:400].hex() or 'no bytes'}"
+        )
         self.decoder = decoder
         self.data = data
-        self.what = what
-        self.place = place
+        self.description = description
+        self.location = location
 
 
 @dataclass(frozen=True)
 class Decoder:
     """A decoder of bytes from outside.
 
-    `decode` returns, or raises one of `errors`, which its docstring declares; it may also assert
-    what must hold for a value. `seeds` returns valid bytes. `seal` corrects the checksums of
-    changed bytes, so that they reach what is behind the checksums. `words` are inserted. `examples`
-    is the number of inputs of a quick test.
+    `decode` returns, or raises one of `errors`, which its docstring declares. It may also check the
+    decoded value with assertions. `seeds` returns valid bytes. `seal` corrects the checksums of
+    changed bytes, so that the code after the check of the checksums runs, too. `words` are inserted
+    into inputs. `examples` is the number of inputs of a quick test.
     """
 
     name: str
@@ -61,14 +63,16 @@ class Decoder:
             raise self._defect(data, error) from error
 
     def _defect(self, data: bytes, error: BaseException) -> Defect:
-        return Defect(self.name, data, f"{type(error).__name__}: {error!s:.300}", place_of(error))
+        return Defect(
+            self.name, data, f"{type(error).__name__}: {error!s:.300}", location_of(error)
+        )
 
     def all_seeds(self) -> list[bytes]:
         """Return the seeds, and the inputs of the corpus."""
         return [*_seeds_of(self.seeds), *self.corpus().values()]
 
     def corpus(self) -> dict[str, bytes]:
-        """Return the kept inputs by name."""
+        """Return the inputs of the corpus by name."""
         files = sorted((CORPUS / self.name).glob("*.bin"))
         return {each.name: each.read_bytes() for each in files}
 
@@ -79,7 +83,7 @@ def _seeds_of(seeds: Callable[[], Sequence[bytes]]) -> tuple[bytes, ...]:
 
 
 def memory_error_in(error: BaseException) -> MemoryError | None:
-    """Return the lack of memory that a declared error was made of: pyarrow has one of its own."""
+    """Return the memory error that caused a declared error; pyarrow has its own class for it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError):
@@ -88,10 +92,10 @@ def memory_error_in(error: BaseException) -> MemoryError | None:
     return None
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Return the innermost line of the project that an error passed."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if each.filename.startswith(str(ROOT))] or frames[:1]
-    if not own:
-        return "an unknown place"
-    return f"{own[-1].filename.removeprefix(f'{ROOT}/')}:{own[-1].lineno}"
+    own_frames = [each for each in frames if each.filename.startswith(str(ROOT))] or frames[:1]
+    if not own_frames:
+        return "an unknown location"
+    return f"{own_frames[-1].filename.removeprefix(f'{ROOT}/')}:{own_frames[-1].lineno}"

@@ -66,14 +66,14 @@ READS_MAX = 20
 
 
 def with_crc(data: bytes, before: int = 0) -> bytes:
-    """Return bytes whose last four are the CRC-32 of the others."""
+    """Return the bytes with their CRC-32 in the last four bytes."""
     return data[:-4] + crc32(data[:-4], before).to_bytes(4, "big") if len(data) >= 4 else data
 
 
 def decode_structure(decode: Callable[[bytes], Any], data: bytes) -> None:
-    """Decode a structure, which has one encoding only, if nothing follows it."""
-    made: bytes = decode(data).encode()
-    assert data[: len(made)] == made
+    """Decode a structure, and check that it has only one encoding."""
+    encoded: bytes = decode(data).encode()
+    assert data[: len(encoded)] == encoded
 
 
 def slots() -> list[bytes]:
@@ -99,7 +99,7 @@ def slots() -> list[bytes]:
 
 
 def decode_slot(data: bytes) -> None:
-    Slot.encode(Slot.decode(data))  # fields that its flags switch off are not kept
+    Slot.encode(Slot.decode(data))  # fields that are disabled by flags are not stored
 
 
 BOUND = {"segment_crc": 0x01020304, "position": 3}
@@ -218,12 +218,14 @@ def sealed_lineage(content: bytes) -> bytes:
         segment_crc = LineageHeader.decode(head).segment_crc
     except DAMAGED:
         return content
-    made = [head]
+    parts = [head]
     for number, at in enumerate(range(LINEAGE_HEADER_BYTES, len(content), LINEAGE_ENTRY_BYTES)):
         entry = content[at : at + LINEAGE_ENTRY_BYTES]
-        whole = len(entry) == LINEAGE_ENTRY_BYTES
-        made.append(with_crc(entry, _entry_crc_start(segment_crc, number)) if whole else entry)
-    return b"".join(made)
+        is_complete = len(entry) == LINEAGE_ENTRY_BYTES
+        parts.append(
+            with_crc(entry, _entry_crc_start(segment_crc, number)) if is_complete else entry
+        )
+    return b"".join(parts)
 
 
 def open_storage(data: bytes) -> None:
@@ -245,7 +247,7 @@ def open_storage(data: bytes) -> None:
 
 
 def read_log(log: PartitionLog) -> None:
-    """Read all records, headers and batches of a log; what is damaged is an error."""
+    """Read all records, headers and batches of a log; damage is an error."""
     at = log.start.transaction_id + 1
     for _ in range(READS_MAX):
         if at > log.max_id:
@@ -268,8 +270,8 @@ def read_log(log: PartitionLog) -> None:
 @cache
 def _verified_directory() -> Path:
     # In memory where that is possible: each input writes a file.
-    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=place))
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=parent))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for path, content in closed_storage().files.items():
         copy = directory / path.relative_to(ROOT)

@@ -1,8 +1,8 @@
 """Limits of memory and time for a process that runs decoders; Linux only.
 
 Rules:
-    1. The process has 1 GiB of address space more than it had before, so that a huge allocation
-       fails, also one that is never touched.
+    1. The process gets 1 GiB of additional address space, so that a huge allocation fails, even if
+       the memory is never touched.
     2. An input may let the process grow by 64 MiB and 200 times its size at most.
     3. An input may take 10 s of CPU time.
 """
@@ -67,10 +67,10 @@ def check_limited(decoder: Decoder, data: bytes, *, cpu_s: float = CPU_S) -> Non
 
 
 def _most_bytes(*, forget: bool = False) -> tuple[int, int]:
-    """Return the most memory that the process has had, and that of PyArrow.
+    """Return the maximum memory of the process and of PyArrow.
 
-    With `forget` the process begins again with what it has now. NB: not `getrusage`, since a
-    process inherits that maximum from its parent.
+    `forget` resets the maximum to the current memory. `getrusage` is not used, because a process
+    inherits its maximum from the parent.
     """
     if forget:
         with open("/proc/self/clear_refs", "w") as file:

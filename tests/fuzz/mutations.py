@@ -1,6 +1,7 @@
 """Changes of valid bytes, drawn by hypothesis in tests and by a `Random` in long runs.
 
-A mutation is a few numbers, so both draw the same kinds, and hypothesis can shrink them.
+A mutation is a tuple of numbers. So tests and long runs draw the same kinds of mutations, and
+hypothesis can shrink them.
 """
 
 from collections.abc import Sequence
@@ -58,30 +59,30 @@ def mutate(
 
 
 def _apply_mutation(data: bytes, other: bytes, change: Mutation, words: tuple[bytes, ...]) -> bytes:
-    kind, place, size, value = change
-    at = place % (len(data) + 1)
-    made = bytearray(data)
+    kind, position, size, value = change
+    at = position % (len(data) + 1)
+    mutated = bytearray(data)
     if kind == "cut":
-        del made[at:]
+        del mutated[at:]
     elif kind == "drop":
-        del made[at : at + size]
+        del mutated[at : at + size]
     elif kind == "repeat":
-        made[at:at] = made[at : at + size]
+        mutated[at:at] = mutated[at : at + size]
     elif kind == "splice":
-        made[at:] = other[value % (len(other) + 1) :]
+        mutated[at:] = other[value % (len(other) + 1) :]
     elif kind == "insert":
-        made[at:at] = words[value % len(words)]
+        mutated[at:at] = words[value % len(words)]
     elif kind == "overwrite":
         word = words[value % len(words)]
-        made[at : at + len(word)] = word
+        mutated[at : at + len(word)] = word
     elif kind == "number":
         number = _number(value, len(data))
-        made[at : at + len(number)] = number
+        mutated[at : at + len(number)] = number
     elif kind == "digits":
-        _change_digits(made, at, _NUMBERS[value % len(_NUMBERS)])
-    elif at < len(made):  # a byte
-        made[at] = value % 256 if kind == "byte" else made[at] ^ (1 << value % 8)
-    return bytes(made)
+        _change_digits(mutated, at, _NUMBERS[value % len(_NUMBERS)])
+    elif at < len(mutated):  # a byte
+        mutated[at] = value % 256 if kind == "byte" else mutated[at] ^ (1 << value % 8)
+    return bytes(mutated)
 
 
 def _number(choice: int, size: int) -> bytes:

@@ -125,7 +125,7 @@ def protobuf_payloads() -> list[bytes]:
 
 
 def parse_avro_schema(data: bytes) -> None:
-    """Check a schema; what is accepted decodes any bytes, or rejects them."""
+    """Check a schema; an accepted schema decodes any bytes, or rejects them."""
     text = data.decode("utf-8", "replace")
     codec = AvroCodec(RegisteredSchema(1, SchemaType.AVRO, text))
     for body in (bytes(64), b"\x02" * 64, b"\xff" * 9 + b"\x01"):

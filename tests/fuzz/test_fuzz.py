@@ -1,7 +1,7 @@
 """Every decoder of bytes from outside returns a value, or raises an error that it declares.
 
-Here the fuzzer runs for a moment, with the same inputs each time; `python -m tests.fuzz` runs for
-longer. tests/fuzz/corpus has an input for each defect that it has found.
+These tests run the fuzzer for a short time, with the same inputs each time. `python -m tests.fuzz`
+runs longer. tests/fuzz/corpus has an input for each defect that the fuzzer has found.
 """
 
 import subprocess
@@ -49,10 +49,10 @@ def test_the_first_seed_is_decoded(decoder):
 
 
 @each_decoder
-def test_the_kept_inputs_give_a_value_or_a_declared_error(decoder):
-    kept = decoder.corpus()
-    assert kept, "python -m tests.fuzz --keep-seeds adds the first ones"
-    for data in kept.values():
+def test_inputs_of_the_corpus_give_a_value_or_a_declared_error(decoder):
+    inputs = decoder.corpus()
+    assert inputs, "python -m tests.fuzz --keep-seeds adds the first ones"
+    for data in inputs.values():
         decoder.check(data)
 
 
@@ -61,7 +61,7 @@ def test_every_folder_of_the_corpus_belongs_to_a_decoder():
 
 
 def test_huge_numbers_need_no_more_memory_than_the_input_justifies():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "--worker", "--extremes"],
         cwd=ROOT,
         check=False,
@@ -69,8 +69,8 @@ def test_huge_numbers_need_no_more_memory_than_the_input_justifies():
         text=True,
         timeout=TEST_TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stderr
-    count, defects = parsed(done.stdout)
+    assert result.returncode == 0, result.stderr
+    count, defects = parsed(result.stdout)
     assert not defects, "\n".join(map(str, defects))
     assert count > 30 * len(DECODERS)
 
@@ -120,7 +120,7 @@ def test_a_decoder_that_does_not_end_is_a_defect():
 
 
 def test_memory_out_of_proportion_is_a_defect():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _TAKES_MEMORY],
         cwd=ROOT,
         check=False,
@@ -128,8 +128,8 @@ def test_memory_out_of_proportion_is_a_defect():
         text=True,
         timeout=TEST_TIMEOUT_S,
     )
-    assert "bytes of memory" in done.stderr
-    assert "MemoryError" in done.stdout
+    assert "bytes of memory" in result.stderr
+    assert "MemoryError" in result.stdout
 
 
 _TAKES_MEMORY = """
@@ -151,7 +151,7 @@ def test_extreme_numbers_are_tried_at_every_offset():
 
 
 @pytest.mark.parametrize("name", ["frames-storage", "permissions"])
-def test_mutations_are_not_only_rejected(name):
+def test_decoders_accept_some_of_the_mutated_inputs(name):
     """Changes must leave some inputs valid, and change the values of others."""
     decoder, outcomes = BY_NAME[name], set()
 

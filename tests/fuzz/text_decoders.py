@@ -35,8 +35,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 @cache
 def _settings_file() -> Path:
     # In memory where that is possible: each input writes it.
-    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=place))
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    directory = Path(tempfile.mkdtemp(prefix="waltz-fuzz-", dir=parent))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory / "settings.toml"
 
@@ -49,13 +49,13 @@ def text_of(data: bytes) -> str:
 def settings_files(config_type) -> list[bytes]:
     sample = sample_toml(config_type)
     lines = [each for each in sample.splitlines() if " = " in each and not each.startswith("# #")]
-    given = [each.removeprefix("# ") for each in lines]
+    setting_lines = [each.removeprefix("# ") for each in lines]
     small = [each for each in lines if not each.startswith("#")]
-    return ["\n".join(small).encode(), "\n".join(small + given[-12:]).encode()]
+    return ["\n".join(small).encode(), "\n".join(small + setting_lines[-12:]).encode()]
 
 
 def load_settings(config_type, data: bytes) -> None:
-    """Load a file, and take its lines as variables of the environment, too."""
+    """Load a settings file, and also use its lines as environment variables."""
     path = _settings_file()
     path.write_bytes(data)
     prefix = f"WALTZ_{config_type.kind.upper()}_"
@@ -134,7 +134,7 @@ def spark_payloads(data_format: str) -> list[bytes]:
 
 
 def unpack(data_format: str, data: bytes) -> None:
-    """Unpack a payload into columns, strictly and with nulls for what does not fit."""
+    """Unpack a payload into columns, once strictly, and once with nulls for invalid values."""
     rows = pa.array([data], pa.binary())
     fields = [pa.field(f"c{at}", kind) for at, kind in enumerate(SPARK_KINDS)]
     whole = Unpacker(fields, data_format)
@@ -217,7 +217,7 @@ def _payload(name: str, serializer) -> Decoder:
 
 
 def decode_registry_arguments(data: bytes) -> None:
-    """Decode the arguments of a request for the registry; what is accepted can be stored."""
+    """Decode the arguments of a registry request; accepted arguments can be stored."""
     found = Arguments(data)
     strict_json.to_json([found.keep_ms(), found.flag("in_series"), found.text("run")])
     strict_json.to_json(found.summary())

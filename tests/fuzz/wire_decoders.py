@@ -77,7 +77,7 @@ def decode_message(protocol: WireProtocol, data: bytes) -> messages.Message | No
 
 
 def decode_frame(protocol: WireProtocol, data: bytes) -> None:
-    """Decode a frame; what was decoded can be encoded, and is then the same."""
+    """Decode a frame, and check that it is encoded to the same bytes."""
     message = decode_message(protocol, data)
     if message is not None:
         version = codec.decode_frame_header(data).version
@@ -94,8 +94,10 @@ def with_header(protocol: WireProtocol, data: bytes) -> bytes:
 
 
 def hellos() -> list[bytes]:
-    made = [Connection(each, is_listener=True).first_bytes() for each in PROTOCOLS]
-    return [each[FRAME_HEADER.size :] for each in (*made, codec.encode_hello(Hello((), "ü")))]
+    encoded_hellos = [Connection(each, is_listener=True).first_bytes() for each in PROTOCOLS]
+    return [
+        each[FRAME_HEADER.size :] for each in (*encoded_hellos, codec.encode_hello(Hello((), "ü")))
+    ]
 
 
 def decode_hello(data: bytes) -> None:
@@ -108,24 +110,24 @@ def client_hellos() -> list[bytes]:
     """Return the first bytes of TLS peers: with TLS 1.2 and 1.3."""
     groups = bytes.fromhex("000a 0006 0004 001d 0017")
     shares = bytes.fromhex("002b 0003 02 0304 0033 000a 0008 001d 0004 6b6b6b6b")
-    made = []
+    hellos_of_clients = []
     for extensions in (groups, groups + shares):
         body = b"\3\3" + bytes(32) + b"\0" + bytes.fromhex("0002 1301 0100")
         body += len(extensions).to_bytes(2, "big") + extensions
         message = b"\1" + len(body).to_bytes(3, "big") + body
-        made.append(b"\x16\3\1" + len(message).to_bytes(2, "big") + message)
-    return made
+        hellos_of_clients.append(b"\x16\3\1" + len(message).to_bytes(2, "big") + message)
+    return hellos_of_clients
 
 
 def check_client_hello(data: bytes) -> None:
-    """Do what a port does with the first bytes of a peer."""
+    """Process the first bytes of a peer like a port."""
     if data and client_hello.bytes_needed(data) <= len(data):
         client_hello.reject_reason(data)
 
 
 def streams() -> list[bytes]:
     """Return what the far end sends on a connection, after two bytes that choose the near end."""
-    made = []
+    byte_streams = []
     for number, protocol in enumerate(PROTOCOLS):
         version = max(protocol.versions_accepted)
         frames = [each for each in frames_of(protocol) if each[1:3] == version.to_bytes(2, "big")]
@@ -133,13 +135,13 @@ def streams() -> list[bytes]:
             hello = Connection(protocol, is_listener=not is_listener).first_bytes()
             start = bytes((2 * number + is_listener, 7))
             alive = codec.encode_keep_alive(protocol, version)
-            made.append(start + hello + alive + b"".join(frames[:5]))
-            made.append(start + hello + b"".join(frames[-3:]))
-    return made
+            byte_streams.append(start + hello + alive + b"".join(frames[:5]))
+            byte_streams.append(start + hello + b"".join(frames[-3:]))
+    return byte_streams
 
 
 def receive_stream(data: bytes) -> None:
-    """Receive a stream, cut at random places; it fails at most once, and then ends."""
+    """Receive a stream in random pieces; it fails at most once, and then ends."""
     choice, seed = (*data[:2], 0, 0)[:2]
     protocol = PROTOCOLS[choice // 2 % len(PROTOCOLS)]
     near = Connection(protocol, is_listener=bool(choice % 2))
@@ -222,16 +224,16 @@ def frame_of(message: messages.Message) -> bytes:
 
 def server_ranges() -> list[bytes]:
     records, entries = some_records()
-    heads = b"".join(each[:28] for each in records)
+    headers = b"".join(each[:28] for each in records)
     middle = (0, 7, entries)
-    whole = [
+    whole_log = [
         messages.RangeData(
             REQ_ID, 0, count, count, RangeForm.WHOLE, packed_lengths(part), b"".join(part), *middle
         )
         for count, part in ((5, records), (1, records[:1]), (0, []))
     ]
-    found = messages.RangeData(REQ_ID, 0, 5, 5, RangeForm.HEADERS, b"", heads, *middle)
-    return [frame_of(each) for each in (*whole, found)]
+    found = messages.RangeData(REQ_ID, 0, 5, 5, RangeForm.HEADERS, b"", headers, *middle)
+    return [frame_of(each) for each in (*whole_log, found)]
 
 
 def read_server_range(data: bytes) -> None:
@@ -264,12 +266,12 @@ def to_arrow(chunk) -> None:
 def storage_ranges() -> list[bytes]:
     records, entries = some_records()
     run, lengths = b"".join(records), packed_lengths(records)
-    heads = b"".join(each[:28] for each in records)
-    places = encode_locations([FileLocation(0, 128, 100), FileLocation(0, 228, len(run) - 100)])
+    headers = b"".join(each[:28] for each in records)
+    locations = encode_locations([FileLocation(0, 128, 100), FileLocation(0, 228, len(run) - 100)])
     forms = (
         (RangeForm.WHOLE, lengths, run),
-        (RangeForm.HEADERS, b"", heads),
-        (LOCATIONS, lengths, places),
+        (RangeForm.HEADERS, b"", headers),
+        (LOCATIONS, lengths, locations),
     )
     return [
         frame_of(
@@ -367,12 +369,12 @@ def check_storage_range(data: bytes) -> None:
 
 
 def feed_batches() -> list[bytes]:
-    heads = b"".join(bytes(REQ_ID.to_bytes()) + each.to_bytes(4, "big") for each in (7, 7, 8))
+    headers = b"".join(bytes(REQ_ID.to_bytes()) + each.to_bytes(4, "big") for each in (7, 7, 8))
     picked = b"".join(each.to_bytes(4, "big") for each in (0, 3, 9))
     rest = (1, 2, bytes(range(16)))
     return [
-        frame_of(messages.FeedBatch(REQ_ID, 0, 3, heads, *rest)),
-        frame_of(messages.FeedBatch(REQ_ID, 0, 10, heads, *rest, picked)),
+        frame_of(messages.FeedBatch(REQ_ID, 0, 3, headers, *rest)),
+        frame_of(messages.FeedBatch(REQ_ID, 0, 10, headers, *rest, picked)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Decoders of nodes of ZooKeeper, and of backup files, which have such nodes in them."""
+"""Decoders of znodes, and of backup files, which contain znodes."""
 
 import json
 from functools import partial
@@ -40,7 +40,7 @@ def captured_nodes(kind: str) -> list[bytes]:
 
 
 def decode_node(value_class, data: bytes) -> None:
-    """Decode a node of the binary layouts; what was decoded can be encoded, and is the same."""
+    """Decode a binary znode, and check that it is encoded to the same bytes."""
     found = value_class.from_bytes(data)
     assert value_class.from_bytes(found.to_bytes()) == found
 
@@ -73,7 +73,7 @@ def markers() -> list[bytes]:
 
 
 def decode_json_node(from_bytes, to_bytes, data: bytes) -> None:
-    """Decode a node of JSON; what was decoded is the same after it was written once."""
+    """Decode a JSON znode, and check that the value is the same after a round trip."""
     found = from_bytes(data)
     try:
         again = to_bytes(found)

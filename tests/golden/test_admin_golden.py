@@ -27,13 +27,13 @@ from waltz_core.wire.admin_messages import (
 from waltz_core.wire.connection import Connection
 from waltz_core.wire.messages import WireProtocol
 
-HERE = Path(__file__).parent / "wire"
-CAPTURED = json.loads((HERE / "storage_admin_v0.json").read_text(encoding="utf-8"))
+WIRE_FOLDER = Path(__file__).parent / "wire"
+CAPTURED = json.loads((WIRE_FOLDER / "storage_admin_v0.json").read_text(encoding="utf-8"))
 KEY = bytes.fromhex("0e6bfd32bdc64ce187fb950915c99d24")
 CRC_HELLO = 0x154677BC  # of "hello-0", captured from Waltz 0.13
 
 
-# What the original calls the fields of each type after its sequence.
+# The names of the fields of each type in Waltz 0.13, after its sequence.
 NAMES = {
     1: (Done, ()),
     3: (CheckCluster, ("key", "numPartitions")),
@@ -53,7 +53,7 @@ NAMES = {
 
 
 def expected_message(meaning):
-    """Return what a captured frame means, in our words."""
+    """Return the message that a captured frame contains."""
     kind, names = NAMES[meaning["type"]]
     return kind(meaning["seqNum"], *(value_of(name, meaning[name]) for name in names))
 
@@ -126,11 +126,11 @@ def test_each_type_has_the_bytes_of_the_specification(message, version):
 
 def test_the_message_table_of_version_0_equals_that_of_waltz_0_13():
     assert sorted(codec._layouts(WireProtocol.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
-    ours = (
+    new_codes = (
         codec._layouts(WireProtocol.ADMIN, 1).keys() - codec._layouts(WireProtocol.ADMIN, 0).keys()
     )
-    assert min(ours) >= 64
-    assert ReSeed.code in ours
+    assert min(new_codes) >= 64
+    assert ReSeed.code in new_codes
 
 
 def test_version_0_is_used_with_0_13_and_the_newest_one_otherwise():

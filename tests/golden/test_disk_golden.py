@@ -84,7 +84,7 @@ def test_a_written_control_file_equals_that_of_waltz_0_13(tmp_path):
 
 
 @pytest.mark.parametrize("case", load("control_file.json"), ids=lambda one: one["name"])
-def test_the_current_structure_is_the_one_that_waltz_0_13_chose(tmp_path, case):
+def test_the_control_file_has_the_same_current_structure_as_in_waltz_0_13(tmp_path, case):
     data = bytes.fromhex(case["hex"])
     (tmp_path / "waltz-storage.ctl").write_bytes(data)
     control = ControlFile.open(RealDisk(), tmp_path, KEY, 4, 0)

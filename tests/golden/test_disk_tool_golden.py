@@ -24,7 +24,7 @@ def storage(tmp_path):
 
 
 def run_tool(capsys, *words):
-    """What a command prints as JSON, one value for each line."""
+    """Return the JSON output of a command, one value for each line."""
     code = main(["disk", *map(str, words), "--json"])
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -47,7 +47,7 @@ def test_a_0_13_program_directory_verifies(storage, capsys):
     assert value["partitions"][0]["bytes"] == 551
 
 
-def test_records_of_0_13_are_dumped_as_they_were_captured(storage, capsys):
+def test_the_dump_of_0_13_records_has_the_captured_values(storage, capsys):
     code, lines = run_tool(capsys, "dump-segment", storage, "--data")
     assert code == 0
     case = load("segment_file.json")[0]
@@ -72,7 +72,7 @@ def test_records_of_0_13_are_dumped_as_they_were_captured(storage, capsys):
 
 
 @pytest.mark.parametrize("case", load("control_file.json"), ids=lambda one: one["name"])
-def test_a_0_13_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
+def test_the_dump_of_a_0_13_control_file_has_the_captured_values(tmp_path, capsys, case):
     path = tmp_path / "waltz-storage.ctl"
     path.write_bytes(bytes.fromhex(case["hex"]))
     code, (value,) = run_tool(capsys, "dump-control-file", path)
@@ -92,7 +92,7 @@ def test_a_0_13_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case
             assert one["wrong"] == []
 
 
-def test_a_0_13_index_is_rebuilt_as_it_was(storage, capsys):
+def test_a_rebuilt_0_13_index_equals_the_original_index(storage, capsys):
     index = storage / "0" / f"{NAME}.idx"
     good = index.read_bytes()
     code, (value,) = run_tool(capsys, "repair-index", storage)
@@ -126,8 +126,8 @@ def test_an_adopted_directory_verifies(storage):
     )
     assert sorted(engine.logs) == [0, 1, 2, 3]
     engine.close()
-    # An original makes a partition's directory before it has a session: where there is none, it was
-    # lost. So the three without one are written again, and confirm nothing of what was in them.
+    # Waltz 0.13 creates a partition's directory before its first session. A missing directory was
+    # lost. So the three missing directories are created again, and confirm no records.
     lost = "the replica is suspect: its log is not trusted until it is repaired"
     notes = []
     for one in (1, 2, 3):

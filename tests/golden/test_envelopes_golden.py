@@ -1,4 +1,4 @@
-"""Envelopes of encrypted payloads, against stored ones (docs/encryption.md)."""
+"""Envelopes of encrypted payloads, compared with stored envelopes (docs/encryption.md)."""
 
 import hashlib
 import hmac
@@ -57,7 +57,7 @@ def test_the_envelope_is_composed_as_documented(example: dict[str, Any]) -> None
     named = b"WZE\x01" + bytes((len(key_id),)) + key_id
     row = example["row"].to_bytes(4, "big")
     cipher = Cipher(algorithms.AES(derived), modes.GCM(bytes(8) + row)).encryptor()
-    place = struct.pack(">ii", example["partition"], example["header"])
-    cipher.authenticate_additional_data(named + place)
+    partition_and_header = struct.pack(">ii", example["partition"], example["header"])
+    cipher.authenticate_additional_data(named + partition_and_header)
     ciphertext = cipher.update(bytes.fromhex(example["payload"])) + cipher.finalize()
     assert (named + salt + row + ciphertext + cipher.tag).hex() == example["envelope"]

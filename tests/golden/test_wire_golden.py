@@ -1,4 +1,4 @@
-"""Frames of released versions, of 0.13 too, are decoded and encoded again."""
+"""Frames of released versions, including 0.13, are decoded and encoded again."""
 
 import json
 import re
@@ -11,10 +11,10 @@ from waltz_core.records.record import ReqId
 from waltz_core.wire import codec
 from waltz_core.wire.messages import Message, WireProtocol
 
-HERE = Path(__file__).parent / "wire"
+WIRE_FOLDER = Path(__file__).parent / "wire"
 PROTOCOLS = {"L": WireProtocol.CLIENT, "S": WireProtocol.STORAGE, "A": WireProtocol.ADMIN}
 EXAMPLE_COUNTS = {"client_server_v4.json": 25, "client_server_v6.json": 2}
-# What the original calls a field, where the table has another name for it.
+# The names of fields in Waltz 0.13, if the table has another name.
 RENAMED = {
     "clientHighWaterMark": "client_high_water_mark",
     "seqNum": "connection_sequence",
@@ -33,7 +33,7 @@ RENAMED = {
 
 
 def load(name):
-    return json.loads((HERE / name).read_text(encoding="utf-8"))
+    return json.loads((WIRE_FOLDER / name).read_text(encoding="utf-8"))
 
 
 def read_frame(text):
@@ -52,7 +52,7 @@ def round_trip(protocol, version, data) -> Message:
 
 @pytest.mark.parametrize("file", list(EXAMPLE_COUNTS))
 def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(file):
-    seen = 0
+    frame_count = 0
     for example in load(file):
         protocol, version, data = read_frame(example["frame_hex"])
         meaning = example["decoded"]
@@ -62,8 +62,8 @@ def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(file)
         expected = ReqId(ids["clientId"], ids["generation"], ids["partitionId"], ids["seqNum"])
         assert message.req_id == expected
         compare(message, meaning)
-        seen += 1
-    assert seen == EXAMPLE_COUNTS[file]
+        frame_count += 1
+    assert frame_count == EXAMPLE_COUNTS[file]
 
 
 def compare(message, meaning):
@@ -76,7 +76,7 @@ def compare(message, meaning):
 
 
 def test_vectors_of_older_versions_decode_and_encode():
-    seen = 0
+    vector_count = 0
     for example in load("codec_vectors.json"):
         if example["frame_hex"][:2] == "53":
             continue  # the storage protocol of 0.13 (decision 043)
@@ -97,8 +97,8 @@ def test_vectors_of_older_versions_decode_and_encode():
             assert message.is_ready == (state[2] == "0")
         elif state:
             assert message.state == int(state[2])
-        seen += 1
-    assert seen == 25
+        vector_count += 1
+    assert vector_count == 25
 
 
 def test_messages_of_released_versions_keep_their_bytes_and_their_meaning():

@@ -159,7 +159,7 @@ def test_vectors_decode_and_encode_to_their_bytes(name):
 
 
 # Ours; released bytes, never to be edited.
-OURS = {
+CURRENT_NODES = {
     "0101ffffffffffffffff00000000000000000000000000000000": model.PartitionMarker(
         model.MarkerState.NEW
     ),
@@ -172,8 +172,8 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("text", OURS)
+@pytest.mark.parametrize("text", CURRENT_NODES)
 def test_nodes_of_this_version_keep_their_bytes(text):
-    value = OURS[text]
+    value = CURRENT_NODES[text]
     assert value.to_bytes() == bytes.fromhex(text)
     assert type(value).from_bytes(bytes.fromhex(text)) == value

@@ -95,7 +95,7 @@ def make_example(message_class: type[Message], version: int) -> dict[str, Any]:
 
 
 def add_missing_examples() -> None:
-    """Add an example for each message of each released version that has none."""
+    """Add missing examples of the messages of released versions."""
     found = json.loads(EXAMPLES_FILE.read_text(encoding="utf-8")) if EXAMPLES_FILE.exists() else []
     known = {(each["message"], each["version"]) for each in found}
     for protocol, versions in RELEASED_VERSIONS.items():

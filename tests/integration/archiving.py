@@ -1,4 +1,4 @@
-"""A cluster with one partition that archives into small objects, and what its archive has."""
+"""A cluster with one partition that archives into small objects, and a reader of its archive."""
 
 import asyncio
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ class ClusterArchive:
 
 
 def read_archived_mark(cluster: LocalCluster) -> ArchivedMark | None:
-    """Return what ZooKeeper records as archived."""
+    """Return the archived mark in ZooKeeper."""
 
     async def read_payloads() -> ArchivedMark | None:
         async with open_session(cluster.connect) as coordinator:

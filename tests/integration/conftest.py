@@ -58,7 +58,7 @@ class ZooKeeperProcess:
 
 @pytest.fixture(scope="session")
 def zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return "host:port" of a ZooKeeper that is there for the whole run; use a root of your own."""
+    """Return "host:port" of a ZooKeeper for the whole test run; each test must use its own root."""
     process = ZooKeeperProcess(tmp_path_factory.mktemp("zookeeper"))
     process.start()
     yield process.host

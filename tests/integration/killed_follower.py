@@ -1,6 +1,7 @@
 """`waltz-core follow` in a process that kills itself: python -m tests.integration.killed_follower.
 
-Arguments: a step of `KILL_STEPS`, the number of times that it is passed, and the command.
+Arguments: a step of `KILL_STEPS`, the number of times that the process passes this step, and the
+command.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A storage in memory with a real socket: as much of S 1 as the server's tests need."""
+"""A storage in memory with a real socket. It has the part of protocol S that the tests need."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class ReplicaLog:
 
 
 class MemoryStorage:
-    """Answers what a storage answers; `hold` keeps appends unanswered, `counts` counts requests."""
+    """Answers like a storage; `hold` keeps appends unanswered, and `counts` counts requests."""
 
     def __init__(self, number: int) -> None:
         self.logs: dict[int, ReplicaLog] = {}
@@ -59,7 +59,7 @@ class MemoryStorage:
         self.holds_appends = False
         self._held_answers: list[tuple[net.Link, StorageMessage]] = []
         self._listener: Listener | None = None
-        self.port = free_port()  # no other process is given it while this one is stopped
+        self.port = free_port()  # no other process gets this port while this storage is stopped
 
     @property
     def address(self) -> str:

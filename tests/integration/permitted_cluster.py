@@ -49,10 +49,10 @@ class ClusterAccess:
 
     def __init__(self, cluster: LocalCluster, authorities: str, directory: Path) -> None:
         self.cluster = cluster
-        self._place = parse_connect_string(cluster.connect)
+        self._connect = parse_connect_string(cluster.connect)
         self._authorities = authorities
         self._directory = directory
-        self._zookeeper = KazooClient(",".join(self._place.hosts))
+        self._zookeeper = KazooClient(",".join(self._connect.hosts))
         self._zookeeper.start()
         self.revision = 0
 
@@ -62,7 +62,7 @@ class ClusterAccess:
         data = access_node.encode_permissions(
             dataclasses.replace(permissions, revision=self.revision)
         )
-        path = f"{self._place.root}/x/access"
+        path = f"{self._connect.root}/x/access"
         if self._zookeeper.exists(path):
             self._zookeeper.set(path, data)
         else:
@@ -74,14 +74,14 @@ class ClusterAccess:
         line = f"access.revision_applied revision={self.revision}\n"
         for name in DAEMONS:
             log = self.cluster.log_path(name)
-            wait_until(f"{name} reads", lambda log=log: line in log.read_text())
+            wait_until(f"{name} uses the permissions", lambda log=log: line in log.read_text())
 
     def connect(self, principal: str) -> str:
         """Return the connect string of a principal."""
         file = self._directory / principal
         file.write_text((bytes([PRINCIPALS.index(principal)]) * 32).hex())
-        place = self.cluster.connect.partition("?")[0]
-        return f"{place}?tls={self._authorities}&token_file={file}"
+        without_options = self.cluster.connect.partition("?")[0]
+        return f"{without_options}?tls={self._authorities}&token_file={file}"
 
     def close(self) -> None:
         self._zookeeper.stop()

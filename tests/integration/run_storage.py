@@ -1,4 +1,4 @@
-"""Runs a storage daemon with a static cluster as a process of its own: `python FILE DIRECTORY`."""
+"""Runs a storage daemon of a static cluster in a separate process: `python FILE DIRECTORY`."""
 
 import sys
 from uuid import UUID

@@ -39,14 +39,14 @@ def cluster(
 
 
 @pytest.fixture
-def write(cluster: LocalCluster) -> Iterator[Callable[[Permissions], None]]:
+def write_permissions_of(cluster: LocalCluster) -> Iterator[Callable[[Permissions], None]]:
     """Write permissions, and wait until every daemon has read them."""
-    place = parse_connect_string(cluster.connect)
-    zookeeper = KazooClient(",".join(place.hosts))
+    parsed = parse_connect_string(cluster.connect)
+    zookeeper = KazooClient(",".join(parsed.hosts))
     zookeeper.start()
 
-    def put(permissions: Permissions) -> None:
-        path, data = f"{place.root}/x/access", access_node.encode_permissions(permissions)
+    def write_permissions(permissions: Permissions) -> None:
+        path, data = f"{parsed.root}/x/access", access_node.encode_permissions(permissions)
         if zookeeper.exists(path):
             zookeeper.set(path, data)
         else:
@@ -54,10 +54,11 @@ def write(cluster: LocalCluster) -> Iterator[Callable[[Permissions], None]]:
         line = f"access.revision_applied revision={permissions.revision}\n"
         for name in DAEMONS:
             wait_until(
-                f"{name} reads", lambda name=name: line in cluster.log_path(name).read_text()
+                f"{name} uses the permissions",
+                lambda name=name: line in cluster.log_path(name).read_text(),
             )
 
-    yield put
+    yield write_permissions
     zookeeper.stop()
     zookeeper.close()
 
@@ -67,38 +68,38 @@ def connect(cluster: LocalCluster, certificates: Certificates, tmp_path: Path) -
     """The connect string of a client with a token, and without a certificate."""
     file = tmp_path / "token"
     file.write_text(SECRET.hex())
-    place = cluster.connect.partition("?")[0]
-    return f"{place}?tls={certificates.authorities}&token_file={file}"
+    without_options = cluster.connect.partition("?")[0]
+    return f"{without_options}?tls={certificates.authorities}&token_file={file}"
 
 
 def test_a_client_with_a_token_reaches_every_port_until_it_is_revoked(
-    cluster: LocalCluster, connect: str, write: Callable[[Permissions], None]
+    cluster: LocalCluster, connect: str, write_permissions_of: Callable[[Permissions], None]
 ):
-    write(PERMISSIONS)
+    write_permissions_of(PERMISSIONS)
     with WaltzClient(connect) as client:
         first = client.append(b"with a token", partition=PARTITION).result()
         for replicas in (None, client.replicas(PARTITION)):
             chunks = client.read_range(PARTITION, first, first, replicas=replicas)
             assert [row.data for chunk in chunks for row in chunk.rows()] == [b"with a token"]
     for words in (("storage", "list"), ("cluster", "check-connectivity")):
-        done = run_command(*words, "--connect", connect)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        result = run_command(*words, "--connect", connect)
+        assert result.returncode == 0, (words, result.stdout, result.stderr)
     # On a busy machine a daemon may not answer the doctor in time.
     wait_until(
-        "the doctor finds nothing",
+        "the doctor reports nothing",
         lambda: not run_command("doctor", "--connect", connect).returncode,
     )
 
-    write(dataclasses.replace(PERMISSIONS, revision=2, tokens={}))
+    write_permissions_of(dataclasses.replace(PERMISSIONS, revision=2, tokens={}))
     config = ClientConfig(request_timeout_ms=5_000)
     with (
         WaltzClient(connect, config) as client,
         pytest.raises(AuthenticationFailed, match=REVOKED),
     ):
         client.high_water_mark(PARTITION)
-    done = run_command("storage", "list", "--connect", connect)
-    assert done.returncode == 1
-    assert REVOKED in done.stderr
+    result = run_command("storage", "list", "--connect", connect)
+    assert result.returncode == 1
+    assert REVOKED in result.stderr
     for name in DAEMONS:
         log = cluster.log_path(name).read_text()
         assert f"access.token_rejected peer=127.0.0.1 error={REVOKED}" in log

@@ -1,4 +1,4 @@
-"""`waltz-core access` on a cluster of real processes: what it changes is what daemons use."""
+"""`waltz-core access` on a cluster of real processes: daemons use its permissions."""
 
 import json
 import signal
@@ -36,10 +36,10 @@ def test_permissions_and_tokens_reach_every_daemon(
 ):
     # However long a daemon takes to find the first permissions, its access control is not off.
     monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", TEST_TIMEOUT_S)
-    own = ("--connect", cluster.connect)
+    connect_arguments = ("--connect", cluster.connect)
 
     def access(*words: str, code: int = 0) -> dict[str, object]:
-        ran = run_command("access", *words, "--json", *own)
+        ran = run_command("access", *words, "--json", *connect_arguments)
         assert ran.returncode == code, (words, ran.stdout, ran.stderr)
         return json.loads(ran.stdout)
 
@@ -68,8 +68,8 @@ def test_permissions_and_tokens_reach_every_daemon(
     assert access("check", "ann", "append", "--partition", f"{PARTITION}")["permitted"] is True
     assert access("check", "ann", "append", "--partition", "0", code=1)["permitted"] is False
 
-    place = cluster.connect.partition("?")[0]
-    connect = f"{place}?tls={certificates.authorities}&token_file={file}"
+    without_options = cluster.connect.partition("?")[0]
+    connect = f"{without_options}?tls={certificates.authorities}&token_file={file}"
     with WaltzClient(connect) as client:
         assert client.append(b"with a token", partition=PARTITION).result() >= 0
     change("token", "revoke", token_id)
@@ -79,17 +79,19 @@ def test_permissions_and_tokens_reach_every_daemon(
     ):
         client.high_water_mark(PARTITION)
 
-    audit = json.loads(run_command("cluster", "audit", "--json", *own).stdout)
+    audit = json.loads(run_command("cluster", "audit", "--json", *connect_arguments).stdout)
     changes = [each for each in audit if each["command"].startswith("access ")]
     assert [each["outcome"] for each in changes] == ["done"] * 6
     assert file.read_text().strip() not in str(audit)
 
 
 def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
-    own = ("--connect", cluster.connect)
-    run_command("access", "init", *own)  # unless another test has
-    grant = ("access", "grant", "bob", "read", *own)
-    (address,) = json.loads(run_command("cluster", "show", "--json", *own).stdout)["storages"]
+    connect_arguments = ("--connect", cluster.connect)
+    run_command("access", "init", *connect_arguments)  # unless another test has
+    grant = ("access", "grant", "bob", "read", *connect_arguments)
+    (address,) = json.loads(run_command("cluster", "show", "--json", *connect_arguments).stdout)[
+        "storages"
+    ]
     cluster.kill("storage-1", signal.SIGSTOP)
     try:
         late = run_command(*grant, "--timeout-s", "1")

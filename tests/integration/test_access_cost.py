@@ -31,7 +31,7 @@ def test_only_the_client_with_the_token_may_append(tmp_path: Path, certificates:
 
 
 @pytest.mark.slow
-def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
+def test_limits_hold_for_greedy_tenants_of_each_kind(
     tmp_path: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ):
     file = tmp_path / "tls.toml"
@@ -41,9 +41,9 @@ def test_greedy_tenants_of_each_kind_get_what_their_limits_permit(
     # The first batch of the appender uses the rate of many seconds: the next one is over the limit.
     limits = dataclasses.replace(tenant_load.LIMITS, bytes_per_s=5_000)
     monkeypatch.setattr(tenant_load, "LIMITS", limits)
-    with tenant_load.limited_tenants(file) as (cluster, calm, greedy):
+    with tenant_load.limited_tenants(file) as (cluster, moderate, greedy):
         load = BenchLoad(
-            calm, 64, 1, batch=None, seconds=0.6, in_flight=1, rows=5_000, flood_connect=greedy
+            moderate, 64, 1, batch=None, seconds=0.6, in_flight=1, rows=5_000, flood_connect=greedy
         )
         measured = flood.flood(load, Meter(cluster))
         log = cluster.log_path("server-1").read_text() + cluster.log_path("server-2").read_text()

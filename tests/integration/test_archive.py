@@ -40,7 +40,7 @@ def local_log(cluster: LocalCluster, storage: str, key: UUID) -> tuple[int, list
         engine.abandon()
 
 
-def test_archive_and_local_logs_together_have_all_that_was_written(tmp_path: Path):
+def test_archive_and_local_logs_together_have_all_transactions(tmp_path: Path):
     url = f"file://{tmp_path}/archive"
     archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
@@ -58,4 +58,4 @@ def test_archive_and_local_logs_together_have_all_that_was_written(tmp_path: Pat
             found = written[: start + 1] + payloads
             assert found == written[: len(found)]
             complete += found == written
-        assert complete > len(STORAGES) // 2, "the last one that was started may be behind"
+        assert complete > len(STORAGES) // 2, "the storage that was started last may lag"

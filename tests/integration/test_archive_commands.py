@@ -31,10 +31,10 @@ class Archived(NamedTuple):
 
     def command(self, subcommand: str, *words: str) -> tuple[int, dict[str, Any], str]:
         """Return the exit code, the value and the messages of a command."""
-        done = run_command(
+        result = run_command(
             "archive", subcommand, "--connect", self.cluster.connect, "--json", *words
         )
-        return done.returncode, json.loads(done.stdout), done.stderr
+        return result.returncode, json.loads(result.stdout), result.stderr
 
     def status(self, *words: str) -> dict[str, Any]:
         code, found, _ = self.command("status", *words)
@@ -47,7 +47,7 @@ class Archived(NamedTuple):
         with WaltzClient(self.cluster.connect) as client:
             for future in [client.append(bytes(500), partition=0) for _ in range(ROWS_OF_ONE)]:
                 future.result(TEST_TIMEOUT_S)
-        wait_until("everything is archived", lambda: self.status()["lag"] == 0)
+        wait_until("all transactions are archived", lambda: self.status()["lag"] == 0)
 
     def path(self, name: str) -> Path:
         return Path(urlsplit(f"{self.url}/{name}").path)
@@ -69,7 +69,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
         yield archive
 
 
-def test_the_status_shows_what_is_archived_of_a_partition(archived: Archived):
+def test_the_status_shows_the_archived_transactions_of_a_partition(archived: Archived):
     found = archived.status()
     assert found["archive"] == archived.url  # as the storages have it
     assert found["first_available"] == 0
@@ -94,14 +94,14 @@ def test_the_status_shows_what_is_archived_of_a_partition(archived: Archived):
     assert row.split()[:4] == ["0", "0", str(ROWS - 1), str(ROWS - 1)]
 
 
-def test_an_archive_that_cannot_be_read_is_reported_with_the_rest(archived: Archived):
+def test_the_status_reports_an_unreadable_archive_and_all_other_values(archived: Archived):
     code, found, _ = archived.command("status", "--archive", f"{archived.url}-elsewhere")
     assert code == 1
     assert "the directory is mounted" in found["errors"][0]
     assert found["partitions"][0]["objects"] is None
     assert found["partitions"][0]["archived"] == ROWS - 1
-    done = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")
-    assert (done.returncode, done.stderr) == (
+    result = run_command("archive", "status", "--connect", archived.cluster.connect, "--objects")
+    assert (result.returncode, result.stderr) == (
         1,
         "waltz-core: --objects requires --json\n",
     )
@@ -112,7 +112,7 @@ def test_a_storage_that_does_not_answer_is_reported(archived: Archived):
     code, found, _ = archived.command("status")
     assert code == 1
     assert [each for each in found["errors"] if each.startswith("storage ")]
-    assert found["archive"] == archived.url, "the other storages state it"
+    assert found["archive"] == archived.url, "the other storages report the value"
     archived.cluster.start("storage-1")
     wait_until("all storages answer", lambda: archived.command("status")[0] == 0)
 
@@ -130,13 +130,15 @@ def test_pins_are_shown_and_removed(archived: Archived):
         f"no object is deleted from the archive, because the restored cluster {restored} may"
         in text.stderr
     )
-    done = run_command("archive", "unpin", str(UUID(int=8)), "--connect", connect)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"expected a pin of the cluster with key {UUID(int=8)}, found {restored}" in done.stderr
-    done = run_command("archive", "unpin", str(source), "--connect", connect)
-    assert f"in this ZooKeeper has the key {source}, and needs the pinned" in done.stderr
-    done = run_command("archive", "unpin", str(restored), "--connect", connect)
-    assert done.returncode == 0, done
+    result = run_command("archive", "unpin", str(UUID(int=8)), "--connect", connect)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert (
+        f"expected a pin of the cluster with key {UUID(int=8)}, found {restored}" in result.stderr
+    )
+    result = run_command("archive", "unpin", str(source), "--connect", connect)
+    assert f"in this ZooKeeper has the key {source}, and needs the pinned" in result.stderr
+    result = run_command("archive", "unpin", str(restored), "--connect", connect)
+    assert result.returncode == 0, result
     assert archived.command("status")[1]["pins"] == []
 
 
@@ -157,8 +159,8 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         assert problem["name"] in files[1]["url"]
         assert (problem["first"], problem["last"]) == (files[1]["first"], files[1]["last"])
         assert "expected a file with CRC-32" in problem["problem"]
-        place = f"transactions {files[1]['first']}..{files[1]['last']}, file {problem['name']}"
-        assert place in messages
+        location = f"transactions {files[1]['first']}..{files[1]['last']}, file {problem['name']}"
+        assert location in messages
         assert "Hint: add --repair to write the file again" in messages
         # A range without it.
         words = ("--partition", "0", "--first", str(files[2]["first"]))
@@ -193,22 +195,22 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
 def test_verify_rejects_invalid_partitions_and_ids(
     archived: Archived, words: tuple[str, ...], error: str
 ):
-    done = run_command("archive", "verify", "--connect", archived.cluster.connect, *words)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"waltz-core: {error}")
+    result = run_command("archive", "verify", "--connect", archived.cluster.connect, *words)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"waltz-core: {error}")
 
 
 def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived: Archived):
     connect = archived.cluster.connect
     manifest = archived.path(archived.status()["manifest"])
     data = manifest.read_bytes()
-    elsewhere = ("--connect", connect, "--directory", "/nonexistent")
-    await_findings((), *elsewhere)
+    doctor_options = ("--connect", connect, "--directory", "/nonexistent")
+    await_findings((), *doctor_options)
     manifest.write_bytes(data[:-1] + b" ")
     try:
         with WaltzClient(connect) as client:
             client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
-        found = await_findings(("archive-damaged",), *elsewhere)
+        found = await_findings(("archive-damaged",), *doctor_options)
         assert str(manifest.name) in found[0]["sentence"]
         assert found[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
         words = found[0]["command"].split()[1:]
@@ -217,26 +219,26 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
         assert archived.command("status")[1]["partitions"][0]["lag_s"] > 0
     finally:
         manifest.write_bytes(data)
-    wait_until("everything is archived", lambda: archived.status()["lag"] == 0)
-    await_findings((), *elsewhere)
+    wait_until("all transactions are archived", lambda: archived.status()["lag"] == 0)
+    await_findings((), *doctor_options)
 
 
 def test_the_doctor_reports_an_archive_that_cannot_be_written(archived: Archived):
     connect = archived.cluster.connect
-    elsewhere = ("--connect", connect, "--directory", "/nonexistent")
+    doctor_options = ("--connect", connect, "--directory", "/nonexistent")
     folder = archived.path("")
     hidden = folder.rename(folder.with_name("hidden"))
     folder.touch()  # It is no folder any more.
     try:
         with WaltzClient(connect) as client:
             client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
-        found = await_findings(("archive-unavailable",), *elsewhere)
+        found = await_findings(("archive-unavailable",), *doctor_options)
         assert "times in a row: archive: cannot" in found[0]["sentence"]
-        done = run_command(*found[0]["command"].split()[1:])
-        assert done.returncode == 1
-        assert "archive: cannot" in done.stderr
+        result = run_command(*found[0]["command"].split()[1:])
+        assert result.returncode == 1
+        assert "archive: cannot" in result.stderr
     finally:
         folder.unlink()
         hidden.rename(folder)
-    wait_until("everything is archived", lambda: archived.status()["lag"] == 0)
-    await_findings((), *elsewhere)
+    wait_until("all transactions are archived", lambda: archived.status()["lag"] == 0)
+    await_findings((), *doctor_options)

@@ -1,4 +1,4 @@
-"""The log of a cluster begins later after an expiry; below that, every read names its first ID."""
+"""After an expiry a log begins at a later ID. Reads below this ID report the first available ID."""
 
 import time
 from pathlib import Path
@@ -31,11 +31,11 @@ LATER_SESSION = SessionId(1 << 40)
 
 
 def expire(cluster: LocalCluster, before: object, *words: str) -> str:
-    """Run the command; return what it prints."""
+    """Run the command; return its output."""
     where = ("--connect", cluster.connect, "--before", str(before), "--partition", "0")
-    done = run_command("archive", "expire", *where, *words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    result = run_command("archive", "expire", *where, *words)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
 
 
 def first_of(cluster: LocalCluster) -> int:

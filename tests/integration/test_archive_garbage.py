@@ -73,9 +73,9 @@ def kill_during_uploads(
 def check_kills_leave_no_garbage(
     directory: Path, url: str, age: Callable[[ClusterArchive], None] | None
 ) -> None:
-    """Kill storages during uploads, then check that a collection leaves what is listed.
+    """Kill storages during uploads, then check that a collection keeps exactly the listed files.
 
-    `age` makes files older than replaced manifests are kept.
+    `age` makes files older than the grace period of replaced manifests.
     """
     archive, written = ClusterArchive(url), list[bytes]()
     with archiving_cluster(directory, url, removes_segments=False) as cluster:
@@ -101,7 +101,7 @@ def check_kills_leave_no_garbage(
                 ]
                 return all(each is not None and each >= first_kept for each in versions)
 
-            wait_until("manifests that were replaced lately remain alone", is_clean)
+            wait_until("only recently replaced manifests remain", is_clean)
         mark = read_archived_mark(cluster)
         assert mark is not None
         assert archive.payloads_of(ListedFiles(archive, mark).objects) == written

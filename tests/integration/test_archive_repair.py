@@ -29,12 +29,16 @@ from waltz_core.local import LocalCluster
 
 def verify(cluster: LocalCluster, *words: str) -> tuple[int, list[dict[str, Any]], str]:
     """Run the command; return its exit code, the problems of the partition, and its messages."""
-    done = run_command("archive", "verify", "--connect", cluster.connect, "--json", *words)
-    return done.returncode, json.loads(done.stdout)["partitions"]["0"]["problems"], done.stderr
+    result = run_command("archive", "verify", "--connect", cluster.connect, "--json", *words)
+    return (
+        result.returncode,
+        json.loads(result.stdout)["partitions"]["0"]["problems"],
+        result.stderr,
+    )
 
 
 def spoil(path: Path) -> bytes:
-    """Change the end of an object; return what it had."""
+    """Change the end of an object; return its original bytes."""
     data = path.read_bytes()
     path.write_bytes(data[:-8] + b"spoiled!")
     return data
@@ -74,39 +78,39 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
     with archiving_cluster(tmp_path, url) as cluster:
         written = append_and_archive(cluster, archive)
         starts = [oldest_segment_first_id(cluster, each) for each in STORAGES]
-        removed, kept = archive.objects()[0], archive.objects()[-1]
-        assert removed.last < min(starts)
-        assert kept.first > max(starts)
-        bytes_before = spoil(tmp_path / "archive" / removed.name)
-        spoil(tmp_path / "archive" / kept.name)
+        archived_only, also_local = archive.objects()[0], archive.objects()[-1]
+        assert archived_only.last < min(starts)
+        assert also_local.first > max(starts)
+        bytes_before = spoil(tmp_path / "archive" / archived_only.name)
+        spoil(tmp_path / "archive" / also_local.name)
         cluster.kill("server-1")  # it has the newest transactions in memory
         cluster.start("server-1")
-        check_is_named(cluster, removed)
-        check_feed_names(cluster, removed, caplog)
+        check_is_named(cluster, archived_only)
+        check_feed_names(cluster, archived_only, caplog)
 
         code, problems, messages = verify(cluster, "--repair")
         assert code == 1
-        assert [each["name"] for each in problems] == [removed.name, kept.name]
+        assert [each["name"] for each in problems] == [archived_only.name, also_local.name]
         lost, repaired = problems
         assert not lost["is_repaired"]
         assert len(lost["failures"]) == len(STORAGES)
         assert all("the log of this storage begins at" in each for each in lost["failures"]), lost[
             "failures"
         ]
-        assert f"{removed.name}: not repaired" in messages
+        assert f"{archived_only.name}: not repaired" in messages
         assert repaired["is_repaired"]
-        assert f"{kept.name}: repaired by storage {repaired['repaired_by']}" in messages
+        assert f"{also_local.name}: repaired by storage {repaired['repaired_by']}" in messages
 
         code, problems, _ = verify(cluster)
-        assert (code, [each["name"] for each in problems]) == (1, [removed.name])
-        (tmp_path / "archive" / removed.name).write_bytes(bytes_before)
+        assert (code, [each["name"] for each in problems]) == (1, [archived_only.name])
+        (tmp_path / "archive" / archived_only.name).write_bytes(bytes_before)
         assert verify(cluster)[:2] == (0, [])
         mark = read_archived_mark(cluster)
         assert mark is not None
         objects = Manifest.from_bytes(
             archive.store.read(mark.manifest), mark.manifest
         ).newest_objects
-        assert objects[-1].name != kept.name
+        assert objects[-1].name != also_local.name
         assert objects[:-1] == archive.objects()[:-1]
         assert archive.payloads_of(objects) == written
         check_reads_of_all(cluster, written)

@@ -78,16 +78,16 @@ def audited(
                 disk = SmallDisk(logs, "64k")
                 stack.callback(disk.unmount)
         logs.mkdir(exist_ok=True)
-        made = stack.enter_context(permitted_cluster(tmp_path_factory, certificates))
+        access = stack.enter_context(permitted_cluster(tmp_path_factory, certificates))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name in DAEMONS:
             kind = name.partition("-")[0].upper()
             patch.setenv(f"WALTZ_{kind}_AUDIT_LOG", str(logs / name))
-            made.cluster.kill(name)
-            made.cluster.log_path(name).write_text("")
-            made.cluster.start(name)
-        made.await_applied()
-        yield Audited(made, logs, disk)
+            access.cluster.kill(name)
+            access.cluster.log_path(name).write_text("")
+            access.cluster.start(name)
+        access.await_applied()
+        yield Audited(access, logs, disk)
 
 
 def test_requests_of_administrators_and_denials_are_in_the_logs(audited: Audited):
@@ -98,15 +98,15 @@ def test_requests_of_administrators_and_denials_are_in_the_logs(audited: Audited
     assert isinstance(denied, AdminRejected)
     with WaltzClient(audited.access.connect("writer")) as client, pytest.raises(PermissionDenied):
         client.append(b"other", partition=DENIED_PARTITION).result()
-    for name, begun, message in (
+    for name, request, message in (
         ("storage-1", "SetAvailable is_available=True", "SetAvailable is_available=True"),
         ("server-1", "AddPreferredRequest", "MountWriter"),
     ):
-        wait_until("they are written", lambda name=name: len(audited.lines(name)) >= 4)
+        wait_until("the audit lines are written", lambda name=name: len(audited.lines(name)) >= 4)
         revision, begin, end, denial, *_ = audited.lines(name)
         assert (revision["principal"], revision["outcome"]) == ("ops", "in_use")
         assert (begin["principal"], begin["verb"]) == ("administer", "administer")
-        assert (begin["object"], begin["message"]) == (f"partitions {PERMITTED_PARTITION}", begun)
+        assert (begin["object"], begin["message"]) == (f"partitions {PERMITTED_PARTITION}", request)
         assert (begin["outcome"], end["outcome"]) == ("begun", "done")
         assert begin["request"] == end["request"]
         assert (denial["object"], denial["outcome"]) == (f"partitions {DENIED_PARTITION}", "denied")
@@ -119,14 +119,14 @@ def test_a_signal_begins_a_new_file(audited: Audited):
         (audited.logs / name).rename(old)
         audited.access.write(PERMISSIONS)
         line = f"revision {audited.access.revision} of "
-        wait_until("it has the line", lambda old=old, line=line: line in old.read_text())
+        wait_until("the audit log has the line", lambda old=old, line=line: line in old.read_text())
         lines_count = len(old.read_text().splitlines())
         assert not (audited.logs / name).exists()
         audited.access.cluster.kill(name, signal.SIGHUP)
         log = audited.access.cluster.log_path(name)
         wait_until("it is open", lambda log=log: "audit.opened path=" in log.read_text())
         audited.access.write(PERMISSIONS)
-        wait_until("it has the line", lambda name=name: len(audited.lines(name)) == 1)
+        wait_until("the audit log has the line", lambda name=name: len(audited.lines(name)) == 1)
         assert len(old.read_text().splitlines()) == lines_count
 
 
@@ -159,7 +159,7 @@ def _all_ended(path: Path) -> Callable[[], bool]:
     """Return whether each request that has begun has an outcome; a part of a line may be lost."""
 
     def have_ended() -> bool:
-        begun: dict[object, object] = {}
+        outcomes: dict[object, object] = {}
         torn = 0
         for each in path.read_text().splitlines():
             try:
@@ -168,8 +168,8 @@ def _all_ended(path: Path) -> Callable[[], bool]:
                 torn += 1
                 continue
             if "request" in line:
-                begun[line["request"]] = line["outcome"]
+                outcomes[line["request"]] = line["outcome"]
         assert torn <= 3
-        return bool(begun) and "begun" not in begun.values()
+        return bool(outcomes) and "begun" not in outcomes.values()
 
     return have_ended

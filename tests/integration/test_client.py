@@ -55,14 +55,14 @@ def batch_of(rows: list[bytes], locks: list[list[int]] | None = None) -> bytes:
 def log_of(client: WaltzClient, partition: int) -> tuple[np.ndarray, list[bytes]]:
     """Return the headers and the data of a whole partition."""
     last = client.high_water_mark(partition, linearizable=True)
-    heads, payloads = [], []
+    headers, payloads = [], []
     for chunk in client.read_range(partition, 0, last):
-        heads.append(np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE))
+        headers.append(np.frombuffer(headers_of(chunk.records, chunk.lengths), HEADER_DTYPE))
         at = 0
         for length in chunk.lengths.tolist():
             payloads.append(bytes(chunk.records[at + 36 : at + length - 4]))
             at += length
-    return np.concatenate(heads) if heads else np.empty(0, HEADER_DTYPE), payloads
+    return np.concatenate(headers) if headers else np.empty(0, HEADER_DTYPE), payloads
 
 
 # ---------------------------------------------------------------------------------------------
@@ -71,14 +71,16 @@ def log_of(client: WaltzClient, partition: int) -> tuple[np.ndarray, list[bytes]
 
 def test_appends_of_all_kinds_are_in_the_log(client: WaltzClient):
     before = client.high_water_mark(0)
-    one = client.append(b"one", partition=0, header=5, append_locks=[lock("a", 1)]).result()
-    assert one == before + 1
+    first_append = client.append(
+        b"one", partition=0, header=5, append_locks=[lock("a", 1)]
+    ).result()
+    assert first_append == before + 1
     outcome = client.append_batch(
         0, batch_of([b"two", b"three"]), 2, client_high_water_mark=-1
     ).result()
-    assert outcome.transaction_ids.tolist() == [one + 1, one + 2]
-    assert client.flush(0) == one + 2
-    assert client.high_water_marks(linearizable=True)[0] == one + 2
+    assert outcome.transaction_ids.tolist() == [first_append + 1, first_append + 2]
+    assert client.flush(0) == first_append + 2
+    assert client.high_water_marks(linearizable=True)[0] == first_append + 2
     assert log_of(client, 0)[1][-3:] == [b"one", b"two", b"three"]
     assert not client.has_pending
 
@@ -88,16 +90,16 @@ def test_replicas_give_the_same_bytes_as_the_server(client: WaltzClient):
         rows = [b"%05d" % i for i in range(500)]
         client.append_batch(1, batch_of(rows), 500, client_high_water_mark=-1).result()
     last = client.high_water_mark(1)
-    wait_until("the last one has begun", lambda: len(client.replicas(1).replicas) == 3)
+    wait_until("the last server is ready", lambda: len(client.replicas(1).replicas) == 3)
     replicas = client.replicas(1)
     for form in RangeForm:
-        ours = [
+        bytes_of_replicas = [
             bytes(c.records)
             for c in client.read_range(1, 0, last, form=form, replicas=replicas, bytes_max=9_000)
         ]
-        theirs = [bytes(c.records) for c in client.read_range(1, 0, last, form=form)]
-        assert b"".join(ours) == b"".join(theirs)
-        assert len(ours) > len(theirs) or form is RangeForm.HEADERS
+        bytes_of_server = [bytes(c.records) for c in client.read_range(1, 0, last, form=form)]
+        assert b"".join(bytes_of_replicas) == b"".join(bytes_of_server)
+        assert len(bytes_of_replicas) > len(bytes_of_server) or form is RangeForm.HEADERS
 
 
 def test_reads_use_the_replica_of_the_clients_group(
@@ -107,16 +109,16 @@ def test_reads_use_the_replica_of_the_clients_group(
     requests: list[str] = []
     open_link = ReaderConnection.open
 
-    async def noted(
+    async def record_open(
         address: str, replicas: ReplicaSet, *, timeout_s: float, ssl: None
     ) -> ReaderConnection:
         requests.append(address)
         return await open_link(address, replicas, timeout_s=timeout_s, ssl=ssl)
 
     wait_until("three replicas", lambda: len(client.replicas(3).replicas) == 3)
-    monkeypatch.setattr(ReaderConnection, "open", noted)
+    monkeypatch.setattr(ReaderConnection, "open", record_open)
     near = [client.replicas(3, group=group).nearby for group in range(4)]
-    # Each storage of this cluster is a group of its own.
+    # Each storage of this cluster is a separate group.
     assert sorted(len(each) for each in near) == [0, 1, 1, 1]
     assert {each[0] for each in near if each} == set(client.replicas(3).replicas)
     for group, nearby in enumerate(near):
@@ -145,8 +147,8 @@ def test_a_forked_process_must_open_a_new_client(client: WaltzClient, cluster: L
             client.high_water_mark(0)
         except errors.UsageError as error:
             os.write(writer, str(error).encode())
-        with WaltzClient(cluster.connect) as own:
-            os.write(writer, f"; own sees {own.partition_count}".encode())
+        with WaltzClient(cluster.connect) as new_client:
+            os.write(writer, f"; own sees {new_client.partition_count}".encode())
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)
@@ -157,22 +159,22 @@ def test_a_forked_process_must_open_a_new_client(client: WaltzClient, cluster: L
 
 
 def test_the_error_without_zookeeper_names_the_hosts():
-    def check(place: str, expected: str) -> None:
+    def check(address: str, expected: str) -> None:
         # On a busy machine the reason may be found later.
         for timeout_ms in (300, 3_000, 30_000):
             config = ClientConfig(zookeeper_connect_timeout_ms=timeout_ms)
             with pytest.raises(errors.CoordinatorUnavailable) as caught:
-                WaltzClient(f"{place}/waltz", config)
+                WaltzClient(f"{address}/waltz", config)
             if expected in str(caught.value):
                 break
-        assert f"answered at {place} within {timeout_ms} ms: {expected}" in str(caught.value)
+        assert f"answered at {address} within {timeout_ms} ms: {expected}" in str(caught.value)
 
     check("127.0.0.1:9", "Connection refused")
     check("zookeeper.invalid:2181", "the host name cannot be resolved")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        place = f"127.0.0.1:{other.getsockname()[1]}"
+        address = f"127.0.0.1:{other.getsockname()[1]}"
         check(
-            place,
+            address,
             "the host accepts connections, but ZooKeeper does not answer the request for a session",
         )
 
@@ -236,21 +238,22 @@ class Increment(TransactionContext):
 
 
 def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
-    with WaltzClient(cluster.connect) as one, WaltzClient(cluster.connect) as two:
-        start = one.high_water_mark(3)
+    with WaltzClient(cluster.connect) as first_append, WaltzClient(cluster.connect) as two:
+        start = first_append.high_water_mark(3)
         contexts = []
-        for client in (one, two):
+        for client in (first_append, two):
             ledger = Ledger(client, 3)
             client.subscribe(ledger, [3])
             contexts += [(client, Increment(ledger)) for _ in range(20)]
         futures = [client.submit(context) for client, context in contexts]
         ids = sorted(future.result(TEST_TIMEOUT_S) for future in futures)
         assert ids == list(range(start + 1, start + 41))
-        assert log_of(one, 3)[1][start + 1 :] == [b"%d" % i for i in range(1, 41)]
+        assert log_of(first_append, 3)[1][start + 1 :] == [b"%d" % i for i in range(1, 41)]
         assert all(context.is_applied.wait(TEST_TIMEOUT_S) for _, context in contexts)
         assert sum(context.failures for _, context in contexts) > 0
         for _, context in contexts:
-            # An own append is applied once its own client has come to it; the other continues.
+            # An append of a client counts as applied when this client has applied it. The other
+            # client continues.
             assert context.ledger.has_seen(len(ids))
             assert context.ledger.threads == {"waltz-callback"}
             assert context.ledger.seen == ids
@@ -261,35 +264,35 @@ def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
 
 
 def load(
-    client: WaltzClient, stop: threading.Event, name: bytes, counts: Counter, lie: list
+    client: WaltzClient, stop: threading.Event, name: bytes, counts: Counter, mismatches: list
 ) -> None:
     """Append batches and single rows until stopped; record the outcomes."""
-    ours: list[tuple[int, int, list[bytes], object]] = []
+    pending: list[tuple[int, int, list[bytes], object]] = []
     number = 0
     while not stop.is_set():
         partition = number % client.partition_count
         rows = [b"%s-%d-%d" % (name, number, i) for i in range(20)]
         future = client.append_batch(partition, batch_of(rows), 20, client_high_water_mark=-1)
         single = client.append(b"%s-%d" % (name, number), partition=partition)
-        ours.append((partition, 20, rows, future))
-        ours.append((partition, 1, [b"%s-%d" % (name, number)], single))
+        pending.append((partition, 20, rows, future))
+        pending.append((partition, 1, [b"%s-%d" % (name, number)], single))
         number += 1
         if number % 10 == 0:
             future.exception(TEST_TIMEOUT_S)
-    for partition, count, rows, future in ours:
+    for partition, count, rows, future in pending:
         try:
             outcome = future.result(TEST_TIMEOUT_S)
         except errors.OutcomeUnknown:
             counts["unknown"] += count
         except errors.WaltzError:
             counts["failed"] += count
-            lie.extend((partition, None, row) for row in rows)
+            mismatches.extend((partition, None, row) for row in rows)
         else:
             ids = [outcome] if count == 1 else outcome.transaction_ids.tolist()
             reasons = [0] if count == 1 else outcome.reasons.tolist()
             for row, transaction_id, reason in zip(rows, ids, reasons, strict=True):
                 counts[RowOutcomeCode(reason).name] += 1
-                lie.append((partition, transaction_id if reason == 0 else None, row))
+                mismatches.append((partition, transaction_id if reason == 0 else None, row))
 
 
 def test_outcomes_while_a_server_is_killed_agree_with_the_log(cluster: LocalCluster):
@@ -323,9 +326,9 @@ def test_outcomes_while_a_server_is_killed_agree_with_the_log(cluster: LocalClus
 
 def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]]) -> None:
     for partition in range(client.partition_count):
-        heads, payloads = log_of(client, partition)
-        assert np.array_equal(heads["transaction_id"], np.arange(heads.size))
-        assert np.unique(heads["req_id"]).size == heads.size, "a request ID is in the log twice"
+        headers, payloads = log_of(client, partition)
+        assert np.array_equal(headers["transaction_id"], np.arange(headers.size))
+        assert np.unique(headers["req_id"]).size == headers.size, "a request ID is in the log twice"
         count = Counter(payloads)
         for where, transaction_id, row in claims:
             if where != partition:
@@ -334,4 +337,4 @@ def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]
                 assert count[row] == 0, f"{row!r} was reported as failed and is in the log"
             else:
                 assert payloads[transaction_id] == row
-                assert count[row] == 1, f"{row!r} stands twice"
+                assert count[row] == 1, f"{row!r} is in the log twice"

@@ -12,7 +12,7 @@ from waltz_core.local import running_cluster
 ROOT = Path(__file__).resolve().parents[2]
 CONNECT = "zk1:2181,zk2:2181/waltz/payments"
 REGISTRY = "http://registry:8081"
-# A comment `<!-- python ... -->` of the page is executed, too: it waits, or checks.
+# A comment `<!-- python ... -->` of the page is executed as well. It waits, or checks results.
 SNIPPET = re.compile(r"^```python\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,9 +38,9 @@ def test_every_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         try:
             for line, text in found:
                 # An error is shown at its line of the page.
-                here = text.replace(CONNECT, cluster.connect).replace(REGISTRY, registry.url)
-                here = here.replace("port=9404", f"port={free_port()}")
-                source = "\n" * (line - 1) + here
+                code = text.replace(CONNECT, cluster.connect).replace(REGISTRY, registry.url)
+                code = code.replace("port=9404", f"port={free_port()}")
+                source = "\n" * (line - 1) + code
                 exec(compile(source, ROOT / "docs/client.md", "exec"), names)
         finally:
             client = names.get("client")

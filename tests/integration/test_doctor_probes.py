@@ -1,4 +1,4 @@
-"""The doctor's probes of a storage that hangs or is still starting."""
+"""The doctor's probes of a storage that hangs or starts."""
 
 import asyncio
 import threading
@@ -28,32 +28,34 @@ TIMEOUT_S = 4.0
 
 
 @pytest.fixture
-def released():
-    """What hangs continues at the end of a test at the latest: the daemon's end waits for it."""
+def release_threads():
+    """Release hanging threads at the end of a test, because the daemon waits for them."""
     event = threading.Event()
     yield event
     event.set()
 
 
-async def probed(address, admin_port, partitions=CLUSTER.partitions):
+async def probe(address, admin_port, partitions=CLUSTER.partitions):
     replica = ReplicaId(address)
     assigned = ReplicaAssignments({replica: tuple(partitions)})
     store = SimpleNamespace(cluster_key=KEY, partition_count=PARTITION_COUNT)
-    seen = SimpleNamespace(
+    doctor = SimpleNamespace(
         view=SimpleNamespace(store=store),
         layout=StorageLayout(assigned, {replica: 0}, {replica: admin_port}),
         storage_ids={},
     )
     member_connections.select_settings()  # an earlier command of this process may have had TLS
-    return await _StorageProbe(seen, replica, TIMEOUT_S, None).probe()
+    return await _StorageProbe(doctor, replica, TIMEOUT_S, None).probe()
 
 
-def test_a_log_that_does_not_answer_is_found_next_to_one_that_does(tmp_path, monkeypatch, released):
+def test_a_probe_distinguishes_a_hanging_log_from_a_log_that_answers(
+    tmp_path, monkeypatch, release_threads
+):
     run, admin_port = Work.run, free_port()
 
     def hangs(work, *clock):
         if work.log.partition_id == 0 and hanging:
-            released.wait(60)
+            release_threads.wait(60)
         return run(work, *clock)
 
     hanging = []
@@ -64,44 +66,44 @@ def test_a_log_that_does_not_answer_is_found_next_to_one_that_does(tmp_path, mon
             for partition in CLUSTER.partitions:
                 async with session(address, 5, partition) as owner:
                     await fill(owner, 2)
-            well = await probed(address, admin_port)
+            well = await probe(address, admin_port)
             assert [each.is_stuck for each in well.replicas.values()] == [False, False]
             hanging.append(True)
-            facts = await probed(address, admin_port)
+            facts = await probe(address, admin_port)
             assert [each.is_stuck for each in facts.replicas.values()] == [True, False]
             assert (facts.failure, facts.admin_failure) == ("", "")
-            released.set()
+            release_threads.set()
 
     on_loop(main())
 
 
-def test_hanging_threads_are_not_reported_as_a_wrong_port(tmp_path, monkeypatch, released):
+def test_hanging_threads_are_not_reported_as_a_wrong_port(tmp_path, monkeypatch, release_threads):
     disk_status_of, admin_port = admin_execution.disk_status_of, free_port()
 
     def hangs(*arguments):
-        released.wait(60)
+        release_threads.wait(60)
         return disk_status_of(*arguments)
 
     monkeypatch.setattr(admin_execution, "disk_status_of", hangs)
 
     async def main():
         async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:
-            facts = await probed(address, admin_port)
+            facts = await probe(address, admin_port)
             assert facts.is_hanging
             assert facts.admin_failure == "no answer within 4 s"
-            released.set()
+            release_threads.set()
 
     on_loop(main())
 
 
-def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch, released):
+def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch, release_threads):
     assign, admin_port, opened = StorageEngine.assign, free_port(), threading.Event()
     is_opening = threading.Event()
 
     def takes_long(engine, partition_id):
         if opened.is_set():
             is_opening.set()
-            released.wait(60)
+            release_threads.wait(60)
         return assign(engine, partition_id)
 
     monkeypatch.setattr(StorageEngine, "assign", takes_long)
@@ -118,9 +120,9 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(admin.request(Done, SetAvailable, (0,), True))
                 assert await asyncio.to_thread(is_opening.wait, 60)
-                facts = await probed(address, admin_port)
+                facts = await probe(address, admin_port)
                 replica = facts.replicas[0]
                 assert (replica.is_opening, replica.open_error) == (True, "")
-                released.set()
+                release_threads.set()
 
     on_loop(main())

@@ -46,8 +46,8 @@ class Counter:
         try:
             there_reader, there_writer = await asyncio.open_connection(*self._there)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pass(reader, there_writer, is_counted=False))
-                group.create_task(self._pass(there_reader, writer, is_counted=True))
+                group.create_task(self._forward(reader, there_writer, is_counted=False))
+                group.create_task(self._forward(there_reader, writer, is_counted=True))
         except* ConnectionError:
             pass  # a side that closes with bytes unread resets the other
         finally:
@@ -57,7 +57,7 @@ class Counter:
         for each in self._open:
             await each.wait()
 
-    async def _pass(
+    async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_counted: bool
     ) -> None:
         try:
@@ -70,7 +70,7 @@ class Counter:
         await writer.wait_closed()
 
 
-class Taking(AsyncCallbacks):
+class RecordingCallbacks(AsyncCallbacks):
     def __init__(self, mark: int, *, reads_data: bool) -> None:
         self.mark = mark
         self.reads_data = reads_data
@@ -86,7 +86,11 @@ class Taking(AsyncCallbacks):
 
 
 async def bytes_of_a_feed(
-    layout: ClusterLayout, partition: int, callbacks: Taking, last: int, headers: list[int] | None
+    layout: ClusterLayout,
+    partition: int,
+    callbacks: RecordingCallbacks,
+    last: int,
+    headers: list[int] | None,
 ) -> int:
     """Return the number of bytes that are sent from the callbacks' mark up to `last`."""
     address, generation = layout.owners[partition]
@@ -113,7 +117,7 @@ async def bytes_of_a_feed(
 @pytest.mark.parametrize(
     ("partition", "batches", "reads_data"), [(0, 15, False), (0, 15, True), (1, 45, True)]
 )
-def test_bytes_on_the_wire_fall_in_proportion(
+def test_a_filtered_feed_sends_proportionally_fewer_bytes(
     cluster: LocalCluster, partition: int, batches: int, reads_data: bool
 ) -> None:
     with WaltzClient(cluster.connect) as client:
@@ -133,8 +137,8 @@ def test_bytes_on_the_wire_fall_in_proportion(
         layout = client.layout()
 
     async def measure() -> tuple[int, int]:
-        plain = Taking(mark, reads_data=reads_data)
-        filtered = Taking(mark, reads_data=reads_data)
+        plain = RecordingCallbacks(mark, reads_data=reads_data)
+        filtered = RecordingCallbacks(mark, reads_data=reads_data)
         everything = await bytes_of_a_feed(layout, partition, plain, last, None)
         some = await bytes_of_a_feed(layout, partition, filtered, last, [WANTED])
         assert plain.seen == list(range(mark + 1, last + 1))

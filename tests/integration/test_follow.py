@@ -46,7 +46,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.tables.table_marks import decode_marks
 
 AVRO_HEADER = 6
-PLACE = ("_partition", "_transaction_id")
+LOG_COLUMNS = ("_partition", "_transaction_id")
 SECRET_HEADER = 7
 STRUCT_HEADER = 8
 
@@ -65,9 +65,9 @@ def client(written: WrittenLog) -> Iterator[WaltzClient]:
 
 def follow(written: WrittenLog, table: Path, *more: str) -> dict[int, int]:
     """Run the command up to the end of the log; return the marks that it prints."""
-    done = run_command(*written.command(table, "--until", "now", "--json", *more))
-    assert done.returncode == 0, done.stderr
-    return {int(each): mark for each, mark in json.loads(done.stdout)["marks"].items()}
+    result = run_command(*written.command(table, "--until", "now", "--json", *more))
+    assert result.returncode == 0, result.stderr
+    return {int(each): mark for each, mark in json.loads(result.stdout)["marks"].items()}
 
 
 def test_the_table_equals_a_replay_of_the_log(written: WrittenLog, tmp_path: Path):
@@ -83,8 +83,8 @@ def test_columns_are_found_in_payloads(written: WrittenLog, tmp_path: Path):
     table = tmp_path / "table"
     words = written.command(table, "--until", "now", columns=())
     for _ in range(2):
-        done = run_command(*words)
-        assert done.returncode == 0, done.stderr
+        result = run_command(*words)
+        assert result.returncode == 0, result.stderr
     check_versions(written, table)
     names = DeltaTable(table).schema().to_arrow().names
     assert sorted(names) == ["_partition", "_transaction_id", "id", "op", "value"]
@@ -168,7 +168,7 @@ def test_a_table_with_a_changes_function_equals_a_replay(written: WrittenLog, tm
     assert run_command(*words).returncode == 0
     check_versions(written, table, pair_changes)
     assert read_table(table) == written.replayed(end_marks(written), pair_changes)
-    assert DeltaTable(table).schema().to_arrow().names == ["id", "value", *PLACE]
+    assert DeltaTable(table).schema().to_arrow().names == ["id", "value", *LOG_COLUMNS]
     other = run_command(*words[:-1], "tests.changes_functions:raise_key_error")
     assert (
         "changes: expected tests.changes_functions:return_pairs, as in the commits of the table"
@@ -219,11 +219,11 @@ def test_a_table_may_be_added_to_those_of_a_follower(
 ):
     follow(written, tmp_path / "rules")
     before = marks_by_version(tmp_path / "rules")
-    done = run_command(*follow_all(written, tables))
-    assert done.returncode == 0, done.stderr
+    result = run_command(*follow_all(written, tables))
+    assert result.returncode == 0, result.stderr
     marks = {"marks": {str(each): mark for each, mark in end_marks(written).items()}}
     paths = [str(tmp_path / name) for name in ("rules", "pairs", "found")]
-    assert json.loads(done.stdout) == {"tables": dict.fromkeys(paths, marks)}
+    assert json.loads(result.stdout) == {"tables": dict.fromkeys(paths, marks)}
     assert marks_by_version(tmp_path / "rules") == before
     check_all(written, tmp_path)
 
@@ -242,8 +242,8 @@ def test_a_follower_that_is_killed_between_the_commits_of_tables_continues(
         for name in ("rules", "pairs", "found")
     ]
     assert marks[0] == marks[1] != marks[2]
-    done = run_command(*follow_all(written, tables))
-    assert done.returncode == 0, done.stderr
+    result = run_command(*follow_all(written, tables))
+    assert result.returncode == 0, result.stderr
     check_all(written, tmp_path)
 
 
@@ -332,20 +332,22 @@ def test_after_a_restore_another_follower_continues_from_its_marks(
     ("old", "new"),
     [("id", "value"), ("op = 'D'", "op = 'U'"), ("--delete-header", "--header")],
 )
-def test_another_rule_for_an_existing_table_is_an_error(
+def test_changed_rules_for_an_existing_table_are_an_error(
     written: WrittenLog, tmp_path: Path, old: str, new: str
 ):
     table = tmp_path / "table"
     follow(written, table)
     version = DeltaTable(table).version()
     words = [new if word == old else word for word in written.command(table, "--until", "now")]
-    done = run_command(*words)
-    assert done.returncode == 1
-    assert "as in the commits of the table, found " in done.stderr
+    result = run_command(*words)
+    assert result.returncode == 1
+    assert "as in the commits of the table, found " in result.stderr
     assert DeltaTable(table).version() == version
 
 
-def test_a_start_at_marks_and_at_a_time(written: WrittenLog, client: WaltzClient, tmp_path: Path):
+def test_a_table_can_start_at_marks_or_at_a_time(
+    written: WrittenLog, client: WaltzClient, tmp_path: Path
+):
     marks = {each: len(log) // 2 for each, log in enumerate(written.log)}
     text = json.dumps({str(each): mark for each, mark in marks.items()})
     table = tmp_path / "marks"
@@ -368,15 +370,15 @@ def test_a_start_at_marks_and_at_a_time(written: WrittenLog, client: WaltzClient
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Return the URL of a bucket; its store is a process of its own, as deltalake holds the GIL."""
+    """Return the URL of a bucket in a separate process, because deltalake holds the GIL."""
     port = free_port()
     names = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "REGION": "us-east-1"}
     names |= {"ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     for name, value in names.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     serve = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    place = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http", "region": "us-east-1"}
-    store = fs.S3FileSystem(allow_bucket_creation=True, **place)
+    endpoint = {"endpoint_override": f"127.0.0.1:{port}", "scheme": "http", "region": "us-east-1"}
+    store = fs.S3FileSystem(allow_bucket_creation=True, **endpoint)
 
     def is_created() -> bool:
         with suppress(OSError):
@@ -394,8 +396,8 @@ def test_a_table_in_an_object_store_equals_a_replay(written: WrittenLog, s3: str
     table = f"{s3}/table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table, "--until", "now")]
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
     check_versions(written, table)
     assert read_table(table) == written.replayed(end_marks(written))
 
@@ -406,19 +408,19 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
         count_all = len(append_and_archive(cluster, ClusterArchive(url)))
         before = str(min(oldest_segment_first_id(cluster, each) for each in STORAGES))
         connect = ["--connect", cluster.connect]
-        done = run_command(
+        result = run_command(
             "archive", "expire", *connect, "--before", before, "--partition", "0", "--yes"
         )
-        assert done.returncode == 0, done.stderr
+        assert result.returncode == 0, result.stderr
         first = read_archived_mark(cluster).first
         words = ["follow", str(tmp_path / "table"), *connect, "--key", "transaction_id"]
         words += ["--column", "transaction_id", "--column", "header", "--until", "now"]
         expired = run_command(*words, "--start-marks", json.dumps({"0": first - 2}))
         assert expired.returncode == 1
         assert f"first available one in the log is {first}: " in expired.stderr
-        done = run_command(*words, "--json")
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == {"marks": {"0": count_all - 1}}
+        result = run_command(*words, "--json")
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout) == {"marks": {"0": count_all - 1}}
     found = DeltaTable(tmp_path / "table").to_pyarrow_table()["transaction_id"].to_pylist()
     assert sorted(found) == list(range(first, count_all))
 
@@ -438,13 +440,13 @@ def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClien
         assert (found.returncode, found.stdout) == (1, "")
         assert "schema: expected declared columns for payloads in" in found.stderr
         words += ["--column", "id:int64", "--column", "owner:string"]
-        done = run_command(*words)
-        assert done.returncode == 0, done.stderr
+        result = run_command(*words)
+        assert result.returncode == 0, result.stderr
     other = f"http://127.0.0.1:{free_port()}"  # schemas of the first URL are cached
     words[1] = str(tmp_path / "other")
-    done = run_command(*(other if word == registry.url else word for word in words))
-    assert done.returncode == 1
-    assert f"{other} cannot be read: Connection refused. Hint: check its" in done.stderr
+    result = run_command(*(other if word == registry.url else word for word in words))
+    assert result.returncode == 1
+    assert f"{other} cannot be read: Connection refused. Hint: check its" in result.stderr
     rows = DeltaTable(tmp_path / "table").to_pyarrow_table().select(["id", "owner"]).to_pylist()
     assert sorted(row["owner"] or "" for row in rows) == ["", "Anna"]
 
@@ -452,10 +454,10 @@ def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClien
 def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
     """Also if the key of the table is in the log: a row of nulls would be no replay."""
     keys, fewer = tmp_path / "keys", tmp_path / "fewer"
-    for place, names in ((keys, ("a", "b")), (fewer, ("a",))):
-        place.mkdir()
+    for directory, names in ((keys, ("a", "b")), (fewer, ("a",))):
+        directory.mkdir()
         for name in names:
-            (place / name).write_text(name * 64)
+            (directory / name).write_text(name * 64)
     with WaltzClient(written.connect, ClientConfig(encryption_keys=str(keys))) as client:
         for name in ("a", "b"):
             data = msgpack.packb({"id": ord(name)})
@@ -473,27 +475,27 @@ def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
         ),
         (["--encryption-keys", str(tmp_path / "no")], str(tmp_path / "no")),
     ):
-        done = run_command(*words, *more)
-        assert done.returncode == 1
-        assert reason in done.stderr
+        result = run_command(*words, *more)
+        assert result.returncode == 1
+        assert reason in result.stderr
         assert not (tmp_path / "table").exists()
-    done = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
-    assert done.returncode == 0, done.stderr
+    result = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
+    assert result.returncode == 0, result.stderr
     found = DeltaTable(tmp_path / "table").to_pyarrow_table()["id"].to_pylist()
     assert sorted(found) == [ord("a"), ord("b")]
     words[1] = str(tmp_path / "other")
     words[words.index("id:int64")] = "value:int64"
     words[words.index(str(SECRET_HEADER))] = "1"
-    done = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
-    assert "the payload is not encrypted. Hint: " in done.stderr
+    result = run_command(*words, "--encryption-keys", str(keys), "--require-encryption")
+    assert "the payload is not encrypted. Hint: " in result.stderr
 
 
-def test_a_payload_that_does_not_fit_ends_the_command(
+def test_a_payload_of_another_type_than_its_column_ends_the_command(
     written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     words = written.command(tmp_path / "table", "--until", "now")
     words[words.index("value:int64")] = "value:string"
-    done = run_command(*words)
-    assert done.returncode == 1
-    assert "column 'value': expected string, found" in done.stderr
+    result = run_command(*words)
+    assert result.returncode == 1
+    assert "column 'value': expected string, found" in result.stderr
     assert not (tmp_path / "table").exists(), "another run may declare another type"

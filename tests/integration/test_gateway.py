@@ -1,4 +1,4 @@
-"""A gateway as a process, at a cluster of real processes: HTTPS, signals, and its other port."""
+"""A gateway process and a cluster of real processes: HTTPS, signals, and the port for metrics."""
 
 import http.client
 import json
@@ -54,8 +54,8 @@ def test_a_gateway_serves_https_and_reads_its_certificate_again(
     files = {"https_certificate": certificate, "https_key": key}
     with run_gateway(cluster.connect, log, **files) as served:
         assert served.url.startswith("https://")
-        kept = GatewayClient(served.url, authorities=old.authorities)
-        assert kept.append({"data": "a"}).status == 200
+        existing = GatewayClient(served.url, authorities=old.authorities)
+        assert existing.append({"data": "a"}).status == 200
         with pytest.raises(ssl.SSLCertVerificationError):
             append_to(served.url, new.authorities)
         with pytest.raises((http.client.HTTPException, ConnectionError)):
@@ -63,17 +63,21 @@ def test_a_gateway_serves_https_and_reads_its_certificate_again(
 
         use((new.certificate, new.key))
         served.send_signal(signal.SIGHUP)
-        wait_until("the gateway has read it", lambda: count("tls.reloaded certificate="))
+        wait_until(
+            "the gateway uses the new certificate", lambda: count("tls.reloaded certificate=")
+        )
         assert append_to(served.url, new.authorities) == 200
         with pytest.raises(ssl.SSLCertVerificationError):
             append_to(served.url, old.authorities)
-        assert kept.append({"data": "a"}).status == 200  # on its connection
+        assert existing.append({"data": "a"}).status == 200  # on its connection
 
         use((old.certificate, new.key))  # the key of another certificate
         served.send_signal(signal.SIGHUP)
-        wait_until("the gateway has rejected it", lambda: count("tls.reload_failed error="))
+        wait_until(
+            "the gateway has rejected the certificate", lambda: count("tls.reload_failed error=")
+        )
         assert append_to(served.url, new.authorities) == 200
-        kept.close()
+        existing.close()
         assert served.terminate() == 0
         assert count("ERROR") == count("tls.reload_failed")
 
@@ -88,7 +92,7 @@ def test_sighup_does_not_end_a_gateway_without_a_certificate(cluster: LocalClust
         assert served.terminate() == 0
 
 
-def test_pages_of_a_gateway(cluster: LocalCluster):
+def test_a_gateway_serves_its_health_and_metrics_pages(cluster: LocalCluster):
     port = free_port()
     with run_gateway(cluster.connect, http_port=port) as served:
         assert append_to(served.url, "") == 200
@@ -114,6 +118,6 @@ def test_pages_of_a_gateway(cluster: LocalCluster):
     ],
 )
 def test_a_gateway_with_a_wrong_port_does_not_start(more: tuple[str, ...], error: str):
-    done = run_command("gateway", "run", "--connect", "127.0.0.1:1/w", *more)
-    assert done.returncode == 1
-    assert error in done.stderr, json.dumps(done.stderr)
+    result = run_command("gateway", "run", "--connect", "127.0.0.1:1/w", *more)
+    assert result.returncode == 1
+    assert error in result.stderr, json.dumps(result.stderr)

@@ -1,4 +1,4 @@
-"""A gateway at a cluster with access control: the permissions of each caller, and the console."""
+"""A gateway of a cluster with access control: the permissions of each caller, and the console."""
 
 import dataclasses
 import json
@@ -37,8 +37,8 @@ def access(
 
 @pytest.fixture(scope="module")
 def gateway(access: ClusterAccess, certificates: Certificates) -> Iterator[GatewayProcess]:
-    place = access.cluster.connect.partition("?")[0]
-    with run_gateway(f"{place}?tls={certificates.authorities}") as gateway:
+    without_options = access.cluster.connect.partition("?")[0]
+    with run_gateway(f"{without_options}?tls={certificates.authorities}") as gateway:
         yield gateway
 
 

@@ -143,7 +143,7 @@ def client_hello(context: ssl.SSLContext) -> bytes:
     return outgoing.read()
 
 
-async def asked(access: ClusterAccess, protocol: WireProtocol) -> None:
+async def check_answers(access: ClusterAccess, protocol: WireProtocol) -> None:
     """Connect with a token, and send a request that is answered.
 
     Until its token is accepted, the peer is one of the unauthorized peers of its host, which are
@@ -175,7 +175,7 @@ async def attacked(access: ClusterAccess, protocol: WireProtocol, authorities: s
         for number in range(COUNT):
             tasks.create_task(attack.connection(number))
         while attack.closed_count < COUNT:
-            await asked(access, protocol)
+            await check_answers(access, protocol)
     return attack
 
 
@@ -225,7 +225,7 @@ def calm_client(access: ClusterAccess, name: str) -> Iterator[None]:
 def test_a_thousand_unauthorized_peers_neither_stop_a_client_nor_fill_the_memory(
     access: ClusterAccess, certificates: Certificates, protocol: WireProtocol
 ):
-    asyncio.run(asked(access, protocol))
+    asyncio.run(check_answers(access, protocol))
     with calm_client(access, PORTS[protocol][0]):
         attack = asyncio.run(attacked(access, protocol, certificates.authorities))
     assert attack.opened_count > COUNT // 2
@@ -271,7 +271,7 @@ def test_announced_frames_without_their_bytes_take_no_memory(
         ]
         for link in links:
             link.send_frames(header + bytes(100_000))
-        await asked(access, protocol)
+        await check_answers(access, protocol)
         assert not any(link.is_closed for link in links)
         assert process.memory_info().rss - before_bytes < GROWTH_BYTES_MAX
         for link in links:

@@ -17,7 +17,7 @@ from waltz_core.transport import descriptor_passing
 from waltz_core.wire.messages import DamageFound, RangeForm
 
 pytestmark = pytest.mark.skipif(
-    not descriptor_passing.IS_SUPPORTED, reason="abstract names are Linux's"
+    not descriptor_passing.IS_SUPPORTED, reason="abstract socket names exist only on Linux"
 )
 
 COUNT = 60
@@ -47,7 +47,7 @@ class Log:
             reader.close()
 
     async def read(self, reader, first=0, last=COUNT - 1, form=RangeForm.WHOLE):
-        """Read in chunks of 7 records; return all bytes up to where only the server is left."""
+        """Read in chunks of 7 records; return the bytes that the reader gets without the server."""
         got = b""
         while first <= last:
             try:
@@ -63,7 +63,7 @@ class Log:
 
 
 @contextlib.asynccontextmanager
-async def log_in(directory):
+async def opened_log(directory):
     async with serving(config_for(directory)) as address, session(address, 5) as owner:
         await owner.prepare()
         await owner.engage()
@@ -74,13 +74,13 @@ async def log_in(directory):
 
 def test_records_read_from_the_files_have_all_their_bytes(tmp_path):
     async def main():
-        async with log_in(tmp_path) as log:
+        async with opened_log(tmp_path) as log:
             with log.reader() as reader:
                 assert await log.read(reader) == RECORDS
                 assert reader.from_local_count == reader.from_replica_count == 9
                 assert await log.read(reader, 33, 41) == RECORDS[33 * SIZE : 42 * SIZE]
-                heads = await log.read(reader, 0, 9, RangeForm.HEADERS)
-                assert heads[28:56] == RECORDS[SIZE : SIZE + 28]
+                headers = await log.read(reader, 0, 9, RangeForm.HEADERS)
+                assert headers[28:56] == RECORDS[SIZE : SIZE + 28]
                 assert (reader.from_local_count, reader.from_replica_count) == (11, 12)
             assert log.from_server == []
 
@@ -89,11 +89,11 @@ def test_records_read_from_the_files_have_all_their_bytes(tmp_path):
 
 def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
     async def main():
-        async with log_in(tmp_path) as log:
+        async with opened_log(tmp_path) as log:
             path = tmp_path / "0" / segment_name(0, ".seg")
-            place = SEGMENT_HEADER_BYTES + 33 * SIZE + 37
+            offset = SEGMENT_HEADER_BYTES + 33 * SIZE + 37
             content = path.read_bytes()
-            path.write_bytes(content[:place] + b"X" + content[place + 1 :])
+            path.write_bytes(content[:offset] + b"X" + content[offset + 1 :])
             with log.reader() as reader:
                 assert await log.read(reader) == RECORDS[: 33 * SIZE]
                 assert reader.from_local_count == 4  # the fifth would have had it
@@ -108,9 +108,9 @@ def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
     on_loop(main())
 
 
-def test_a_session_that_is_not_open_gets_no_reports(tmp_path):
+def test_a_storage_ignores_damage_reports_of_other_store_sessions(tmp_path):
     async def main():
-        async with log_in(tmp_path) as log:
+        async with opened_log(tmp_path) as log:
             for session_id in (4, 6):
                 with log.reader(session_id) as reader:
                     assert await log.read(reader) == b""
@@ -125,9 +125,9 @@ def test_a_session_that_is_not_open_gets_no_reports(tmp_path):
     on_loop(main())
 
 
-def test_nothing_beyond_the_mark_is_requested(tmp_path):
+def test_a_local_reader_requests_no_records_after_its_last_id(tmp_path):
     async def main():
-        async with log_in(tmp_path) as log:
+        async with opened_log(tmp_path) as log:
             with log.reader(last=19) as reader:
                 assert await log.read(reader, 0, 19) == RECORDS[: 20 * SIZE]
                 assert await log.read(reader, 0, 20) == b""
@@ -136,10 +136,10 @@ def test_nothing_beyond_the_mark_is_requested(tmp_path):
     on_loop(main())
 
 
-def test_a_storage_that_disconnects_in_the_middle_is_abandoned(tmp_path):
+def test_a_local_reader_abandons_a_storage_that_disconnects_during_a_request(tmp_path):
     async def main():
         async with contextlib.AsyncExitStack() as running:
-            log = await running.enter_async_context(log_in(tmp_path))
+            log = await running.enter_async_context(opened_log(tmp_path))
             with log.reader() as reader:
                 assert await log.read(reader, 0, 6) == RECORDS[: 7 * SIZE]
                 await reader.fetch(RangeQuery(7, COUNT - 1, RangeForm.WHOLE, (), SIZE))
@@ -151,17 +151,17 @@ def test_a_storage_that_disconnects_in_the_middle_is_abandoned(tmp_path):
 
 
 def test_a_reader_that_is_closed_during_its_request_continues_to_the_server(tmp_path):
-    async def refused(reader):
+    async def read_without_answer(reader):
         with pytest.raises(errors.Unavailable) as message:
             await reader.fetch(RangeQuery(0, COUNT - 1))
         return str(message.value)
 
     async def main():
-        async with log_in(tmp_path) as log:
+        async with opened_log(tmp_path) as log:
             with log.reader() as reader:
                 await reader.fetch(RangeQuery(30, COUNT - 1, RangeForm.WHOLE, (), SIZE))
                 async with asyncio.TaskGroup() as tasks:
-                    message = tasks.create_task(refused(reader))
+                    message = tasks.create_task(read_without_answer(reader))
                     await asyncio.sleep(0)  # the storage is queried for their positions
                     reader.close()
                 assert await message == "the server's turn"
@@ -170,9 +170,9 @@ def test_a_reader_that_is_closed_during_its_request_continues_to_the_server(tmp_
     on_loop(main())
 
 
-def test_a_storage_that_hands_over_no_file_sends_the_records(tmp_path, monkeypatch):
+def test_a_storage_that_passes_no_file_sends_the_records(tmp_path, monkeypatch):
     async def main():
-        async with log_in(tmp_path) as log:
+        async with opened_log(tmp_path) as log:
             with log.reader() as reader, monkeypatch.context() as changed:
                 changed.setattr(ranges.descriptor_passing, "is_offered", lambda _door: False)
                 assert await log.read(reader) == RECORDS

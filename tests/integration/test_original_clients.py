@@ -70,7 +70,7 @@ def has_lost_partition(client: OriginalClient) -> bool:
 
 
 def check_outcomes(world: World, clients: list[OriginalClient]) -> None:
-    """What was reported as failed is not in the log; what was committed is there once."""
+    """Check that the log has each committed append once, and no append reported as failed."""
     log = [Req(*struct.unpack_from(">iiii", each, 8)) for each in world.storages[1].logs[0].records]
     assert len(set(log)) == len(log)
     for client in clients:
@@ -247,7 +247,7 @@ def test_a_client_that_catches_up_needs_one_storage_read_for_many_transactions()
                 client.set_endpoints(endpoints_of(server))
                 await poll_until(lambda: len(applied) == 2_000)
             assert applied == [(each, each) for each in range(2_000)]
-            # Headers, one transaction by itself, and the others in stretches of 64 KiB.
+            # Headers, a single transaction, and the remaining transactions in ranges of 64 KiB.
             assert reads.fetches <= 10
 
     run(main())

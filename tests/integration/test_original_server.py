@@ -1,5 +1,7 @@
-"""Our client and our commands in a cluster that the original has made: its ZooKeeper nodes, byte by
-byte, its server as in `original_server_for_clients.py`, and nothing of ours.
+"""The client and the commands of this version in a cluster of Waltz 0.13.
+
+The znodes are those of 0.13, byte by byte. The server is the model in
+`original_server_for_clients.py`. No process of this version has written to ZooKeeper.
 """
 
 import json
@@ -48,9 +50,9 @@ def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, n
         ledger = RecordingCallbacks(-1)
         client.subscribe(ledger, [0])
         ledger.wait_until(lambda: len(ledger.applied) == 5)
-        given, _ = nodes.zookeeper.get(f"{ROOT}/ids/client")
+        last_client_id, _ = nodes.zookeeper.get(f"{ROOT}/ids/client")
         # One that writes, one that reads headers.
-        assert struct.unpack(">i", given) == (2,)
+        assert struct.unpack(">i", last_client_id) == (2,)
         assert client.client_id == 1
     assert nodes.paths() == before
 
@@ -96,7 +98,9 @@ def test_client_commands_work_with_a_0_13_server(connect: str, capsys: pytest.Ca
     assert code == 0, text
 
 
-def test_servers_answer_commands_that_query_them(connect: str, capsys: pytest.CaptureFixture[str]):
+def test_commands_work_with_0_13_servers_that_they_query(
+    connect: str, capsys: pytest.CaptureFixture[str]
+):
     code, text = run(capsys, "cluster", "verify", "--connect", connect, "--json")
     found = json.loads(text)["findings"]
     assert code == 1  # it has no storages
@@ -121,7 +125,8 @@ def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
                     append_and_wait(client, 0)
                 if why in str(caught.value):
                     break
-                # A busy machine had not asked the server by then: the next one has more time.
+                # On a busy machine the command may not have queried the server by then: the next
+                # one has more time.
         finally:
             nodes.close()
         assert isinstance(caught.value, Unreachable)

@@ -69,14 +69,14 @@ def send_mount(wire: Wire, at: Req, mark: int = -1, sequence: int = 0) -> None:
 
 
 async def state_of(wire: Wire, at: Req, mark: int = -1, sequence: int = 0) -> int:
-    """Mount, and return the answer's state; nothing is fed before it."""
+    """Mount, and return the state in the answer; the feed must not begin before the answer."""
     send_mount(wire, at, mark, sequence)
     found, body = await answer(wire, original.MOUNT_RESPONSE)
     assert found == at
     return original.mount_state(wire.version, body)
 
 
-async def fed(wire: Wire) -> int:
+async def receive_feed(wire: Wire) -> int:
     """Return the ID of the next message, which is of the feed."""
     _, body = await answer(wire, original.FEED_DATA)
     return struct.unpack(">qi", body)[0]
@@ -89,23 +89,23 @@ def send_append(wire: Wire, at: Req, data: bytes, mark: int = -1, **rest: object
 
 @contextlib.asynccontextmanager
 async def dialing(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
-    """Give what makes connections, of these versions; they end with the scenario."""
-    made: list[Wire] = []
+    """Yield a function that opens connections of the given versions; close them at the end."""
+    wires: list[Wire] = []
 
     async def dial(versions: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Wire:
-        made.append(await Wire.open(server.address, versions))
-        return made[-1]
+        wires.append(await Wire.open(server.address, versions))
+        return wires[-1]
 
     try:
         yield dial
     finally:
-        for each in made:
+        for each in wires:
             each.close()
 
 
 @contextlib.contextmanager
 def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """Give what is logged at info or above, as it comes."""
+    """Yield the list of log records at level info or above."""
     caplog.set_level(logging.INFO)
     logged: list[str] = []
     yield logged
@@ -130,11 +130,11 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             # As it was when they were captured: the second of two that write one lock.
             for sequence in (3, 4):
                 send_append(wire, Req(1, 1, 0, sequence), b"x", mark=0, write=[5])
-            assert await fed(wire) == 1
+            assert await receive_feed(wire) == 1
             assert await frame(wire) == captured("LOCK_FAILURE")
             for sequence in range(11, 18):
                 send_append(wire, Req(1, 1, 0, sequence), b"y")
-                await fed(wire)
+                await receive_feed(wire)
             await logged("HIGH_WATER_MARK_REQUEST", "HIGH_WATER_MARK_RESPONSE")
             for name in (
                 "SERVER_PARTITIONS_ASSIGNMENT",
@@ -151,16 +151,16 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             wire.send(original.FEED_REQUEST, Req(1, 1, 1, 1), LONG.pack(-1))
             send_append(wire, Req(1, 1, 1, 2), b"z")
             send_append(wire, Req(1, 1, 1, 4), b"z")
-            assert [await fed(wire) for _ in range(2)] == [0, 1]
+            assert [await receive_feed(wire) for _ in range(2)] == [0, 1]
             for number in (1, 2):
                 wire.send_bytes(captured("APPEND_REQUEST", number))
-                assert await fed(wire) == 1 + number
+                assert await receive_feed(wire) == 1 + number
             # A grant of a hundred.
             assert await state_of(wire, Req(1, 1, 2, 1)) == original.READY
             wire.send(original.FEED_REQUEST, Req(1, 1, 2, 1), LONG.pack(-1))
             for sequence in range(2, 104):
                 send_append(wire, Req(1, 1, 2, sequence), b"")
-            assert [await fed(wire) for _ in range(100)] == list(range(100))
+            assert [await receive_feed(wire) for _ in range(100)] == list(range(100))
             assert await frame(wire) == captured("FEED_SUSPENDED")
 
     run(main())
@@ -184,17 +184,17 @@ def test_each_version_mounts_appends_and_reads(
             found, body = await answer(wire, original.LOCK_FAILURE)
             assert (found, LONG.unpack(body)) == (req(3), (0,))
             send_append(wire, req(4), b"second", mark=0, write=[3])
-            assert await fed(wire) == 1
+            assert await receive_feed(wire) == 1
             rpc = await dial(tuple(range(version + 1)))
             rpc.send(original.DATA_REQUEST, req(1), LONG.pack(1))
             _, body = await answer(rpc, original.DATA_RESPONSE)
             assert original.data_of(body) == (1, b"second", None)
             again = await dial(tuple(range(version + 1)))
             send_mount(again, req(5), 0, 1)
-            assert await fed(again) == 1
+            assert await receive_feed(again) == 1
             _, body = await answer(again, original.MOUNT_RESPONSE)
             assert original.mount_state(version, body) == original.READY
-            # What only later versions have ends the connection.
+            # Messages that exist only in later versions end the connection.
             beyond = {0: original.CHECK_REQUEST, 1: 15, 2: 21, 3: 21, 4: 64}[version]
             rpc.send(beyond, req(0))
             assert await is_ended(rpc)
@@ -219,7 +219,7 @@ def test_a_mount_is_answered_after_the_feed_has_sent_the_missing_transactions(ve
             await writer.append(10)
             wire = await dial(tuple(range(version + 1)))
             send_mount(wire, req(1), 4)
-            assert [await fed(wire) for _ in range(5)] == [5, 6, 7, 8, 9]
+            assert [await receive_feed(wire) for _ in range(5)] == [5, 6, 7, 8, 9]
             found, _ = await answer(wire, original.MOUNT_RESPONSE)
             assert found == req(1)
             # Nothing more is sent before the client requests it.
@@ -227,7 +227,7 @@ def test_a_mount_is_answered_after_the_feed_has_sent_the_missing_transactions(ve
             assert await state_of(wire, req(2), 10) == original.READY
             wire.send(original.FEED_REQUEST, req(2), LONG.pack(10))
             await writer.append(1)
-            assert await fed(wire) == 11
+            assert await receive_feed(wire) == 11
             ahead = original.CLIENT_AHEAD if version >= 3 else original.NOT_READY
             assert await state_of(wire, req(3), 99) == ahead
             assert await state_of(wire, req(4, partition=1)) == original.NOT_READY
@@ -238,7 +238,7 @@ def test_a_mount_is_answered_after_the_feed_has_sent_the_missing_transactions(ve
     run(main())
 
 
-def test_our_server_closes_connections_where_0_13_does() -> None:
+def test_this_server_closes_connections_in_the_same_cases_as_0_13() -> None:
     async def main() -> None:
         async with cluster() as (_, server), dialing(server) as dial:
 
@@ -291,8 +291,9 @@ def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
             assert await is_ended(early)
             late.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
             send_append(late, req(2), b"x")
-            assert await fed(late) == 0
-            # One that comes too late, or starts again at 0: its client climbs until it is higher.
+            assert await receive_feed(late) == 0
+            # A sequence number that is too late, or starts again at 0: the client retries with
+            # higher numbers.
             for sequence in (0, 4):
                 again = await dial()
                 send_mount(again, req(1), sequence=sequence)
@@ -340,21 +341,23 @@ def test_a_0_13_program_that_does_not_read_uses_bounded_memory() -> None:
         async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server, BOB)
             await writer.mount()
-            deaf = await dial()
-            send_mount(deaf, req(1, client=ALICE))
-            await answer(deaf, original.MOUNT_RESPONSE)
-            deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(-1))
+            slow_reader = await dial()
+            send_mount(slow_reader, req(1, client=ALICE))
+            await answer(slow_reader, original.MOUNT_RESPONSE)
+            slow_reader.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(-1))
             for _ in range(45):
                 await writer.append(1_000, size=220)
                 assert server._clients.memory_bytes < 8 << 20
             mark = await writer.mark()
             next_id = 0
             while next_id <= mark:
-                _, body = await answer(deaf, original.FEED_DATA, original.FEED_SUSPENDED)
+                _, body = await answer(slow_reader, original.FEED_DATA, original.FEED_SUSPENDED)
                 if body:
                     assert struct.unpack_from(">q", body) == (next_id,)
                     next_id += 1
                 else:
-                    deaf.send(original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(next_id - 1))
+                    slow_reader.send(
+                        original.FEED_REQUEST, req(1, client=ALICE), LONG.pack(next_id - 1)
+                    )
 
     run(main())

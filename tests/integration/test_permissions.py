@@ -1,4 +1,4 @@
-"""A cluster with `access = "on"`: what each principal may do at each port, and revocations."""
+"""A cluster with `access = "on"`: permissions of each principal at each port, and revocations."""
 
 import asyncio
 import dataclasses
@@ -61,12 +61,12 @@ from waltz_core.wire.messages import (
 from waltz_core.wire.record_locations import TICKET_BYTES, encode_segment, socket_name_of
 
 IS_LINUX = pytest.mark.skipif(
-    not descriptor_passing.IS_SUPPORTED, reason="abstract names are Linux's"
+    not descriptor_passing.IS_SUPPORTED, reason="abstract socket names exist only on Linux"
 )
 
 
 @pytest.fixture(scope="module")
-def started(
+def running_cluster(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
 ) -> Iterator[ClusterAccess]:
     with permitted_cluster(tmp_path_factory, certificates) as cluster:
@@ -74,10 +74,10 @@ def started(
 
 
 @pytest.fixture
-def access(started: ClusterAccess) -> ClusterAccess:
+def access(running_cluster: ClusterAccess) -> ClusterAccess:
     """The permissions as they were first."""
-    started.write(PERMISSIONS)
-    return started
+    running_cluster.write(PERMISSIONS)
+    return running_cluster
 
 
 # ---------------------------------------------------------------------------------------------
@@ -102,23 +102,23 @@ def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> 
 
 def requests(protocol: WireProtocol, partition: int) -> list[Message]:
     """Return every request of a protocol, each form of it once."""
-    made = []
+    messages_found = []
     for each in message_classes(protocol):
         declared = each.requires
         if isinstance(declared, RequirementByField):
-            made += [
+            messages_found += [
                 sample_message(each, partition, **{declared.field: value})
                 for value in declared.requirements
             ]
         elif isinstance(declared, Requirement):
-            made.append(sample_message(each, partition))
-    return made
+            messages_found.append(sample_message(each, partition))
+    return messages_found
 
 
 async def denied_requests(
     protocol: WireProtocol, address: str, connect: str, wanted: list[Message]
 ) -> set[Message]:
-    """Send requests, each on a connection of its own; return those that were denied."""
+    """Send each request on a separate connection; return the denied requests."""
     denied = set()
     context = tls.dial_context(ClientConfig(), connect)
     for request in wanted:
@@ -239,14 +239,14 @@ def test_an_open_file_is_passed_for_the_ticket_of_an_open_connection_only(
 @IS_LINUX
 def test_no_file_is_passed_after_a_revocation(access: ClusterAccess, replicas: ReplicaSet):
     async def main():
-        kept, lost = Reader(access, "writer", replicas), Reader(access, "read", replicas)
-        links = [await each.connect() for each in (kept, lost)]
+        permitted, revoked = Reader(access, "writer", replicas), Reader(access, "read", replicas)
+        links = [await each.connect() for each in (permitted, revoked)]
         without = tuple(each for each in PERMISSIONS.grants if each.grantee != "read")
         await asyncio.to_thread(access.write, dataclasses.replace(PERMISSIONS, grants=without))
-        assert not lost.is_passed(lost.ticket)
-        assert kept.is_passed(kept.ticket)
+        assert not revoked.is_passed(revoked.ticket)
+        assert permitted.is_passed(permitted.ticket)
         await asyncio.to_thread(access.write, PERMISSIONS)
-        assert not lost.is_passed(lost.ticket)  # its connection has ended
+        assert not revoked.is_passed(revoked.ticket)  # its connection has ended
         for link in links:
             link.close()
 
@@ -281,13 +281,15 @@ def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection
 
 
 def check_rejections(client: WaltzClient) -> None:
-    """The owner lists a rejection of this client; the client may not list those elsewhere."""
-    seat = lock("seat", "12F")
-    winner = client.append(b"first", partition=PERMITTED_PARTITION, write_locks=[seat]).result()
+    """The owner lists a rejection of this client; the client may not list rejections of others."""
+    seat_lock = lock("seat", "12F")
+    winner = client.append(
+        b"first", partition=PERMITTED_PARTITION, write_locks=[seat_lock]
+    ).result()
     late = client.append(
         b"second",
         partition=PERMITTED_PARTITION,
-        write_locks=[seat],
+        write_locks=[seat_lock],
         client_high_water_mark=winner - 1,
     )
     with pytest.raises(LockFailed):
@@ -298,7 +300,7 @@ def check_rejections(client: WaltzClient) -> None:
         client.recent_rejections(DENIED_PARTITION)
 
 
-def test_a_client_may_do_what_is_granted_and_nothing_else(access: ClusterAccess):
+def test_a_client_is_permitted_granted_requests_only(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
         first = client.append(b"mine", partition=PERMITTED_PARTITION).result()
         for replicas in (None, client.replicas(PERMITTED_PARTITION)):
@@ -315,46 +317,46 @@ def test_a_client_may_do_what_is_granted_and_nothing_else(access: ClusterAccess)
         check_rejections(client)
     with WaltzClient(access.connect("nothing")) as client, pytest.raises(PermissionDenied):
         client.high_water_mark(PERMITTED_PARTITION)
-    done = run_command("storage", "list", "--connect", access.connect("writer"))
-    assert done.returncode == 1
-    assert "writer has no grant of administer" in done.stderr
+    result = run_command("storage", "list", "--connect", access.connect("writer"))
+    assert result.returncode == 1
+    assert "writer has no grant of administer" in result.stderr
 
 
-class Fed(Callbacks):
-    """Keeps what a feed delivers."""
+class RecordingCallbacks(Callbacks):
+    """Records the transactions of a feed."""
 
     def __init__(self) -> None:
-        self.fed: list[bytes] = []
+        self.applied: list[bytes] = []
 
     def client_high_water_mark(self, partition: int) -> int:
         return -1
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        self.fed.append(transaction.data())
+        self.applied.append(transaction.data())
 
 
 def test_a_command_that_may_append_in_some_partitions_prints_the_ids_there(access: ClusterAccess):
     connect = access.connect("writer")
-    done = run_command("client", "append", "a", "b", "c", "d", "--connect", connect)
-    assert done.returncode == 1
+    result = run_command("client", "append", "a", "b", "c", "d", "--connect", connect)
+    assert result.returncode == 1
     with WaltzClient(connect) as client:
         assert (
-            done.stdout
+            result.stdout
             == f"{client.high_water_marks([PERMITTED_PARTITION])[PERMITTED_PARTITION]}\n"
         )
-    assert "1 of 4 transactions were appended" in done.stderr
-    assert "MountWriter requires" in done.stderr
+    assert "1 of 4 transactions were appended" in result.stderr
+    assert "MountWriter requires" in result.stderr
 
 
 def test_a_revoked_grant_ends_appends_and_feeds(access: ClusterAccess):
-    fed = Fed()
+    callbacks = RecordingCallbacks()
     with (
         WaltzClient(access.connect("writer")) as writer,
         WaltzClient(access.connect("read")) as reader,
     ):
-        reader.subscribe(fed, [PERMITTED_PARTITION])
+        reader.subscribe(callbacks, [PERMITTED_PARTITION])
         writer.append(b"before", partition=PERMITTED_PARTITION).result()
-        wait_until("the feed delivers", lambda: b"before" in fed.fed)
+        wait_until("the feed delivers", lambda: b"before" in callbacks.applied)
         access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[:1]))
         # One that was sent before the client noticed the end of its connection may have been lost.
         with pytest.raises((PermissionDenied, OutcomeUnknown)):
@@ -365,27 +367,27 @@ def test_a_revoked_grant_ends_appends_and_feeds(access: ClusterAccess):
         access.write(PERMISSIONS)
         with WaltzClient(access.connect("writer")) as other:
             other.append(b"later", partition=PERMITTED_PARTITION).result()
-        assert fed.fed[-1] == b"before"
+        assert callbacks.applied[-1] == b"before"
 
 
 def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: ClusterAccess):
     """A client may get a new token at any time, so it retries."""
-    fed = Fed()
+    callbacks = RecordingCallbacks()
     others = {key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "read"}
     with (
         WaltzClient(access.connect("writer")) as writer,
         WaltzClient(access.connect("read")) as reader,
     ):
-        reader.subscribe(fed, [PERMITTED_PARTITION])
+        reader.subscribe(callbacks, [PERMITTED_PARTITION])
         writer.append(b"before", partition=PERMITTED_PARTITION).result()
-        wait_until("the feed delivers", lambda: b"before" in fed.fed)
+        wait_until("the feed delivers", lambda: b"before" in callbacks.applied)
         log = access.cluster.log_path("server-1")
         access.write(dataclasses.replace(PERMISSIONS, tokens=others))
         writer.append(b"after", partition=PERMITTED_PARTITION).result()
-        wait_until("it is rejected", lambda: "access.token_rejected" in log.read_text())
-        assert fed.fed[-1] == b"before"
+        wait_until("the feed is rejected", lambda: "access.token_rejected" in log.read_text())
+        assert callbacks.applied[-1] == b"before"
         access.write(PERMISSIONS)
-        wait_until("the feed continues", lambda: fed.fed[-1] == b"after")
+        wait_until("the feed continues", lambda: callbacks.applied[-1] == b"after")
 
 
 def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(access: ClusterAccess):
@@ -397,14 +399,14 @@ def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(acces
         client.append(b"without", partition=PERMITTED_PARTITION).result()
     access.write(PERMISSIONS)
 
-    def works() -> bool:
+    def can_append() -> bool:
         try:
             with WaltzClient(access.connect("writer"), config) as client:
                 return client.append(b"after", partition=PERMITTED_PARTITION).result() > 0
         except WaltzError:
             return False
 
-    wait_until("the storage accepts the server again", works)
+    wait_until("the storage accepts the server again", can_append)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -433,7 +435,7 @@ def owner(access: ClusterAccess) -> Owner:
 
 
 class Peer:
-    """A client with an implementation of its own."""
+    """A client with an independent implementation of the protocol."""
 
     def __init__(self, access: ClusterAccess, principal: str) -> None:
         self._address = f"127.0.0.1:{access.cluster.member('server-1').port}"
@@ -459,9 +461,9 @@ class Peer:
         return answer
 
     def mount(self, client_id: int, proof: bytes, generation: int | None = None) -> MountWriter:
-        place = self._generation if generation is None else generation
+        generation_sent = self._generation if generation is None else generation
         return MountWriter(
-            ReqId(client_id, place, PERMITTED_PARTITION, -1), 1, -2, False, (), proof
+            ReqId(client_id, generation_sent, PERMITTED_PARTITION, -1), 1, -2, False, (), proof
         )
 
     def outcome(self, client_id: int, proof: bytes, generation: int | None = None) -> object:
@@ -478,8 +480,10 @@ class Peer:
         return found[-1]
 
 
-def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access: ClusterAccess):
-    """Servers store nothing about an ID: the rule cannot be forgotten."""
+def test_a_mount_needs_the_proof_of_its_client_id_in_every_generation_and_after_a_restart(
+    access: ClusterAccess,
+):
+    """Servers store no state about a client ID, so a restart cannot lose the rule."""
     of_writer = Peer(access, "writer").new_id()
     for _ in range(2):
         writer, thief = Peer(access, "writer"), Peer(access, "append")
@@ -497,7 +501,9 @@ def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access
         restart_server(access)
 
 
-def test_an_id_of_zookeeper_belongs_to_its_first_principal_in_a_generation(access: ClusterAccess):
+def test_a_client_id_from_zookeeper_belongs_to_the_principal_that_mounts_first(
+    access: ClusterAccess,
+):
     access.write(dataclasses.replace(PERMISSIONS, accepts_0_13=True))
     first, second = Peer(access, "writer"), Peer(access, "append")
     assert first.outcome(1_000, NO_PROOF) is Mounted
@@ -507,7 +513,7 @@ def test_an_id_of_zookeeper_belongs_to_its_first_principal_in_a_generation(acces
     assert first.outcome(1_000, NO_PROOF) is ClientIdDenied
 
 
-def test_own_headers_are_for_the_mounted_client_only(access: ClusterAccess):
+def test_own_headers_are_returned_to_the_mounted_client_only(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
         client.append(b"not of the peer", partition=PERMITTED_PARTITION).result()
         written_by = client.client_id
@@ -586,7 +592,7 @@ def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Cl
         access.write(PERMISSIONS)
 
 
-def test_an_application_that_keeps_an_id_gets_a_clear_error(access: ClusterAccess):
+def test_an_application_with_a_fixed_client_id_gets_an_error_with_a_hint(access: ClusterAccess):
     with (
         WaltzClient(access.connect("writer"), client_id=77) as client,
         pytest.raises(ClientIdDenied, match=r"argument client_id: .* rejects ID 77"),
@@ -598,7 +604,7 @@ def test_an_application_that_keeps_an_id_gets_a_clear_error(access: ClusterAcces
 # at the end: the session of the fixture ends
 
 
-def test_permissions_stay_while_zookeeper_is_away(access: ClusterAccess):
+def test_permissions_remain_valid_while_zookeeper_is_unavailable(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
         client.append(b"before", partition=PERMITTED_PARTITION).result()
         access.cluster.kill("zookeeper")

@@ -1,6 +1,6 @@
-"""Limits of principals in a cluster of real processes: what a greedy tenant gets, in which order.
+"""Limits of principals in a cluster of real processes, with a tenant that exceeds its limit.
 
-Each tenant appends and reads in a partition of its own.
+Each tenant appends and reads in its own partition.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from waltz_core.transport import net, tls
 from waltz_core.wire import messages
 from waltz_core.wire.messages import WireProtocol
 
-GREEDY, CALM = "writer", "read"  # names of `PRINCIPALS`
-PARTITIONS = {GREEDY: 1, CALM: 2}
+GREEDY, MODERATE = "writer", "read"  # names of `PRINCIPALS`
+PARTITIONS = {GREEDY: 1, MODERATE: 2}
 ROW_BYTES = 10_000
 LIMIT_BYTES_PER_S = 100_000
 PERMISSIONS = Permissions(
@@ -70,21 +70,21 @@ def with_limits(**limits: int) -> Permissions:
 
 
 @contextmanager
-def calm_appends(access: ClusterAccess) -> Iterator[list[int]]:
+def moderate_appends(access: ClusterAccess) -> Iterator[list[int]]:
     """Let the other tenant append meanwhile; yield the IDs of its transactions."""
-    done, ids = threading.Event(), list[int]()
+    must_stop, ids = threading.Event(), list[int]()
 
     def run() -> None:
-        with WaltzClient(access.connect(CALM)) as client:
-            while not done.is_set():
-                ids.append(client.append(b"calm", partition=PARTITIONS[CALM]).result())
+        with WaltzClient(access.connect(MODERATE)) as client:
+            while not must_stop.is_set():
+                ids.append(client.append(b"calm", partition=PARTITIONS[MODERATE]).result())
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
         yield ids
     finally:
-        done.set()
+        must_stop.set()
         thread.join()
 
 
@@ -94,20 +94,20 @@ def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: ClusterAcc
     # The first request uses the rate of six seconds, so that the second one is over the limit.
     sizes = [6 * LIMIT_BYTES_PER_S, *[ROW_BYTES] * (rows - 1)]
     payloads = [f"{number:09d}".encode().ljust(size) for number, size in enumerate(sizes)]
-    with WaltzClient(access.connect(GREEDY)) as client, calm_appends(access) as calm:
+    with WaltzClient(access.connect(GREEDY)) as client, moderate_appends(access) as moderate_ids:
         before = client.high_water_mark(partition)
-        began = time.monotonic()
+        began_s = time.monotonic()
         appended = [client.append(each, partition=partition) for each in payloads]
         ids = [each.result() for each in appended]
         # The last request, of any number of rows, is in advance; the next one waits for it.
         ids.append(client.append(b"last", partition=partition).result())
-        took_s = time.monotonic() - began
+        took_s = time.monotonic() - began_s
     # All are in the log, once, in the order of `append`, although many were rejected at first.
     assert ids == [*range(before + 1, before + 2 + rows)]
     # The burst of a second is in advance.
     assert took_s >= sum(sizes) / LIMIT_BYTES_PER_S - 1.1
-    assert len(calm) > took_s  # The other tenant has no pauses of a second.
-    assert calm == [*range(calm[0], calm[0] + len(calm))]
+    assert len(moderate_ids) > took_s  # The other tenant has no pauses of a second.
+    assert moderate_ids == [*range(moderate_ids[0], moderate_ids[0] + len(moderate_ids))]
     log = access.cluster.log_path("server-1").read_text()
     assert f"error={GREEDY} exceeds its limit of {LIMIT_BYTES_PER_S} bytes per second at" in log
 
@@ -122,10 +122,10 @@ def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool
         ids = [each.result() for each in futures]
         access.write(with_limits(bytes_per_s=2 * LIMIT_BYTES_PER_S))
         replicas = client.replicas(partition) if at_storages else None
-        began = time.monotonic()
+        began_s = time.monotonic()
         chunks = client.read_range(partition, ids[0], ids[-1], replicas=replicas)
         count = sum(len(row.data) for chunk in chunks for row in chunk.rows())
-        took_s = time.monotonic() - began
+        took_s = time.monotonic() - began_s
     assert count == rows * ROW_BYTES
     # The burst, and a range that exceeds it.
     assert took_s >= count / (2 * LIMIT_BYTES_PER_S) - 2.5
@@ -165,14 +165,14 @@ async def follow(access: ClusterAccess, partition: int) -> tuple[float, list[int
     link.send(messages.ClientIdRequest(ReqId(-1, 0, -1, -1)))
     (issued,) = await link.receive()
     ids: list[int] = []
-    began = time.monotonic()
+    began_s = time.monotonic()
     mount_id = ReqId(issued.client_id, owner.generation, PartitionId(partition), -1)
     link.send(messages.MountWriter(mount_id, 1, -1, True, (), issued.proof))
     while True:
         for message in await link.receive():
             if isinstance(message, messages.Mounted):
                 link.abort("done")
-                return time.monotonic() - began, ids
+                return time.monotonic() - began_s, ids
             assert isinstance(message, messages.FeedBatch), message
             ids += range(message.first, message.first + message.count)
 
@@ -194,7 +194,7 @@ def test_a_change_of_the_limits_needs_no_new_connection(access: ClusterAccess):
         assert client.append(b"x", partition=partition).exception() is None
 
 
-def test_a_client_over_its_connections_gets_the_reason(access: ClusterAccess):
+def test_a_client_over_its_connection_limit_gets_the_reason(access: ClusterAccess):
     partition = PARTITIONS[GREEDY]
     access.write(with_limits(connections=1))
     config = ClientConfig(request_timeout_ms=2_000)
@@ -210,7 +210,7 @@ def test_a_client_over_its_connections_gets_the_reason(access: ClusterAccess):
         assert third.append(b"z", partition=partition).result() > 0
     page = metrics_page(access)
     assert f'waltz_server_principal_rejected_requests_total{{principal="{GREEDY}"}}' in page
-    assert f'principal="{CALM}"' not in page
+    assert f'principal="{MODERATE}"' not in page
 
 
 def metrics_page(access: ClusterAccess) -> str:

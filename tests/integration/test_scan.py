@@ -100,9 +100,9 @@ def test_export_to_each_format(cluster: LocalCluster, tmp_path: Path):
     common = ["client", "export", "--connect", cluster.connect, "--partition", "1", "--first", "7"]
     common += ["--last", "9", "--column", "transaction_id", "--column", "id:int64"]
     for each in ("parquet", "csv", "json"):
-        done = run_command(*common, "--format", each, "--output", str(tmp_path / each))
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
-        assert done.stderr == "exported 3 transactions\n"
+        result = run_command(*common, "--format", each, "--output", str(tmp_path / each))
+        assert (result.returncode, result.stdout) == (0, ""), result.stderr
+        assert result.stderr == "exported 3 transactions\n"
     expected = [{"transaction_id": each, "id": 2 * each + 1} for each in (7, 8, 9)]
     assert pq.read_table(tmp_path / "parquet").to_pylist() == expected
     lines = (tmp_path / "json").read_text().splitlines()
@@ -115,10 +115,10 @@ def test_export_to_each_format(cluster: LocalCluster, tmp_path: Path):
 
 
 def test_an_export_that_fails_leaves_no_file(cluster: LocalCluster, tmp_path: Path):
-    done = run_command(
+    result = run_command(
         *["client", "export", "--connect", cluster.connect, "--format", "json"],
         *["--column", "id:string", "--output", str(tmp_path / "out")],
     )
-    assert done.returncode == 1
-    assert "partition 0, transaction 0, column 'id': expected string, found 0" in done.stderr
+    assert result.returncode == 1
+    assert "partition 0, transaction 0, column 'id': expected string, found 0" in result.stderr
     assert not list(tmp_path.iterdir())

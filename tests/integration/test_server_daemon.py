@@ -43,15 +43,15 @@ ALICE, BOB = ClientId(1), ClientId(2)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    async def within() -> None:
+    async def run_with_timeout() -> None:
         async with asyncio.timeout(TEST_TIMEOUT_S):
             await main
 
-    net.run(within())
+    net.run(run_with_timeout())
 
 
 class World:
-    """Storages, a ZooKeeper, and servers that come and go."""
+    """Storages, a ZooKeeper, and servers that tests start and stop."""
 
     def __init__(self) -> None:
         self.zookeeper = MemoryZooKeeper(asyncio.Event)
@@ -67,7 +67,7 @@ class World:
             "test",
             partition_count,
             CLUSTER_KEY,
-            # Each is a group of its own.
+            # Each storage is a separate group.
             tuple(
                 NewStorage(ReplicaId(each.address), 1, n) for n, each in enumerate(self.storages)
             ),
@@ -359,9 +359,9 @@ def test_every_invalid_request_gets_an_error() -> None:
             answer = await client.ask(messages.FlushResponse(client.req_id(), 3))
             assert isinstance(answer, messages.ErrorResponse)
             assert answer.error_code == errors.BadRequest.code
-            refused = await client.append(2)
-            assert isinstance(refused, messages.AppendResult)
-            assert bytes(refused.reasons) == bytes([RowOutcomeCode.NOT_MOUNTED] * 2)
+            rejected = await client.append(2)
+            assert isinstance(rejected, messages.AppendResult)
+            assert bytes(rejected.reasons) == bytes([RowOutcomeCode.NOT_MOUNTED] * 2)
 
     run(main())
 
@@ -369,10 +369,14 @@ def test_every_invalid_request_gets_an_error() -> None:
 def test_a_replaced_storage_joins_without_a_new_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    soon = partial(dataclasses.replace, redial_ms_min=10, redial_ms_max=20, rejected_retry_ms=30)
+    with_short_delays = partial(
+        dataclasses.replace, redial_ms_min=10, redial_ms_max=20, rejected_retry_ms=30
+    )
     partition_limits_of = server_daemon.session_limits_of
     monkeypatch.setattr(
-        server_daemon, "session_limits_of", lambda config: soon(partition_limits_of(config))
+        server_daemon,
+        "session_limits_of",
+        lambda config: with_short_delays(partition_limits_of(config)),
     )
 
     async def main() -> None:
@@ -383,7 +387,7 @@ def test_a_replaced_storage_joins_without_a_new_session(
             replaced, partition = world.storages[1], server.hosts[PartitionId(0)].partition
             session = partition.session_id
             await replaced.stop()
-            # That it is closed in between may be over before it can be observed.
+            # The partition may be open again before the test can observe that it was closed.
             await poll_until(lambda: partition.session_id > session and partition.is_open)
             session = partition.session_id
             replaced.logs.clear()
@@ -468,9 +472,9 @@ def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> 
                 answer = await client.ask(messages.HighWaterMarkRequest(req_id))
                 assert isinstance(answer, messages.ErrorResponse)
                 assert answer.error_code == errors.NotOwned.code
-                # Its neighbor is connected, too, and receives nothing.
-                asked = [each.hosts.values() for each in first._clients._clients.values()]
-                assert list(chain(*asked)) == [hosts[PartitionId(1 - moved)]]
+                # The neighbor is connected as well, and receives nothing.
+                hosts_asked = [each.hosts.values() for each in first._clients._clients.values()]
+                assert list(chain(*hosts_asked)) == [hosts[PartitionId(1 - moved)]]
                 assert second.hosts[moved].partition.generation > hosts[moved].partition.generation
                 world.stops[1].set()
                 await poll_until(lambda: len(first.hosts) == 2)
@@ -481,24 +485,30 @@ def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> 
 def test_a_client_that_never_reads_uses_bounded_memory_and_slows_no_other() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
-            writer, deaf = await connect(server), await connect(server, BOB)
+            writer, slow_reader = await connect(server), await connect(server, BOB)
             await writer.mount()
-            mounted = await deaf.mount(feed=True)
-            deaf.link.pause_reading()
-            deaf.link.send(messages.FeedRequest(mounted.req_id, -1))
+            mounted = await slow_reader.mount(feed=True)
+            slow_reader.link.pause_reading()
+            slow_reader.link.send(messages.FeedRequest(mounted.req_id, -1))
             for _ in range(100):
-                deaf.link.send(
-                    messages.RangeRequest(deaf.req_id(), 0, 10_000, 1 << 22, RangeForm.WHOLE, ())
+                slow_reader.link.send(
+                    messages.RangeRequest(
+                        slow_reader.req_id(), 0, 10_000, 1 << 22, RangeForm.WHOLE, ()
+                    )
                 )
             for _ in range(100):
                 await writer.append(1_000, size=100)
                 assert server._clients.memory_bytes < 64 << 20
             assert await writer.mark() == 99_999
-            assert deaf.closed is None
-            deaf.link.resume_reading()
+            assert slow_reader.closed is None
+            slow_reader.link.resume_reading()
             await poll_until(
                 lambda: (
-                    sum(each.count for each in deaf.pushed if isinstance(each, messages.FeedBatch))
+                    sum(
+                        each.count
+                        for each in slow_reader.pushed
+                        if isinstance(each, messages.FeedBatch)
+                    )
                     >= 10_000
                 )
             )
@@ -506,7 +516,7 @@ def test_a_client_that_never_reads_uses_bounded_memory_and_slows_no_other() -> N
     run(main())
 
 
-def test_appends_that_are_in_flight_at_the_end_are_answered(
+def test_appends_in_flight_at_shutdown_are_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:

@@ -72,11 +72,11 @@ def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_
                 assert isinstance(await owner.ask(archive_range(owner, 2)), SuccessResponse)
                 assert value("waltz_storage_running_upload_seconds") >= age_s
                 store.may_return.set()
-                made = await next_notice(owner)
-                assert isinstance(made, RangeArchived)
-                assert (made.attempt, made.last, made.error) == (2, 9, "")
+                notice = await next_notice(owner)
+                assert isinstance(notice, RangeArchived)
+                assert (notice.attempt, notice.last, notice.error) == (2, 9, "")
                 assert value("waltz_storage_running_upload_seconds") == 0
-                recorded = (made.last, made.chain, made.manifest, made.manifest_crc)
+                recorded = (notice.last, notice.chain, notice.manifest, notice.manifest_crc)
                 await owner.ask(owner.owner.make(CollectGarbage, 3, *recorded))
                 collected = await next_notice(owner)
                 assert collected == GarbageCollected(5, 0, 0, 3, has_more=False, error="")

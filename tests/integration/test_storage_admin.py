@@ -14,7 +14,7 @@ from tests.integration.test_storage_daemon import (
     config_for,
     new_cluster,
     on_loop,
-    running,
+    running_storage,
     serving,
     session,
     write_states,
@@ -117,7 +117,7 @@ async def fill(owner, batches=3):
 
 
 async def until_served(address, session_id, partition_id=0):
-    """Return what a session receives, as soon as the partition is served (again)."""
+    """Return the answer to a session, as soon as the storage serves the partition."""
     while True:
         async with session(address, session_id, partition_id) as owner:
             make = owner.owner.make
@@ -156,12 +156,12 @@ def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
             assert list((tmp_path / "3").iterdir()) == []
             marks = await tool.ask(SessionInfoRequest(7, 2))
             assert marks == SessionInfoResponse(7, 2, -1, -1, -1)
-            refused = await tool.ask(CheckCluster(-1, bytes(16), PARTITION_COUNT))
-            assert isinstance(refused, AdminFailure)
-            assert "ClusterKeyMismatch" in refused.text
-            refused = await tool.ask(SetAssigned(8, (3,), False, True))
-            assert isinstance(refused, AdminFailure)
-            assert "this storage does not have" in refused.text
+            failure = await tool.ask(CheckCluster(-1, bytes(16), PARTITION_COUNT))
+            assert isinstance(failure, AdminFailure)
+            assert "ClusterKeyMismatch" in failure.text
+            failure = await tool.ask(SetAssigned(8, (3,), False, True))
+            assert isinstance(failure, AdminFailure)
+            assert "this storage does not have" in failure.text
 
     def done(sequence):
         return bytes.fromhex("41000000000009 01") + struct.pack(">q", sequence)
@@ -221,10 +221,10 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
                 await owner.link.wait_closed()  # its session has ended here
                 assert isinstance(await other.ask(other.owner.append(1)), Appended)
             async with session(address, 6) as owner:
-                refused = await owner.ask(
+                nack = await owner.ask(
                     owner.owner.make(Prepare, bytes(16), bytes(16), KEY.bytes, 4)
                 )
-                assert "is offline, or not assigned" in refused.message
+                assert "is offline, or not assigned" in nack.message
             found = await replica(admin, 0)
             assert (found.is_available, found.is_served, found.synced_max) == (False, False, 29)
             with pytest.raises(
@@ -260,7 +260,7 @@ def test_a_suspect_replica_is_reported_to_the_next_session(tmp_path):
 
 
 def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_path):
-    async def throw_away(address, port):
+    async def remove_partition(address, port):
         async with session(address, 5) as owner, admin_of(port) as admin:
             await fill(owner)
             with pytest.raises(
@@ -270,20 +270,20 @@ def test_a_log_is_deleted_only_on_request_and_the_deletion_survives_a_kill(tmp_p
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
             await admin.request(Done, ReSeed, 0, True)
 
-    async def look(address):
+    async def check_removed(address):
         async with session(address, 4) as late:
             old = await late.ask(late.owner.make(Prepare, bytes(16), bytes(16), KEY.bytes, 4))
-            assert old.error_code == errors.SessionFenced.code  # its promise it has kept
+            assert old.error_code == errors.SessionFenced.code  # the storage has kept its promise
         prepared = await until_served(address, 6)
         assert (prepared.synced_max, prepared.last_session) == (BEFORE_FIRST, -1)
         assert prepared.suspect
 
     port = free_port()
-    with running(tmp_path, str(KEY), str(port)) as process:
-        on_loop(throw_away(process.address, port))
+    with running_storage(tmp_path, str(KEY), str(port)) as process:
+        on_loop(remove_partition(process.address, port))
         process.end()
-    with running(tmp_path) as process:
-        on_loop(look(process.address))
+    with running_storage(tmp_path) as process:
+        on_loop(check_removed(process.address))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A real storage daemon over TCP: acknowledged records survive kills; bad settings stop it."""
+"""A real storage daemon over TCP: acknowledged records survive kills; invalid settings end it."""
 
 import asyncio
 import contextlib
@@ -67,11 +67,11 @@ CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
 
 
 def on_loop(main):
-    async def bounded():
+    async def run_with_timeout():
         async with asyncio.timeout(TEST_TIMEOUT_S):
             return await main
 
-    return net.run(bounded())
+    return net.run(run_with_timeout())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def on_loop(main):
 
 
 class StorageProcess:
-    """A daemon of its own, killed at the end whatever happens."""
+    """A daemon in a separate process, which is always killed at the end."""
 
     def __init__(self, directory, *arguments, flags=()):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -99,7 +99,7 @@ class StorageProcess:
 
 
 @contextlib.contextmanager
-def running(*arguments, **options):
+def running_storage(*arguments, **options):
     storage = StorageProcess(*arguments, **options)
     try:
         yield storage
@@ -184,23 +184,23 @@ def test_acknowledged_data_survives_a_kill(tmp_path):
         assert (found.first, found.count) == (0, 1000)
         assert bytes(found.records) == encode_records(0, 1000, bytes(512))[0]
 
-    async def look(address):
+    async def read_after_start(address):
         async with session(address, 6) as owner:
             prepared = await owner.prepare()
             await check_records(owner)
             return prepared
 
-    with running(tmp_path) as storage:
+    with running_storage(tmp_path) as storage:
         storage_id, chain = on_loop(fill(storage.address))
         assert storage.end(signal.SIGKILL) == -signal.SIGKILL
-    with running(tmp_path) as storage:
-        prepared = on_loop(look(storage.address))
+    with running_storage(tmp_path) as storage:
+        prepared = on_loop(read_after_start(storage.address))
         assert prepared.storage_id == storage_id
         assert (prepared.synced_max, prepared.chain) == (999, chain)
         assert (prepared.last_session, prepared.low_water_mark) == (5, BEFORE_FIRST)
         assert (prepared.mark_confirmed, prepared.suspect) == (True, False)
         assert storage.end(signal.SIGTERM) == 0
-    with running(tmp_path) as storage:
+    with running_storage(tmp_path) as storage:
         assert storage.line.startswith("storage ready")
 
 
@@ -211,7 +211,7 @@ def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
             await owner.engage()
             return owner.link.version, found.last_session, found.engaged_session
 
-    with running(tmp_path) as storage:
+    with running_storage(tmp_path) as storage:
         assert on_loop(prepared_by(storage.address, 5)) == (4, -1, -1)
         assert on_loop(prepared_by(storage.address, 6)) == (4, 5, 5)
         monkeypatch.setattr(WireProtocol.STORAGE, "versions_offered", (0, 1))
@@ -224,15 +224,15 @@ def test_a_storage_does_not_run_without_its_assertions(tmp_path):
         "from waltz_core.config.declarations import StorageConfig\n"
         f"run(StorageConfig(connect='nowhere:1/none', directory={str(tmp_path / 'x')!r}))\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-O", "-c", program],
         cwd=ROOT,
         capture_output=True,
         timeout=TEST_TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 1
-    assert b"without -O" in done.stderr
+    assert result.returncode == 1
+    assert b"without -O" in result.stderr
     assert not (tmp_path / "x").exists()
 
 
@@ -289,8 +289,8 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
                 await owner.engage()
                 for _ in range(3):
                     await owner.ask(owner.owner.append(10))
-                refused = await reader.read(0, 9, reader=True)
-                assert isinstance(refused, Nack)
+                nack = await reader.read(0, 9, reader=True)
+                assert isinstance(nack, Nack)
                 opened = OpenRequest(-1, -1, -1, KEY.bytes, PARTITION_COUNT)
                 assert await reader.ask(opened) == SuccessResponse(-1, -1, -1)
                 found = await reader.read(5, 99, reader=True)
@@ -339,8 +339,8 @@ def test_partitions_are_independent(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def at_an_append(storage, begun):
-    """Yield an owner whose append has begun, as `begun` shows, and what stops the daemon."""
+async def at_an_append(storage, append_started):
+    """Yield an owner whose append has started, and a function that stops the daemon."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(storage.serve(stop, ready.set_result))
@@ -348,19 +348,19 @@ async def at_an_append(storage, begun):
             await owner.prepare()
             await owner.engage()
             owner.link.send(owner.owner.append())
-            assert await asyncio.to_thread(begun.wait, TEST_TIMEOUT_S)
+            assert await asyncio.to_thread(append_started.wait, TEST_TIMEOUT_S)
             yield owner, stop
 
 
 def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path, monkeypatch):
     """One thread: other work that needed it at the end would wait without limit."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
-    run, begun, may_go_on, ended = Work.run, *(threading.Event() for _ in range(3))
+    run, append_started, may_continue, ended = Work.run, *(threading.Event() for _ in range(3))
 
     def slow(self, clock_s):
         if self.is_append:
-            begun.set()
-            assert may_go_on.wait(TEST_TIMEOUT_S)
+            append_started.set()
+            assert may_continue.wait(TEST_TIMEOUT_S)
         try:
             return run(self, clock_s)
         finally:
@@ -373,14 +373,14 @@ def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path,
     async def main():
         storage = StorageDaemon(config_for(tmp_path, writer_thread_count=1), CLUSTER, None)
         storages.append(storage)
-        async with at_an_append(storage, begun) as (_, stop):
+        async with at_an_append(storage, append_started) as (_, stop):
             stop.set()
 
     on_loop(main())
     (storage,) = storages
     with pytest.raises(errors.DiskFailed, match="another process uses this storage directory"):
         storage._open_engine()
-    may_go_on.set()
+    may_continue.set()
     assert ended.wait(TEST_TIMEOUT_S)
     log = storage._engine.logs[0]
     assert (log.synced_max, log.slot.dirty) == (0, True)
@@ -391,7 +391,7 @@ def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path,
 
 
 @contextlib.contextmanager
-def noticed(monkeypatch, name):
+def event_at_call(monkeypatch, name):
     """Return an event that is set when this method abandons the engine."""
     called, call = threading.Event(), getattr(StorageEngine, name)
 
@@ -405,13 +405,13 @@ def noticed(monkeypatch, name):
 
 
 def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path, monkeypatch):
-    run, begun, may_go_on = Work.run, threading.Event(), threading.Event()
+    run, append_started, may_continue = Work.run, threading.Event(), threading.Event()
     early = []
 
     def slow(self, clock_s):
-        if self.is_append and not begun.is_set():
-            begun.set()
-            assert may_go_on.wait(TEST_TIMEOUT_S)
+        if self.is_append and not append_started.is_set():
+            append_started.set()
+            assert may_continue.wait(TEST_TIMEOUT_S)
         elif self.is_append:
             early.append(closed.wait(0.3))
         return run(self, clock_s)
@@ -420,29 +420,29 @@ def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path
 
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
-        async with at_an_append(storage, begun) as (owner, stop):
+        async with at_an_append(storage, append_started) as (owner, stop):
             queued = storage._machine.queue_limits.owner_bytes
             owner.link.send(owner.owner.append())
             await poll_until(lambda: storage._machine.queue_limits.owner_bytes > queued)
             stop.set()
             await poll_until(storage._serving._locks[0].locked)
-            may_go_on.set()
+            may_continue.set()
             await poll_until(lambda: early)
 
-    with noticed(monkeypatch, "close") as closed:
+    with event_at_call(monkeypatch, "close") as closed:
         on_loop(main())
     assert early == [False]
 
 
-def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
-    begun = threading.Event()
+def test_after_a_failure_the_shutdown_waits_for_the_work_of_other_partitions(tmp_path, monkeypatch):
+    work_started = threading.Event()
     early = []
 
     def run(self, _clock_s):
         if self.partition_id == 0:
-            assert begun.wait(TEST_TIMEOUT_S)
+            assert work_started.wait(TEST_TIMEOUT_S)
             raise AssertionError("a bug")
-        begun.set()
+        work_started.set()
         early.append(abandoned.wait(0.3))
         raise AssertionError("another bug")
 
@@ -462,7 +462,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
                 await one.link.receive()
 
     with (
-        noticed(monkeypatch, "abandon") as abandoned,
+        event_at_call(monkeypatch, "abandon") as abandoned,
         pytest.raises(BaseExceptionGroup) as caught,
     ):
         on_loop(main())
@@ -572,7 +572,7 @@ def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
             shutil.rmtree(tmp_path / "data")
             with contextlib.suppress(errors.Unreachable):
                 assert not await is_served(address, 6)
-            await asyncio.Event().wait()  # until `served_replicas` raises what the daemon ends with
+            await asyncio.Event().wait()  # until an error of `served_replicas` ends the daemon
 
     with pytest.raises(ExceptionGroup) as found:
         on_loop(main())
@@ -594,7 +594,7 @@ async def write_states(coordinator, *replicas):
 
 
 def test_a_removed_replica_is_served_until_a_session_excludes_it(tmp_path, zookeeper):
-    """The next session needs the answer of a replica that goes: no other may have what it holds."""
+    """The next session needs the answer of a removed replica, which may have the only copy."""
     connect = f"{zookeeper}/storage-leaves"
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -705,9 +705,9 @@ def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped
     tmp_path, zookeeper, monkeypatch
 ):
     connect = f"{zookeeper}/storage-waits"
-    looks = []
+    checks = []
     monkeypatch.setattr(
-        serving_module, "recheck_interval_s", lambda *_, **__: looks.append(1) or 0.0
+        serving_module, "recheck_interval_s", lambda *_, **__: checks.append(1) or 0.0
     )
 
     async def main():
@@ -726,12 +726,12 @@ def test_a_storage_that_waits_for_its_assignment_is_not_ready_and_can_be_stopped
             tasks.create_task(serve(config, on_ready=ready.append, stop=stop))
             await is_requested.wait()
             stop.set()
-        assert ready == looks == []
+        assert ready == checks == []
 
     on_loop(main())
 
 
-def test_a_partition_that_cannot_be_opened_harms_no_other_and_is_served_once_it_can_be(
+def test_a_partition_that_cannot_be_opened_affects_no_other_partition_and_is_opened_later(
     tmp_path, monkeypatch
 ):
     async def main():
@@ -819,14 +819,20 @@ def test_a_range_is_archived_and_a_store_that_fails_is_reported(tmp_path):
                     assert (notice.sequence, notice.attempt) == (0, attempt)
                     return notice
 
-                made = await archive(1, 0, GENESIS_CHAIN, "", 0)
-                assert (made.last, made.chain, made.error) == (19, owner.owner.chain, "")
-                assert (tmp_path / "archive" / made.manifest).exists()
-                (tmp_path / "archive" / made.manifest).unlink()
+                archived = await archive(1, 0, GENESIS_CHAIN, "", 0)
+                assert (archived.last, archived.chain, archived.error) == (
+                    19,
+                    owner.owner.chain,
+                    "",
+                )
+                assert (tmp_path / "archive" / archived.manifest).exists()
+                (tmp_path / "archive" / archived.manifest).unlink()
                 await owner.ask(owner.owner.append(1))
-                failed = await archive(2, 20, made.chain, made.manifest, made.manifest_crc)
+                failed = await archive(
+                    2, 20, archived.chain, archived.manifest, archived.manifest_crc
+                )
                 assert failed.manifest == ""
-                assert f"{made.manifest}, because it does not exist" in failed.error
+                assert f"{archived.manifest}, because it does not exist" in failed.error
             state = storage._archive_state()
             assert (state.failure_count, state.error) == (1, failed.error)
             assert state.is_damaged

@@ -42,5 +42,5 @@ def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                     name, _, value = words[1].partition("=")
                     os.environ[name] = value
                     continue
-                done = run_command(*words[1:])
-                assert done.returncode == 0, done.stderr
+                result = run_command(*words[1:])
+                assert result.returncode == 0, result.stderr

@@ -93,33 +93,33 @@ def test_commands_reach_every_port(cluster: LocalCluster):
         ("storage", "list", "--admin", f"127.0.0.1:{storage.admin_port}", "--tls", file),
         ("client", "append", "--partition", str(PARTITION), "hello", *connect),
     ):
-        done = run_command(*words)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        result = run_command(*words)
+        assert result.returncode == 0, (words, result.stdout, result.stderr)
     # On a busy machine a daemon may not answer the doctor in time.
-    wait_until("the doctor finds nothing", lambda: not run_command("doctor", *connect).returncode)
+    wait_until("the doctor reports nothing", lambda: not run_command("doctor", *connect).returncode)
 
 
 def test_a_plain_command_to_a_tls_port_gets_an_error(cluster: LocalCluster):
     port = cluster.member("storage-1").admin_port
-    done = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
-    assert done.returncode == 1
-    assert "expected plain TCP, found TLS" in done.stderr
+    result = run_command("storage", "list", "--admin", f"127.0.0.1:{port}")
+    assert result.returncode == 1
+    assert "expected plain TCP, found TLS" in result.stderr
 
 
 def test_the_doctor_does_not_suggest_to_stop_a_process_if_tls_fails(cluster: LocalCluster):
-    done = run_command("doctor", "--json", "--connect", place_of(cluster))
-    findings = json.loads(done.stdout)["findings"]
+    result = run_command("doctor", "--json", "--connect", place_of(cluster))
+    findings = json.loads(result.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-tls-failed", "storage-tls-failed"]
     _, *words = shlex.split(findings[0]["command"])
     file = cluster.connect.partition("?tls=")[2]
-    done = run_command(*(each.replace("FILE", file) for each in words))
-    assert done.returncode == 0, done.stdout
+    result = run_command(*(each.replace("FILE", file) for each in words))
+    assert result.returncode == 0, result.stdout
 
 
 def test_a_0_13_program_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(
     cluster: LocalCluster, certificates: Certificates
 ):
-    """What its diallers do: TLS 1.2 from the first byte, nothing verified, then a hello."""
+    """A 0.13 program uses TLS 1.2, verifies no certificate, and then sends a hello."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -146,7 +146,7 @@ def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
     for name in ("storage-1", "server-1"):
         cluster.kill(name, signal.SIGHUP)
         wait_until(
-            "it has read them",
+            "the daemon has read the files",
             lambda name=name: "tls.reloaded certificate=" in cluster.log_path(name).read_text(),
         )
     with WaltzClient(cluster.connect) as client:
@@ -155,9 +155,9 @@ def test_daemons_read_their_files_again_after_a_signal(cluster: LocalCluster):
 
 def test_metrics_are_readable_without_tls(cluster: LocalCluster):
     port = cluster.member("server-1").http_port
-    done = run_command("server", "metrics", f"127.0.0.1:{port}", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
+    result = run_command("server", "metrics", f"127.0.0.1:{port}", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("kind", ["server", "storage"])
@@ -166,7 +166,7 @@ def test_a_daemon_without_protection_does_not_start_on_a_network(kind: str, tmp_
     values |= {"directory": str(tmp_path / "data")} if kind == "storage" else {}
     file = tmp_path / "daemon.toml"
     file.write_text(render_toml(kind, values))
-    done = run_command(kind, "run", "--config", str(file))
-    assert done.returncode == 1
-    assert "'10.1.2.3' is not a loopback address, which requires tls = \"on\" and" in done.stderr
+    result = run_command(kind, "run", "--config", str(file))
+    assert result.returncode == 1
+    assert "'10.1.2.3' is not a loopback address, which requires tls = \"on\" and" in result.stderr
     assert not (tmp_path / "data").exists()

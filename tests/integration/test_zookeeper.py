@@ -104,7 +104,7 @@ def test_a_connect_string_is_sufficient_for_a_connection(zookeeper):
     asyncio.run(run())
 
 
-def test_the_session_timeout_is_the_agreed_one(zookeeper):
+def test_the_session_timeout_is_the_negotiated_value(zookeeper):
     async def run():
         # The maximum of `zookeeper_config`.
         async with zookeeper_session.open_session(
@@ -153,7 +153,7 @@ LONG_MS, SOONER_S = 60_000, 30
 
 
 def test_a_session_is_closed_although_no_thread_can_be_started(zookeeper, monkeypatch):
-    """As while Python 3.12 exits; an application that closes nothing is closed then."""
+    """While Python 3.12 exits, no thread can be started; open clients are closed at this time."""
 
     def refuse(_thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -233,7 +233,7 @@ def test_an_address_where_nothing_listens_is_reported_in_time():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # no process listens on it
         host = f"127.0.0.1:{probe.getsockname()[1]}"
-        begun = time.monotonic()
+        started_s = time.monotonic()
 
         async def run():
             with pytest.raises(
@@ -244,29 +244,29 @@ def test_an_address_where_nothing_listens_is_reported_in_time():
                 )
 
         asyncio.run(run())
-    assert 0.6 < time.monotonic() - begun < SOONER_S
+    assert 0.6 < time.monotonic() - started_s < SOONER_S
 
 
 def test_a_process_that_never_answers_is_reported_in_time():
-    with socket.socket() as mute:
-        mute.bind(("127.0.0.1", 0))
-        mute.listen()
-        host = f"127.0.0.1:{mute.getsockname()[1]}"
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
 
         async def run():
-            begun = time.monotonic()
+            started_s = time.monotonic()
             with pytest.raises(errors.CoordinatorUnavailable, match=host):
                 await zookeeper_session.connect(
                     f"{host}/a", connect_timeout_ms=700, session_timeout_ms=LONG_MS
                 )
-            return time.monotonic() - begun
+            return time.monotonic() - started_s
 
         assert asyncio.run(run()) < SOONER_S
 
 
 @contextlib.asynccontextmanager
 async def proxy(
-    zookeeper: str, fate: Callable[[int, bytes], str]
+    zookeeper: str, action_of: Callable[[int, bytes], str]
 ) -> AsyncIterator[tuple[str, list[int]]]:
     """Listen before a ZooKeeper; yield the host, and the numbers of the connections, from 0.
 
@@ -275,7 +275,7 @@ async def proxy(
     """
     arrived: list[int] = []
 
-    async def front(reader, writer):
+    async def accept(reader, writer):
         number = len(arrived)
         arrived.append(number)
         both_ways = [writer]
@@ -284,14 +284,15 @@ async def proxy(
             back_reader, back_writer = await asyncio.open_connection(host, int(port))
             both_ways.append(back_writer)
             async with asyncio.TaskGroup() as both:
-                both.create_task(carry(reader, back_writer, lambda data: fate(number, data)))
-                both.create_task(carry(back_reader, writer, lambda _data: "pass"))
+                both.create_task(forward(reader, back_writer, lambda data: action_of(number, data)))
+                both.create_task(forward(back_reader, writer, lambda _data: "pass"))
         finally:
-            # Also of those that are cancelled with the loop: what is left open fails another test.
+            # Also the connections that are cancelled with the loop: an open connection fails
+            # another test.
             for each in both_ways:
                 each.transport.abort()
 
-    async def carry(reader, writer, choose):
+    async def forward(reader, writer, choose):
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65_536):
                 chosen = choose(data)
@@ -301,7 +302,7 @@ async def proxy(
                     writer.write(data)
         writer.close()
 
-    server = await asyncio.start_server(front, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", arrived
     finally:
@@ -314,11 +315,11 @@ def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zooke
     The client must not wait for the session timeout.
     """
 
-    def fate(number: int, _data: bytes) -> str:
+    def action_of(number: int, _data: bytes) -> str:
         return "pass" if number else "keep"
 
     async def run():
-        async with proxy(zookeeper, fate) as (host, arrived):
+        async with proxy(zookeeper, action_of) as (host, arrived):
             async with zookeeper_session.open_session(
                 f"{host}/a", session_timeout_ms=LONG_MS
             ) as coordinator:
@@ -332,7 +333,7 @@ def test_the_coordinator_reconnects_if_a_session_request_is_never_answered(zooke
 def test_a_read_is_repeated_if_its_connection_is_lost(zookeeper):
     lost = []
 
-    def fate(number: int, data: bytes) -> str:
+    def action_of(number: int, data: bytes) -> str:
         if b"/lost/ids/client" not in data or lost:
             return "pass"
         lost.append(number)
@@ -342,7 +343,7 @@ def test_a_read_is_repeated_if_its_connection_is_lost(zookeeper):
         async with world_at(zookeeper) as world:
             await create_cluster(world, "/lost")
         async with (
-            proxy(zookeeper, fate) as (host, arrived),
+            proxy(zookeeper, action_of) as (host, arrived),
             zookeeper_session.open_session(
                 f"{host}/lost", session_timeout_ms=LONG_MS
             ) as coordinator,
@@ -387,7 +388,8 @@ def test_followers_continue_after_zookeeper_was_killed_and_restarted(
                 before = await server.read_partition(0)
                 await asyncio.to_thread(own_zookeeper.kill)
                 await states.wait_for(lambda state: state is SessionState.SUSPENDED)
-                # While it is away: a caller without a limit of its own waits until it is back.
+                # While ZooKeeper is unavailable, a caller without a timeout waits until it is
+                # available again.
                 async with asyncio.timeout(SOONER_S):
                     with pytest.raises(errors.CoordinatorUnavailable, match=own_zookeeper.host):
                         await server.next_client_id()
@@ -414,7 +416,9 @@ def check_log_has_one_line_of_each_loss_and_return(lines: list[str], host: str) 
     lost = [each for each in lines if each.startswith("zookeeper.disconnected")]
     found = [each for each in lines if each.startswith("zookeeper.connected")]
     assert (len(lost), len(found)) == (2, 2)
-    assert sum(each.startswith("zookeeper.") for each in lines) == 4, "no line of an attempt"
+    assert sum(each.startswith("zookeeper.") for each in lines) == 4, (
+        "the log must have no lines of connection attempts"
+    )
     hosts, at = re.escape(host), r"at=20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ"
     for each in lost:
         assert re.fullmatch(f"zookeeper.disconnected hosts={hosts} {at}", each)
@@ -424,7 +428,7 @@ def check_log_has_one_line_of_each_loss_and_return(lines: list[str], host: str) 
 
 
 def count_attempts(znodes: zookeeper_session.ZooKeeperSession):
-    """Return what counts the connections that kazoo has tried to make from now on."""
+    """Return a counter of the connections that kazoo tries to open from now on."""
     handler, attempts = znodes._client.handler, []
     connect = handler.create_connection
 

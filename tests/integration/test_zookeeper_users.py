@@ -1,4 +1,4 @@
-"""Two users of ZooKeeper: each znode by each of them, at a real ZooKeeper (decision 048, AC 13)."""
+"""Operations of two ZooKeeper users on each znode, in a real ZooKeeper (decision 048, AC 13)."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ OF_MEMBERS = {"R/x": "cr", "R/x/access": "r", "R/x/audit": "", "R/x/audit/e_N": 
 RESERVED = {"R/store/adminLock"}
 
 
-class Place(NamedTuple):
+class ZooKeeperUsers(NamedTuple):
     """A ZooKeeper, and where the auth files are."""
 
     hosts: str
@@ -75,12 +75,12 @@ class Place(NamedTuple):
 
 
 @pytest.fixture
-def place(zookeeper: str, tmp_path: Path) -> Place:
-    return Place(zookeeper, tmp_path)
+def users(zookeeper: str, tmp_path: Path) -> ZooKeeperUsers:
+    return ZooKeeperUsers(zookeeper, tmp_path)
 
 
 async def create_nodes_of_members(coordinator: Coordinator) -> None:
-    """Create what servers, storages and clients create; the session must stay open."""
+    """Create the znodes of servers, storages and clients; the session must stay open."""
     paths = coordinator.paths
     await coordinator.register_server(server_descriptor(await coordinator.next_server_id()))
     view = await coordinator.read_partition(0)
@@ -98,7 +98,7 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
 
 
 async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
-    """Create what commands create after the cluster."""
+    """Create the znodes that commands create after the cluster."""
     paths = coordinator.paths
     permissions = access_node.encode_permissions(Permissions(1, "ops", 0, bytes(32)))
     await coordinator._znodes.write(
@@ -111,11 +111,11 @@ async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
 
 
 @contextlib.asynccontextmanager
-async def whole_cluster(place: Place, root: str, *, creator: str, member: str):
+async def whole_cluster(users: ZooKeeperUsers, root: str, *, creator: str, member: str):
     """Create every node of the table, by its creator."""
     async with (
-        open_session(place.connect(root, creator)) as commands,
-        open_session(place.connect(root, member)) as daemons,
+        open_session(users.connect(root, creator)) as commands,
+        open_session(users.connect(root, member)) as daemons,
     ):
         new = NewCluster("payments", 2, model.UUID(int=7), STORAGES)
         await commands.create_cluster(new)
@@ -137,10 +137,10 @@ def permitted(call, *words, **named) -> bool:
     return True
 
 
-def permissions_found(client: KazooClient, place: Place, path: str) -> str:
-    """Return what a session may do at a node, by doing it; all is undone by an administrator."""
+def permissions_found(client: KazooClient, users: ZooKeeperUsers, path: str) -> str:
+    """Try each operation on a znode; return the permitted ones. An administrator undoes them."""
     found = ""
-    with place.kazoo("administrator") as administrator:
+    with users.kazoo("administrator") as administrator:
         data, stat = administrator.get(path)
         if not stat.ephemeralOwner:
             if permitted(client.create, f"{path}/new", acl=OPEN_ACL_UNSAFE):
@@ -171,48 +171,50 @@ def expected_permissions(user: str, row: str) -> str:
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_each_user_may_do_with_each_znode_what_its_access_list_permits(place: Place, user: str):
+def test_the_access_list_of_each_znode_permits_each_user_the_documented_operations(
+    users: ZooKeeperUsers, user: str
+):
     """Members create nodes with the same access lists as administrators."""
     root = f"/users/{user}/cluster"
 
     async def run():
-        async with whole_cluster(place, root, creator="administrator", member="member"):
-            await asyncio.to_thread(check_all_nodes, place, root, user)
+        async with whole_cluster(users, root, creator="administrator", member="member"):
+            await asyncio.to_thread(check_all_nodes, users, root, user)
 
     asyncio.run(run())
 
 
-def check_all_nodes(place: Place, root: str, user: str) -> None:
+def check_all_nodes(users: ZooKeeperUsers, root: str, user: str) -> None:
     rows = set()
-    with place.kazoo("administrator") as administrator, place.kazoo(user) as client:
+    with users.kazoo("administrator") as administrator, users.kazoo(user) as client:
         for path in tree(administrator, root):
             row = znode_at(root, path).path
             rows.add(row)
             expected = expected_permissions(user, row)
             if administrator.exists(path).ephemeralOwner:
                 expected = expected.replace("c", "").replace("d", "")
-            assert permissions_found(client, place, path) == expected, path
+            assert permissions_found(client, users, path) == expected, path
         assert rows == {each.path for each in ZNODES} - RESERVED
         above = root.rpartition("/")[0]
         expected = {"administrator": "crwda"}.get(user, "r")
-        assert permissions_found(client, place, above) == expected
+        assert permissions_found(client, users, above) == expected
 
 
-def test_members_delete_no_node_of_administrators(place: Place):
+def test_members_delete_no_node_of_administrators(users: ZooKeeperUsers):
     """Deletion is a permission of the parent."""
     root = "/deletions"
 
     async def run():
-        async with whole_cluster(place, root, creator="administrator", member="member"):
+        async with whole_cluster(users, root, creator="administrator", member="member"):
             await asyncio.to_thread(check)
 
     def check() -> None:
-        with place.kazoo("administrator") as administrator, place.kazoo("member") as member:
+        with users.kazoo("administrator") as administrator, users.kazoo("member") as member:
             entry = "/deletions/x/audit/e_0000000000"
             for path in (entry, f"{root}/x/audit", f"{root}/x/access", f"{root}/x/restored"):
                 assert administrator.exists(path)
                 assert not permitted(member.delete, path), path
-            # They delete what they have created.
+            # Members can delete the nodes that they have created.
             for name in ("nightly/0", "nightly"):
                 member.delete(f"{root}/x/writes/{name}")
             (server,) = member.get_children(f"{root}/serverDescriptors")
@@ -224,39 +226,39 @@ def test_members_delete_no_node_of_administrators(place: Place):
 # --- protect
 
 
-def access_lists(place: Place, root: str) -> dict[str, set[ACL]]:
+def access_lists(users: ZooKeeperUsers, root: str) -> dict[str, set[ACL]]:
     """Return the access list of each node, by its row."""
-    with place.kazoo("administrator") as client:
+    with users.kazoo("administrator") as client:
         return {
             znode_at(root, path).path: set(client.get_acls(path)[0]) for path in tree(client, root)
         }
 
 
 @pytest.mark.parametrize("before", ["old", "public"])
-def test_protect_gives_all_nodes_the_lists_of_a_new_cluster(place: Place, before: str):
+def test_protect_gives_all_nodes_the_lists_of_a_new_cluster(users: ZooKeeperUsers, before: str):
     """From the old user, which becomes the members', and from an open cluster."""
     root, new = f"/protected-{before}", f"/new-{before}"
 
     async def run():
         async with (
-            whole_cluster(place, root, creator=before, member=before),
-            whole_cluster(place, new, creator="administrator", member="member"),
+            whole_cluster(users, root, creator=before, member=before),
+            whole_cluster(users, new, creator="administrator", member="member"),
         ):
-            count = await zookeeper_session.protect(place.connect(root, "administrator"))
-            found = await asyncio.to_thread(access_lists, place, root)
-            assert found == await asyncio.to_thread(access_lists, place, new)
+            count = await zookeeper_session.protect(users.connect(root, "administrator"))
+            found = await asyncio.to_thread(access_lists, users, root)
+            assert found == await asyncio.to_thread(access_lists, users, new)
             assert count >= len(found)
 
     asyncio.run(run())
 
 
-def test_an_auth_file_with_one_user_still_protects_the_znodes(place: Place):
+def test_an_auth_file_with_one_user_still_protects_the_znodes(users: ZooKeeperUsers):
     root = "/one-user"
 
     async def run():
-        async with whole_cluster(place, root, creator="public", member="old"):
-            await zookeeper_session.protect(place.connect(root, "old"))
-            with place.kazoo("member") as client:
+        async with whole_cluster(users, root, creator="public", member="old"):
+            await zookeeper_session.protect(users.connect(root, "old"))
+            with users.kazoo("member") as client:
                 found = {each for path in tree(client, root) for each in client.get_acls(path)[0]}
             assert {(each.id.id, each.perms) for each in found} == {
                 (make_digest_acl_credential("waltz", "of members"), 31)
@@ -268,7 +270,7 @@ def test_an_auth_file_with_one_user_still_protects_the_znodes(place: Place):
 # --- nodes that another user has created before
 
 
-def test_first_and_imported_permissions_set_the_access_lists(place: Place):
+def test_first_and_imported_permissions_set_the_access_lists(users: ZooKeeperUsers):
     """A member may create nodes below `R/x`, also those of administrators."""
     root, new = "/created-before", "/new-permissions"
     found = Permissions(1, "ops", 0, bytes(32))
@@ -276,8 +278,8 @@ def test_first_and_imported_permissions_set_the_access_lists(place: Place):
 
     async def run():
         async with (
-            whole_cluster(place, new, creator="administrator", member="member"),
-            open_session(place.connect(root, "administrator")) as commands,
+            whole_cluster(users, new, creator="administrator", member="member"),
+            open_session(users.connect(root, "administrator")) as commands,
         ):
             await commands.create_cluster(NewCluster("payments", 2, model.UUID(int=7), STORAGES))
             await asyncio.to_thread(create_open, f"{root}/x/audit")
@@ -290,29 +292,31 @@ def test_first_and_imported_permissions_set_the_access_lists(place: Place):
             await asyncio.to_thread(check, "R/x/access")
 
     def create_open(path: str, data: bytes = b"") -> None:
-        with place.kazoo("administrator") as administrator:
+        with users.kazoo("administrator") as administrator:
             administrator.delete(path) if administrator.exists(path) else None
-        with place.kazoo("member") as member:
+        with users.kazoo("member") as member:
             member.create(path, data, acl=OPEN_ACL_UNSAFE)
 
     def check(row: str) -> None:
-        assert access_lists(place, root)[row] == access_lists(place, new)[row]
+        assert access_lists(users, root)[row] == access_lists(users, new)[row]
 
     asyncio.run(run())
 
 
-def test_the_world_reads_neither_permissions_nor_the_audit_log(place: Place):
+def test_clients_without_a_zookeeper_user_read_neither_permissions_nor_the_audit_log(
+    users: ZooKeeperUsers,
+):
     """One user with a line for clients that read; also after `protect`."""
     root = "/readable"
 
     async def run():
-        async with whole_cluster(place, root, creator="readable", member="readable"):
+        async with whole_cluster(users, root, creator="readable", member="readable"):
             await asyncio.to_thread(check)
-            await zookeeper_session.protect(place.connect(root, "readable"))
+            await zookeeper_session.protect(users.connect(root, "readable"))
             await asyncio.to_thread(check)
 
     def check() -> None:
-        with place.kazoo("member") as member, place.kazoo("public") as public:
+        with users.kazoo("member") as member, users.kazoo("public") as public:
             for path in tree(member, root):
                 is_secret = path.startswith((f"{root}/x/access", f"{root}/x/audit"))
                 assert permitted(public.get, path) is not is_secret, path
@@ -320,10 +324,10 @@ def test_the_world_reads_neither_permissions_nor_the_audit_log(place: Place):
     asyncio.run(run())
 
 
-def test_a_user_may_remove_another_user_from_the_auth_file(place: Place):
-    """The other one is not taken for the members' user of a cluster with two."""
-    root, file = "/withdrawn", place.directory / "zookeeper.auth"
-    connect = f"{place.hosts}{root}?auth={file}"
+def test_a_user_may_remove_another_user_from_the_auth_file(users: ZooKeeperUsers):
+    """The other user must not be treated as the members' user of a cluster with two users."""
+    root, file = "/withdrawn", users.directory / "zookeeper.auth"
+    connect = f"{users.hosts}{root}?auth={file}"
 
     async def run():
         file.write_text("digest:waltz:1\n" + line_of("other", "2", "crwd"))
@@ -396,10 +400,10 @@ def administrators_user_changes() -> list[set[str] | str]:
         ),
     ],
 )
-def test_a_changed_password_denies_no_process_access(place: Place, first, changes, last):
-    """As in docs/zookeeper.md: {the files of processes that run together}, or that of `protect`."""
-    root, file = f"/changed-{changes.__name__}", place.directory / "zookeeper.auth"
-    connect = f"{place.hosts}{root}?auth={file}"
+def test_a_changed_password_denies_no_process_access(users: ZooKeeperUsers, first, changes, last):
+    """Auth files of docs/zookeeper.md: {files of running processes}, or that of `protect`."""
+    root, file = f"/changed-{changes.__name__}", users.directory / "zookeeper.auth"
+    connect = f"{users.hosts}{root}?auth={file}"
 
     async def run_together(texts: set[str]) -> None:
         """Let each process create a node, and read those of all others."""
@@ -448,15 +452,15 @@ def test_a_changed_password_denies_no_process_access(place: Place, first, change
     ],
     ids=lambda each: each if isinstance(each, str) else each[1],
 )
-def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, user, words):
+def test_a_command_that_needs_an_administrator_changes_nothing(users: ZooKeeperUsers, user, words):
     root = f"/commands-{user}-{words[1]}"
 
     async def run():
-        async with whole_cluster(place, root, creator="administrator", member="member"):
-            before = await asyncio.to_thread(content, place, root)
-            done = await asyncio.to_thread(run_command, *words, place.connect(root, user))
-            assert done.returncode != 0
-            assert done.stderr.count("\n") == 1, done.stderr
+        async with whole_cluster(users, root, creator="administrator", member="member"):
+            before = await asyncio.to_thread(content, users, root)
+            result = await asyncio.to_thread(run_command, *words, users.connect(root, user))
+            assert result.returncode != 0
+            assert result.stderr.count("\n") == 1, result.stderr
             expected = {
                 "member": (
                     "expected the auth file of an administrator, with a line "
@@ -470,8 +474,8 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
                 ),
                 "public": "requires authentication for /commands-public-delete/x/audit:",
             }
-            assert expected[user] in done.stderr
-            assert await asyncio.to_thread(content, place, root) == before
+            assert expected[user] in result.stderr
+            assert await asyncio.to_thread(content, users, root) == before
 
     asyncio.run(run())
 
@@ -484,40 +488,42 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
         ("granted", "the auth file has only user"),
     ],
 )
-def test_an_administrator_is_checked_also_before_the_first_audit_entry(place: Place, user, error):
+def test_an_administrator_is_checked_also_before_the_first_audit_entry(
+    users: ZooKeeperUsers, user, error
+):
     root = f"/without-audit-{user}"
 
     async def run():
-        async with open_session(place.connect(root, "administrator")) as commands:
+        async with open_session(users.connect(root, "administrator")) as commands:
             await commands.create_cluster(NewCluster("payments", 1, model.UUID(int=7), STORAGES))
             await commands.check_administrator()
-        async with open_session(place.connect(root, user)) as commands:
+        async with open_session(users.connect(root, user)) as commands:
             with pytest.raises(errors.BadConfig, match=error):
                 await commands.check_administrator()
 
     asyncio.run(run())
 
 
-def content(place: Place, root: str) -> dict[str, bytes]:
-    with place.kazoo("administrator") as client:
+def content(users: ZooKeeperUsers, root: str) -> dict[str, bytes]:
+    with users.kazoo("administrator") as client:
         return {path: client.get(path)[0] for path in tree(client, root)}
 
 
-def test_a_member_creates_no_cluster(place: Place):
-    done = run_command("cluster", "create", place.connect("/none", "member"), "--partitions", "1")
-    assert "expected the auth file of an administrator" in done.stderr
-    with place.kazoo("public") as client:
+def test_a_member_creates_no_cluster(users: ZooKeeperUsers):
+    result = run_command("cluster", "create", users.connect("/none", "member"), "--partitions", "1")
+    assert "expected the auth file of an administrator" in result.stderr
+    with users.kazoo("public") as client:
         assert client.exists("/none") is None
 
 
-def test_a_client_without_a_user_reads_what_is_public(place: Place):
+def test_a_client_without_a_zookeeper_user_reads_the_public_znodes(users: ZooKeeperUsers):
     """It finds servers, and gets no client ID."""
     root = "/clients"
 
     async def run():
         async with (
-            whole_cluster(place, root, creator="administrator", member="member"),
-            open_session(place.connect(root, "public")) as client,
+            whole_cluster(users, root, creator="administrator", member="member"),
+            open_session(users.connect(root, "public")) as client,
         ):
             assert (await client.read_cluster()).params.name == "payments"
             assert list((await client.read_servers()).servers) == [1]

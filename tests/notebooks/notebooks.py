@@ -33,7 +33,7 @@ class Notebook:
         self.outputs = [output for cell in self.code for output in cell.outputs]
 
     def output(self) -> str:
-        """Return what it has printed."""
+        """Return the printed output."""
         return "".join(each.text for each in self.outputs if each.get("name") == "stdout")
 
     def errors(self) -> list[str]:
@@ -70,7 +70,7 @@ class Notebook:
 
 
 class ExecutedNotebook(NamedTuple):
-    """A notebook that was executed just now, and what was seen on the way."""
+    """An executed notebook, and observations during its execution."""
 
     notebook: Notebook
     processes_max: int  # of its cluster, while it ran
@@ -79,13 +79,13 @@ class ExecutedNotebook(NamedTuple):
 
 
 def read_notebook(name: str) -> Notebook:
-    """Return a notebook as it lies in the repository."""
+    """Return a notebook of the repository."""
     return Notebook(nbformat.read(NOTEBOOKS_FOLDER / f"{name}.ipynb", as_version=4))
 
 
-def execute_notebook(name: str, place: Path) -> ExecutedNotebook:
-    """Execute a notebook from top to bottom in a directory of its own."""
-    working, temporary = place / "cwd", place / "tmp"
+def execute_notebook(name: str, directory: Path) -> ExecutedNotebook:
+    """Execute a notebook from top to bottom in a separate directory."""
+    working, temporary = directory / "cwd", directory / "tmp"
     working.mkdir()
     temporary.mkdir()
     # ipykernel leaves the output of child processes alone when it assumes a test.
@@ -111,10 +111,10 @@ def execute_notebook(name: str, place: Path) -> ExecutedNotebook:
     try:
         client.execute(env=env)
     finally:
-        left = cluster_processes_under(temporary)
+        remaining_processes = cluster_processes_under(temporary)
         shutil.rmtree(sockets)
     directories = [path.name for path in temporary.glob("waltz-*") if (path / "logs").exists()]
-    return ExecutedNotebook(Notebook(node), max(counts), left, directories)
+    return ExecutedNotebook(Notebook(node), max(counts), remaining_processes, directories)
 
 
 def cluster_processes_under(temporary: Path) -> list[str]:

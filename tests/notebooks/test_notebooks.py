@@ -16,12 +16,12 @@ from tests.notebooks.notebooks import (
 pytestmark = pytest.mark.notebook
 
 
-def test_every_notebook_is_known_here():
+def test_every_notebook_has_an_expectation():
     assert list(EXPECTED) == NOTEBOOK_NAMES
 
 
-# `tests/spark` has shorter tests of what the others show: the second one is about conflicts
-# (`test_batch.py`). `tests/tidy/test_notebooks_as_committed.py` checks all, and runs none.
+# `tests/spark` has shorter tests of the same behavior; for the second notebook, conflicts in
+# `test_batch.py`. `tests/tidy/test_notebooks_as_committed.py` checks all notebooks, but runs none.
 @pytest.mark.parametrize(
     "name",
     [
@@ -30,19 +30,19 @@ def test_every_notebook_is_known_here():
     ],
 )
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
-    done = execute_notebook(name, tmp_path)
-    assert done.notebook.errors() == []
-    EXPECTED[name](done.notebook)
-    assert done.notebook.images(), "no plot"
-    assert done.processes_max >= CLUSTER_PROCESSES_MIN
-    assert done.remaining_processes == []
-    assert done.remaining_directories == []
+    executed = execute_notebook(name, tmp_path)
+    assert executed.notebook.errors() == []
+    EXPECTED[name](executed.notebook)
+    assert executed.notebook.images(), "no plot"
+    assert executed.processes_max >= CLUSTER_PROCESSES_MIN
+    assert executed.remaining_processes == []
+    assert executed.remaining_directories == []
 
 
 def expect_what_is_committed(name: str, notebook: Notebook) -> None:
-    """What depends on neither time nor chance is in the repository as it came out just now.
+    """Check that deterministic outputs equal the committed outputs.
 
-    Where a change is meant: run the notebook in `make notebook` from the top, and save it.
+    After an intended change, run the notebook in `make notebook` from the top, and save it.
     """
     assert notebook.output() == read_notebook(name).output()
     assert notebook.tables() == read_notebook(name).tables()

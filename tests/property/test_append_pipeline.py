@@ -1,9 +1,9 @@
 """The append pipeline over a log that loses sessions: every reported outcome is true.
 
-Random clients, locks, marks, session losses (with and without a foreign owner in between), cuts in
-the middle of a batch, batches taken in pieces, late commits, remounts, closed connections, proofs
-that come late or not at all.
-Afterwards the log itself is the witness.
+The inputs are random: clients, locks, marks, session losses (with and without another owner in the
+meantime), truncations in the middle of a batch, batches that the pipeline processes in pieces, late
+commits, remounts, closed connections, and proofs that are late or missing. At the end the outcomes
+are compared with the log.
 """
 
 import random
@@ -49,7 +49,7 @@ FOREIGN = ClientId(99)
 
 @dataclass
 class Row:
-    """What a client sent: the truth to compare with."""
+    """A row that a client has sent, to compare it with the log."""
 
     mark: int
     write: tuple[int, ...]
@@ -63,8 +63,8 @@ def req_ids_of(batch: Batch) -> list[ReqId]:
     return [ReqId(*each) for each in raw_records.req_ids_of(batch.records, lengths).tolist()]
 
 
-class Pieces(LargeBatchThrottle):
-    """Cuts as chance has it: one row, two rows, or whatever the server's own rules say."""
+class RandomPieces(LargeBatchThrottle):
+    """Draws the sizes of pieces: one row, two rows, or the size by the rules of the server."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -107,14 +107,14 @@ class World:
             in_flight_batches_max=self.rng.choice((2, 64)),
         )
         self.large_share = self.rng.choice((0.0, 0.7, 1.0))
-        self.pipeline = AppendPipeline(limits, self.mounts, Pieces(self.rng), PartitionId(0))
+        self.pipeline = AppendPipeline(limits, self.mounts, RandomPieces(self.rng), PartitionId(0))
         self.connections = {ClientId(1): ConnectionId(1_000), ClientId(2): ConnectionId(2_000)}
         self.sequences = dict.fromkeys(self.connections, 1)
         for client, connection in self.connections.items():
             self.mounts.begin_mount(client, connection, 1)
             self.mounts.finish_mount(client, connection)
 
-    # --- what may happen
+    # --- possible events
 
     def locks(self) -> tuple[int, ...]:
         return tuple(self.rng.randrange(6) for _ in range(self.rng.choice((0, 0, 1, 1, 2))))
@@ -175,7 +175,7 @@ class World:
         self.is_open = False
 
     def prove(self, *, is_proved: bool | None = None) -> None:
-        """Answer those that are ahead of the log, if the session is proven or not."""
+        """Answer the appends whose marks are ahead of the log, with or without a session proof."""
         if is_proved is None:
             is_proved = self.rng.random() < 0.8
         appends, self.unproved = self.unproved, []
@@ -185,7 +185,7 @@ class World:
     def open(self) -> None:
         if self.is_open:
             return
-        # Recovery keeps some of what was in flight, possibly part of a batch.
+        # Recovery keeps some of the rows in flight, possibly a part of a batch.
         for _ in range(self.rng.randint(0, len(self.in_flight))):
             self.append_to_log(self.in_flight.pop(0))
         if self.in_flight and self.rng.random() < 0.5:
@@ -261,22 +261,24 @@ class World:
         for outcome in outcomes:
             if isinstance(outcome, SubmitBatch):
                 self.in_flight.append(outcome.batch)
-                self.note_cut(outcome.batch)
+                self.record_split(outcome.batch)
             elif isinstance(outcome, BarrierReached):
                 assert outcome.token not in self.reached
                 self.reached.add(outcome.token)
                 waited = self.unanswered_at_flush[outcome.token]
                 open_rows = {row for batch in self.in_flight for row in req_ids_of(batch)}
                 assert not any(self.rows_of(each) & open_rows for each in waited)
-                assert self.due(self.unanswered_at_flush[outcome.token]) <= set(self.answers)
+                assert self.rows_to_answer(self.unanswered_at_flush[outcome.token]) <= set(
+                    self.answers
+                )
             elif isinstance(outcome, ConfirmAheadOfLog):
                 self.unproved.append(outcome.pending)
             elif isinstance(outcome, SendToClient):
                 message = outcome.message
                 assert isinstance(message, AppendResult)
-                self.answered(message)
+                self.on_answer(message)
 
-    def note_cut(self, batch: Batch) -> None:
+    def record_split(self, batch: Batch) -> None:
         sent = set(req_ids_of(batch))
         for first in self.requests:
             rows = self.rows_of(first)
@@ -289,13 +291,13 @@ class World:
         count = self.requests[first]
         return {first._replace(sequence=first.sequence + number) for number in range(count)}
 
-    def due(self, requests: Collection[ReqId]) -> set[ReqId]:
-        """Return those that have to be answered: their connection has not closed."""
+    def rows_to_answer(self, requests: Collection[ReqId]) -> set[ReqId]:
+        """Return the rows that must be answered, because their connection is open."""
         return {each for each in requests if self.mount_of[each] not in self.closed}
 
-    def answered(self, message: AppendResult) -> None:
-        assert message.req_id not in self.answers, "answered twice"
-        assert self.is_open, "nothing is reported between sessions"
+    def on_answer(self, message: AppendResult) -> None:
+        assert message.req_id not in self.answers, "a row was answered twice"
+        assert self.is_open, "an outcome was reported between sessions"
         ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
         conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
         reasons = [RowOutcomeCode(each) for each in bytes(message.reasons)]
@@ -311,23 +313,27 @@ class World:
             assert reason != RowOutcomeCode.AHEAD or row.mark > row.log_last
             assert (reason == RowOutcomeCode.COMMITTED) == (transaction_id >= 0)
             assert transaction_id <= mark
-            assert conflict <= mark, "a refusal was reported before its reason was final"
+            assert conflict <= mark, "a rejection was reported before its reason was final"
             assert (reason == RowOutcomeCode.LOCK) == (conflict >= 0)
 
     # --- the truth
 
     def check(self) -> None:
-        assert self.due(self.requests) <= set(self.answers)
+        assert self.rows_to_answer(self.requests) <= set(self.answers)
         assert len(set(self.log)) == len(self.log), "AtMostOnce"
         reported = set()
         for first, rows in self.answers.items():
             for number, (transaction_id, _, conflict) in enumerate(rows):
                 req_id = first._replace(sequence=first.sequence + number)
                 if transaction_id >= 0:
-                    assert self.log[transaction_id] == req_id, "OutcomeTruth: committed"
+                    assert self.log[transaction_id] == req_id, (
+                        "OutcomeTruth: a row reported as committed is not in the log"
+                    )
                     reported.add(req_id)
                 else:
-                    assert req_id not in self.log, "OutcomeTruth: refused"
+                    assert req_id not in self.log, (
+                        "OutcomeTruth: a row reported as rejected is in the log"
+                    )
                     assert conflict == -1 or conflict > self.rows[req_id].mark
         unreported = {
             row for each in self.requests if each not in self.answers for row in self.rows_of(each)
@@ -347,7 +353,7 @@ class World:
             assert row.mark < position, "NotAhead"
 
     def check_order(self) -> None:
-        """What a client sent behind a lost row on one mount is not in the log."""
+        """Check that the log has no row that a client sent after a lost row on the same mount."""
         lost: set[ConnectionId] = set()
         for first in self.requests:
             mount = self.mount_of[first]
@@ -357,7 +363,7 @@ class World:
                     lost.add(mount)
 
     def check_rejections(self) -> None:
-        """The listed rejections are the newest that were reported, and none is of a lost row."""
+        """Check that the listed rejections are the newest reported ones, without lost rows."""
         listed = self.pipeline.rejections.newest_first(TransactionId(len(self.log) - 1))
         found = [(each.req_id, each.reason, each.conflict) for each in reversed(listed)]
         assert found == list(self.rejected)
@@ -388,7 +394,7 @@ def run(seed: int) -> World:
 
 
 def test_reported_outcomes_are_true() -> None:
-    """And the schedules reach what they are for."""
+    """Check that the schedules reach the intended situations."""
     reasons = dict.fromkeys(RowOutcomeCode, 0)
     sessions = cut = cut_short = cut_lost = 0
     for seed in SEEDS:

@@ -1,8 +1,8 @@
 """The rows of a change feed equal a replay of the log, wherever reads start and tasks end.
 
-Random logs with upserts, deletes and payloads that do not fit, in random Arrow batches. A stream
-has random micro-batches: tasks run on two machines, end before their last row, run again, and find
-files that were deleted or damaged. Batches begin anywhere.
+The logs are random, with upserts, deletes and payloads that do not match the schema, in random
+Arrow batches. A stream has random micro-batches. Its tasks run on two machines, end before their
+last row, run again, and find files that were deleted or damaged. Batches begin at any ID.
 """
 
 import tempfile

@@ -24,7 +24,7 @@ def test_outcomes_agree_with_the_log(block):
                 reasons.update(settled.outcome.reasons.tolist())
             elif isinstance(settled.error, errors.OutcomeUnknown):
                 unknown += 1
-    # The schedules reach what they are meant to reach.
+    # The schedules reach the intended situations.
     assert reasons >= {
         RowOutcomeCode.COMMITTED,
         RowOutcomeCode.LOCK,

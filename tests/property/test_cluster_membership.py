@@ -1,4 +1,4 @@
-"""Under random faults the membership converges, and every view was consistent."""
+"""Under random faults the membership converges, and every view of it is consistent."""
 
 import asyncio
 from collections.abc import Sequence

@@ -98,10 +98,10 @@ def test_a_value_that_was_cut_or_extended_is_bad_format(value, data):
 
 @given(VALUES, st.data())
 def test_a_flipped_byte_gives_a_value_or_bad_format(value, data):
-    bent = bytearray(value.to_bytes())
-    bent[data.draw(st.integers(0, len(bent) - 1))] ^= data.draw(st.integers(1, 255))
+    changed = bytearray(value.to_bytes())
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
     try:
-        found = type(value).from_bytes(bytes(bent))
+        found = type(value).from_bytes(bytes(changed))
     except errors.BadFormat:
         return
     assert isinstance(found, type(value))

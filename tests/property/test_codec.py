@@ -1,6 +1,6 @@
-"""Any message of any version round-trips; a broken one gives a message or a typed error.
+"""Any message of any version round-trips; damaged bytes give a message or a typed error.
 
-tests/fuzz has any bytes.
+tests/fuzz tests the codec with arbitrary bytes.
 """
 
 import dataclasses
@@ -101,10 +101,10 @@ def test_any_message_round_trips(case):
 def test_any_value_of_a_variable_kind_round_trips(kind, data):
     if kind not in fields.VARIABLE:
         return
-    put, read = fields.VARIABLE[kind]
+    write, read = fields.VARIABLE[kind]
     value = data.draw(VALUES[kind])
     out = fields.FieldWriter()
-    put(value, out)
+    write(value, out)
     payload = b"".join(out.finish())
     found = []
     assert read(memoryview(payload), 0, found) == len(payload)

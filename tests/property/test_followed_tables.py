@@ -1,8 +1,8 @@
 """A followed table equals a replay of the log, wherever its batches end and however often they run.
 
-Random logs of several partitions, with upserts and deletes, by rules or by a changes function;
-random limits of batches, which are cut into random parts as the tasks of a batch are, and some of
-which fail before their commit.
+The logs are random. They have several partitions with upserts and deletes, by rules or by a changes
+function. The limits of batches are random, too. Each batch is split into random parts, like the
+tasks of a batch in Spark, and some batches fail before their commit.
 """
 
 from collections.abc import Callable
@@ -70,9 +70,9 @@ Content = dict[Key, tuple[int, int, int]]  # partition, transaction, value
 def rows_of(log: list[list[tuple]]) -> list[tuple]:
     """Return the rows of a log; each account belongs to one partition."""
     return [
-        (partition, place, header, f"{account}{partition}", day, op, value)
+        (partition, index, header, f"{account}{partition}", day, op, value)
         for partition, bodies in enumerate(log)
-        for place, (header, account, day, op, value) in enumerate(bodies)
+        for index, (header, account, day, op, value) in enumerate(bodies)
     ]
 
 
@@ -94,7 +94,7 @@ def by_rules(row: tuple) -> list[tuple[Key, int | None]]:
 
 
 def by_function(row: tuple) -> list[tuple[Key, int | None]]:
-    """Return none to four changes of a transaction, of two keys."""
+    """Return up to four changes of a transaction, of two keys."""
     _, _, _, account, day, _, value = row
     return [
         ((account, (day + each) % 2), None if (value + each) % 3 == 0 else value + each)
@@ -199,15 +199,15 @@ def up_to(rows: list[tuple], marks: dict[int, int]) -> list[tuple]:
 
 
 @given(LOGS, st.lists(st.integers(0, 3), min_size=90, max_size=90))
-def test_the_last_changes_of_parts_are_those_of_the_whole(log, parts):
+def test_the_last_changes_of_merged_parts_equal_the_last_changes_of_the_whole(log, parts):
     changes = compute_changes(table_of(rows_of(log), []), RULES)
     part_of = pa.array(parts[: changes.num_rows])
     pieces = [changes.filter(pc.equal(part_of, part)) for part in range(4)]
     reduced = [last_changes(piece, KEY) for piece in pieces]
-    left = last_changes(pa.concat_tables([*reduced[:2]]), KEY)
-    right = last_changes(pa.concat_tables([*reduced[2:]]), KEY)
+    first_half = last_changes(pa.concat_tables([*reduced[:2]]), KEY)
+    second_half = last_changes(pa.concat_tables([*reduced[2:]]), KEY)
     whole = last_changes(changes, KEY)
-    for parts_again in ([left, right], [right, left], reduced):
+    for parts_again in ([first_half, second_half], [second_half, first_half], reduced):
         again = last_changes(pa.concat_tables(parts_again), KEY)
         assert again.sort_by(SORTING) == whole.sort_by(SORTING)
 
@@ -218,7 +218,8 @@ def test_changes_of_one_transaction_keep_their_order(found):
     fields = {"partition": pa.int32(), "transaction_id": pa.int64(), "id": pa.int64()}
     schema = pa.schema([*fields.items(), (DELETED, pa.bool_())])
     rows = [
-        {"partition": 0, "transaction_id": at, "id": key, DELETED: gone} for at, key, gone in found
+        {"partition": 0, "transaction_id": at, "id": key, DELETED: is_deleted}
+        for at, key, is_deleted in found
     ]
     chunks = [pa.Table.from_pylist([row], schema) for row in rows]
     last = last_changes(pa.concat_tables([schema.empty_table(), *chunks]), ["id"])

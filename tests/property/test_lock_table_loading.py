@@ -1,7 +1,8 @@
-"""A refilled lock table never has a lock below its last writer.
+"""A loaded lock table never has an entry below the last writer of its lock.
 
-Random logs with lost ends, written to the files of three replicas that miss blocks, come back old
-or are torn; an owner begins at the log's end and appends while it learns.
+The logs are random, and some lose their ends. They are written to the files of three replicas.
+Replicas lack lock blocks, return with old files, or have torn blocks. An owner begins at the end of
+the log, and appends while it loads the lock table.
 """
 
 import struct
@@ -25,7 +26,7 @@ GENESIS = LogEnd(TransactionId(-1), bytes(16))
 
 
 class History:
-    """A log, and what three replicas have kept of its locks."""
+    """A log, and the lock blocks that three replicas have stored."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -53,7 +54,7 @@ class History:
         self.ends.append(end)
 
     def lose_end(self) -> None:
-        """The last batches are cut from the log; the lock files know nothing of that."""
+        """Truncate the last batches of the log; the lock files still have their blocks."""
         keep = max(1, len(self.ends) - self.rng.randrange(3))
         del self.ends[keep:]
         self.writes = [each for each in self.writes if each[0] <= self.end.last]
@@ -134,7 +135,7 @@ def learn_while_appending(rng: Random) -> None:
         assert all(table.estimate(lock) == -1 for lock in unknown)
 
 
-def test_no_lock_is_below_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_loaded_lock_entry_is_below_its_last_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in SEEDS:
         rng = Random(seed)
         monkeypatch.setattr(module, "SLICE_BLOCKS_MAX", rng.choice((1, 3, 100)))
@@ -144,8 +145,8 @@ def test_no_lock_is_below_its_writer(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-def test_most_locks_are_refilled_if_few_blocks_are_lost() -> None:
-    """The test above is worth something only if the way down is gone."""
+def test_most_lock_entries_are_loaded_if_few_lock_blocks_are_lost() -> None:
+    """The previous test proves something only if many tables are loaded far down the log."""
     floors = []
     for seed in range(100):
         history = History(Random(seed))

@@ -20,7 +20,8 @@ rows = st.lists(
     ),
     max_size=9,
 )
-# After each batch: how many of the transactions in flight commit, and what becomes of the session.
+# After each batch: the number of transactions in flight that commit, and whether the session
+# continues.
 steps = st.lists(st.tuples(rows, st.integers(0, 12), st.sampled_from("----cr")), max_size=6)
 
 
@@ -32,7 +33,7 @@ class Model:
         self.entered: list[tuple[int, int, int]] = []  # ID, slot, and what that held before
 
     def clamp(self, mark: int) -> None:
-        """Take back what was entered above the mark."""
+        """Undo all entries above the mark."""
         for entered_id, position, before in reversed(self.entered):
             if entered_id > mark:
                 self.slots[position] = before
@@ -126,7 +127,7 @@ def test_the_table_validates_like_the_model(
         next_id += found.accepted_count
         high = min(high + commits, next_id - 1)
         table.on_committed(TransactionId(high))
-        if fate == "c":  # The session is lost with what is in flight; the lineage is unbroken.
+        if fate == "c":  # the session is lost with the rows in flight; the lineage continues
             table.clamp(TransactionId(high))
             single.clamp(TransactionId(high))
             model.clamp(high)
@@ -138,5 +139,5 @@ def test_the_table_validates_like_the_model(
             model.entered.clear()
             model.slots = [high] * slot_count
             next_id = high + 1
-        # LockBound: no estimate is above the last ID given out.
+        # LockBound: no estimate is above the last assigned ID.
         assert max(model.slots) < next_id

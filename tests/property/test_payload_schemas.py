@@ -1,8 +1,8 @@
 """Any Avro schema and value round-trips, and fastavro reads the same bytes with its own types.
 
-The strategy makes a schema together with values of it: all types, nested, with unions and logical
-types. Schema evolution: a reader's columns get the same values from any order of fields, with more
-fields, fewer, and promoted ones.
+The strategy draws a schema together with values: all types, nested types, unions and logical types.
+It also tests schema evolution: the columns of a reader get the same values if a schema has another
+order of fields, more or fewer fields, or promoted types.
 """
 
 import datetime as dt
@@ -83,20 +83,23 @@ def base_of(schema):
 
 def array(part):
     kind, values = part
-    return lambda names: {"type": "array", "items": made(kind, names)}, st.lists(values, max_size=3)
+    return lambda names: {"type": "array", "items": make_schema(kind, names)}, st.lists(
+        values, max_size=3
+    )
 
 
 def mapping(part):
     kind, values = part
     found = st.dictionaries(st.text(max_size=3), values, max_size=3)
-    return lambda names: {"type": "map", "values": made(kind, names)}, found
+    return lambda names: {"type": "map", "values": make_schema(kind, names)}, found
 
 
 def record(parts):
     def schema(names):
         name = f"R{next(names)}"
         fields = [
-            {"name": f"f{at}", "type": made(kind, names)} for at, (kind, _) in enumerate(parts)
+            {"name": f"f{at}", "type": make_schema(kind, names)}
+            for at, (kind, _) in enumerate(parts)
         ]
         return {"type": "record", "name": name, "fields": fields}
 
@@ -115,7 +118,7 @@ def nested(found):
     return Nested(make), values
 
 
-def made(kind, names):
+def make_schema(kind, names):
     if isinstance(kind, Nested):
         return kind.make(names)
     return kind(f"N{next(names)}") if callable(kind) else kind
@@ -123,7 +126,7 @@ def made(kind, names):
 
 def union(part):
     kind, values = part
-    return Nested(lambda names: ["null", made(kind, names)]), st.none() | values
+    return Nested(lambda names: ["null", make_schema(kind, names)]), st.none() | values
 
 
 def no_union(part):
@@ -146,7 +149,7 @@ PARTS = st.recursive(
 @st.composite
 def schemas_and_values(draw):
     kind, values = draw(PARTS)
-    return made(kind, count()), draw(values)
+    return make_schema(kind, count()), draw(values)
 
 
 def is_supported(schema) -> bool:
@@ -182,10 +185,10 @@ def test_the_bytes_that_fastavro_writes_are_read(pair):
 @given(
     st.lists(FLAT_PARTS.filter(lambda part: part[0] != "null"), min_size=2, max_size=5), st.data()
 )
-def test_a_union_has_the_value_of_one_of_its_types(parts, data):
+def test_a_union_is_decoded_to_a_value_of_one_of_its_types(parts, data):
     chosen = {base_of(kind): (kind, values) for kind, values in parts}
     names = count()
-    schema = ["null", *(made(kind, names) for kind, _ in chosen.values())]
+    schema = ["null", *(make_schema(kind, names) for kind, _ in chosen.values())]
     value = data.draw(st.one_of(st.none(), *(values for _, values in chosen.values())))
     tested = codec(schema)
     back = tested.decode(tested.encode(value))
@@ -222,7 +225,7 @@ COLUMNS = {
         st.lists(st.text(max_size=3), max_size=3),
     ),
 }
-# What a later schema may have instead; the column has the type of both.
+# The types that a later schema may have instead; the column can store both types.
 PROMOTED = {"id": "long", "share": "double"}
 
 

@@ -112,7 +112,7 @@ def test_segment_names_round_trip(first, suffix):
 
 
 @given(st.text(max_size=30))
-def test_any_other_name_names_no_segment(name):
+def test_any_other_file_name_is_not_a_segment_name(name):
     found = first_id_in_name(name)
     assert found is None or segment_name(found, ".seg") == name
 

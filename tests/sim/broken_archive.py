@@ -1,4 +1,4 @@
-"""Rules of the archive (docs/decisions/047), each broken alone.
+"""Mutants of the archive (docs/decisions/047). Each mutant breaks one rule.
 
 Uploads are those of `waltz_sim/cluster/simulated_archive.py`, which follow the production ones.
 """
@@ -32,7 +32,7 @@ def _without_comparison(self, attempt, found, engaged, now_ms):
 
 
 @switch
-def announced_before_zookeeper() -> Patches:
+def mark_announced_before_zookeeper() -> Patches:
     """A server sends an archived mark to replicas before it is in ZooKeeper."""
     original = SessionArchiver._announce_mark
 
@@ -47,25 +47,25 @@ def announced_before_zookeeper() -> Patches:
 
 
 @switch
-def failed_write_counts() -> Patches:
+def failed_write_counts_as_archived() -> Patches:
     """A file counts as archived although the object store has not acknowledged its write."""
     original = SimArchive._send_request
 
     def _send_request(self, storage, request, on_answer):
         unacknowledged = self.__dict__.setdefault("unacknowledged", {})
 
-        def taken(result):
+        def without_error(result):
             if hasattr(request, "file") and isinstance(result, ArchiveUnavailable):
                 unacknowledged[request.name] = result = request.file
             on_answer(unacknowledged.get(request.name, result))
 
-        original(self, storage, request, taken)
+        original(self, storage, request, without_error)
 
     yield replaced(SimArchive, "_send_request", _send_request)
 
 
 @switch
-def not_read_back() -> Patches:
+def file_not_read_back() -> Patches:
     """A file counts as archived after it is written, without being read back."""
 
     def _check_crc(file, name, expected):
@@ -80,8 +80,8 @@ def manifest_without_the_newest_object() -> Patches:
     original = Manifest.with_object
 
     def with_object(self, entry):
-        made = original(self, entry)
-        return replace(made, newest_objects=self.newest_objects)
+        manifest = original(self, entry)
+        return replace(manifest, newest_objects=self.newest_objects)
 
     yield replaced(Manifest, "with_object", with_object)
     yield replaced(Manifest, "_check_consistency", do_nothing)
@@ -208,7 +208,7 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
 
 
 @switch
-def mark_is_not_fenced() -> Patches:
+def archived_mark_is_not_fenced() -> Patches:
     """The next session records an archived mark of a session that has ended."""
     end, start, begin = (
         PartitionStore._end_session,
@@ -444,13 +444,16 @@ def expired_objects_are_deleted_at_once() -> Patches:
 
 
 @switch
-def too_much_expires() -> Patches:
+def object_expires_too_early() -> Patches:
     """If the objects below an ID expire, the object that contains this ID expires, too."""
     original = simulated_archive._first_unexpired
 
     def _first_unexpired(present, before, before_ms):
-        kept = original(present, before, before_ms)
-        return next((each.last + 1 for each in present.newest_objects if each.first == kept), kept)
+        first_unexpired = original(present, before, before_ms)
+        return next(
+            (each.last + 1 for each in present.newest_objects if each.first == first_unexpired),
+            first_unexpired,
+        )
 
     yield replaced(simulated_archive, "_first_unexpired", _first_unexpired)
 

@@ -1,4 +1,4 @@
-"""Rules of the client, each broken alone."""
+"""Mutants of the client. Each mutant breaks one rule."""
 
 from tests.sim.switches import Patches, do_nothing, replaced, switch
 from waltz_core.client.stream import append_errors, partition_stream
@@ -17,7 +17,7 @@ def doubt_settled_as_failed() -> Patches:
 
 
 @switch
-def unknown_is_a_rejection() -> Patches:
+def unknown_outcome_is_a_rejection() -> Patches:
     """A client treats an unknown outcome as a rejection."""
     original = append_errors.outcome_code_of
 
@@ -57,7 +57,7 @@ def sequence_numbers_used_again() -> Patches:
 
 
 @switch
-def sent_again_on_a_new_link() -> Patches:
+def appends_sent_again_on_a_new_link() -> Patches:
     """After a mount, a client sends appends in doubt again, with new sequence numbers."""
     original = PartitionStream._on_mount_succeeded
 
@@ -88,9 +88,9 @@ def avoided_link_mounted_again() -> Patches:
 @switch
 def log_mark_claimed_while_unsubscribed() -> Patches:
     """After an unsubscription, a context claims the log's mark although its view is older."""
-    fed = property(lambda self: self._applier is not None)
+    is_subscribed = property(lambda self: self._applier is not None)
     mark = property(
         lambda self: self.stream.high_water_mark if self._applier is None else self._applied_mark
     )
-    yield replaced(ClientPartition, "has_view", fed)
+    yield replaced(ClientPartition, "has_view", is_subscribed)
     yield replaced(ClientPartition, "mark", mark)

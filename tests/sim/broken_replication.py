@@ -1,4 +1,4 @@
-"""Rules of replication and of store sessions, each broken alone."""
+"""Mutants of replication and store sessions. Each mutant breaks one rule."""
 
 from tests.sim.switches import Patches, do_nothing, replaced, switch
 from waltz_core.cluster.change import rebuilding
@@ -43,7 +43,7 @@ def older_replica_votes() -> Patches:
 
 
 @switch
-def unknown_counts_as_no() -> Patches:
+def suspect_counts_as_empty() -> Patches:
     """A suspect replica counts as one that has no records."""
     original = Recovery.on_prepared
 
@@ -56,7 +56,7 @@ def unknown_counts_as_no() -> Patches:
 
 
 @switch
-def absent_counts_as_no() -> Patches:
+def absent_counts_as_empty() -> Patches:
     """A replica that does not answer counts as one that has no records."""
 
     def decided_mark(synced_lasts, *, unknown_count, quorum):
@@ -92,8 +92,8 @@ def damage_is_not_suspect() -> Patches:
 
 
 @switch
-def any_storage_id() -> Patches:
-    """Any storage that answers at an address counts as the one that was there."""
+def storage_id_ignored() -> Patches:
+    """Any storage that answers at an address counts as the registered storage."""
     is_credible = session_recovery.is_credible
 
     def of_any(answer, state, registered_id):
@@ -113,7 +113,7 @@ def any_storage_id() -> Patches:
 
 
 @switch
-def lowest_mark() -> Patches:
+def mark_is_the_lowest_end() -> Patches:
     """The decided mark is the lowest end of a log, not the one that a quorum has."""
 
     def lowest(marks, quorum):
@@ -172,13 +172,13 @@ def mark_on_a_short_log() -> Patches:
 
     def set_low_water_mark(self, session, mark, chain):
         files = self._files
-        ours, files.chain = files.chain, chain
+        chain_before, files.chain = files.chain, chain
         last, files.synced_max = files.synced_max, mark
         try:
             with replaced(PartitionLog, "max_id", property(lambda _: mark)):
                 set_mark(self, session, mark, chain)
         finally:
-            files.chain, files.synced_max = ours, last
+            files.chain, files.synced_max = chain_before, last
 
     yield replaced(ReplicaRepair, "next_step", _next_step)
     yield replaced(RepairRunner, "_on_log_changed", _changed)
@@ -200,7 +200,7 @@ def open_before_second_cas() -> Patches:
 
 
 def as_written(view):
-    """Return what a view would be if writing it had succeeded."""
+    """Return the view as if it had been written successfully."""
     return view._replace(
         metadata_version=view.metadata_version + 1, marker_version=view.marker_version + 1
     )
@@ -312,13 +312,15 @@ def connections_are_replaced() -> Patches:
 
 
 @switch
-def settled_by_id() -> Patches:
+def appends_settled_by_id_alone() -> Patches:
     """An append of the previous session counts as committed if its ID is below the new mark."""
     original = Settlement._set_outcome
 
     def _set_outcome(self, committed_last):
-        doubt = self._claim.in_doubt
-        original(self, committed_last if doubt is None else min(doubt.last, self._mark))
+        range_in_doubt = self._claim.in_doubt
+        original(
+            self, committed_last if range_in_doubt is None else min(range_in_doubt.last, self._mark)
+        )
 
     yield replaced(Settlement, "_set_outcome", _set_outcome)
 
@@ -352,7 +354,7 @@ def older_generation_claims() -> Patches:
 
 
 @switch
-def unbroken_without_a_check() -> Patches:
+def writes_of_other_servers_not_checked() -> Patches:
     """A server assumes that no other server has written between two of its sessions."""
     original = PartitionStore._claim_session
 
@@ -377,7 +379,7 @@ def engaged_although_not_ready() -> Patches:
 
 
 @switch
-def appends_without_order() -> Patches:
+def missed_append_counts_as_synced() -> Patches:
     """A replica that missed an append counts as one that has synced it."""
 
     def appended(self, request, answer):
@@ -437,16 +439,16 @@ def mark_answered_without_a_session() -> Patches:
 
 
 @switch
-def doubt_is_forgotten() -> Patches:
+def appends_in_flight_are_forgotten() -> Patches:
     """Appends in flight count as lost when their session ends, without a check of the log."""
     original = Settlement.begin
 
     def begin(self, now_ms):
-        doubt = self._claim.in_doubt
-        if doubt is None or self._stamp_ms is None:
+        range_in_doubt = self._claim.in_doubt
+        if range_in_doubt is None or self._stamp_ms is None:
             original(self, now_ms)
         else:
-            self._set_outcome(doubt.committed)
+            self._set_outcome(range_in_doubt.committed)
 
     yield replaced(Settlement, "begin", begin)
 

@@ -1,4 +1,4 @@
-"""Rules of the server, each broken alone."""
+"""Mutants of the server. Each mutant breaks one rule."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def fences_end_with_a_release() -> Patches:
 
 
 @switch
-def locks_not_clamped() -> Patches:
+def lost_locks_are_not_clamped() -> Patches:
     """The locks of transactions that were lost stay in the lock table."""
     yield replaced(LockTable, "clamp", do_nothing)
 
@@ -96,20 +96,22 @@ def append_locks_not_entered() -> Patches:
 
 
 def without_locks(kind):
-    """Validate every row as if it had asked for no locks of a kind."""
+    """Validate every row as if it had requested no locks of a kind."""
     validate, validate_one = LockTable.validate, LockTable.validate_one
 
     def validate_rows(self, requests, *, high_water_mark, next_id):
-        asked = getattr(requests, kind)
-        none = asked._replace(offsets=np.zeros_like(asked.offsets), values=asked.values[:0])
+        requested = getattr(requests, kind)
+        none = requested._replace(
+            offsets=np.zeros_like(requested.offsets), values=requested.values[:0]
+        )
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
         return validate(self, requests._replace(**{kind: none}), **marks)
 
     def validate_row(self, locks, mark, *, high_water_mark, next_id):
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
         write, read, append = locks
-        left = (write, (), append) if kind == "read" else (write, read, ())
-        return validate_one(self, left, mark, **marks)
+        remaining_locks = (write, (), append) if kind == "read" else (write, read, ())
+        return validate_one(self, remaining_locks, mark, **marks)
 
     yield replaced(LockTable, "validate", validate_rows)
     yield replaced(LockTable, "validate_one", validate_row)
@@ -130,9 +132,9 @@ def conflict_in_flight_answered_at_once() -> Patches:
 
     def validate_singles(group, table, position):
         piece = singles(group, table, position)
-        kept = [pending for pending in piece.unsettled if pending.transaction_id >= 0]
+        assigned = [pending for pending in piece.unsettled if pending.transaction_id >= 0]
         outcome = [pending for pending in piece.unsettled if pending.transaction_id < 0]
-        return ValidatedPiece(piece.part, kept, [*piece.rejected, *outcome])
+        return ValidatedPiece(piece.part, assigned, [*piece.rejected, *outcome])
 
     yield replaced(pipeline, "validate_rows", validate_rows)
     yield replaced(pipeline, "validate_singles", validate_singles)
@@ -224,7 +226,7 @@ def connection_checked_on_arrival_only() -> Patches:
 
 
 @switch
-def older_connections_append() -> Patches:
+def older_connections_may_append() -> Patches:
     """An append on an older connection of a client enters the log after its newer mount."""
 
     def is_ready(self, client_id, connection):
@@ -283,7 +285,7 @@ def cache_filled_at_submission() -> Patches:
 
 
 @switch
-def feed_reaches_what_is_in_flight() -> Patches:
+def feed_includes_transactions_in_flight() -> Patches:
     """The feed includes transactions in flight."""
     original = Partition._route_appends
 
@@ -372,7 +374,7 @@ def doubtful_batches_are_committed() -> Patches:
 
 
 @switch
-def batch_answered_before_all_is_final() -> Patches:
+def batch_answered_before_all_rows_are_final() -> Patches:
     """A batch is answered when all its rows are validated, before they are final."""
     yield replaced(PendingBatch, "is_final", property(lambda self: self.is_validated))
 
@@ -452,9 +454,9 @@ def append_locks_missing_in_lock_blocks() -> Patches:
 
     def validate_singles(group, table, position):
         piece = singles(group, table, position)
-        kept = [pending.message for pending in group if pending.transaction_id >= 0]
-        locks = [lock for each in kept for lock in each.write_locks]
-        writers = bytes(row for row, each in enumerate(kept) for _ in each.write_locks)
+        assigned = [pending.message for pending in group if pending.transaction_id >= 0]
+        locks = [lock for each in assigned for lock in each.write_locks]
+        writers = bytes(row for row, each in enumerate(assigned) for _ in each.write_locks)
         packed = np.array(locks, dtype=">i4").tobytes()
         return piece._replace(locks=packed, writers=writers)
 

@@ -1,4 +1,4 @@
-"""Rules of the storage, each broken alone."""
+"""Mutants of the storage. Each mutant breaks one rule."""
 
 from dataclasses import replace
 
@@ -27,13 +27,18 @@ def skip_truncate() -> Patches:
     def truncate(self, session, last_to_keep, base, base_chain):
         if self.synced_max <= last_to_keep:
             return original(self, session, last_to_keep, base, base_chain)
-        kept = self.chain_at(last_to_keep)
-        if kept is None:
+        chain_of_kept = self.chain_at(last_to_keep)
+        if chain_of_kept is None:
             return original(self, session, last_to_keep, base, base_chain)
-        # It answers with the state after a cut; the next append follows the uncut rest.
+        # The storage answers with the state after a truncation; the next append follows the records
+        # that it has not truncated.
         files = self._files
-        files.synced_max, files.chain, files.synced_chain = last_to_keep, kept, kept
-        return last_to_keep, kept
+        files.synced_max, files.chain, files.synced_chain = (
+            last_to_keep,
+            chain_of_kept,
+            chain_of_kept,
+        )
+        return last_to_keep, chain_of_kept
 
     yield replaced(PartitionLog, "truncate", truncate)
 
@@ -156,7 +161,7 @@ def fence_after_vote() -> Patches:
 
 
 @switch
-def older_sessions_append() -> Patches:
+def older_sessions_may_append() -> Patches:
     """A storage accepts appends of sessions older than the promised one."""
     check_service, check_owner = StorageService._check_session, service._check_owner
     check_log, fence = PartitionLog._check_session, StorageService._fence
@@ -184,7 +189,7 @@ def older_sessions_append() -> Patches:
 
 
 @switch
-def any_nonce() -> Patches:
+def nonce_ignored() -> Patches:
     """The session ID alone identifies an owner: another owner with the same ID is accepted."""
     admit, prepare = StorageService._admit_prepare, PartitionLog.prepare
 
@@ -241,7 +246,7 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
 def torn_record_accepted() -> Patches:
     """After a crash the records are not checked against their checksums."""
     yield replaced(record_search, "first_bad_record", do_nothing)
-    # Else the batch that a torn record lies in would be found out, and cut.
+    # Otherwise the check of the batch would detect the torn record, and truncate the batch.
     yield replaced(segments, "first_invalid_record", do_nothing)
 
 
@@ -300,7 +305,7 @@ def reads_unchecked() -> Patches:
 
 
 @switch
-def marker_not_kept() -> Patches:
+def acked_marker_not_stored() -> Patches:
     """The acked marker is not stored."""
     original = LogFiles.write_slot
 

@@ -1,11 +1,12 @@
-"""Finds broken rules by running seeds, and keeps a short failing schedule for each.
+"""Searches seeds that detect each mutant, and stores a short failing schedule for each mutant.
 
-    python -m tests.sim.mutants --search all          # what has no trace that holds, on all cores
-    python -m tests.sim.mutants --search NAME ...     # these, whatever traces there are
-    python -m tests.sim.mutants --table               # write docs/testing.md's table again
+    python -m tests.sim.mutants --search all          # mutants that no stored trace detects
+    python -m tests.sim.mutants --search NAME ...     # these mutants, even if they have a trace
+    python -m tests.sim.mutants --table               # write the table in docs/testing.md again
 
-A trace is `traces/<switch>.json`: the schedule, the rule that it breaks with the switch on, and how
-many seeds it took. `test_mutants.py` runs each twice: red with the switch, green without.
+A trace is `traces/<switch>.json`: the schedule, the rule that it breaks with the switch on, and the
+number of seeds that the search needed. `test_mutants.py` runs each trace twice: it must fail with
+the switch, and pass without it.
 """
 
 import argparse
@@ -112,7 +113,7 @@ def is_detected(trace: Trace) -> bool:
 
 
 def search(name: str, seeds_max: int) -> Trace | str:
-    """Search seeds that detect a switch, shorten the best schedule; a sentence if none is found."""
+    """Search seeds that detect a switch, and shorten the best schedule; a message if none does."""
     signal.signal(signal.SIGVTALRM, _raise_timeout)
     found: list[RunVerdict] = []
     is_of_archive = SWITCHES[name].__module__ == broken_archive.__name__
@@ -121,7 +122,7 @@ def search(name: str, seeds_max: int) -> Trace | str:
         if is_of_archive and not schedule.setup.archive_interval_ms:
             continue
         verdict = _run_with_limit(name, schedule)
-        # What only hangs shows no rule, and is slow to shorten.
+        # A run that only hangs breaks no rule, and is slow to shorten.
         is_hung = verdict.rule == "Crash" and "TimeoutError" in verdict.text
         if verdict.is_good or is_hung or not run(schedule).is_good:
             continue
@@ -173,7 +174,7 @@ def _shrink_schedule(name: str, verdict: RunVerdict) -> RunVerdict:
 
 
 def table() -> str:
-    """Return what was found, as a table in Markdown."""
+    """Return the traces as a Markdown table."""
     lines = ["| mutant | what is broken | seeds | found by | its trace |", "|---|---|---|---|---|"]
     for trace in traces():
         why = (SWITCHES[trace.switch].__doc__ or "").strip().splitlines()[0]
@@ -205,9 +206,9 @@ def main() -> int:
         return 0
     names = arguments.search
     if names == ["all"]:
-        kept = {trace.switch for trace in traces() if is_detected(trace)}
-        names = [name for name in SWITCHES if name not in kept]
-        _print(f"{len(kept)} traces hold, {len(names)} to be found")
+        detected = {trace.switch for trace in traces() if is_detected(trace)}
+        names = [name for name in SWITCHES if name not in detected]
+        _print(f"{len(detected)} traces hold, {len(names)} to be found")
     missed = 0
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         for future in as_completed(pool.submit(search, name, arguments.seeds) for name in names):

@@ -8,7 +8,7 @@ NO_LOCKS = ((), (), ())
 
 
 class SteadyWriter:
-    """Appends until a time, and keeps when each row was answered and with what."""
+    """Appends until a time, and records the time and outcome of each answer."""
 
     def __init__(self, cluster: SimCluster, *, every_ms: int, until_ms: int) -> None:
         self.cluster, self.every_ms, self.until_ms = cluster, every_ms, until_ms

@@ -1,7 +1,7 @@
-"""The register of broken rules: each switch breaks one rule of the production code.
+"""The register of mutants: each switch breaks one rule of the production code.
 
-A switch is a function that yields patches; its docstring states what is wrong with them. The
-switches are in `broken_*.py`, by the part of the production code that they break.
+A switch is a function that yields patches, and its docstring describes the broken behavior. The
+switches are in `broken_*.py`, one file for each part of the production code.
 """
 
 from collections.abc import Callable, Iterable, Iterator

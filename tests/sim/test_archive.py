@@ -1,4 +1,4 @@
-"""The simulated archive: its faults occur as configured, and uploads survive them."""
+"""The simulated archive: faults occur as configured, and uploads continue after them."""
 
 from random import Random
 
@@ -11,8 +11,8 @@ from waltz_sim.schedule import Schedule, Setup
 SIZES = {"archive_object_bytes": 1, "local_retention_bytes": 1, "segment_bytes_max": 300}
 
 
-class First(Random):
-    """Chance that chooses the first, and returns the given roll."""
+class FirstChoice(Random):
+    """A random source that chooses the first element, and returns the given roll."""
 
     def __init__(self, roll=0.0):
         super().__init__(1)
@@ -35,7 +35,9 @@ class World:
         self.cluster.start_clients()
 
     def wait(self, is_reached, ms=5_000):
-        assert self.cluster.world.run(ms * US_PER_MS, until=is_reached), "not reached"
+        assert self.cluster.world.run(ms * US_PER_MS, until=is_reached), (
+            "the situation was not reached"
+        )
 
     def wait_for(self, name, count=1):
         """Wait until something has happened that often again."""
@@ -80,7 +82,7 @@ def test_segments_are_removed_and_old_rows_are_read_from_the_archive(world):
     [("archive_away", "is_unavailable"), ("archive_throttles", "rejected_share")],
 )
 def test_uploads_fail_and_continue_after_the_fault(world, fault, field):
-    assert getattr(archive_faults, fault)(world.cluster, First())
+    assert getattr(archive_faults, fault)(world.cluster, FirstChoice())
     assert getattr(world.archive, field)
     world.wait(lambda: not getattr(world.archive, field))
     setattr(world.archive, field, 1.0)
@@ -113,7 +115,7 @@ def test_a_write_takes_effect_after_its_sender_died():
     world.archive.extra_delay_us = 50 * US_PER_MS
     world.wait(lambda: world.uploading)
     world.cluster.world.run(2 * US_PER_MS)
-    assert archive_faults.kill_uploader(world.cluster, First())
+    assert archive_faults.kill_uploader(world.cluster, FirstChoice())
     world.archive.extra_delay_us = 0
     world.wait_for("archive write after its sender died")
     world.wait_for("archived")
@@ -121,14 +123,14 @@ def test_a_write_takes_effect_after_its_sender_died():
 
 def test_without_an_upload_no_uploader_is_killed():
     world = World(archive_interval_ms=0)
-    assert not archive_faults.kill_uploader(world.cluster, First())
+    assert not archive_faults.kill_uploader(world.cluster, FirstChoice())
 
 
 def test_a_file_that_is_written_wrong_is_found_by_its_upload(world):
     world.archive.corrupted_share = 1.0
     world.wait_for("archive.failed")
     assert not world.archive.original_files
-    assert archive_faults.corrupt_object(world.cluster, First())
+    assert archive_faults.corrupt_object(world.cluster, FirstChoice())
     assert world.archive.corrupted_share == 0.5
     world.wait(lambda: not world.archive.corrupted_share)
     world.wait_for("archived")
@@ -136,7 +138,7 @@ def test_a_file_that_is_written_wrong_is_found_by_its_upload(world):
 
 def test_a_file_that_is_changed_later_is_restored(world):
     before = dict(world.archive.files)
-    assert archive_faults.corrupt_object(world.cluster, First(roll=0.9))
+    assert archive_faults.corrupt_object(world.cluster, FirstChoice(roll=0.9))
     (name,) = world.archive.original_files
     assert world.archive.files[name] != before[name] == world.archive.original_files[name]
     world.wait(lambda: not world.archive.original_files)
@@ -144,7 +146,7 @@ def test_a_file_that_is_changed_later_is_restored(world):
 
 
 def test_a_slow_object_store_delays_only_the_archive(world):
-    archive_faults.slow_archive(world.cluster, First())
+    archive_faults.slow_archive(world.cluster, FirstChoice())
     assert world.archive.extra_delay_us
     last = world.cluster.checks.history.last
     world.wait_for("archived")
@@ -186,7 +188,7 @@ def test_a_damaged_object_is_replaced_from_a_log(damage):
 
 def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
     world = World(restored_count=20)
-    archive_faults.damage_objects(world.cluster, First())
+    archive_faults.damage_objects(world.cluster, FirstChoice())
     (name,) = world.archive.original_files
     world.wait_for("archive.object_replacement_failed", 3)
     assert not world.counts["archive.object_replaced"]
@@ -195,7 +197,7 @@ def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
 
 
 def test_without_objects_none_is_damaged():
-    assert not archive_faults.damage_objects(World().cluster, First())
+    assert not archive_faults.damage_objects(World().cluster, FirstChoice())
 
 
 # ---- collection
@@ -235,8 +237,8 @@ def test_a_requested_expiry_moves_the_first_available_id(expiring):
 
 
 def test_the_fault_requests_an_expiry_only_where_objects_may_expire(world, expiring):
-    assert not archive_faults.expire_objects(world.cluster, First())
-    assert archive_faults.expire_objects(expiring.cluster, First())
+    assert not archive_faults.expire_objects(world.cluster, FirstChoice())
+    assert archive_faults.expire_objects(expiring.cluster, FirstChoice())
     assert expiring.counts["archived objects expired"] == 0
     assert archive_faults.expire_objects(expiring.cluster, Random(3))
     expiring.wait_for("archived objects expired")
@@ -296,14 +298,14 @@ def test_a_restored_partition_continues_its_log(seed):
     assert cluster.checks.counts["replica reset"] >= 3
 
 
-# ---- what an operator or ZooKeeper loses
+# ---- losses by operators and ZooKeeper
 
 
 def test_zookeeper_loses_the_newest_mark_of_a_session():
     world = World(is_unbounded=True, checkpoint_interval_count=1 << 30)
     world.wait_for("archived", 3)
     before = world.cluster.coordinator.marker.archived
-    archive_faults.lose_marks(world.cluster, First())
+    archive_faults.lose_marks(world.cluster, FirstChoice())
     assert world.counts["fault lose_marks"] == 1
     after = world.cluster.coordinator.marker.archived
     assert after.last < before.last
@@ -314,7 +316,7 @@ def test_zookeeper_loses_the_newest_mark_of_a_session():
 
 
 def test_marks_are_lost_only_where_zookeeper_may_lose_data(world):
-    archive_faults.lose_marks(world.cluster, First())
+    archive_faults.lose_marks(world.cluster, FirstChoice())
     world.wait_for("archived", 2)
     assert not world.counts["fault lose_marks"]
 
@@ -323,7 +325,7 @@ def test_marks_are_lost_only_where_zookeeper_may_lose_data(world):
 def test_no_session_opens_with_a_log_that_ends_below_the_archived_mark(restarts):
     world = World(is_unbounded=True)
     world.wait_for("archived", 3)
-    archive_faults.accept_a_shorter_log(world.cluster, First(roll=0.0 if restarts else 0.9))
+    archive_faults.accept_a_shorter_log(world.cluster, FirstChoice(roll=0.0 if restarts else 0.9))
     world.wait_for("fault accept_a_shorter_log")
     world.wait_for("replica accepted")
     opened = world.counts["session opened"]

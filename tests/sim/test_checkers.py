@@ -86,7 +86,7 @@ class World:
         self.checks.on_metadata_written(server or self.owner.name, before, after, marker)
 
     def works(self, kind, *fields, outcome=None, session=None) -> None:
-        """A storage has done a piece of work; what became of it is made up."""
+        """Report that a storage has done a piece of work, with an invented result."""
         session = self.session if session is None else session
         request = LaneRequest(1, kind(session, 1, 0, *fields))
         work = Work(self.storage.log, (request,), self.storage.engine.storage_id)
@@ -95,7 +95,7 @@ class World:
         self.checks.on_work_done(self.storage, work, WorkResult(outcomes=[outcome]), before)
 
     def prepared(self, session, replica, synced_max, **other) -> None:
-        """A replica's answer to the fence has come to the owner."""
+        """Report that the owner has received a replica's answer to the fencing."""
         fields = {
             "storage_id": self.cluster.storages[replica].engine.storage_id,
             "last_session": self.session,
@@ -130,7 +130,7 @@ def fails(rule):
 REPLICAS = ("storage0:1", "storage1:1", "storage2:1")
 
 # ---------------------------------------------------------------------------------------------
-# 1, 2, 8: what is acknowledged
+# 1, 2, 8: acknowledgements
 
 
 def test_fork_detects_two_chains_at_one_committed_id(world):
@@ -195,7 +195,7 @@ def test_no_replica_is_engaged_before_zookeeper_has_it(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 3, 4: what is promised
+# 3, 4: promises
 
 
 @pytest.mark.parametrize(("field", "back"), [("promised", 1), ("last_session", 1)])
@@ -245,7 +245,7 @@ def test_an_unclaimed_session_is_never_used(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 5, 6: what is decided
+# 5, 6: decisions
 
 
 def test_fence_first_detects_a_decision_before_the_fencing(world):
@@ -266,7 +266,7 @@ def test_decision_waits_while_a_quorum_is_unknown(world):
 
 
 @pytest.mark.parametrize(
-    "doubt",
+    "reason",
     [
         {"suspect": True},
         {"last_session": NO_SESSION},
@@ -274,11 +274,11 @@ def test_decision_waits_while_a_quorum_is_unknown(world):
         {"damaged": np.array([0, 3], dtype=">i8").tobytes()},
     ],
 )
-def test_decision_ignores_untrusted_replicas(world, doubt):
+def test_decision_ignores_untrusted_replicas(world, reason):
     session = world.claim()
     world.fence(session, *REPLICAS)
     world.prepared(session, "storage0:1", 1_000)
-    world.prepared(session, "storage1:1", 1_000, **doubt)
+    world.prepared(session, "storage1:1", 1_000, **reason)
     with fails("DecisionCovers"):
         world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
 
@@ -286,7 +286,7 @@ def test_decision_ignores_untrusted_replicas(world, doubt):
 def test_the_decision_covers_the_records_that_an_unknown_replica_may_have(world):
     session = world.claim()
     world.fence(session, *REPLICAS)
-    # With the third one unknown, what one of them has may be on two.
+    # If the third replica is unknown, a record on one replica may be on two.
     world.prepared(session, "storage0:1", 2_000)
     world.prepared(session, "storage1:1", 1_000)
     with fails("DecisionCovers"):
@@ -395,7 +395,7 @@ def test_gate_no_session_is_named_that_is_not_open(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 9, 10, 22, 23, 24: what lies on disks
+# 9, 10, 22, 23, 24: data on disks
 
 
 def test_no_truncation_committed(world):
@@ -415,7 +415,7 @@ def test_no_truncation_of_committed_records_that_an_opening_completes(world):
 
 
 def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
-    """What it has lost by then never counted: it was cut before that."""
+    """The lost records never counted, because they were truncated before."""
     log, later = world.storage.log, world.history.log[6:]
     del world.history.log[6:]
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
@@ -501,7 +501,7 @@ def test_fixed_detects_corruption_at_intervals(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 11, 12, 13, 14, 15: what applications receive
+# 11, 12, 13, 14, 15: results that applications receive
 
 
 class SessionSettled:
@@ -581,22 +581,22 @@ def test_at_most_once_detects_an_operation_that_is_in_the_log_twice(world):
         world.checks.outcomes._check_new_row(world.history.last)
 
 
-def fed(world, first, count, *, skip=0):
+def feed_rows(world, first, count, *, skip=0):
     headers = b"".join(one[8:28] for one in world.history.records[first + skip :][:count])
     return client_events.FeedAdvanced(first, count, headers)
 
 
 def test_dense_detects_a_gap_in_a_feed(world):
     world.client.fed_last = 3
-    world.checks.on_feed_received(world.client, fed(world, 4, 2))
+    world.checks.on_feed_received(world.client, feed_rows(world, 4, 2))
     with fails("Dense"):
-        world.checks.on_feed_received(world.client, fed(world, 5, 2))
+        world.checks.on_feed_received(world.client, feed_rows(world, 5, 2))
 
 
 def test_client_prefix_detects_wrong_headers_in_a_feed(world):
     world.client.fed_last = 3
     with fails("ClientPrefix"):
-        world.checks.on_feed_received(world.client, fed(world, 4, 2, skip=1))
+        world.checks.on_feed_received(world.client, feed_rows(world, 4, 2, skip=1))
 
 
 def test_hwm_mono_detects_a_wrong_mark_of_a_client(world):
@@ -695,7 +695,7 @@ def test_lock_serial_detects_a_committed_conflict(world):
 
 
 def follower_behind_a_writer(world):
-    """The last row's author had a state two rows before it, and followed what lies between."""
+    """The author of the last row had not applied the row before it, and followed this row."""
     history = world.history
     node = history.nodes[history.chains[history.last]]
     operation = world.last_operation()
@@ -734,7 +734,7 @@ def checked(ledger, number, mark, *things):
     ],
 )
 def test_serializable_detects_a_transaction_that_has_not_seen_an_earlier_one(first, second):
-    """Two deals computed at one mark: the second has not seen what the first has done."""
+    """Two transfers computed at one mark: the second has not seen the first."""
     ledger = Ledger()
     one, other = checked(ledger, 5, -1, *first), checked(ledger, 6, -1, *second)
     ledger.replay(0, one)
@@ -761,8 +761,8 @@ def test_serializable_detects_broken_invariants_in_any_order():
 
 def test_serializable_is_replayed_from_a_disk():
     world = World(is_over=True)
-    taken = list(world.checks.replicas.data_on_disk(world.storage))
-    assert taken == [data_of_record(record) for record in world.history.records]
+    data_read = list(world.checks.replicas.data_on_disk(world.storage))
+    assert data_read == [data_of_record(record) for record in world.history.records]
     assert world.checks.counts["checked transactions"] > 10
 
 
@@ -790,11 +790,11 @@ def test_reserve_held_detects_entries_above_the_last_assigned_id(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 20: what ZooKeeper holds
+# 20: metadata in ZooKeeper
 
 
 def changed(world, **states):
-    """What ZooKeeper holds, with other states of some storages."""
+    """Return the metadata in ZooKeeper, with other states of some storages."""
     metadata = world.coordinator.metadata
     now = {**metadata.states}
     for number, state in states.items():
@@ -839,7 +839,7 @@ def test_engaged_only_with_a_mark_on_its_disk(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 21: nothing rotten is served
+# 21: no corrupt data is served
 
 
 def raw_range(world, form, records):
@@ -919,7 +919,7 @@ def test_no_rot_served_in_a_single_transaction(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 25, 26, 27: the end, the bounds, and what must have happened
+# 25, 26, 27: the end of a run, bounds, and required states
 
 
 def test_converged_detects_a_replica_with_another_end():
@@ -1109,15 +1109,15 @@ def test_start_bound_detects_a_log_that_begins_above_the_archived_mark(archived,
     )
     checks, log = archived.checks.archive, storage.log
     checks.on_log_opened(storage, log)
-    seen = SimpleNamespace(start=log.start, slot=log.slot)
+    opened_log = SimpleNamespace(start=log.start, slot=log.slot)
     if bound == "recorded":
         checks._recorded_mark = None
     elif bound == "confirmed":
-        seen.slot = replace(log.slot, low_water_mark=log.start.transaction_id - 1)
+        opened_log.slot = replace(log.slot, low_water_mark=log.start.transaction_id - 1)
     else:
-        seen.start = log.start._replace(chain=bytes(16))
+        opened_log.start = log.start._replace(chain=bytes(16))
     with fails("StartBound"):
-        checks.on_log_opened(storage, seen)
+        checks.on_log_opened(storage, opened_log)
 
 
 def test_no_replica_is_reset_that_is_engaged(archived):
@@ -1166,12 +1166,12 @@ def expires(world, first, requested):
     checks, archive = world.checks.archive, world.cluster.archive
     recorded = world.coordinator.marker.archived
     present = Manifest.from_bytes(archive.files[recorded.manifest].data, recorded.manifest)
-    made = replace(present, first=first).to_bytes()
+    manifest_data = replace(present, first=first).to_bytes()
     name = f"{recorded.manifest}-{first}"
-    archive.files[name], archive.written_ms[name] = StoredFile(made), 0
+    archive.files[name], archive.written_ms[name] = StoredFile(manifest_data), 0
     checks.on_expiry_requested(requested)
     world.checks.on_archive_expiry(name, world.owner.wall_ms)
-    after = recorded._replace(first=first, manifest=name, manifest_crc=crc32(made))
+    after = recorded._replace(first=first, manifest=name, manifest_crc=crc32(manifest_data))
     checks.on_metadata_written(world.owner.name, replace(world.coordinator.marker, archived=after))
     return present
 
@@ -1280,9 +1280,9 @@ def test_states_that_were_never_reached_are_listed():
 
 def test_checkers_change_nothing():
     """A run is the same whether a checker reads the replicas' records or not."""
-    plain, looked = World(), World()
-    looked.checks.replicas.check_log_state(looked.storage, looked.storage.log)
-    looked.checks.locks.check_table(looked.owner)
-    for each in (plain, looked):
+    plain, checked = World(), World()
+    checked.checks.replicas.check_log_state(checked.storage, checked.storage.log)
+    checked.checks.locks.check_table(checked.owner)
+    for each in (plain, checked):
         each.cluster.world.run(50 * US_PER_MS)
-    assert plain.cluster.world.fingerprint == looked.cluster.world.fingerprint
+    assert plain.cluster.world.fingerprint == checked.cluster.world.fingerprint

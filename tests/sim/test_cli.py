@@ -1,4 +1,4 @@
-"""`python -m waltz_sim`: which arguments it rejects, and what it prints for a seed."""
+"""`python -m waltz_sim`: invalid arguments, and the output for a seed."""
 
 import json
 from collections import Counter
@@ -110,7 +110,7 @@ def test_after_fewer_steps_a_world_is_repaired(capsys):
     assert ScheduleGenerator(300).command(3) == "python -m waltz_sim --seed 3 --steps 300"
 
 
-def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
+def test_a_rough_seed_gives_another_run_and_is_reported_as_rough(capsys):
     words = ["--seed", "4", "--json"]
     assert main([*words, "--rough"]) == 0
     rough = json.loads(capsys.readouterr().out)
@@ -123,7 +123,7 @@ def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
     )
     kinds = [ScheduleGenerator(is_rough=True).schedule_of(seed) for seed in range(20)]
     for schedule in kinds:
-        # Later kinds have streams of their own, in rough worlds, too.
+        # Kinds of faults that were added later have separate random streams, also in rough worlds.
         kinds_of = (each.kind for each in schedule.faults if each.kind not in LATER_KINDS)
         assert {kind for kind, _ in Counter(kinds_of).most_common(6)} & set(THEMES)
     assert {each.setup.segment_bytes_max for each in kinds} >= {600, 1_200, 2_048}

@@ -1,4 +1,4 @@
-"""Contexts while the application unsubscribes and subscribes: no old view counts as current."""
+"""Contexts of an application that unsubscribes and subscribes again use no outdated view."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_claim_beyond_the_view_is_found():
 
 
 def test_double_spending_is_found_by_the_log_alone(monkeypatch):
-    """Whatever is claimed: what was decided by an old view is in the log."""
+    """Decisions from an old view are visible in the log, even if the claimed mark is correct."""
     monkeypatch.setattr(ContextClient, "check_claimed_mark", lambda *_: None)
     with broken(log_mark_claimed_while_unsubscribed.__name__):
         rules = {run(schedule(seed)).rule for seed in range(4)}

@@ -53,11 +53,11 @@ def test_the_steps_of_a_core_per_second_are_reported():
     assert "| CPU time | 2 s; per second 8.0 seeds, 16,000 steps |" in report
 
 
-def test_a_few_seeds_need_not_try_everything():
+def test_few_seeds_may_leave_states_and_faults_untried():
     assert Coverage(seeds=SEEDS_MIN - 1).find_missing() == []
 
 
-def test_many_seeds_must_try_everything():
+def test_many_seeds_must_try_all_states_and_faults():
     assert everything(SEEDS_MIN).is_good
     quiet = Coverage(seeds=SEEDS_MIN)
     assert len(quiet.find_missing()) == len(REQUIRED_STATES) + len(WEIGHTS)
@@ -72,7 +72,7 @@ def test_a_kind_of_fault_that_never_fires_fails_the_run():
     assert sums.faults["kill_storage"] == 0
 
 
-def test_the_report_names_what_was_broken_and_what_was_not_tried():
+def test_the_report_names_broken_guarantees_and_untried_faults():
     sums = everything(SEEDS_MIN)
     sums.counts["fault cut_link"] = 0
     sums.merge(sum_verdicts([verdict(17, "Fork"), verdict(18, "Converged")]))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.sim.broken_replication import marked_before_zookeeper
 from tests.sim.switches import broken
-from tests.sim.test_faults import at_rest, cluster_of, repair_and_count
+from tests.sim.test_faults import cluster_of, repair_and_count, settled_cluster
 from waltz_sim.cluster.disaster_recovery import BEST_REPLICA, DEATH_STEPS, DisasterRecovery
 from waltz_sim.cluster.simulated_cluster import US_PER_MS
 from waltz_sim.guarantees.history import Violation
@@ -15,7 +15,7 @@ A, B, C = "storage0:1", "storage1:1", "storage2:1"
 
 
 def accept(cluster, replica=BEST_REPLICA, *, dies_after=""):
-    """Run the command to its end, and return what it has declared."""
+    """Run the command to its end, and return its decision."""
     ended = []
     DisasterRecovery(cluster, ended.append, accepted=replica, dies_after=dies_after)
     assert cluster.world.run(20_000 * US_PER_MS, until=lambda: bool(ended))
@@ -23,7 +23,7 @@ def accept(cluster, replica=BEST_REPLICA, *, dies_after=""):
 
 
 def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
-    cluster = at_rest()
+    cluster = settled_cluster()
     last = cluster.checks.history.last
     assert accept(cluster).log.last_synced_id == last
     assert set(cluster.replicas) == {A, B, C}
@@ -33,7 +33,7 @@ def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
 
 @pytest.mark.parametrize("step", DEATH_STEPS)
 def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeated(step):
-    cluster = at_rest()
+    cluster = settled_cluster()
     assert accept(cluster, dies_after=step) is None
     # From the write to the assignment it has decided, and nothing is opened meanwhile.
     is_undecided = step in {"write", "mark"}
@@ -46,7 +46,7 @@ def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeat
 
 
 def lost_end():
-    """C is behind; A has lost what C lacks, and knows; B has all, and is away."""
+    """C lags. A has lost the records that C lacks, and is suspect. B has all, but is down."""
     cluster = cluster_of(spare_storages=0, segment_bytes_max=65_536)
     a, b, c = (cluster.storages[each] for each in (A, B, C))
     cluster.kept_down[c.name] = None
@@ -66,7 +66,7 @@ def lost_end():
     c.start()
     assert cluster.world.run(5_000 * US_PER_MS, until=lambda: None not in (a.log, c.log))
     assert a.log.suspect
-    # Its owner would remember what was committed.
+    # The owner in memory would remember the committed records.
     cluster.kill(cluster.owner)
     return cluster
 

@@ -24,7 +24,7 @@ async def virtual(s):
         timer.cancel()
 
 
-def test_time_passes_only_in_the_world(process):
+def test_tasks_of_the_event_loop_wait_in_simulated_time_only(process):
     loop, outcome = create_loop(process), []
 
     async def wait(s):
@@ -74,7 +74,7 @@ def test_a_paused_program_runs_no_callback(process):
     assert outcome == ["late"]
 
 
-def test_errors_inside_are_raised_when_the_loop_ends(process):
+def test_errors_inside_the_event_loop_are_raised_by_the_caller(process):
     loop = create_loop(process)
 
     def survive():
@@ -88,7 +88,7 @@ def test_errors_inside_are_raised_when_the_loop_ends(process):
         loop.run_inside(lambda: loop.call_soon(lambda: 1 / 0))
 
 
-def test_tasks_end_with_the_loop_and_the_outer_loop_is_unchanged(process):
+def test_closing_the_event_loop_cancels_its_tasks_and_keeps_the_outer_loop(process):
     outcome = []
 
     async def outside():

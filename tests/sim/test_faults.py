@@ -19,7 +19,7 @@ A, B, C = "storage0:1", "storage1:1", "storage2:1"
 
 
 class FixedRolls(Random):
-    """Chance that always chooses the first, and returns the given rolls."""
+    """A random source that always chooses the first element, and returns the given rolls."""
 
     def __init__(self, roll=0.0, first=0):
         super().__init__(1)
@@ -41,7 +41,7 @@ def cluster_of(**setup):
     return cluster
 
 
-def at_rest(**setup):
+def settled_cluster(**setup):
     """A cluster in which all replicas hold the whole log."""
     cluster = cluster_of(**setup)
     cluster.workload.is_over = True
@@ -56,7 +56,7 @@ def new_session(cluster):
 
 
 def repair_and_count(cluster):
-    """Let all become whole; this checks what was reported meanwhile."""
+    """Repair the cluster, which also checks all reports, and return the counts."""
     cluster.workload.is_over = False
     cluster.run_until_recovered()
     return cluster.checks.counts
@@ -71,8 +71,8 @@ def test_every_kind_has_a_weight_and_a_sentence():
 # ---- the budget
 
 
-def test_one_replica_may_lose_something_until_it_is_repaired():
-    cluster = at_rest()
+def test_the_budget_permits_data_loss_on_one_replica_until_its_repair():
+    cluster = settled_cluster()
     victim, other = cluster.storages[A], cluster.storages[B]
     assert cluster.budget.may_lose_data(victim)
     cluster.budget.record_loss(victim)
@@ -84,7 +84,7 @@ def test_one_replica_may_lose_something_until_it_is_repaired():
 
 
 def test_a_rotten_replica_is_not_trusted_even_if_engaged():
-    cluster = at_rest()
+    cluster = settled_cluster()
     victim = cluster.storages[A]
     (path,) = [each for each in victim.disk.files() if each.name == "0000000000000000000.seg"]
     victim.disk.flip_bits(path, 500)
@@ -99,7 +99,7 @@ def test_a_rotten_replica_is_not_trusted_even_if_engaged():
 
 
 def test_an_unnoticed_loss_needs_a_complete_quorum():
-    cluster = at_rest()
+    cluster = settled_cluster()
     assert cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
     cluster.storages[B].kill()
     assert not cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
@@ -107,19 +107,19 @@ def test_an_unnoticed_loss_needs_a_complete_quorum():
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_records_on_one_replica_only_are_not_lost(replicas):
-    cluster = at_rest(replicas=replicas, spare_storages=0)
+def test_the_budget_permits_no_loss_of_the_only_copy(replicas):
+    cluster = settled_cluster(replicas=replicas, spare_storages=0)
     assert not cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
     assert cluster.budget.may_lose_data(cluster.storages[A]) == (replicas == 2)
 
 
 def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_nodes():
-    cluster = at_rest(is_unbounded=True)
+    cluster = settled_cluster(is_unbounded=True)
     cluster.budget.record_loss(cluster.storages[A])
     assert cluster.budget.may_lose_data(cluster.storages[B])
     assert not cluster.budget.may_lose_data(cluster.storages[B], is_silent=True)
     assert not zookeeper_faults.delete_nodes(cluster, FixedRolls())
-    cluster = at_rest(is_unbounded=True)
+    cluster = settled_cluster(is_unbounded=True)
     assert zookeeper_faults.delete_nodes(cluster, FixedRolls())
     assert not cluster.budget.may_lose_data(cluster.storages[B])
 
@@ -176,7 +176,7 @@ def test_unsynced_data_of_a_lying_disk_is_lost_with_the_power(is_known):
 
 
 def test_a_power_loss_outside_the_budget_loses_nothing_on_a_lying_disk():
-    cluster = at_rest()
+    cluster = settled_cluster()
     storage = cluster.storages[A]
     storage.disk.is_lying = True
     cluster.workload.is_over = False
@@ -191,7 +191,7 @@ def test_a_power_loss_outside_the_budget_loses_nothing_on_a_lying_disk():
 @pytest.mark.parametrize("kind", ["rot", "zeroed_page", "stale_page", "misdirected_write"])
 @pytest.mark.parametrize("seed", range(2))
 def test_spoiled_records_are_repaired(kind, seed):
-    cluster = at_rest(segment_bytes_max=2_048)
+    cluster = settled_cluster(segment_bytes_max=2_048)
     assert faults.KINDS[kind](cluster, Random(seed))
     cluster.workload.is_over = False
     repair_and_count(cluster)
@@ -199,13 +199,13 @@ def test_spoiled_records_are_repaired(kind, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_truncated_or_missing_files_are_repaired_or_the_storage_is_replaced(seed):
-    cluster = at_rest(segment_bytes_max=2_048)
+    cluster = settled_cluster(segment_bytes_max=2_048)
     assert disk_faults.cut_file(cluster, Random(seed))
     repair_and_count(cluster)
 
 
-def test_records_that_count_after_a_restart_are_whole():
-    cluster = at_rest()
+def test_a_torn_record_after_a_restart_is_a_violation():
+    cluster = settled_cluster()
     storage = cluster.storages[A]
     segment = next(path for path in storage.disk.files() if path.suffix == ".seg")
     storage.disk.flip_bits(segment, len(storage.disk.visible_content(segment)) - 5)
@@ -214,7 +214,7 @@ def test_records_that_count_after_a_restart_are_whole():
 
 
 def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it():
-    cluster = at_rest()
+    cluster = settled_cluster()
     assert disk_faults.spoiled_slot(cluster, FixedRolls())
     assert cluster.checks.counts["spoiled .ctl"] == 1
     assert any(each.name == SLOTS_NAME for each in cluster.storages[A].disk.files())
@@ -224,7 +224,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it(
 # ---- processes, links, ZooKeeper
 
 
-# A cut is seldom, and never without a fault.
+# Truncated files are rare, and never occur without a fault.
 @pytest.mark.parametrize("point", sorted({*process_faults.SERVER_POINTS} - {"Truncate"}))
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_server_dies_at_the_chosen_point(point, is_after):
@@ -241,7 +241,7 @@ def test_a_server_dies_at_the_chosen_point(point, is_after):
 
 @pytest.mark.parametrize("is_after", [False, True])
 def test_a_storage_dies_before_or_after_a_task(is_after):
-    cluster = at_rest()
+    cluster = settled_cluster()
     storage = cluster.storages[A]
     failed_calls = []
     storage.planned_death = ("Prepare", is_after, lambda: failed_calls.append(storage.log.promised))
@@ -253,7 +253,7 @@ def test_a_storage_dies_before_or_after_a_task(is_after):
 
 
 def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
-    cluster = at_rest()
+    cluster = settled_cluster()
     process = cluster.servers[0]
     start_ms, own_ms = cluster.world.now_ms, process.now_ms
     assert own_ms == start_ms
@@ -261,10 +261,10 @@ def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     cluster.world.run(1_000 * US_PER_MS)
     assert process.now_ms - own_ms == pytest.approx(1_200, abs=2)
     process.set_clock_rate(0.8)
-    seen = process.now_ms
-    assert seen >= own_ms + 1_198
+    fired_ms = process.now_ms
+    assert fired_ms >= own_ms + 1_198
     cluster.world.run(1_000 * US_PER_MS)
-    assert process.now_ms - seen == pytest.approx(800, abs=2)
+    assert process.now_ms - fired_ms == pytest.approx(800, abs=2)
 
 
 def test_a_link_is_cut_while_messages_are_on_their_way():
@@ -289,8 +289,8 @@ def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_rejec
     assert all(link.held is None for link in cluster.network.links.values())
 
 
-def test_an_unused_link_is_not_replaced_by_the_fault():
-    cluster = at_rest()
+def test_the_fault_outlived_link_does_not_replace_an_unused_link():
+    cluster = settled_cluster()
     before = len(cluster.network.links)
     assert not network_faults.outlived_link(cluster, Random(1))
     cluster.world.run(3_000 * US_PER_MS)
@@ -299,7 +299,7 @@ def test_an_unused_link_is_not_replaced_by_the_fault():
 
 
 def test_a_close_is_not_delivered_over_a_blocked_link():
-    cluster = at_rest()
+    cluster = settled_cluster()
     network, server = cluster.network, cluster.owner
     link = next(each for each in server.links.values() if each.ends[1].name == A)
     network.block(A, server.name)
@@ -309,7 +309,7 @@ def test_a_close_is_not_delivered_over_a_blocked_link():
     assert cluster.world.run(3_000 * US_PER_MS, until=lambda: not link.is_open[0])
 
 
-def stranded(seed, **setup):
+def cluster_with_stranded_owner(seed, **setup):
     """A cluster in which a stranded owner still serves, while another one commits."""
     cluster = cluster_of(clients=3, **setup)
     old, last = cluster.owner, cluster.checks.history.last
@@ -322,22 +322,24 @@ def stranded(seed, **setup):
 
 
 @pytest.mark.parametrize(("seed", "kept_count"), [(8, 0), (12, 1), (14, 1)])
-def test_a_stranded_owner_is_replaced_without_noticing(seed, kept_count):
-    cluster, old = stranded(seed)
+def test_a_stranded_owner_stays_open_while_a_new_owner_replaces_it(seed, kept_count):
+    cluster, old = cluster_with_stranded_owner(seed)
     new, mark = cluster.owner, old.partition.high_water_mark
     assert old.partition.is_open
     assert mark < new.partition.high_water_mark
     blocked = cluster.network.blocked
-    kept = [name for name in (A, B, C) if (old.name, name) not in blocked]
-    assert len(kept) == kept_count
-    assert all((new.name, name) in blocked for name in kept)
+    reachable = [name for name in (A, B, C) if (old.name, name) not in blocked]
+    assert len(reachable) == kept_count
+    assert all((new.name, name) in blocked for name in reachable)
     repair_and_count(cluster)
     assert not cluster.network.blocked
     assert not cluster.coordinator.cut_off
 
 
 def test_a_stranded_owner_reports_no_old_mark():
-    counts = [repair_and_count(stranded(seed, think_ms=10)[0]) for seed in (8, 12, 15)]
+    counts = [
+        repair_and_count(cluster_with_stranded_owner(seed, think_ms=10)[0]) for seed in (8, 12, 15)
+    ]
     assert sum(each["mark requested from an old owner"] for each in counts) > 5
 
 
@@ -348,7 +350,7 @@ def test_the_only_server_is_not_stranded():
 
 
 def test_delayed_watches_are_coalesced_and_lead_to_the_latest_assignment():
-    cluster = at_rest()
+    cluster = settled_cluster()
     coordinator = cluster.coordinator
     coordinator.watch_delay_ms_max = 500
     for _ in range(5):
@@ -361,23 +363,23 @@ def test_delayed_watches_are_coalesced_and_lead_to_the_latest_assignment():
 
 
 def test_a_client_receives_a_stale_answer():
-    cluster = at_rest()
+    cluster = settled_cluster()
     cluster.coordinator.set_owner("server1")
     cluster.coordinator.stale_read_share = 1.0
-    seen = []
+    answers = []
     for _ in range(20):
-        cluster.coordinator.owner_for(cluster.clients[0], seen.append)
+        cluster.coordinator.owner_for(cluster.clients[0], answers.append)
     cluster.world.run(10 * US_PER_MS)
-    assert {each.owner for each in seen} > {"server1"}
+    assert {each.owner for each in answers} > {"server1"}
 
 
-def test_replicas_change_while_one_is_away():
+def test_replicas_are_reassigned_while_one_storage_is_down():
     cluster = cluster_of()
     assert zookeeper_faults.change_replicas_with_one_away(cluster, Random(3))
     repair_and_count(cluster)
 
 
-def test_two_owners_compete_and_one_wins():
+def test_two_owners_claim_one_session_and_only_one_succeeds():
     cluster = cluster_of()
     failed_count = 0
     for seed in range(30):

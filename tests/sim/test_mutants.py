@@ -1,7 +1,8 @@
 """Each broken rule is detected by its own short schedule and by the named checker.
 
-After a change of production code a schedule may not reach the broken rule any more; then the seeds
-that it came from are tried. `python -m tests.sim.mutants --search all` makes such traces again.
+After a change of production code a schedule may not reach the broken rule any more. Then the test
+tries the seeds of the original search. `python -m tests.sim.mutants --search all` searches new
+traces.
 """
 
 import pytest
@@ -25,12 +26,12 @@ KEPT_TRACES = {path.stem: load(path) for path in sorted(TRACES.glob("*.json"))}
 def test_a_broken_rule_is_detected(trace):
     green = run(trace.schedule)
     assert green.is_good, green.text
-    # What production code does may have changed, so that the schedule passes by what is broken;
-    # then the seeds that it came from are tried, and another checker may be the first to see it.
+    # If production code has changed, the schedule may pass in spite of the mutant. Then the seeds
+    # of its search are tried, and another checker may detect the mutant first.
     schedules = [trace.schedule, *(schedule_of(seed, WEIGHTS) for seed in trace.seeds)]
     found = (run_broken(trace.switch, schedule).rule for schedule in schedules)
     assert any(rule not in {None, "Crash"} or rule == trace.rule for rule in found), (
-        f"not found any more: python -m tests.sim.mutants --search {trace.switch}"
+        f"the mutant is not detected: python -m tests.sim.mutants --search {trace.switch}"
     )
 
 

@@ -1,6 +1,6 @@
 """Every scenario of `scenarios/` runs again and must produce the same text.
 
-`WALTZ_REWRITE_SCENARIOS=1` writes the present output; review the difference before you commit it.
+`WALTZ_REWRITE_SCENARIOS=1` writes the current output; review the difference before you commit it.
 """
 
 import os
@@ -45,7 +45,7 @@ BEGINNING = "A few words.\n\n## A storage dies\nAnd more.\n\n> begin with A B C;
 
 
 def outcome(steps: str) -> list[str]:
-    """Return what comes of the last of some steps."""
+    """Return the milestones of the last step."""
     (scenario,) = parse_scenarios(f"## A title\n\n{steps}\n")[1]
     return replay_scenario(scenario).steps[-1].lines
 
@@ -99,5 +99,5 @@ def test_simultaneous_actions_are_listed_by_replica_name():
 
 
 def test_ids_of_a_load_have_names():
-    lines = outcome("> begin with A B C\n> writes continue\n> checkpoint\n> checkpoint")
+    lines = outcome("> begin with A B C\n> start writes\n> checkpoint\n> checkpoint")
     assert "S opens session 2 with 0..h2" in lines

@@ -29,7 +29,7 @@ def verdict_of(schedule, rule, virtual_ms=6_000):
 
 
 class Model:
-    """Fails when certain faults are there, in a world that is large enough."""
+    """A run that fails if the schedule has certain faults and the world is large enough."""
 
     def __init__(self, needed=NEEDED, **least):
         self.needed, self.mark_min = needed, least
@@ -48,7 +48,7 @@ def schedule(faults=FAULTS):
     return Schedule(7, Setup(replicas=5, servers=3, clients=4, spare_storages=2), faults)
 
 
-def test_only_needed_faults_are_left():
+def test_shrinking_keeps_only_the_needed_faults():
     model = Model(clients=2)
     shrunk = shrink(model.run(schedule()), run_one=model.run)
     assert shrunk.verdict.rule == "Fork"
@@ -76,7 +76,7 @@ def test_a_failure_of_another_rule_is_ignored():
 
 
 @pytest.mark.parametrize("runs_max", [1, 5, 20])
-def test_the_effort_is_bounded(runs_max):
+def test_shrinking_has_a_bounded_number_of_runs(runs_max):
     model = Model()
     first = model.run(schedule())
     shrunk = shrink(first, runs_max=runs_max, run_one=model.run)
@@ -84,7 +84,7 @@ def test_the_effort_is_bounded(runs_max):
     assert shrunk.verdict.rule == "Fork"
 
 
-def test_shortening_ends_at_its_time_limit():
+def test_shrinking_ends_at_its_time_limit():
     model = Model()
     shrunk = shrink(model.run(schedule()), is_late=lambda: model.run_count > 3, run_one=model.run)
     assert model.run_count == 4

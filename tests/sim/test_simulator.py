@@ -54,11 +54,13 @@ def test_a_seed_has_one_trace_in_all_processes():
         json.loads(process.communicate(timeout=TEST_TIMEOUT_S)[0]) for process in processes
     )
     assert other == first
-    assert len({trace for trace, *_ in first}) == len(seeds), "each seed is another run"
+    assert len({trace for trace, *_ in first}) == len(seeds), (
+        "different seeds must give different runs"
+    )
     assert all(committed for _, _, committed, _ in first)
 
 
-def test_a_run_does_not_depend_on_whether_it_is_traced():
+def test_tracing_does_not_change_a_run():
     outcome, silent = run_seed(5, is_traced=True), run_seed(5)
     assert outcome.fingerprint == silent.fingerprint
     assert (outcome.steps, outcome.committed, outcome.counts) == (
@@ -88,9 +90,9 @@ def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
 # --- the network
 
 
-class Arrived(NamedTuple):
+class Arrival(NamedTuple):
     end: str
-    what: str
+    message: str
     at_us: int
 
 
@@ -117,8 +119,8 @@ class LinkedMachines:
         self.world.run(5_000_000)
 
     def handlers(self, end):
-        def arrive(what):
-            self.answered.append(Arrived(end, what, self.world.now_us))
+        def arrive(message):
+            self.answered.append(Arrival(end, message, self.world.now_us))
 
         return Handlers(
             lambda link, message: arrive(message.req_id.sequence),
@@ -131,7 +133,7 @@ class LinkedMachines:
             self.network.send(self.link, end, message)
 
     def outcome(self, end):
-        return [each.what for each in self.answered if each.end == end]
+        return [each.message for each in self.answered if each.end == end]
 
 
 @pytest.fixture(params=[False, True], ids=["objects", "bytes"])
@@ -180,7 +182,7 @@ def test_a_blocked_direction_is_detected_late(linked):
 
 
 class TestAbandonedLinks:
-    """What was sent arrives when its sender has closed the link, and opened another one."""
+    """Messages arrive after their sender has closed the link and opened another one."""
 
     def held(self, linked):
         late = []
@@ -238,13 +240,13 @@ class TestAbandonedLinks:
         assert linked.outcome("near") == ["abandoned"]
         assert len(late) == 1
 
-    @pytest.mark.parametrize("lets_go", ["release", "heal"])
-    def test_messages_in_flight_arrive_after_those_held_back(self, linked, lets_go):
+    @pytest.mark.parametrize("release_with", ["release", "heal"])
+    def test_messages_in_flight_arrive_after_those_held_back(self, linked, release_with):
         late, network = self.held(linked), linked.network
         network.extra_delay_us = 100_000
         linked.send(NEAR, 3)
         network.extra_delay_us = 0
-        network.repair() if lets_go == "heal" else network.release(linked.link, "abandoned")
+        network.repair() if release_with == "heal" else network.release(linked.link, "abandoned")
         linked.world.run(1_000_000)
         assert linked.outcome("far") == [1, 2, 3, "abandoned"]
         assert linked.outcome("near") == ["abandoned"]
@@ -308,7 +310,7 @@ def test_a_paused_process_loses_no_messages(linked):
 
 def test_a_restarted_process_receives_no_message_of_its_previous_run(linked):
     linked.send(NEAR, 1)
-    linked.far.call_after_us(10, lambda: linked.answered.append(Arrived("far", "planned", 0)))
+    linked.far.call_after_us(10, lambda: linked.answered.append(Arrival("far", "planned", 0)))
     linked.far.die()
     linked.far.start()
     linked.world.run(1_000_000)
@@ -319,23 +321,23 @@ def test_a_slow_process_handles_one_event_at_a_time():
     world = World(1)
     process = Process(world, "slow")
     process.slow_us = 1_000
-    done = []
+    handled = []
     for number in range(4):
-        process.call_after_us(10, lambda number=number: done.append((number, world.now_us)))
+        process.call_after_us(10, lambda number=number: handled.append((number, world.now_us)))
     world.run(100_000)
-    assert [number for number, _ in done] == [0, 1, 2, 3]
-    times = [at_us for _, at_us in done]
+    assert [number for number, _ in handled] == [0, 1, 2, 3]
+    times = [at_us for _, at_us in handled]
     assert all(after - before >= 1_000 for before, after in pairwise(times))
 
 
 def test_a_cancelled_action_does_not_run():
     world = World(1)
-    done = []
-    world.call_after_us(20, lambda: done.append("late"))
-    world.call_after_us(10, lambda: done.append("early"))
-    world.call_after_us(15, lambda: done.append("never")).cancel()
-    assert not world.run(100, until=lambda: len(done) == 3)
-    assert done == ["early", "late"]
+    ran_actions = []
+    world.call_after_us(20, lambda: ran_actions.append("late"))
+    world.call_after_us(10, lambda: ran_actions.append("early"))
+    world.call_after_us(15, lambda: ran_actions.append("never")).cancel()
+    assert not world.run(100, until=lambda: len(ran_actions) == 3)
+    assert ran_actions == ["early", "late"]
     assert world.now_us == 100
 
 

@@ -1,7 +1,7 @@
 """The effect of one slow replica of three on appends, in virtual time.
 
-Its disk takes half a second, the other disks half a millisecond. So it lags by more than the owner
-keeps in memory, and gets copies from another replica's log.
+A sync takes 0.5 s on this replica's disk, and 0.5 ms on the other disks. So the replica lags by
+more records than the owner keeps in memory, and gets these records from another replica's log.
 """
 
 from functools import cache
@@ -29,7 +29,7 @@ SETUP = Setup(
 
 
 class ReadCounter(Checks):
-    """All checkers, and a count of what one replica has read for another."""
+    """All checkers, and the number of records that one replica has read for another."""
 
     def on_work_done(self, storage, work, result, before) -> None:
         super().on_work_done(storage, work, result, before)
@@ -43,12 +43,12 @@ def percentile_ms(writer: SteadyWriter, share: float) -> float:
 
 
 def tick(cluster: SimCluster) -> None:
-    """Let time be looked at, also when nothing happens."""
+    """Plan an action at regular times, so that the checkers run even without other events."""
     cluster.world.call_after_us(50 * US_PER_MS, lambda: tick(cluster))
 
 
 def written(seed: int, slow: str | None = None, *, from_the_start: bool = False) -> SteadyWriter:
-    """Let a cluster run with one storage slow, or none; nothing ends because of it."""
+    """Run a cluster with one slow storage or none; no session may end because of it."""
     cluster = SimCluster(Schedule(seed, SETUP), checks=ReadCounter)
     for storage in cluster.storages.values():
         storage.fsync_us = 500
@@ -67,8 +67,8 @@ def written(seed: int, slow: str | None = None, *, from_the_start: bool = False)
     assert len(writer.took_us) == len(writer.sent_us) > 500
     if slow is not None:
         behind, last = cluster.storages[slow].log.synced_max, len(writer.sent_us) - 1
-        assert behind < last - 50, "it is not slow"
-        assert cluster.checks.counts["copied from a log"], "it was always fed from memory"
+        assert behind < last - 50, "the replica is not slow"
+        assert cluster.checks.counts["copied from a log"], "the replica got all records from memory"
     cluster.run_until_recovered()
     assert writer.others == []
     return writer
@@ -81,13 +81,15 @@ def without_slow_replica() -> SteadyWriter:
 
 @pytest.mark.parametrize("slow", ["storage0:1", "storage2:1"])
 def test_a_slow_replica_costs_appends_little_and_ends_no_session(slow: str):
-    laden = written(0, slow)
+    with_slow_replica = written(0, slow)
     for share in (0.5, 0.99):
-        assert percentile_ms(laden, share) <= SLOWER_MAX * percentile_ms(
+        assert percentile_ms(with_slow_replica, share) <= SLOWER_MAX * percentile_ms(
             without_slow_replica(), share
         )
 
 
 def test_a_replica_that_is_too_slow_to_join_ends_no_session():
-    laden = written(0, "storage0:1", from_the_start=True)
-    assert percentile_ms(laden, 0.99) <= SLOWER_MAX * percentile_ms(without_slow_replica(), 0.99)
+    with_slow_replica = written(0, "storage0:1", from_the_start=True)
+    assert percentile_ms(with_slow_replica, 0.99) <= SLOWER_MAX * percentile_ms(
+        without_slow_replica(), 0.99
+    )

@@ -50,7 +50,7 @@ def close_cleanly(world):
 
 
 @pytest.mark.parametrize(
-    ("call", "kept"),
+    ("call", "last_acknowledged"),
     [
         (cut_in_the_middle, 30),
         (cut_at_an_end, 15),
@@ -60,7 +60,9 @@ def close_cleanly(world):
         (close_cleanly, 45),
     ],
 )
-def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(tmp_path, call, kept):
+def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(
+    tmp_path, call, last_acknowledged
+):
     for steps in range(200):
         world, written = prepared_world(tmp_path / str(steps))
         written += make_records(46, [20] * 34)[0]
@@ -70,7 +72,7 @@ def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(tmp_path,
             call(world)
         except PowerLost:
             lost = True
-        # The second loss of power hits the first opening, wherever that has come to.
+        # The second power loss occurs during the first opening, at any step.
         for again in (steps % 17, None):
             world.disk.steps_left = None
             world.log.abandon()
@@ -83,7 +85,7 @@ def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(tmp_path,
         world.disk.steps_left = None
         log = world.log
         assert (log.suspect, log.damaged) == (False, ())
-        assert log.max_id >= kept
+        assert log.max_id >= last_acknowledged
         assert world.all_records() == written[: 60 * (log.max_id + 1)]
         entries = log.lineage(0, log.max_id)[1]
         assert [0, *(one.last + 1 for one in entries)] == [
@@ -101,4 +103,4 @@ def test_after_any_power_loss_the_log_opens_with_all_acknowledged_data(tmp_path,
         if not lost:
             assert steps > 0
             return
-    pytest.fail("the call never came to its end")
+    pytest.fail("the call never completed")

@@ -38,12 +38,12 @@ def are_at_work(processes):
     return sum(sum(each.cpu_times()[:2]) > 1.5 for each in processes) >= 2
 
 
-def interrupted_when(has_come):
+def interrupted_when(is_interrupt_due):
     """Interrupt a run of the command as a terminal does; return its exit code and output."""
     run = started()
     text = run.stdout.readline()
     deadline = time.monotonic() + TEST_TIMEOUT_S
-    while not has_come(psutil.Process(run.pid).children()):
+    while not is_interrupt_due(psutil.Process(run.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     children = psutil.Process(run.pid).children()
@@ -55,19 +55,19 @@ def interrupted_when(has_come):
 
 
 @pytest.mark.parametrize(
-    "has_come",
+    "is_interrupt_due",
     [
         pytest.param(lambda all_: len(all_) >= 3, id="while its processes start"),
         pytest.param(are_at_work, id="while they run"),
     ],
 )
-def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
-    code, text = interrupted_when(has_come)
-    began, *progress, ended = text.splitlines()
-    assert began == "seeds from 0 on, 2 processes"
+def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(is_interrupt_due):
+    code, text = interrupted_when(is_interrupt_due)
+    first_line, *progress, last_line = text.splitlines()
+    assert first_line == "seeds from 0 on, 2 processes"
     assert all(" of 100000 seeds, " in line for line in progress)
-    assert ended.startswith("interrupted after ")
-    assert ended.endswith(" s: 0 broke a rule")
+    assert last_line.startswith("interrupted after ")
+    assert last_line.endswith(" s: 0 broke a rule")
     assert code == 130
 
 

@@ -1,4 +1,4 @@
-"""The site at phone width: wide elements scroll inside the page, the page does not."""
+"""The site on a phone: no page is wider than the screen; wide elements scroll inside the page."""
 
 import json
 import re
@@ -41,7 +41,7 @@ measure(PAGES);
 def test_no_page_is_wider_than_a_phone(site: Path, tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        pytest.skip("there is no Chromium")
+        pytest.skip("Chromium is not installed")
     names = sorted(path.as_uri() for path in site.rglob("*.html"))
     text = PAGE.replace("WIDTH", str(WIDTH)).replace("PAGES", json.dumps(names))
     page = tmp_path / "phone.html"

@@ -1,4 +1,4 @@
-"""The documentation site, as `make site` builds it: complete, without warnings and dead links."""
+"""The documentation site of `make site`: it is complete, and has no warnings and no dead links."""
 
 import json
 import re
@@ -26,7 +26,7 @@ PAGES = sorted(
 
 
 class Links(HTMLParser):
-    """What a page links, loads, and names."""
+    """The links, loaded files and anchors of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_every_link_leads_to_a_page_and_its_heading(site: Path, html: list[Path]
 
 
 def test_every_page_is_reached_from_the_navigation(site: Path) -> None:
-    """From the links of the side bar, and those of the pages that list others."""
+    """Pages are reached by the links of the side bar, and of pages that list other pages."""
     reached, waiting = set(), ["index.html"]
     while waiting:
         page = waiting.pop()
@@ -135,7 +135,7 @@ def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
     assert len(list(folder.glob("*.html"))) == 7
 
 
-def test_no_page_loads_anything_from_elsewhere(html: list[Path]) -> None:
+def test_no_page_loads_files_from_other_hosts(html: list[Path]) -> None:
     loads = [each for path in html for each in links_of(path).loads]
     assert [each for each in loads if urlsplit(each).netloc] == []
     assert len(loads) > 500

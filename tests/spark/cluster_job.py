@@ -26,9 +26,10 @@ def main(connect: str, results: str, count: int, options: dict[str, str]) -> Non
         F.concat(F.lit("row "), F.col("id"), F.lit(" "), F.repeat(F.lit("."), 80)).alias("data"),
         F.array(lock("account", F.col("id") % ACCOUNTS)).alias("append_locks"),
     )
-    there = waltz_spark.append(rows, connect, resultsPath=f"{results}/first", **options)
+    first_append = waltz_spark.append(rows, connect, resultsPath=f"{results}/first", **options)
 
-    # Each row of the write counts 1, each row of the log -1: what does not meet is a difference.
+    # Each row of the write counts 1, and each row of the log counts -1. The remaining counts are
+    # differences.
     after = waltz_spark.snapshot(spark, connect)
     reader = after.reader().option("minPartitions", TASKS)
     reader = reader.option("startingHighWaterMarks", _text(before.high_water_marks))
@@ -44,7 +45,7 @@ def main(connect: str, results: str, count: int, options: dict[str, str]) -> Non
         F.lit("stale").alias("data"),
         F.array(lock("account", F.col("id"))).alias("write_locks"),
     )
-    refused, taken = (
+    rejected, accepted = (
         waltz_spark.append(
             stale,
             connect,
@@ -55,12 +56,12 @@ def main(connect: str, results: str, count: int, options: dict[str, str]) -> Non
         for name, each in (("stale", before), ("fresh", after))
     )
     report = {
-        "committed": there.counts["committed"],
-        "results": there.committed.count(),
+        "committed": first_append.counts["committed"],
+        "results": first_append.committed.count(),
         "read": found[0],
         "differing": found[1],
-        "refused": refused.counts["rejected"],
-        "taken": taken.counts["committed"],
+        "refused": rejected.counts["rejected"],
+        "taken": accepted.counts["committed"],
         "zone": spark.conf.get("spark.sql.session.timeZone"),
         "rows_in_batch": spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch"),
     }

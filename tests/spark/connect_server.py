@@ -1,4 +1,4 @@
-"""A server of Spark Connect in a process of its own, as `start-connect-server.sh` starts it."""
+"""A Spark Connect server in a separate process, like the one of `start-connect-server.sh`."""
 
 import contextlib
 import os

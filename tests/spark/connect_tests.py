@@ -1,7 +1,7 @@
-"""Tests of Spark Connect, in a pytest run of their own that `test_connect.py` starts.
+"""Tests of Spark Connect. `test_connect.py` starts them in a separate pytest run.
 
-This process is a client of a server: it has no Java, and what is done here reaches the log through
-the server's Python workers.
+This process is a client of a Spark Connect server and has no Java. Reads and writes reach the log
+through the Python workers of the server.
 """
 
 import gc
@@ -115,7 +115,7 @@ def test_a_payload_that_cannot_be_unpacked_is_an_error_or_null(
     ]
 
 
-def test_of_two_writers_of_one_snapshot_the_second_is_rejected(
+def test_the_second_of_two_writers_with_one_snapshot_is_rejected(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     snapshot = waltz_spark.snapshot(spark, connect)
@@ -152,7 +152,9 @@ def test_of_two_writers_of_one_snapshot_the_second_is_rejected(
     assert is_one_sentence(caught.value)
 
 
-def test_results_need_a_place_that_both_reach(spark: SparkSession, connect: str) -> None:
+def test_an_append_over_connect_needs_option_results_path(
+    spark: SparkSession, connect: str
+) -> None:
     with pytest.raises(errors.BadConfig, match="use option resultsPath"):
         waltz_spark.append(
             seat_reservations(spark, "anna", 100, 100), connect, dataFormat="msgpack"
@@ -172,9 +174,9 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
     writer = locked.write.format("waltz").mode("append").options(dataFormat="msgpack")
     writer = writer.option("clientHighWaterMarks", marks_as_json(marks))
     writer.save(connect)
-    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was rejected") as refused:
+    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was rejected") as rejected:
         writer.save(connect)
-    assert is_one_sentence(refused.value)
+    assert is_one_sentence(rejected.value)
     with pytest.raises(PySparkException, match="TABLE_OR_VIEW_NOT_FOUND") as other:
         spark.sql("SELECT * FROM no_such_relation").collect()
     assert not isinstance(other.value, errors.WaltzError)
@@ -182,9 +184,9 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
 
 @needs_pyspark(4, 3, "a session of Connect makes no other one")
 def test_a_plain_spark_session_reports_the_same_error(spark: SparkSession, connect: str) -> None:
-    own = spark.newSession()
+    plain_session = spark.newSession()
     with pytest.raises(AnalysisException) as caught:
-        own.read.format("waltz").option("partition", "3").load(connect).collect()
+        plain_session.read.format("waltz").option("partition", "3").load(connect).collect()
     assert not isinstance(caught.value, errors.WaltzError)
     found = waltz_spark.error_of(caught.value)
     assert type(found) is errors.BadConfig
@@ -358,11 +360,15 @@ def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path
     )
     start = waltz_spark.snapshot(spark, connect).high_water_marks
     start = {**start, 0: written.committed.agg(F.min("transaction_id")).collect()[0][0] - 1}
-    place = {"table": str(tmp_path / "table"), "key": "id", "schema": "id long, owner string"}
-    marks = waltz_spark.follow(spark, connect, **place, start=start, until="now")
+    table_options = {
+        "table": str(tmp_path / "table"),
+        "key": "id",
+        "schema": "id long, owner string",
+    }
+    marks = waltz_spark.follow(spark, connect, **table_options, start=start, until="now")
     assert marks[0] == start[0] + 20
-    assert spark.read.format("delta").load(place["table"]).count() == 20
-    assert waltz_spark.follow(spark, connect, **place, until="now") == marks
+    assert spark.read.format("delta").load(table_options["table"]).count() == 20
+    assert waltz_spark.follow(spark, connect, **table_options, until="now") == marks
     read_after_marks = spark.read.format("waltz").option(
         "startingHighWaterMarks", marks_as_json(start)
     )
@@ -383,7 +389,8 @@ def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path
     query = in_batches.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
     query.awaitTermination()
     expected, *tables = [
-        spark.read.format("delta").load(each["table"]) for each in (place, other, found, streamed)
+        spark.read.format("delta").load(each["table"])
+        for each in (table_options, other, found, streamed)
     ]
     for table in tables:
         assert_df_equality(table, expected, ignore_row_order=True)

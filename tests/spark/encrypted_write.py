@@ -1,4 +1,4 @@
-"""The encrypted write of `exactly_once_job.py`, with keys of a function.
+"""The encrypted write of `exactly_once_job.py`. A function returns the encryption keys.
 
 Each task has its own key, whose ID the log has in plain text. The workers get the module with the
 keys from Spark.
@@ -57,8 +57,9 @@ def run(
     assert count_decrypted(connect, after, "key_from_id") == Counter(
         {(data, None): 1 for data in EXPECTED_PREFIXES}
     )
-    kept = [data for data in EXPECTED_PREFIXES if not data.startswith(b"task1-")]
-    assert len(kept) == (TASKS - 1) * ROWS
+    decrypted = [data for data in EXPECTED_PREFIXES if not data.startswith(b"task1-")]
+    assert len(decrypted) == (TASKS - 1) * ROWS
     assert count_decrypted(connect, after, "key_except_of_task_1") == Counter(
-        {(data, None): 1 for data in kept} | {(None, "the key 'task1-key' does not exist"): ROWS}
+        {(data, None): 1 for data in decrypted}
+        | {(None, "the key 'task1-key' does not exist"): ROWS}
     )

@@ -2,9 +2,10 @@
 
     python -m tests.spark.exactly_once_job CONNECT DIRECTORY WRITE...
 
-It runs on a master with two executors of their own (`local-cluster`). Task 0 raises, the Python
-worker of task 1 and the executor of task 2 are killed with -9; each when some of its rows are in
-the log. The job checks the log after each write. The write `encrypted` is encrypted.
+It runs on a master with two executor processes (`local-cluster`). Task 0 raises an exception. The
+Python worker of task 1 and the executor of task 2 are killed with SIGKILL. Each fault occurs when
+some rows of the task are in the log. The job checks the log after each write. The write `encrypted`
+is encrypted.
 """
 
 import os
@@ -47,13 +48,13 @@ class FailFirstAttempts:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         task = TaskContext.get().partitionId()
-        seen = 0
+        row_count = 0
         for batch in batches:
             for start in range(0, batch.num_rows, 50):
                 part = batch.slice(start, 50)
                 yield part
-                seen += part.num_rows
-                if seen == ROWS // 2:
+                row_count += part.num_rows
+                if row_count == ROWS // 2:
                     self._fail_once(task)
 
     def _fail_once(self, task: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows for jobs that lose tasks during a write, and the check of their logs."""
+"""Rows for jobs whose tasks fail during a write, and a check of the log after the write."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from waltz_core.client import WaltzClient
 WRITES: Mapping[str, Mapping[str, str]] = {"on": {}, "off": {"exactlyOnce": "false"}}
 TASKS, ROWS = 4, 400
 EXPECTED_PREFIXES = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
-# After this time an attempt fails, and the job prints what it waited for.
+# After this time an attempt fails, and the job prints the awaited row.
 WAIT_S_MAX = 200
 # Several tasks poll the log at the same time; the writer needs the CPU between two polls.
 POLL_S = 0.1

@@ -1,4 +1,4 @@
-"""A job whose executors can reach the servers only: it reads and writes.
+"""A job that reads and writes although its executors can reach only the servers.
 
     spark-submit --master spark://... servers_only_job.py CONNECT RESULTS
 

@@ -1,9 +1,9 @@
 """Network namespaces on a bridge that stand for several machines.
 
-Each place has a separate network: an address, a loopback interface and ports. It reaches other
-places over the bridge only, and has no access to the networks of this machine. A namespace lasts as
-long as its holder, a process that ends with its standard input, so nothing remains after a test.
-Without root or iproute2, places are addresses of the loopback interface.
+Each simulated host has a separate network: an address, a loopback interface and ports. It reaches
+other hosts only over the bridge, and has no access to the networks of this machine. A process holds
+the namespace, and ends with its standard input, so nothing remains after a test. Without root or
+iproute2, the hosts are addresses of the loopback interface.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ BRIDGE = "hub"
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 COMMAND_TIMEOUT_S = 30
-# `WALTZ_PLACES=loopback` is for a look at what remains without namespaces.
-ISOLATION_MODE = os.environ.get("WALTZ_PLACES", "namespaces")
+# `WALTZ_SIMULATED_HOSTS=loopback` runs the tests without namespaces.
+ISOLATION_MODE = os.environ.get("WALTZ_SIMULATED_HOSTS", "namespaces")
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class SimulatedHost:
 
     @property
     def has_own_network(self) -> bool:
-        """Whether this place has a separate network."""
+        """Whether this host has a separate network."""
         return self.namespace_pid is not None
 
     def command(self, *words: str) -> list[str]:
-        """Return the command that runs another one here."""
+        """Return the command that runs another command on this host."""
         return (
             [*words]
             if self.namespace_pid is None
@@ -46,20 +46,20 @@ class SimulatedHost:
         )
 
     def run(self, *words: str) -> None:
-        """Run a command here; raises CalledProcessError with its output."""
+        """Run a command on this host; raises CalledProcessError with its output."""
         subprocess.run(
             self.command(*words), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S
         )
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
-        """Enter this place with this thread and its children during a `with` block."""
+        """Move this thread and its children to this host during a `with` block."""
         if self.namespace_pid is None:
             yield
             return
         with Path("/proc/thread-self/ns/net").open() as before:
-            with Path(f"/proc/{self.namespace_pid}/ns/net").open() as there:
-                _set_network(there.fileno())
+            with Path(f"/proc/{self.namespace_pid}/ns/net").open() as namespace:
+                _set_network(namespace.fileno())
             try:
                 yield
             finally:
@@ -80,23 +80,23 @@ class SimulatedHost:
 
 @contextlib.contextmanager
 def simulated_hosts() -> Iterator[tuple[SimulatedHost, SimulatedHost, SimulatedHost]]:
-    """Yield three places for the duration of a `with` block: the hub and two rims."""
+    """Yield three hosts for the duration of a `with` block: the hub and two worker hosts."""
     with contextlib.ExitStack() as stack:
         try:
             holders = [stack.enter_context(network_namespace()) for _ in range(3)]
-            hub, first, second = made = tuple(
+            hub, first, second = hosts = tuple(
                 SimulatedHost(f"{ADDRESS_PREFIX}.{n + 1}", namespace_pid)
                 for n, namespace_pid in enumerate(holders)
             )
             _connect_hosts(hub, (first, second))
         except (OSError, subprocess.SubprocessError):
             stack.close()
-            made = (
+            hosts = (
                 SimulatedHost("127.0.0.1"),
                 SimulatedHost("127.0.0.1"),
                 SimulatedHost("127.0.0.2"),
             )
-        yield made
+        yield hosts
 
 
 @contextlib.contextmanager
@@ -106,11 +106,11 @@ def network_namespace(*also: str) -> Iterator[int]:
     With `-m` it also has its own mounts, which end with it.
     """
     if ISOLATION_MODE != "namespaces":
-        raise OSError(f"WALTZ_PLACES={ISOLATION_MODE}")
+        raise OSError(f"WALTZ_SIMULATED_HOSTS={ISOLATION_MODE}")
     with subprocess.Popen(["unshare", "-n", *also, "cat"], stdin=subprocess.PIPE) as namespace_pid:
         deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
-            # When it has become `cat` all is made.
+            # When the process has become `cat`, the namespace is complete.
             while Path(f"/proc/{namespace_pid.pid}/comm").read_text() != "cat\n":
                 if namespace_pid.poll() is not None or time.monotonic() > deadline:
                     raise OSError("no network namespace can be made here")
@@ -120,18 +120,18 @@ def network_namespace(*also: str) -> Iterator[int]:
             namespace_pid.kill()
 
 
-def _connect_hosts(hub: SimulatedHost, rims: Sequence[SimulatedHost]) -> None:
-    """Connect the places by a bridge in the hub, and a pair of Ethernet ends for each rim."""
+def _connect_hosts(hub: SimulatedHost, worker_hosts: Sequence[SimulatedHost]) -> None:
+    """Connect the hosts by a bridge in the hub, and an Ethernet pair for each worker host."""
     hub.run("ip", "link", "add", BRIDGE, "type", "bridge")
-    for number, rim in enumerate(rims, 1):
+    for number, worker_host in enumerate(worker_hosts, 1):
         end = f"rim{number}"
-        peer = ("peer", "name", "eth0", "netns", str(rim.namespace_pid))
+        peer = ("peer", "name", "eth0", "netns", str(worker_host.namespace_pid))
         hub.run("ip", "link", "add", end, "type", "veth", *peer)
         hub.run("ip", "link", "set", end, "master", BRIDGE, "up")
-    for place, link in ((hub, BRIDGE), *((rim, "eth0") for rim in rims)):
-        place.run("ip", "address", "add", f"{place.address}/24", "dev", link)
+    for host, link in ((hub, BRIDGE), *((worker_host, "eth0") for worker_host in worker_hosts)):
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", link)
         for name in ("lo", link):
-            place.run("ip", "link", "set", name, "up")
+            host.run("ip", "link", "set", name, "up")
 
 
 def _set_network(handle: int) -> None:

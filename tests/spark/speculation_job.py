@@ -1,11 +1,11 @@
-"""A Spark job with a task so slow that Spark starts it a second time on the other worker.
+"""A Spark job with a slow task, which Spark starts a second time on the other worker.
 
     spark-submit ... speculation_job.py CONNECT DIRECTORY
 
-The first attempt waits in the middle of its rows, with some of them in the log, until the second
-one has written rows of its own. So both are in `write()` at the same time. Then the first one
-continues, and never ends: the second one wins. The job writes twice, and checks the log after each
-write.
+The first attempt waits after some of its rows are in the log, until the second attempt has written
+rows. So both attempts are in `write()` at the same time. Then the first attempt continues, but
+never ends, so Spark uses the result of the second attempt. The job writes twice, and checks the log
+after each write.
 """
 
 import signal
@@ -51,13 +51,13 @@ class AttemptBarrier:
         wait_for_other_attempt = (
             self._run_first_attempt if context.attemptNumber() == 0 else self._run_second_attempt
         )
-        seen = 0
+        row_count = 0
         for batch in batches:
-            rows = range(seen, seen + batch.num_rows)
+            rows = range(row_count, row_count + batch.num_rows)
             if is_slow:
                 wait_for_other_attempt(rows)
             yield batch
-            seen = rows.stop
+            row_count = rows.stop
         if is_slow and context.attemptNumber() == 0:
             signal.pause()  # Spark kills it when the second one has won
 
@@ -72,7 +72,7 @@ class AttemptBarrier:
         if 0 in rows:
             self._wait_for_step("first is in")
         elif ROWS - 1 in rows:
-            # Only the second attempt has sent what comes after the first half.
+            # Only the second attempt has sent the rows after the first half.
             self._wait_until_in_log(b"task%d-%d-" % (SLOW_TASK, SLOW_TASK * ROWS + ROWS // 2))
             self._record_step("second is in")
             self._wait_for_step("first continues")
@@ -80,13 +80,13 @@ class AttemptBarrier:
     def _wait_until_in_log(self, prefix: bytes) -> None:
         wait_until_in_log(self.connect, prefix, self.after)
 
-    def _record_step(self, what: str) -> None:
-        (self.directory / what).touch()
+    def _record_step(self, step: str) -> None:
+        (self.directory / step).touch()
 
-    def _wait_for_step(self, what: str) -> None:
+    def _wait_for_step(self, step: str) -> None:
         deadline = time.monotonic() + WAIT_S_MAX
-        while not (self.directory / what).exists():
-            assert time.monotonic() < deadline, f"not within {WAIT_S_MAX} s: {what}"
+        while not (self.directory / step).exists():
+            assert time.monotonic() < deadline, f"not within {WAIT_S_MAX} s: {step}"
             time.sleep(0.02)
 
 

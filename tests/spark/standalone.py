@@ -1,7 +1,7 @@
 """A real Spark cluster out of the pip package: a standalone master and two workers, each a process.
 
-Master and driver run in the middle, where Waltz's own processes are; each worker in a place of its
-own (`record_locations.py`). All of them have the settings of `conf/spark-defaults.conf`.
+Master and driver run on the hub, like the processes of Waltz. Each worker runs on another simulated
+host (`simulated_hosts.py`). All of them have the settings of `conf/spark-defaults.conf`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ TCP_ESTABLISHED = "01"
 
 @dataclass
 class FinishedJob:
-    """The output of a submitted job, and what the test observed of it."""
+    """The output of a submitted job, and its observed connections."""
 
     exit_code: int
     output: str
@@ -66,13 +66,13 @@ class StandaloneSpark:
     Args:
         directory: for logs, work and events.
         hub: where master and drivers run.
-        rims: where the workers run.
+        worker_hosts: where the workers run.
     """
 
     def __init__(
-        self, directory: Path, hub: SimulatedHost, rims: tuple[SimulatedHost, SimulatedHost]
+        self, directory: Path, hub: SimulatedHost, worker_hosts: tuple[SimulatedHost, SimulatedHost]
     ) -> None:
-        self.hub, self.rims = hub, rims
+        self.hub, self.worker_hosts = hub, worker_hosts
         self.master = ""
         self.workers: list[subprocess.Popen[bytes]] = []
         self._directory = directory
@@ -88,12 +88,20 @@ class StandaloneSpark:
             stack.enter_context(self._daemon("master", self.hub, *words))
             found = self._await_matches("master", r"Starting Spark master at (spark://\S+)", 1)
             self.master = found[0]
-            for number, rim in enumerate(self.rims, 1):
-                words = ("worker.Worker", "--host", rim.address, "--cores", "2", "--memory", "1g")
+            for number, worker_host in enumerate(self.worker_hosts, 1):
+                words = (
+                    "worker.Worker",
+                    "--host",
+                    worker_host.address,
+                    "--cores",
+                    "2",
+                    "--memory",
+                    "1g",
+                )
                 words += ("--work-dir", str(self._directory / f"work-{number}"), self.master)
-                worker = stack.enter_context(self._daemon(f"worker-{number}", rim, *words))
+                worker = stack.enter_context(self._daemon(f"worker-{number}", worker_host, *words))
                 self.workers.append(worker)
-            self._await_matches("master", r"Registering worker (\S+)", len(self.rims))
+            self._await_matches("master", r"Registering worker (\S+)", len(self.worker_hosts))
             yield self
 
     def submit(
@@ -143,23 +151,23 @@ class StandaloneSpark:
 
     @contextlib.contextmanager
     def _daemon(
-        self, name: str, place: SimulatedHost, *words: str
+        self, name: str, host: SimulatedHost, *words: str
     ) -> Iterator[subprocess.Popen[bytes]]:
         main, *options = words
         command = [str(SPARK_HOME / "bin" / "spark-class"), f"{DAEMONS_PACKAGE}.{main}"]
         defaults = ["--properties-file", str(ROOT / "conf" / "spark-defaults.conf")]
         words_of_all = [*command, "--webui-port", "0", *defaults, *options]
-        with self._run_program(name, place, words_of_all, {}) as started:
+        with self._run_program(name, host, words_of_all, {}) as started:
             yield started
 
     @contextlib.contextmanager
     def _run_program(
-        self, name: str, place: SimulatedHost, words: list[str], variables: dict[str, str]
+        self, name: str, host: SimulatedHost, words: list[str], variables: dict[str, str]
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a program for the duration of a `with` block; what it has started ends with it."""
+        """Run a program for the duration of a `with` block; its child processes end with it."""
         environment = os.environ | {
             "SPARK_CONF_DIR": str(ROOT / "conf"),
-            "SPARK_LOCAL_IP": place.address,
+            "SPARK_LOCAL_IP": host.address,
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": os.environ["SPARK_SUBMIT_OPTS"],
             "PYSPARK_PYTHON": sys.executable,
@@ -169,7 +177,7 @@ class StandaloneSpark:
             self._log_path(name, "out").open("wb") as output,
             self._log_path(name, "err").open("wb") as errors,
             subprocess.Popen(
-                place.command(*words),
+                host.command(*words),
                 env=environment,
                 cwd=self._directory,
                 stdin=subprocess.DEVNULL,
@@ -211,9 +219,9 @@ class StandaloneSpark:
                 f"job-{self._job_count}", "err"
             ).read_text()
             for pid in self._python_workers() if ports else ():
-                now, seen = connections_of(pid), connections_max.setdefault(pid, {})
+                now, maximum_by_port = connections_of(pid), connections_max.setdefault(pid, {})
                 for port in ports:
-                    seen[port] = max(seen.get(port, 0), now.count(port))
+                    maximum_by_port[port] = max(maximum_by_port.get(port, 0), now.count(port))
             time.sleep(0.1)
         return connections_max
 
@@ -237,8 +245,10 @@ def connections_of(pid: int) -> list[int]:
     except OSError:  # it has ended
         return []
     rows = [line.split() for line in table]
-    mine = [row for row in rows if f"socket:[{row[9]}]" in handles and row[3] == TCP_ESTABLISHED]
-    return [int(row[2].split(":")[1], 16) for row in mine]
+    rows_of_process = [
+        row for row in rows if f"socket:[{row[9]}]" in handles and row[3] == TCP_ESTABLISHED
+    ]
+    return [int(row[2].split(":")[1], 16) for row in rows_of_process]
 
 
 def _end_process_tree(child: subprocess.Popen[bytes]) -> None:
@@ -252,6 +262,6 @@ def _end_process_tree(child: subprocess.Popen[bytes]) -> None:
         child.wait(20)
     except subprocess.TimeoutExpired:
         child.kill()
-    for left in psutil.wait_procs(family, timeout=10)[1]:
+    for remaining in psutil.wait_procs(family, timeout=10)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            left.kill()
+            remaining.kill()

@@ -2,9 +2,9 @@
 
     PYSPARK_VERSION=4.2.1 scripts/run python -m tests.spark.table_speed
 
-Both make a Delta table of a million changes on 100,000 keys, from the start of the log, with
-batches of the same size. They take turns, and each begins one round. The tables must be equal. The
-exit code is 1 if the median time of `follow` is over the limit.
+Both write a Delta table from a million changes of 100,000 keys, from the start of the log, with
+batches of the same size. They run one after the other, in alternating order. The tables must be
+equal. The exit code is 1 if the median time of `follow` is over the limit.
 """
 
 import argparse
@@ -163,21 +163,21 @@ def main() -> int:
         parser.error(table_libraries.DELTA.missing_reason())
     settings = {"spark.sql.shuffle.partitions": "4", **table_libraries.spark_settings()}
     spark = waltz_spark.session("table-speed", master="local[*]", **settings)
-    with tempfile.TemporaryDirectory() as place:
-        directory = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
         with waltz_core.local.cluster(directory / "warm", partition_count=PARTITIONS) as connect:
             append_changes(connect, WARM_UP, WARM_UP // 10, seed=0)
             list(measure_rounds(spark, connect, directory / "first", WARM_UP // 2, 1))
         with waltz_core.local.cluster(directory / "local", partition_count=PARTITIONS) as connect:
             append_changes(connect, arguments.changes, arguments.keys, seed=1)
             found = []
-            for ours, other in measure_rounds(
+            for follow_times, merge_times in measure_rounds(
                 spark, connect, directory, arguments.batch, arguments.rounds
             ):
-                found.append((ours, other))
+                found.append((follow_times, merge_times))
                 print_line(
-                    f"follow {ours[0]:.1f} s, CPU {ours[1]:.1f} s; "
-                    f"foreachBatch {other[0]:.1f} s, CPU {other[1]:.1f} s"
+                    f"follow {follow_times[0]:.1f} s, CPU {follow_times[1]:.1f} s; "
+                    f"foreachBatch {merge_times[0]:.1f} s, CPU {merge_times[1]:.1f} s"
                 )
     spark.stop()
     medians = [

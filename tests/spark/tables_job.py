@@ -5,9 +5,9 @@
 TABLE is the path of a Delta table, or of Parquet files with FORMAT=parquet in the environment, or
 the name of an Iceberg table in the directory WAREHOUSE.
 
-STEP is a step of the driver, which kills itself and its Java there; or `tasks`: on a master with
-two executors (`local-cluster`), the Python worker of the first task that runs is killed, and the
-executor of the second one.
+STEP is a step at which the driver kills itself and its Java process, or `tasks`. With `tasks`, on a
+master with two executors (`local-cluster`), the Python worker of the first running task is killed,
+and the executor of the second task.
 """
 
 import os
@@ -35,7 +35,7 @@ BATCH_TRANSACTIONS = 40
 CATALOG_NAME = "lake"
 
 
-class KilledRead(log_changes.LastChangesRead):
+class KillingRead(log_changes.LastChangesRead):
     """Kills the worker of one task, and the executor of another one, in the middle of a read."""
 
     directory = Path(os.environ.get("STRUCK", tempfile.gettempdir()))
@@ -133,7 +133,7 @@ def main(connect: str, table: str, step: str) -> None:
     settings = {"spark.sql.shuffle.partitions": "2", **table_libraries.spark_settings()}
     if is_cluster:
         settings["spark.executor.memory"] = "512m"
-        log_changes.LastChangesRead = KilledRead  # type: ignore[misc]
+        log_changes.LastChangesRead = KillingRead  # type: ignore[misc]
     is_iceberg = "WAREHOUSE" in os.environ
     if is_iceberg:
         settings |= catalog_settings(os.environ["WAREHOUSE"])

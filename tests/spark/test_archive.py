@@ -53,14 +53,14 @@ class Archived(NamedTuple):
 
 @pytest.fixture(scope="module")
 def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
-    place = tmp_path_factory.mktemp("archived")
-    url = f"file://{place}/archive"
+    directory = tmp_path_factory.mktemp("archived")
+    url = f"file://{directory}/archive"
     settings: dict[str, dict[str, object]] = {
         "storage": {"archive_url": url, "archive_object_bytes": 100_000, "archive_age_ms": 0},
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
-    with running_cluster(place / "cluster", **options) as cluster:
+    with running_cluster(directory / "cluster", **options) as cluster:
         rows: set[tuple[int, int, int, bytes]] = set()
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
@@ -145,9 +145,9 @@ def test_a_change_feed_reads_the_archive_and_then_the_storages(
 def test_a_missing_archive_fails_no_read(
     archived: Archived, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    elsewhere = archived._replace(url=f"file://{tmp_path}/nothing")
+    missing_archive = archived._replace(url=f"file://{tmp_path}/nothing")
     with caplog.at_level(logging.WARNING, "waltz"):
-        tasks = elsewhere.reader("transaction_id").partitions()
+        tasks = missing_archive.reader("transaction_id").partitions()
     assert all(isinstance(each, ReadTask) and each.archived_objects is None for each in tasks)
     assert sum("spark.archive_not_read" in each for each in caplog.messages) == PARTITIONS
 
@@ -159,12 +159,17 @@ def test_tasks_need_neither_servers_nor_storages_for_archived_rows(archived: Arc
     archived.cluster.down()
     expected = {(each[1], each[3]) for each in archived.rows}
     for reader, tasks in planned:
-        mine = [
+        archived_parts = [
             each
             for each in tasks
             if isinstance(each, ReadTask) and each.archived_objects is not None
         ]
-        found = [row for each in mine for batch in reader.read(each) for row in batch.to_pylist()]
+        found = [
+            row
+            for each in archived_parts
+            for batch in reader.read(each)
+            for row in batch.to_pylist()
+        ]
         assert len(found) >= len(archived.rows) // 2
         for row in found:
             assert "data" not in row or (row["transaction_id"], row["data"]) in expected

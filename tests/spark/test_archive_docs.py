@@ -43,8 +43,8 @@ def listed(connect: str, folder: Path) -> int:
     """
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     (line,) = re.findall(r"^waltz-core (.*) > objects.json$", text, re.MULTILINE)
-    done = run_command(*line.replace(CONNECT, connect).split())
-    status = json.loads(done.stdout)
+    result = run_command(*line.replace(CONNECT, connect).split())
+    status = json.loads(result.stdout)
     (partition,) = status["partitions"]
     objects = partition["files"]
     if len(objects) > 1:
@@ -71,7 +71,10 @@ def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: p
         for start in range(0, APPENDS * ROWS_OF_ONE, ROWS_OF_ONE):
             append(cluster.connect, start)
             last = start + ROWS_OF_ONE - 1
-            wait_until("all is archived", lambda: listed(cluster.connect, tmp_path) == last)  # noqa: B023 - called at once
+            wait_until(
+                "all transactions are archived",
+                lambda last=last: listed(cluster.connect, tmp_path) == last,
+            )
     # Without the cluster.
     found = snippets(PAGE)
     assert len(found) == 5

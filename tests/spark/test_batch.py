@@ -141,7 +141,7 @@ def dispatches(spark: SparkSession, writer_name: str, first: int, last: int) -> 
 
 
 @pytest.mark.core
-def test_of_two_writers_of_one_snapshot_the_second_is_rejected(
+def test_the_second_of_two_writers_with_one_snapshot_is_rejected(
     spark: SparkSession, connect: str
 ) -> None:
     marks = marks_of(spark, connect)
@@ -173,8 +173,10 @@ def count_up(spark: SparkSession, connect: str, key: int) -> None:
     """Read a counter from the log, add one, write it; start again after a rejection."""
     while True:
         snapshot = waltz_spark.snapshot(spark, connect)
-        seen = snapshot.read("key int, value int", dataFormat="json", mode="DROPMALFORMED")
-        (row,) = seen.where(F.col("key") == key).agg(F.max("value").alias("value")).collect()
+        snapshot_rows = snapshot.read("key int, value int", dataFormat="json", mode="DROPMALFORMED")
+        (row,) = (
+            snapshot_rows.where(F.col("key") == key).agg(F.max("value").alias("value")).collect()
+        )
         table = spark.createDataFrame([(key, (row.value or 0) + 1)], "key int, value int")
         locked = table.withColumn("write_locks", F.array(lock("counter", F.col("key"))))
         result = waltz_spark.append(
@@ -187,9 +189,9 @@ def count_up(spark: SparkSession, connect: str, key: int) -> None:
         if result.counts["committed"]:
             return
         assert (result.counts["retry"], result.counts["rejected"]) == (1, 0)
-        (refused,) = result.retry.collect()
-        assert refused.status == "RETRY"
-        assert refused.retry_high_water_mark >= refused.lock_failure_transaction_id
+        (rejected,) = result.retry.collect()
+        assert rejected.status == "RETRY"
+        assert rejected.retry_high_water_mark >= rejected.lock_failure_transaction_id
 
 
 def test_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
@@ -210,7 +212,7 @@ def test_rows_of_one_job_conflict_like_those_of_two(spark: SparkSession, connect
     assert result.counts["rejected_by_own_rows"] == 19
 
 
-def test_an_empty_frame_writes_nothing(spark: SparkSession, connect: str) -> None:
+def test_an_empty_dataframe_writes_no_transactions(spark: SparkSession, connect: str) -> None:
     before = marks_of(spark, connect)
     result = waltz_spark.append(accounts(spark, 10).where("id < 0"), connect, dataFormat="msgpack")
     assert result.counts["committed"] == 0
@@ -227,12 +229,14 @@ def test_results_are_found_under_any_kind_of_path(
     table = spark.range(3).selectExpr("id")
     spark.conf.set("fs.defaultFS", "hdfs://127.0.0.1:9")  # nothing listens there
     try:
-        for place in (
+        for results_path in (
             f"{tmp_path}/plain",
             f"{tmp_path}/of [day] {{1}}",
             f"file://{tmp_path}/a%20b",
         ):
-            result = waltz_spark.append(table, connect, dataFormat="msgpack", resultsPath=place)
+            result = waltz_spark.append(
+                table, connect, dataFormat="msgpack", resultsPath=results_path
+            )
             assert result.committed.count() == 3
     finally:
         spark.conf.unset("fs.defaultFS")
@@ -271,8 +275,8 @@ def test_mode_sets_whether_unpackable_payloads_fail_are_null_or_are_dropped(
     reader = reader.option("mode", "PERMISSIVE")
     rows = reader.schema("n long, _corrupt_record binary").load(connect).collect()
     assert [row.n for row in rows] == [1, None, None, 4, None, None, 7, None]
-    kept = [None if row[1] is None else bytes(row[1]) for row in rows]
-    assert kept == [None, *CORRUPT[1:3], None, *CORRUPT[4:6], None, None]
+    payloads_read = [None if row[1] is None else bytes(row[1]) for row in rows]
+    assert payloads_read == [None, *CORRUPT[1:3], None, *CORRUPT[4:6], None, None]
     named = reader.option("columnNameOfCorruptRecord", "bad").schema("bad string, n long")
     assert [row.bad for row in named.load(connect).collect()][4:7] == ["[5]", "��", None]
     plain = reader.schema("transaction_id long, n long").load(connect).collect()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from tests.spark.test_stream import as_json, finished, marks_of
+from tests.spark.test_stream import as_json, await_end, marks_of
 from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.spark.feeds import DELETE_HEADER, Transaction, expected_rows, transaction_with
 from waltz_core.client import WaltzClient
@@ -44,7 +44,7 @@ def append(connect: str, transactions: Sequence[Transaction]) -> None:
 
 
 def logged(connect: str) -> list[Transaction]:
-    """Return the partition's transactions; those of other tests are no changes."""
+    """Return the transactions of the partition; transactions of other tests are not changes."""
     with WaltzClient(connect) as client:
         last = client.high_water_marks()[PARTITION]
         rows = [row for chunk in client.read_range(PARTITION, 0, last) for row in chunk.rows()]
@@ -101,7 +101,7 @@ def test_a_stream_continues_with_the_state_of_its_last_micro_batch(
         table = feed(
             spark.readStream, connect, startingHighWaterMarks=starting, maxTransactionsPerTrigger=15
         )
-        finished(
+        await_end(
             table.writeStream.format("parquet")
             .option("checkpointLocation", str(tmp_path / "checkpoint"))
             .option("path", str(tmp_path / "files"))

@@ -1,7 +1,7 @@
 """Spark Connect: a server in separate processes, and a client without Java.
 
-A Python process has sessions of Spark's classic kind or of Connect, so `connect_tests.py` runs in a
-pytest of its own.
+A Python process can have either classic Spark sessions or Connect sessions. Therefore
+`connect_tests.py` runs in a separate pytest process.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_everything_over_spark_connect(connect: str) -> None:
+def test_all_tests_of_spark_connect_pass_in_a_separate_run(connect: str) -> None:
     tests = ROOT / "tests" / "spark" / "connect_tests.py"
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     environment = {**os.environ, "WALTZ_TESTS_CONNECT": connect, "PYTHONPATH": str(ROOT)}
@@ -36,7 +36,7 @@ def test_everything_over_spark_connect(connect: str) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs, with the server of Spark Connect and its workers."""
+    """End all processes that still run, including the server of Spark Connect and its workers."""
     if process.poll() is not None:
         return
     for each in (*psutil.Process(process.pid).children(recursive=True), process):

@@ -1,4 +1,4 @@
-"""The rows of a task enter the log once, however its attempts end; without Spark."""
+"""The rows of a task enter the log once, even if its attempts fail. These tests need no Spark."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ PARTITIONS = 4
 KEEP_MS = 1 << 34
 
 
-class AttemptEnds(Exception):
+class AttemptKilled(Exception):
     """An attempt ends here."""
 
 
@@ -82,10 +82,10 @@ class Write:
         finish_write(job, tasks, NamedWrite(self.name, 7))
 
     def in_log(self) -> Counter[bytes]:
-        """Return what has come in since the write was made, and how often."""
+        """Return the rows in the log since the start of the write, with their counts."""
         return payload_counts(self.client, self.marks)
 
-    def until(self, count: int) -> None:
+    def wait_for_rows(self, count: int) -> None:
         """Wait until the given number of rows is in the log."""
         deadline = time.monotonic() + TEST_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -96,12 +96,12 @@ class Write:
 
 @pytest.fixture
 def write(connect: str, request: pytest.FixtureRequest) -> Iterator[Write]:
-    made = Write(connect, request.node.name)
-    yield made
-    made.client.close()
+    new_write = Write(connect, request.node.name)
+    yield new_write
+    new_write.client.close()
 
 
-def stopped_after(
+def run_until_killed(
     write: Write, job: WriteJob, rows: list[bytes], count: int, task: int = 0
 ) -> None:
     """Run an attempt that brings `count` rows into the log and dies."""
@@ -109,14 +109,14 @@ def stopped_after(
 
     def feed() -> Iterator[pa.RecordBatch]:
         yield from batches_of(rows[:count])
-        write.until(before + count)
-        raise AttemptEnds
+        write.wait_for_rows(before + count)
+        raise AttemptKilled
 
-    with pytest.raises(AttemptEnds):
+    with pytest.raises(AttemptKilled):
         job.write_task(feed(), task, 0)
 
 
-def once(rows: list[bytes]) -> Counter[bytes]:
+def counted_once(rows: list[bytes]) -> Counter[bytes]:
     return Counter(dict.fromkeys(rows, 1))
 
 
@@ -132,37 +132,37 @@ def test_a_run_with_other_partitions_appends_nothing(write: Write) -> None:
             other.job().write_task(batches_of(rows), 0, 1)
     finally:
         other.client.close()
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
 
 
 def test_an_attempt_continues_where_the_previous_one_stopped(write: Write) -> None:
     rows, job = rows_of(0, 200), write.job()
-    stopped_after(write, job, rows, 100)
+    run_until_killed(write, job, rows, 100)
     second = job.write_task(batches_of(rows), 0, 1)
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
     assert (second.committed, second.rejected) == (200, 0)
     assert second.found == 100
     third = job.write_task(batches_of(rows), 0, 2)
     assert (third.committed, third.found) == (200, 200)
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
     assert third.id_ranges != []
 
 
 def test_without_exactly_once_a_repeated_write_duplicates_rows(write: Write) -> None:
-    """What the other tests prevent: the same job with `exactlyOnce` off."""
+    """The same job with `exactlyOnce` off writes the rows again."""
     rows = rows_of(0, 100)
     off = Write(write.connect, write.name, exactlyOnce="false")
     off.client.close()
     off.client = write.client
     job = create_write_job(off.options, SCHEMA, None)
-    stopped_after(off, job, rows, 60)
+    run_until_killed(off, job, rows, 60)
     job.write_task(batches_of(rows), 0, 1)
     assert max(off.in_log().values()) == 2
 
 
 def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
     rows, job = [b"same"] * 40 + rows_of(0, 40), write.job()
-    stopped_after(write, job, rows, 60)
+    run_until_killed(write, job, rows, 60)
     shuffled = [(rows[n], n % PARTITIONS) for n in range(80)]
     shuffled = sorted(shuffled, key=lambda each: (each[1], each[0]))
     batch = pa.RecordBatch.from_arrays(
@@ -181,27 +181,27 @@ def while_an_attempt_is_paused(
     write: Write, job: WriteJob, rows: list[bytes]
 ) -> Iterator[list[ConnectionSuperseded]]:
     """Run the block while an attempt has half of its rows in the log; it continues afterwards."""
-    may_go_on = threading.Event()
+    may_continue = threading.Event()
     failures: list[ConnectionSuperseded] = []
 
-    def slow() -> Iterator[pa.RecordBatch]:
+    def slow_batches() -> Iterator[pa.RecordBatch]:
         yield from batches_of(rows[:60])
-        assert may_go_on.wait(TEST_TIMEOUT_S)
+        assert may_continue.wait(TEST_TIMEOUT_S)
         yield from batches_of(rows[60:])
 
-    def straggle() -> None:
+    def write_slowly() -> None:
         try:
-            job.write_task(slow(), 0, 0)
+            job.write_task(slow_batches(), 0, 0)
         except ConnectionSuperseded as error:
             failures.append(error)
 
-    straggler = threading.Thread(target=straggle)
+    straggler = threading.Thread(target=write_slowly)
     straggler.start()
     try:
-        write.until(60)
+        write.wait_for_rows(60)
         yield failures
     finally:
-        may_go_on.set()
+        may_continue.set()
         straggler.join(TEST_TIMEOUT_S)
 
 
@@ -209,28 +209,28 @@ def test_an_older_attempt_that_still_runs_writes_nothing(write: Write) -> None:
     """A straggler after `abort`, or the slower of two attempts under speculation."""
     rows, job = rows_of(0, 120), write.job()
     with while_an_attempt_is_paused(write, job, rows) as failures:
-        done = job.write_task(batches_of(rows), 0, 1)
-    assert (done.committed, done.found, len(failures)) == (120, 60, 1)
-    assert write.in_log() == once(rows)
+        result = job.write_task(batches_of(rows), 0, 1)
+    assert (result.committed, result.found, len(failures)) == (120, 60, 1)
+    assert write.in_log() == counted_once(rows)
 
 
 def test_a_second_run_of_a_job_continues_the_first(write: Write) -> None:
     first, rows = write.job(), {task: rows_of(task, 60) for task in range(3)}
     first.write_task(batches_of(rows[0]), 0, 0)
-    stopped_after(write, first, rows[1], 40, task=1)
+    run_until_killed(write, first, rows[1], 40, task=1)
     second = write.job()
     assert second.run != first.run
     result = [second.write_task(batches_of(rows[task]), task, 1) for task in range(3)]
     assert [each.found == 0 for each in result] == [False, False, True]
     assert sum(each.committed for each in result) == 180
-    assert write.in_log() == once([row for each in rows.values() for row in each])
+    assert write.in_log() == counted_once([row for each in rows.values() for row in each])
 
 
 def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
     first, rows = write.job(), rows_of(0, 120)
     first.write_task(batches_of(rows[:60]), 0, 0)
-    stopped_after(write, first, rows[60:], 40, task=1)
-    there = write.in_log()
+    run_until_killed(write, first, rows[60:], 40, task=1)
+    rows_in_log = write.in_log()
     second = write.job()
     for task, part, why in (
         (0, rows, "another task has appended a row of this task"),
@@ -240,11 +240,11 @@ def test_another_split_into_tasks_writes_nothing_twice(write: Write) -> None:
     ):
         with pytest.raises(BadRequest, match=why):
             second.write_task(batches_of(part), task, 1)
-        assert write.in_log() == there
+        assert write.in_log() == rows_in_log
     third = write.job()
     assert third.write_task(batches_of(rows[:60]), 0, 1).found == 60
     assert third.write_task(batches_of(rows[60:]), 1, 1).found == 40
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
 
 
 def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
@@ -262,10 +262,10 @@ def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
         third.write_task(batches_of(rows[at:to]), n, 2) for n, at, to in ((0, 0, 60), (1, 60, 80))
     ]
     write.finish(third, *tasks)
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
 
 
-def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
+def test_a_completed_write_appends_no_rows_again(write: Write) -> None:
     """It still counts its rows; the same rows in other tasks are the same write."""
     rows, job = rows_of(0, 50), write.job()
     first = job.write_task(batches_of(rows), 0, 0)
@@ -279,7 +279,7 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
         (True, 0, 10), (True, 0, 20), (True, 0, 20),
     ]  # fmt: skip
     write.finish(again, *tasks)
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
     asyncio.run(forget_writes(write.connect, [write.name]))
     with pytest.raises(
         ConnectionSuperseded,
@@ -288,10 +288,10 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
         write.finish(again, *tasks)
     with pytest.raises(ConnectionSuperseded, match="the state of the write was removed"):
         job.write_task(batches_of(rows), 0, 2)
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
 
 
-def test_a_write_that_is_done_rejects_other_rows(write: Write) -> None:
+def test_a_completed_write_rejects_other_rows(write: Write) -> None:
     monday, job = rows_of(1, 1), write.job()
     write.finish(job, job.write_task(batches_of(monday), 0, 0))
     for others, counts, hashes in (
@@ -305,12 +305,12 @@ def test_a_write_that_is_done_rejects_other_rows(write: Write) -> None:
             write.finish(again, result)
         assert ("the counts are equal, the hashes differ" in str(caught.value)) is hashes
         assert "This run has appended nothing" in str(caught.value)
-        assert write.in_log() == once(monday)
+        assert write.in_log() == counted_once(monday)
     again = write.job()
     write.finish(again, again.write_task(batches_of(monday), 0, 1))
 
 
-def test_a_run_that_is_overtaken_by_one_with_other_rows_fails(write: Write) -> None:
+def test_a_run_fails_if_another_run_with_other_rows_completes_first(write: Write) -> None:
     """Two runs at a time, the second with a row more; the first is finished first."""
     rows, first = rows_of(0, 20), write.job()
     result = first.write_task(batches_of(rows), 0, 0)
@@ -322,10 +322,10 @@ def test_a_run_that_is_overtaken_by_one_with_other_rows_fails(write: Write) -> N
         match=r"with 20 rows, but this run has 21 rows\. .* completed first",
     ):
         write.finish(second, more)
-    assert write.in_log() == once([*rows, b"more"])
+    assert write.in_log() == counted_once([*rows, b"more"])
 
 
-def test_a_write_that_an_earlier_version_has_finished_is_done(
+def test_a_write_completed_by_an_earlier_version_stays_completed(
     write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its record has no hash: the rows cannot be compared, and the log line states this."""
@@ -337,7 +337,7 @@ def test_a_write_that_an_earlier_version_has_finished_is_done(
     line = f"spark.write_already_committed write={write.name} rows_compared=False"
     assert line in caplog.text
     write.finish(job, result)
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
 
 
 async def kept_ms(connect: str, write: str) -> int | None:
@@ -354,7 +354,7 @@ def test_an_unnamed_write_is_remembered_while_it_runs(write: Write) -> None:
     asyncio.run(forget_writes(write.connect, [unnamed]))
 
 
-def test_a_driver_whose_clock_is_ahead_forgets_no_write(
+def test_a_driver_with_a_fast_clock_removes_no_write_too_early(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, job = rows_of(0, 5), write.job()
@@ -365,7 +365,7 @@ def test_a_driver_whose_clock_is_ahead_forgets_no_write(
         remove_writes(job, [])
     again = write.job()
     write.finish(again, again.write_task(batches_of(rows), 0, 1))
-    assert write.in_log() == once(rows)
+    assert write.in_log() == counted_once(rows)
 
 
 def test_round_robin_rows_are_found_in_any_partition(write: Write) -> None:
@@ -378,17 +378,17 @@ def test_round_robin_rows_are_found_in_any_partition(write: Write) -> None:
 
     def feed() -> Iterator[pa.RecordBatch]:
         yield from batches(rows[:40] + rows[100:])
-        write.until(60)
-        raise AttemptEnds
+        write.wait_for_rows(60)
+        raise AttemptKilled
 
-    with pytest.raises(AttemptEnds):
+    with pytest.raises(AttemptKilled):
         job.write_task(feed(), 0, 0)
-    done = job.write_task(batches(rows[::-1]), 0, 1)
-    assert (done.committed, done.found) == (120, 60)
+    result = job.write_task(batches(rows[::-1]), 0, 1)
+    assert (result.committed, result.found) == (120, 60)
     assert write.in_log() == Counter(rows)
 
 
-def test_results_may_have_no_columns_of_the_input(connect: str, tmp_path: Path) -> None:
+def test_results_can_be_without_columns_of_the_input(connect: str, tmp_path: Path) -> None:
     write = Write(connect, "t-results", resultsPath=str(tmp_path), batchSize="1")
     schema = StructType([StructField("data", BinaryType())])
     job = write.job_of(schema)
@@ -396,26 +396,28 @@ def test_results_may_have_no_columns_of_the_input(connect: str, tmp_path: Path) 
 
     def feed() -> Iterator[pa.RecordBatch]:
         yield batch.slice(10)
-        write.until(10)
-        raise AttemptEnds
+        write.wait_for_rows(10)
+        raise AttemptKilled
 
-    with pytest.raises(AttemptEnds):
+    with pytest.raises(AttemptKilled):
         job.write_task(feed(), 0, 0)
-    done = job.write_task(iter([batch]), 0, 1)
-    assert (done.committed, done.found) == (20, 10)
-    write.finish(job, done)
-    assert pq.read_table(tmp_path / str(done.file)).num_rows == 20
+    result = job.write_task(iter([batch]), 0, 1)
+    assert (result.committed, result.found) == (20, 10)
+    write.finish(job, result)
+    assert pq.read_table(tmp_path / str(result.file)).num_rows == 20
     write.client.close()
 
 
-def test_an_attempt_that_outlives_its_job_adds_no_results(connect: str, tmp_path: Path) -> None:
+def test_an_attempt_that_runs_longer_than_its_job_adds_no_results(
+    connect: str, tmp_path: Path
+) -> None:
     write = Write(connect, "t-outlives", resultsPath=str(tmp_path))
     job = write.job_of(StructType([StructField("data", BinaryType())]))
     batch = pa.RecordBatch.from_arrays([pa.array(rows_of(0, 20))], ["data"])
-    done = job.write_task(iter([batch]), 0, 0)
+    result = job.write_task(iter([batch]), 0, 0)
 
     def feed() -> Iterator[pa.RecordBatch]:
-        write.finish(job, done)
+        write.finish(job, result)
         yield batch
 
     late = job.write_task(feed(), 0, 1)
@@ -424,7 +426,7 @@ def test_an_attempt_that_outlives_its_job_adds_no_results(connect: str, tmp_path
     write.client.close()
 
 
-def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
+def test_no_task_of_an_earlier_micro_batch_starts_after_a_later_batch(write: Write) -> None:
     """A task of an abandoned attempt starts after its batch was forgotten."""
     stream = {n: dataclasses.replace(write.job(), write=f"s-{n}") for n in (9, 10)}
     series = {n: dataclasses.replace(job, keep_ms=KEEP_MS) for n, job in stream.items()}
@@ -433,7 +435,7 @@ def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
     asyncio.run(forget_writes(write.connect, ["s-9"]))
     with pytest.raises(ConnectionSuperseded, match="s-10, has started"):
         series[9].write_task(batches_of(rows_of(9, 20)), 0, 1)
-    assert write.in_log() == once(rows_of(9, 20) + rows_of(10, 20))
+    assert write.in_log() == counted_once(rows_of(9, 20) + rows_of(10, 20))
 
 
 def test_a_server_that_dies_between_two_attempts_duplicates_no_row(
@@ -444,11 +446,11 @@ def test_a_server_that_dies_between_two_attempts_duplicates_no_row(
     with while_an_attempt_is_paused(write, job, rows) as failures:
         cluster.kill("server-1")
         try:
-            done = job.write_task(batches_of(rows), 0, 1)
+            result = job.write_task(batches_of(rows), 0, 1)
         finally:
             cluster.start("server-1")
-    assert (done.committed, len(failures)) == (120, 1)
-    assert write.in_log() == once(rows)
+    assert (result.committed, len(failures)) == (120, 1)
+    assert write.in_log() == counted_once(rows)
 
 
 def test_equal_rows_with_different_locks_are_distinguished_or_rejected(connect: str) -> None:
@@ -469,10 +471,10 @@ def test_equal_rows_with_different_locks_are_distinguished_or_rejected(connect: 
 
     def feed() -> Iterator[pa.RecordBatch]:
         yield batch([7] * 10)
-        write.until(10)
-        raise AttemptEnds
+        write.wait_for_rows(10)
+        raise AttemptKilled
 
-    with pytest.raises(AttemptEnds):
+    with pytest.raises(AttemptKilled):
         job.write_task(feed(), 0, 0)
     with pytest.raises(
         BadRequest, match="several rows of this task have the same header and data, but different"

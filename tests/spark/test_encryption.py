@@ -1,4 +1,4 @@
-"""Encrypted payloads in Spark: a key per row, keys that are missing, attempts that run again."""
+"""Encrypted payloads in Spark: one key for each row, missing keys, and repeated attempts."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
-from tests.spark.test_earlier_rows import Write, batches_of, once, rows_of, stopped_after
+from tests.spark.test_earlier_rows import Write, batches_of, counted_once, rows_of, run_until_killed
 from waltz_core.client import MSGPACK, WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
@@ -29,19 +29,19 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """Return a directory with the keys of three customers."""
-    made = tmp_path / "keys"
-    made.mkdir()
+    keys = tmp_path / "keys"
+    keys.mkdir()
     for number in range(3):
-        (made / f"customer-{number}").write_text(f"{number:064x}\n")
-    return made
+        (keys / f"customer-{number}").write_text(f"{number:064x}\n")
+    return keys
 
 
 def without(directory: Path, key_id: str) -> Path:
     """Return a directory that lacks a key; no process has cached its keys."""
-    made = directory.with_name(f"without-{key_id}")
-    shutil.copytree(directory, made)
-    (made / key_id).unlink()
-    return made
+    remaining_keys = directory.with_name(f"without-{key_id}")
+    shutil.copytree(directory, remaining_keys)
+    (remaining_keys / key_id).unlink()
+    return remaining_keys
 
 
 def marks_of(spark: SparkSession, connect: str) -> str:
@@ -54,7 +54,7 @@ def customers(spark: SparkSession, count: int) -> DataFrame:
 
 
 def payloads(connect: str, marks: str, **settings: object) -> list[object]:
-    """Return what a client reads after marks."""
+    """Return the payloads that a client reads after the given marks."""
     found: list[object] = []
     with WaltzClient(connect, ClientConfig(**settings)) as client:
         for partition, last in client.high_water_marks().items():
@@ -84,9 +84,9 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
     assert Counter(bytes(each)[:15] for each in stored) == {
         b"WZE\x01\x0acustomer-%d" % number: 100 for number in range(3)
     }
-    lacking = str(without(directory, "customer-1"))
+    remaining_keys = str(without(directory, "customer-1"))
     for mode in ("FAILFAST", "DROPMALFORMED", "PERMISSIVE"):
-        found = reader.options(encryptionKeys=lacking, mode=mode).load()
+        found = reader.options(encryptionKeys=remaining_keys, mode=mode).load()
         reasons = found.groupBy("data_error").count().collect()
         assert {(row.data_error, row["count"]) for row in reasons} == {
             (None, 200),
@@ -96,7 +96,7 @@ def test_rows_have_their_own_keys_and_a_destroyed_key_hides_only_its_rows(
         assert lost.where("id IS NULL AND customer IS NULL").count() == 100
         assert lost.where("transaction_id IS NULL").count() == 0
     # A client has the same keys.
-    plain = payloads(connect, before, encryption_keys=lacking)
+    plain = payloads(connect, before, encryption_keys=remaining_keys)
     assert plain.count(None) == 100
 
 
@@ -112,33 +112,33 @@ def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
         dataFormat="msgpack", encryptionKeys=str(directory), encryptionKeyIdColumn="customer"
     ).save(connect)
     table, schema = str(tmp_path / "table"), "id long, op string, value long, customer string"
-    given = {"schema": schema, "format": "parquet"}
+    table_options = {"schema": schema, "format": "parquet"}
     call = {"start": {int(each): mark for each, mark in marks.items()}, "until": "now"}
-    lacking = str(without(directory, "customer-1"))
+    remaining_keys = str(without(directory, "customer-1"))
     reason = r"partition \d+, transaction \d+: the key 'customer-1' does not exist\. Hint: follow"
     for tables in (
-        {"table": table, **given},
-        {"table": table, **given, "changes": "changes_functions:return_pairs"},
-        {"tables": {table: waltz_spark.Table(**given)}},
+        {"table": table, **table_options},
+        {"table": table, **table_options, "changes": "changes_functions:return_pairs"},
+        {"tables": {table: waltz_spark.Table(**table_options)}},
     ):
         with pytest.raises(BadFormat, match=reason):
-            waltz_spark.follow(spark, connect, **tables, **call, encryptionKeys=lacking)
-    named = {**given, "schema": "id long, data_error string"}
+            waltz_spark.follow(spark, connect, **tables, **call, encryptionKeys=remaining_keys)
+    named = {**table_options, "schema": "id long, data_error string"}
     with pytest.raises(BadConfig, match="column 'data_error': this name is reserved"):
-        waltz_spark.follow(spark, connect, table=table, **named, encryptionKeys=lacking)
+        waltz_spark.follow(spark, connect, table=table, **named, encryptionKeys=remaining_keys)
     for tables in (
-        {"table": table, **given},
-        {"tables": {f"{table}-of-several": waltz_spark.Table(**given)}},
+        {"table": table, **table_options},
+        {"tables": {f"{table}-of-several": waltz_spark.Table(**table_options)}},
     ):
         waltz_spark.follow(spark, connect, **tables, **call, encryptionKeys=str(directory))
-    for place in (table, f"{table}-of-several"):
-        rows = spark.read.parquet(place).collect()
+    for path in (table, f"{table}-of-several"):
+        rows = spark.read.parquet(path).collect()
         assert {(row.id, row.customer) for row in rows} == {
             (number, f"customer-{number % 3}") for number in range(30)
         }
 
 
-def test_a_read_needs_its_keys_in_tasks_only(
+def test_a_read_needs_its_encryption_keys_only_in_tasks(
     spark: SparkSession, connect: str, directory: Path
 ) -> None:
     before = marks_of(spark, connect)
@@ -191,10 +191,10 @@ def test_a_stream_decrypts(
     customers(spark, 30).write.format("waltz").mode("append").options(
         **options, encryptionKeyIdColumn="customer"
     ).save(connect)
-    lacking = options | {"encryptionKeys": str(without(directory, "customer-2"))}
+    options_without_key = options | {"encryptionKeys": str(without(directory, "customer-2"))}
     query = (
         spark.readStream.format("waltz")
-        .options(**lacking, startingHighWaterMarks=before)
+        .options(**options_without_key, startingHighWaterMarks=before)
         .schema(SCHEMA)
         .load(connect)
         .writeStream.format("waltz")
@@ -238,40 +238,40 @@ def test_an_attempt_finds_the_encrypted_rows_of_the_previous_one(
     write: Write, directory: Path
 ) -> None:
     rows, job = rows_of(0, 200), write.job()
-    stopped_after(write, job, rows, 120)
+    run_until_killed(write, job, rows, 120)
     written = job.write_task(batches_of(rows, 33), 0, 1)
     assert written.found >= 120
     write.finish(job, written)
-    assert decrypted_in_log(write, directory) == once(rows)
+    assert decrypted_in_log(write, directory) == counted_once(rows)
     # A finished write compares its rows as plain text.
     again = write.job()
-    done = again.write_task(batches_of(rows), 0, 2)
-    write.finish(again, done)
-    assert done.was_done
-    assert decrypted_in_log(write, directory) == once(rows)
+    result = again.write_task(batches_of(rows), 0, 2)
+    write.finish(again, result)
+    assert result.was_done
+    assert decrypted_in_log(write, directory) == counted_once(rows)
 
 
 def test_a_run_with_another_key_continues_and_one_without_the_key_fails(
     connect: str, write: Write, directory: Path
 ) -> None:
     rows, job = rows_of(0, 60), write.job()
-    stopped_after(write, job, rows, 40)
+    run_until_killed(write, job, rows, 40)
     used = write.options.encryption_key_id
     other = next(each.name for each in directory.iterdir() if each.name != used)
-    lacking = Write(
+    write_without_key = Write(
         connect, write.name, encryptionKeys=str(without(directory, used)), encryptionKeyId=other
     )
     with pytest.raises(
         BadRequest,
         match=f"its payload cannot be read: the key '{used}' does not exist",
     ):
-        lacking.job().write_task(batches_of(rows), 0, 1)
-    lacking.client.close()
+        write_without_key.job().write_task(batches_of(rows), 0, 1)
+    write_without_key.client.close()
     rotated = Write(connect, write.name, encryptionKeys=str(directory), encryptionKeyId=other)
     written = rotated.job().write_task(batches_of(rows), 0, 2)
     rotated.client.close()
     assert written.found >= 40
-    assert decrypted_in_log(write, directory) == once(rows)
+    assert decrypted_in_log(write, directory) == counted_once(rows)
 
 
 def test_rejected_rows_are_recomputed_from_decrypted_ones(

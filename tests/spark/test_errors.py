@@ -71,12 +71,12 @@ def test_wrong_read_options_are_reported(
 
 
 def test_a_missing_cluster_is_reported(connect: str) -> None:
-    for place, sentence in (
+    for connect_string, sentence in (
         ("nowhere", "expected host:port"),
         (connect.partition("/")[0] + "/waltz/absent", "waltz-core cluster create"),
     ):
         with pytest.raises(errors.WaltzError, match=sentence):
-            planned(place)
+            planned(connect_string)
 
 
 WRONG_WRITES = (
@@ -155,14 +155,16 @@ def test_a_duplicate_column_is_reported(spark: SparkSession, connect: str) -> No
         twice.write.format("waltz").mode("append").save(connect)
 
 
-@pytest.mark.parametrize("place", ["nowhere://there/is", "/proc/nothing/of/ours"])
+@pytest.mark.parametrize("results_path", ["nowhere://there/is", "/proc/nothing/of/ours"])
 def test_a_results_path_that_cannot_be_used_is_reported(
-    spark: SparkSession, connect: str, place: str
+    spark: SparkSession, connect: str, results_path: str
 ) -> None:
     with pytest.raises(
         AnalysisException, match=r"option 'resultsPath': .* cannot be used"
     ) as failed:
-        rows(spark).write.format("waltz").mode("append").option("resultsPath", place).save(connect)
+        rows(spark).write.format("waltz").mode("append").option("resultsPath", results_path).save(
+            connect
+        )
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadConfig)
 
 

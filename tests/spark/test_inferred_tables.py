@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 import waltz_spark
 from tests import table_libraries
 from tests.commands import run_command
-from tests.spark.test_tables import started
+from tests.spark.test_tables import append_and_return_marks
 from waltz_core.errors import WaltzError
 from waltz_core.tables.table_marks import decode_marks
 
@@ -57,8 +57,8 @@ def inferred_columns(table: Path) -> dict[str, str]:
 def test_spark_infers_the_same_columns_as_the_core_for_all_batch_limits(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    start = started(connect, *((0, row) for row in ROWS))
-    place = {"key": "id", "delete_where": "_d", "until": "now"}
+    start = append_and_return_marks(connect, *((0, row) for row in ROWS))
+    table_options = {"key": "id", "delete_where": "_d", "until": "now"}
     table = tmp_path / "without Spark"
     assert without_spark(connect, table, start).returncode == 0
     expected = rows_of_table(table), inferred_columns(table)
@@ -67,17 +67,19 @@ def test_spark_infers_the_same_columns_as_the_core_for_all_batch_limits(
         ({}, {"batch_transactions": 1}, {"batch_transactions": 3, "minPartitions": 2})
     ):
         table = tmp_path / str(number)
-        marks = waltz_spark.follow(spark, connect, table=str(table), start=start, **place, **limits)
+        marks = waltz_spark.follow(
+            spark, connect, table=str(table), start=start, **table_options, **limits
+        )
         assert (rows_of_table(table), inferred_columns(table)) == expected, limits
         newest = DeltaTable(table).history(1)[0]["userMetadata"]
         assert dict(decode_marks(newest).marks) == marks
     # Either follower continues it, with new columns.
-    started(connect, (0, {"id": 5, "new": 1}), (0, {"id": 5, "at": {"z": "z"}}))
-    waltz_spark.follow(spark, connect, table=str(table), **place)
-    started(connect, (0, {"id": 6, "newer": 2, "at": {"w": 0}}))
+    append_and_return_marks(connect, (0, {"id": 5, "new": 1}), (0, {"id": 5, "at": {"z": "z"}}))
+    waltz_spark.follow(spark, connect, table=str(table), **table_options)
+    append_and_return_marks(connect, (0, {"id": 6, "newer": 2, "at": {"w": 0}}))
     assert without_spark(connect, table, {}).returncode == 0
-    started(connect, (0, {"id": 7, "newest": b""}))
-    waltz_spark.follow(spark, connect, table=str(table), **place)
+    append_and_return_marks(connect, (0, {"id": 7, "newest": b""}))
+    waltz_spark.follow(spark, connect, table=str(table), **table_options)
     assert without_spark(connect, tmp_path / "all", start).returncode == 0
     assert (rows_of_table(table), inferred_columns(table)) == (
         rows_of_table(tmp_path / "all"),
@@ -89,14 +91,14 @@ def test_a_table_without_columns_is_continued(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     """Neither follower had a transaction when it created the table."""
-    start = started(connect)
-    place = {"key": "id", "delete_where": "_d", "until": "now"}
+    start = append_and_return_marks(connect)
+    table_options = {"key": "id", "delete_where": "_d", "until": "now"}
     tables = tmp_path / "of_spark", tmp_path / "without Spark"
-    waltz_spark.follow(spark, connect, table=str(tables[0]), start=start, **place)
+    waltz_spark.follow(spark, connect, table=str(tables[0]), start=start, **table_options)
     assert without_spark(connect, tables[1], start).returncode == 0
-    started(connect, (0, {"id": 1, "value": 5}))
+    append_and_return_marks(connect, (0, {"id": 1, "value": 5}))
     for table in tables:
-        waltz_spark.follow(spark, connect, table=str(table), **place)
+        waltz_spark.follow(spark, connect, table=str(table), **table_options)
         assert rows_of_table(table)[1]["value"] == 5
 
 
@@ -124,9 +126,9 @@ def test_a_table_without_columns_is_continued(
 def test_failed_inference_raises_the_errors_of_the_core_and_leaves_no_table(
     spark: SparkSession, connect: str, tmp_path: Path, rows: list[tuple[int, dict]]
 ) -> None:
-    start = started(connect, *rows)
-    done = without_spark(connect, tmp_path / "table", start)
-    assert done.returncode == 1
+    start = append_and_return_marks(connect, *rows)
+    result = without_spark(connect, tmp_path / "table", start)
+    assert result.returncode == 1
     table = tmp_path / "of_spark"
     with pytest.raises(WaltzError) as caught:
         waltz_spark.follow(
@@ -139,7 +141,7 @@ def test_failed_inference_raises_the_errors_of_the_core_and_leaves_no_table(
             until="now",
             minPartitions=4,
         )
-    assert without_place(str(caught.value)) == without_place(done.stderr)
+    assert without_place(str(caught.value)) == without_place(result.stderr)
     assert not (table / "_delta_log").exists()
 
 
@@ -148,11 +150,11 @@ def without_place(text: str) -> str:
     return re.sub(r"^.*(error: |table \S+: )", "", text.strip())
 
 
-def test_tasks_that_find_a_column_in_another_order_than_the_log_agree(
+def test_tasks_agree_on_columns_that_they_find_in_different_orders(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     """A task has an empty list only, and the value before it is in another task."""
-    start = started(
+    start = append_and_return_marks(
         connect, (0, {"id": 1, "a": [1]}), (0, {"id": 3, "a": []}), (1, {"id": 2, "a": []})
     )
     table = tmp_path / "table"

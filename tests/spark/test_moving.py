@@ -1,7 +1,7 @@
-"""Servers and storages stop while Spark reads: the rows are the log's, and no task fails.
+"""Servers and storages stop while Spark reads: it returns the rows of the log, and no task fails.
 
-The session is `local[2]`, where the first task that fails ends its job: a job that has ended well
-had none.
+The session is `local[2]`, where one failed task ends the job. So a successful job had no failed
+task.
 """
 
 import json
@@ -40,7 +40,7 @@ Rows = list[tuple[int, int, int]]
 
 @pytest.fixture(scope="module")
 def log() -> Iterator[LocalCluster]:
-    """A cluster of its own, with a log that takes a while to read."""
+    """A separate cluster, with a log that takes a while to read."""
     with waltz_core.local.running_cluster(server_count=2, partition_count=PARTITIONS) as cluster:
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
@@ -75,29 +75,35 @@ EXPECTED = [
 ]
 
 
-def gated(place: Path) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def wait_in_first_task(
+    directory: Path,
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Return a function that makes the first task report that it reads, and wait to continue."""
 
-    def pass_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def wait_and_return(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for each in batches:
             context = TaskContext.get()
             assert context is not None
             if context.partitionId() == 0:
-                (place / "begun").touch()
+                (directory / "begun").touch()
                 for _ in range(50 * TEST_TIMEOUT_S):
-                    if (place / "go").exists():
+                    if (directory / "go").exists():
                         break
                     threading.Event().wait(0.02)
             yield each
 
-    return pass_on
+    return wait_and_return
 
 
 def read_while(
-    spark: SparkSession, log: LocalCluster, place: Path, event: Callable[[], None], **options: Any
+    spark: SparkSession,
+    log: LocalCluster,
+    directory: Path,
+    event: Callable[[], None],
+    **options: Any,
 ) -> Rows:
     """Read the log's first rows by a batch; the event is set while a task reads."""
-    place.mkdir()
+    directory.mkdir()
     table = (
         spark.read.format("waltz")
         .options(
@@ -108,24 +114,24 @@ def read_while(
         )
         .load(log.connect)
     )
-    table = table.mapInArrow(gated(place), table.schema)
+    table = table.mapInArrow(wait_in_first_task(directory), table.schema)
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(
             lambda: table.selectExpr("partition", "transaction_id", "crc32(data) AS crc").collect()
         )
         try:
-            await_task(place, found)
+            await_task(directory, found)
             event()
         finally:
-            (place / "go").touch()
+            (directory / "go").touch()
         return sorted(
             (row.partition, row.transaction_id, row.crc) for row in found.result(TEST_TIMEOUT_S)
         )
 
 
-def await_task(place: Path, job: Future[Any]) -> None:
+def await_task(directory: Path, job: Future[Any]) -> None:
     """Wait until the first task reads."""
-    wait_until("a task has begun", lambda: (place / "begun").exists() or job.done())
+    wait_until("a task has begun", lambda: (directory / "begun").exists() or job.done())
 
 
 def prefer(log: LocalCluster, name: str, other: str) -> None:
@@ -149,7 +155,7 @@ def marks(log: LocalCluster) -> dict[int, int]:
 
 
 class Writer:
-    """Appends to all partitions until it is stopped; `written` has what is in the log of it."""
+    """Appends to all partitions until it is stopped; `written` has its committed rows."""
 
     def __init__(self, connect: str) -> None:
         self._client = WaltzClient(connect)
@@ -181,18 +187,18 @@ class Writer:
 def test_batch_reads_and_a_stream_follow_moved_partitions(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
-    seen: list[tuple[int, int, bytes]] = []
+    stream_rows: list[tuple[int, int, bytes]] = []
 
-    def take(table: DataFrame, _number: int) -> None:
+    def collect(table: DataFrame, _number: int) -> None:
         rows = table.select("partition", "transaction_id", "data").collect()
-        seen.extend((row.partition, row.transaction_id, bytes(row.data)) for row in rows)
+        stream_rows.extend((row.partition, row.transaction_id, bytes(row.data)) for row in rows)
 
     query = (
         spark.readStream.format("waltz")
-        # At the end it is to see what was written a moment ago.
+        # At the end the stream must return the rows that were just written.
         .options(startingHighWaterMarks="latest", readFrom="server", pollInterval=0)
         .load(log.connect)
-        .writeStream.foreachBatch(take)
+        .writeStream.foreachBatch(collect)
         .option("checkpointLocation", str(tmp_path / "checkpoint"))
         .start()
     )
@@ -205,14 +211,14 @@ def test_batch_reads_and_a_stream_follow_moved_partitions(
             ):
                 place = tmp_path / str(number)
                 assert read_while(spark, log, place, event, readFrom="server") == EXPECTED
-                count = len(seen)
-                wait_until("the stream continues", lambda at=count: len(seen) > at + 20)
+                count = len(stream_rows)
+                wait_until("the stream continues", lambda at=count: len(stream_rows) > at + 20)
             writer.stop()
             query.processAllAvailable()
         assert query.exception() is None
-        assert sorted(seen) == sorted(writer.written)
+        assert sorted(stream_rows) == sorted(writer.written)
         for partition in range(PARTITIONS):
-            ids = [at for each, at, _ in sorted(seen) if each == partition]
+            ids = [at for each, at, _ in sorted(stream_rows) if each == partition]
             assert ids == list(range(ROWS, ROWS + len(ids)))
     finally:
         query.stop()
@@ -226,29 +232,29 @@ def test_tasks_leave_a_frozen_server(
     """It rejects and closes no connection; a request may take twice as long as the session."""
     prefer(log, "server-2", "server-1")
     frozen = log.member("server-2")
-    places = {each: tmp_path / each for each in ("read", "written")}
+    directories = {each: tmp_path / each for each in ("read", "written")}
 
     def freeze() -> None:
         log.kill(frozen.name, signal.SIGSTOP)
 
     try:
-        assert read_while(spark, log, places["read"], freeze, readFrom="server") == EXPECTED
+        assert read_while(spark, log, directories["read"], freeze, readFrom="server") == EXPECTED
         log.kill(frozen.name, signal.SIGCONT)
         prefer(log, "server-2", "server-1")
         before = marks(log)
-        places["written"].mkdir()
+        directories["written"].mkdir()
         table = spark.range(0, 40_000, 1, TASKS).selectExpr(
             f"CAST(id % {PARTITIONS} AS int) AS partition", "CAST(id AS string) AS data"
         )
-        table = table.mapInArrow(gated(places["written"]), table.schema)
+        table = table.mapInArrow(wait_in_first_task(directories["written"]), table.schema)
         with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(waltz_spark.append, table, log.connect)
+            write_job = thread.submit(waltz_spark.append, table, log.connect)
             try:
-                await_task(places["written"], done)
+                await_task(directories["written"], write_job)
                 freeze()
             finally:
-                (places["written"] / "go").touch()
-            assert done.result(TEST_TIMEOUT_S).counts["committed"] == 40_000
+                (directories["written"] / "go").touch()
+            assert write_job.result(TEST_TIMEOUT_S).counts["committed"] == 40_000
     finally:
         log.kill(frozen.name, signal.SIGCONT)
     # Its session with ZooKeeper ended while it was frozen; it registers again.
@@ -294,9 +300,9 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
     near = names[1]
     # A server that has just come takes partitions over, and a session that has just begun may do
     # without the near replica for a while.
-    wait_until("nothing moves", lambda: is_settled(log))
+    wait_until("no partition moves", lambda: is_settled(log))
     with WaltzClient(log.connect) as client:
-        # Each storage of a local cluster is a group of its own.
+        # Each storage of a local cluster is a separate group.
         (group,) = (
             each
             for each in range(4)
@@ -316,7 +322,7 @@ def test_a_batch_reads_from_its_own_group_and_from_others_if_that_is_down(
     assert found == EXPECTED
     assert at_kill[near] > 4 * ROW_BYTES
     assert at_kill[names[0]] == at_kill[names[2]] == 0
-    # The rest comes from the others. If a new store session has begun, they reject these reads, and
-    # it comes from the server.
-    whole = sum(len(data_of(partition, row)) for partition, row, _ in EXPECTED)
-    assert at_kill[near] < whole
+    # The remaining rows come from the other storages. If a new store session has begun, these
+    # storages reject the reads, and the rows come from the server.
+    total_bytes = sum(len(data_of(partition, row)) for partition, row, _ in EXPECTED)
+    assert at_kill[near] < total_bytes

@@ -1,4 +1,4 @@
-"""Executors and workers are killed with -9 during a write, on a real Spark cluster."""
+"""Executors and Python workers are killed with SIGKILL during a write, on a real Spark cluster."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_rows_are_written_once_with_the_option_and_repeated_without_it(
 ) -> None:
     """The encrypted write has keys of a function."""
     with waltz_core.local.running_cluster(storage_count=1) as cluster:
-        done = subprocess.run(
+        result = subprocess.run(
             [*JOB, cluster.connect, str(tmp_path), *writes],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -41,7 +41,7 @@ def test_rows_are_written_once_with_the_option_and_repeated_without_it(
             timeout=SECONDS_MAX,
             check=False,
         )
-    assert done.returncode == 0, done.stderr[-4_000:]
+    assert result.returncode == 0, result.stderr[-4_000:]
     for write in writes:
         for task in range(TASKS):
             assert (tmp_path / write / f"struck-{task}").exists()

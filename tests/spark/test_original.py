@@ -1,4 +1,4 @@
-"""Spark at a 0.13 server: reads, and writes that are not exactly once."""
+"""Spark with a 0.13 server: reads, and writes without exactly-once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +24,21 @@ def original() -> Iterator[OriginalCluster]:
 
 
 @pytest.fixture
-def there(original: OriginalCluster, connect: str) -> Iterator[str]:
+def connect_string(original: OriginalCluster, connect: str) -> Iterator[str]:
     host = connect.partition("/")[0]
-    # A root of its own: a process keeps its client of a cluster.
+    # A separate root, because a process keeps its client of a cluster.
     nodes = Nodes(host, original, f"/original-{original.servers[0].port}")
     yield f"{host}{nodes.root}"
     close_client(f"{host}{nodes.root}")
     nodes.close()
 
 
-def test_a_log_is_read_in_tasks(spark: SparkSession, original: OriginalCluster, there: str) -> None:
+def test_a_log_is_read_in_tasks(
+    spark: SparkSession, original: OriginalCluster, connect_string: str
+) -> None:
     original.fill(0, COUNT, b"zero")
     original.fill(1, 10, b"one")
-    found = spark.read.format("waltz").option("minPartitions", 3).load(there)
+    found = spark.read.format("waltz").option("minPartitions", 3).load(connect_string)
     rows = found.select("partition", "transaction_id", "data", "commit_time").collect()
     assert sorted(row[:2] for row in rows) == [
         *((0, i) for i in range(COUNT)),
@@ -47,38 +49,40 @@ def test_a_log_is_read_in_tasks(spark: SparkSession, original: OriginalCluster, 
 
 
 def test_rows_are_written_and_rejected_by_locks(
-    spark: SparkSession, original: OriginalCluster, there: str
+    spark: SparkSession, original: OriginalCluster, connect_string: str
 ) -> None:
     rows = [(i % 2, b"%d" % i, [lock("hot", i % 4)]) for i in range(40)]
     schema = "partition int, data binary, write_locks array<int>"
     frame = spark.createDataFrame(rows, schema)
     write = frame.write.format("waltz").mode("append")
-    write.options(exactlyOnce="false", onLockFailure="reject").save(there)
-    # Of each lock the first one; the others were computed from a log without it.
+    write.options(exactlyOnce="false", onLockFailure="reject").save(connect_string)
+    # The first row of each lock; the other rows were computed from a log without it.
     for log, locks in zip(original.logs, ([0, 2], [1, 3]), strict=True):
         assert sorted(int(data) % 4 for _, _, data in log.records) == locks
 
 
 def test_exactly_once_is_rejected_before_any_task(
-    spark: SparkSession, original: OriginalCluster, there: str
+    spark: SparkSession, original: OriginalCluster, connect_string: str
 ) -> None:
     frame = spark.createDataFrame([(b"x",)], "data binary")
     with pytest.raises(Exception, match=r"exactlyOnce.* are at a Waltz 0.13 server"):
-        frame.write.format("waltz").mode("append").save(there)
+        frame.write.format("waltz").mode("append").save(connect_string)
     assert [log.mark for log in original.logs] == [-1, -1]
 
 
 def test_a_stream_copies_one_partition_into_another(
-    spark: SparkSession, original: OriginalCluster, there: str, tmp_path: Path
+    spark: SparkSession, original: OriginalCluster, connect_string: str, tmp_path: Path
 ) -> None:
     original.fill(0, COUNT, b"copied")
     source = spark.readStream.format("waltz").option("partitions", "0")
     table = (
         source.option("startingHighWaterMarks", "earliest")
-        .load(there)
+        .load(connect_string)
         .selectExpr("data", "1 AS partition")
     )
     writer = table.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "at"))
-    query = writer.options(path=there, exactlyOnce="false").trigger(availableNow=True).start()
+    query = (
+        writer.options(path=connect_string, exactlyOnce="false").trigger(availableNow=True).start()
+    )
     assert query.awaitTermination(TEST_TIMEOUT_S)
     assert [data for _, _, data in original.logs[1].records] == [b"copied"] * COUNT

@@ -62,17 +62,17 @@ def test_a_table_follows_payloads_in_avro(
     before = marks_of(spark, connect)
     rows = spark.range(20).selectExpr("id", "concat('owner ', id) AS owner")
     waltz_spark.append(rows, connect, **options, schemaSubject="followed-value")
-    given = {"schema": "id long, owner string", "format": "parquet"}
+    table_options = {"schema": "id long, owner string", "format": "parquet"}
     one, several, log = (str(tmp_path / name) for name in ("one", "several", "log"))
     call = {"start": before, "until": "now"}
-    waltz_spark.follow(spark, connect, table=one, **given, **call, **options)
+    waltz_spark.follow(spark, connect, table=one, **table_options, **call, **options)
     tables = {
-        several: waltz_spark.Table(**given),
+        several: waltz_spark.Table(**table_options),
         log: waltz_spark.Table(schema="header int", format="parquet"),
     }
     waltz_spark.follow(spark, connect, tables=tables, **call, **options)
-    for place in (one, several):
-        found = spark.read.parquet(place).select("id", "owner")
+    for path in (one, several):
+        found = spark.read.parquet(path).select("id", "owner")
         assert_df_equality(found, rows, ignore_row_order=True, ignore_nullable=True)
     assert spark.read.parquet(log).count() == 20
 

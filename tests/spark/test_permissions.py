@@ -1,5 +1,6 @@
-"""Spark with access control: a principal that has permissions for some partitions, and no user of
-ZooKeeper.
+"""Spark with access control: a principal that has permissions for some partitions.
+
+The principal has no ZooKeeper user.
 """
 
 import signal
@@ -40,9 +41,11 @@ def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
         ("access", "token", "create", "tenant", "--file", str(token)),
         ("cluster", "protect"),
     ):
-        place = (administrator,) if words[0] == "cluster" else ("--connect", administrator)
-        done = run_command(*words, *place)
-        assert done.returncode == 0, done.stderr
+        connect_arguments = (
+            (administrator,) if words[0] == "cluster" else ("--connect", administrator)
+        )
+        result = run_command(*words, *connect_arguments)
+        assert result.returncode == 0, result.stderr
     with daemons_with_access("on", principal_pattern=PATTERN):
         for member in cluster.members:
             if member.kind != "zookeeper":
@@ -50,7 +53,7 @@ def set_up(cluster: LocalCluster, administrator: str, token: Path) -> None:
                 cluster.start(member.name)
 
 
-class Places(NamedTuple):
+class ConnectStrings(NamedTuple):
     """Connect strings of one cluster."""
 
     tenant: str
@@ -58,7 +61,7 @@ class Places(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+def connect_strings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectStrings]:
     """Run a cluster with access control."""
     directory = tmp_path_factory.mktemp("tenant")
     certificates = create_certificates(directory)
@@ -74,20 +77,20 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
             directory / "local", tls=tls, auth_file=members, storage_count=1
         ) as cluster,
     ):
-        place = cluster.connect.partition("?")[0]
+        without_options = cluster.connect.partition("?")[0]
         members.write_text(MEMBERS)
-        made = Places(
-            f"{place}?tls={certificates.authorities}&token_file={token}",
-            f"{place}?auth={administrators}&tls={tls}",
+        strings = ConnectStrings(
+            f"{without_options}?tls={certificates.authorities}&token_file={token}",
+            f"{without_options}?auth={administrators}&tls={tls}",
         )
-        set_up(cluster, made.administrator, token)
-        yield made
+        set_up(cluster, strings.administrator, token)
+        yield strings
 
 
 @pytest.fixture
-def tenant(places: Places) -> str:
+def tenant(connect_strings: ConnectStrings) -> str:
     """Return the connect string of the tenant."""
-    return places.tenant
+    return connect_strings.tenant
 
 
 def test_a_tenant_writes_and_reads_its_own_partitions(spark: SparkSession, tenant: str) -> None:
@@ -124,14 +127,16 @@ def test_a_client_of_some_partitions_needs_no_other_permissions(tenant: str) -> 
         assert client.mount().keys() == client.high_water_marks().keys() == {1, 3}
 
 
-def test_a_revoked_permission_ends_a_stream(spark: SparkSession, places: Places) -> None:
-    grant = ("tenant", "read", "--partitions", "1", "--connect", places.administrator)
+def test_a_revoked_permission_ends_a_stream(
+    spark: SparkSession, connect_strings: ConnectStrings
+) -> None:
+    grant = ("tenant", "read", "--partitions", "1", "--connect", connect_strings.administrator)
     source = spark.readStream.format("waltz").options(**OWN_PARTITIONS, pollInterval=0)
-    stream = source.load(places.tenant)
+    stream = source.load(connect_strings.tenant)
     query = stream.writeStream.format("memory").queryName("revoked").start()
     try:
         query.processAllAvailable()  # It has determined where it starts.
-        with WaltzClient(places.tenant, partitions=[1]) as client:
+        with WaltzClient(connect_strings.tenant, partitions=[1]) as client:
             client.append(b"before").result()
             query.processAllAvailable()
             assert run_command("access", "revoke", *grant).returncode == 0

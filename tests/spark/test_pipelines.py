@@ -1,4 +1,4 @@
-"""Spark Declarative Pipelines: the project of examples/pipelines, with two runs of it."""
+"""Spark Declarative Pipelines: two runs of the project in examples/pipelines."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ PAYMENT, ALERT = 1, 2
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of the example with checkpoints of its own."""
+    """A copy of the example with separate checkpoints."""
     shutil.copytree(EXAMPLE, tmp_path / "project")
     spec = tmp_path / "project" / "spark-pipeline.yml"
     text = spec.read_text().replace("file:///tmp/payments-pipeline", f"file://{tmp_path / 'state'}")
@@ -46,7 +46,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WaltzCli
 def remote(client: WaltzClient, tmp_path: Path) -> Iterator[str]:
     """The address of a server, whose catalog keeps the tables from run to run.
 
-    Without `--remote` each run has a server of its own, on a fixed port.
+    Without `--remote` each run starts its own server, on a fixed port.
     """
     with run_connect_server(tmp_path / "server.log") as address:
         yield address
@@ -61,10 +61,10 @@ def pay(client: WaltzClient, *payments: tuple[str, int]) -> None:
 def run(project: Path, remote: str) -> None:
     program = Path(pyspark.__file__).parent / "bin" / "spark-pipelines"
     line = [program, "run", "--remote", remote]
-    done = subprocess.run(
+    result = subprocess.run(
         line, cwd=project, capture_output=True, check=False, timeout=TEST_TIMEOUT_S
     )
-    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    assert result.returncode == 0, (result.stdout + result.stderr).decode()
 
 
 def rows(project: Path, table: str) -> list[tuple[object, ...]]:

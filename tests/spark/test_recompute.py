@@ -28,7 +28,7 @@ FUNCTIONS = Path(__file__).parent / "recompute_functions.py"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def functions(spark: SparkSession) -> Iterator[None]:
+def recompute_path(spark: SparkSession) -> Iterator[None]:
     spark.addArtifact(str(FUNCTIONS), pyfile=True)
     sys.path.insert(0, str(FUNCTIONS.parent))
     yield
@@ -47,7 +47,7 @@ def counters(spark: SparkSession, key: int, more: int, value: int, count: int = 
 
 @pytest.fixture
 def values_of(spark: SparkSession, connect: str) -> ValuesOf:
-    """Return what returns the rows of a key since the test began: `more` and `value`."""
+    """Return a function that reads `more` and `value` of a key's rows since the test began."""
     since = waltz_spark.snapshot(spark, connect).high_water_marks
     marks = json.dumps({str(each): mark for each, mark in since.items()})
 
@@ -118,8 +118,8 @@ def test_rows_that_the_function_omits_stay_rejected(
 ) -> None:
     key = 9003
     marks = waltz_spark.snapshot(spark, connect).high_water_marks
-    taken = counters(spark, key, 1, 0)
-    waltz_spark.append(taken, connect, high_water_marks=marks, dataFormat="json")
+    conflicting = counters(spark, key, 1, 0)
+    waltz_spark.append(conflicting, connect, high_water_marks=marks, dataFormat="json")
     result = waltz_spark.append(
         counters(spark, key, 2, 0, count=3),
         connect,
@@ -166,9 +166,9 @@ def test_invalid_options_are_reported_before_any_task(
         ({"recompute": "a:b", "onLockFailure": "reject"}, "needs onLockFailure=retry"),
         ({"identityColumns": "nothing"}, "packs into the payload, found 'nothing'"),
     ):
-        given = {"onLockFailure": "retry", "dataFormat": "json", **options}
+        all_options = {"onLockFailure": "retry", "dataFormat": "json", **options}
         with pytest.raises(Exception, match=text):
-            waltz_spark.append(counters(spark, 9005, 1, 0), connect, **given)
+            waltz_spark.append(counters(spark, 9005, 1, 0), connect, **all_options)
     assert values_of(9005) == []
 
 
@@ -177,8 +177,8 @@ def test_each_row_gets_the_transactions_since_its_own_mark(
 ) -> None:
     key = 9007
     with_append = {"dataFormat": "json", "onLockFailure": "fail"}
-    place = waltz_spark.append(counters(spark, key, 1, 0), connect, **with_append)
-    (first,) = place.committed.collect()
+    first_append = waltz_spark.append(counters(spark, key, 1, 0), connect, **with_append)
+    (first,) = first_append.committed.collect()
     for _ in range(2):
         waltz_spark.append(counters(spark, key, 1, 0), connect, **with_append)
     marks = {"old": first.transaction_id - 1, "new": first.transaction_id}
@@ -195,8 +195,8 @@ def test_each_row_gets_the_transactions_since_its_own_mark(
         maxRetries=1,
     )
     found = {row.row: (row.status, row.value) for row in result.results.collect()}
-    # Both were too late: the one has not seen three, the other two. The second of them is refused
-    # again, by the first.
+    # Both rows were too late: one has not seen three transactions, the other one has not seen two.
+    # The first row causes another rejection of the second row.
     assert found == {0: ("COMMITTED", 3), 1: ("REJECTED", 2)}
 
 
@@ -277,7 +277,7 @@ def batch_of(key: int, rows: list[int]) -> pa.RecordBatch:
 def test_rows_computed_again_are_found_again(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
-    """An attempt that is run again finds them by their identity, whatever they became."""
+    """A repeated attempt finds the rows by their identity, even if they were recomputed."""
     job = job_of(connect, "again-1", identityColumns="row")
     first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost
     assert (first.committed, first.recomputed) == (3, 2)

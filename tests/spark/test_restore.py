@@ -53,9 +53,9 @@ def lose_and_restore(cluster: LocalCluster, archive: str, file: str) -> None:
     zookeeper.stop()
     zookeeper.close()
     storage = cluster.member("storage-1")
-    place = f"127.0.0.1:{storage.port}:{storage.admin_port}"
+    address = f"127.0.0.1:{storage.port}:{storage.admin_port}"
     words = ("--connect", cluster.connect, "--archive", archive, "--backup", file)
-    restored = run_command("restore", *words, "--storage", place)
+    restored = run_command("restore", *words, "--storage", address)
     assert restored.returncode == 0, restored
     for name in reversed(DAEMONS):
         cluster.start(name)
@@ -80,21 +80,21 @@ def write_once(spark: SparkSession, connect: str) -> set[str]:
 
 
 def stream(spark: SparkSession, connect: str, checkpoint: Path, **options: str) -> list[str]:
-    """Run a query until it has all transactions; return those that this run has read."""
-    seen: list[str] = []
+    """Run a query until it has all transactions; return the transactions of this run."""
+    rows_read: list[str] = []
     query = (
         spark.readStream.format("waltz")
         .options(startingHighWaterMarks="earliest", **options)
         .load(connect)
         .writeStream.foreachBatch(
-            lambda frame, _: seen.extend(bytes(row.data).decode() for row in frame.collect())
+            lambda frame, _: rows_read.extend(bytes(row.data).decode() for row in frame.collect())
         )
         .option("checkpointLocation", str(checkpoint))
         .trigger(availableNow=True)
         .start()
     )
     assert query.awaitTermination(TEST_TIMEOUT_S)
-    return seen
+    return rows_read
 
 
 def test_a_checkpoint_and_an_exactly_once_write_continue(
@@ -111,23 +111,23 @@ def test_a_checkpoint_and_an_exactly_once_write_continue(
     write_once(spark, connect)
     after = append(connect, "after", 10)
     assert sorted(stream(spark, connect, tmp_path / "old")) == sorted(after)
-    for place, options in (("served", {}), ("direct", {"archive": archive})):
-        seen = stream(spark, connect, tmp_path / place, **options)
+    for source, options in (("served", {}), ("direct", {"archive": archive})):
+        seen = stream(spark, connect, tmp_path / source, **options)
         assert sorted(seen) == sorted(before | after)
 
 
-class Fed(Callbacks):
-    """Keeps what a feed delivers."""
+class RecordingCallbacks(Callbacks):
+    """Records the transactions of a feed."""
 
     def __init__(self) -> None:
-        self.fed: list[tuple[object, str | None]] = []
+        self.applied: list[tuple[object, str | None]] = []
 
     def client_high_water_mark(self, partition: int) -> int:
         return -1
 
     def apply_transaction(self, transaction: Transaction) -> None:
         data = transaction.data()
-        self.fed.append((data, transaction.data_error))
+        self.applied.append((data, transaction.data_error))
 
 
 def read_everywhere(
@@ -135,10 +135,10 @@ def read_everywhere(
 ) -> dict[str, Counter[tuple[object, str | None]]]:
     """Return the payloads, with reasons, that each kind of reader with these keys gets."""
     found = {}
-    for place, options in (("servers", {}), ("archive", {"archive": archive})):
+    for source, options in (("servers", {}), ("archive", {"archive": archive})):
         reader = spark.read.format("waltz").options(encryptionKeys=str(keys), **options)
         rows = reader.load(connect).select("data", "data_error").collect()
-        found[f"Spark from {place}"] = Counter((row[0] and bytes(row[0]), row[1]) for row in rows)
+        found[f"Spark from {source}"] = Counter((row[0] and bytes(row[0]), row[1]) for row in rows)
     with WaltzClient(connect, ClientConfig(encryption_keys=str(keys))) as client:
         found["ranges"] = Counter(
             (row.data, row.data_error)
@@ -146,10 +146,10 @@ def read_everywhere(
             for chunk in client.read_range(partition, 0, last)
             for row in chunk.rows()
         )
-        fed = Fed()
-        client.subscribe(fed)
-        wait_until("the feed has all", lambda: len(fed.fed) == count)
-        found["feed"] = Counter(fed.fed)
+        callbacks = RecordingCallbacks()
+        client.subscribe(callbacks)
+        wait_until("the feed has all transactions", lambda: len(callbacks.applied) == count)
+        found["feed"] = Counter(callbacks.applied)
     return found
 
 
@@ -157,13 +157,13 @@ def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
     spark: SparkSession, cluster: LocalCluster, archive: str, tmp_path: Path
 ) -> None:
     connect, file = cluster.connect, str(tmp_path / "backup")
-    keys, left = tmp_path / "keys", tmp_path / "left"
+    keys, remaining_keys = tmp_path / "keys", tmp_path / "left"
     names = ("kept", "destroyed")
-    for directory in (keys, left):
+    for directory in (keys, remaining_keys):
         directory.mkdir()
         for number, name in enumerate(names):
             (directory / name).write_text(f"{number:064x}")
-    (left / "destroyed").unlink()
+    (remaining_keys / "destroyed").unlink()
     rows = [(f"{name}-{n}".encode(), n % PARTITIONS, name) for name in names for n in range(20)]
     frame = spark.createDataFrame(rows, "data binary, partition int, key string")
     options = {"encryptionKeys": str(keys), "encryptionKeyIdColumn": "key"}
@@ -173,7 +173,7 @@ def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
     remaining[None, "the key 'destroyed' does not exist"] = 20
 
     def check() -> None:
-        for directory, expected in ((keys, all_rows), (left, remaining)):
+        for directory, expected in ((keys, all_rows), (remaining_keys, remaining)):
             found = read_everywhere(spark, connect, archive, directory, len(rows))
             assert found == dict.fromkeys(found, expected)
 
@@ -183,6 +183,6 @@ def test_destroyed_keys_hide_their_rows_in_log_archive_and_restored_cluster(
     shared_clients.close_clients()
     lose_and_restore(cluster, archive, file)
     check()
-    # The write compares its rows with the decrypted ones of the restored log.
+    # The write compares its rows with the decrypted rows of the restored log.
     frame.write.format("waltz").options(**options, writeId="monday").mode("append").save(connect)
     check()

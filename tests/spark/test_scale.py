@@ -1,6 +1,7 @@
 """A billion transactions, many partitions, many workers, large rows: bounded resources.
 
-The billion is real to server and client, and forged on disk: see `tests/forged_log.py`.
+Server and client process the metadata of a billion transactions; most records are missing on disk
+(`tests/forged_log.py`).
 """
 
 import contextlib
@@ -39,7 +40,8 @@ pytestmark = pytest.mark.spark
 TRANSACTIONS = 10**9
 TASKS_PER_PARTITION = 4
 TRANSACTIONS_PER_TASK = 1_000_000  # unless an option limits a task
-# Opening a session, and what all daemons say in the meantime. There are more partitions than that.
+# The packets for opening a session, and for all messages of daemons meanwhile. The number of
+# partitions is larger.
 ZOOKEEPER_PACKETS_MAX = 200
 MIB = 1 << 20
 
@@ -47,8 +49,8 @@ log = logging.getLogger("waltz")
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
-    """A directory in memory where there is one: a thousand logs have thousands of files to sync."""
+def directory() -> Iterator[Path]:
+    """A directory in memory if possible, because a thousand logs sync thousands of files."""
     memory = Path("/dev/shm")
     where = tempfile.mkdtemp(prefix="waltz-scale-", dir=memory if memory.is_dir() else None)
     yield Path(where)
@@ -58,12 +60,13 @@ def place() -> Iterator[Path]:
 # ---- a billion
 
 
-# The time to start the cluster grows with its partitions; what the tests count does, too.
+# The time to start the cluster grows with the number of partitions, like the values that the tests
+# count.
 @pytest.fixture(scope="module", params=[250, pytest.param(1000, marks=pytest.mark.slow)])
-def billion(request: pytest.FixtureRequest, place: Path) -> Iterator[LocalCluster]:
-    """One storage and one server; with two servers starting takes twice as long, and moves more."""
+def billion_cluster(request: pytest.FixtureRequest, directory: Path) -> Iterator[LocalCluster]:
+    """One storage and one server, because a start with two servers takes twice as long."""
     cluster = LocalCluster(
-        place / f"billion-{request.param}",
+        directory / f"billion-{request.param}",
         storage_count=1,
         server_count=1,
         partition_count=request.param,
@@ -101,14 +104,14 @@ def planned(cluster: LocalCluster, **options: str) -> WaltzBatchReader:
 
 
 def test_a_billion_transactions_are_planned_with_one_request(
-    billion: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    billion_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_way, at_once, asked, links = 0, 0, Counter[str](), set()
+    under_way, at_once, answer_counts, links = 0, 0, Counter[str](), set()
     request = ServerLink.request
 
     async def counted(self, answer, make, **rest):
         nonlocal under_way, at_once
-        asked[answer.__name__] += 1
+        answer_counts[answer.__name__] += 1
         links.add(self.number)
         under_way += 1
         at_once = max(at_once, under_way)
@@ -118,63 +121,63 @@ def test_a_billion_transactions_are_planned_with_one_request(
             under_way -= 1
 
     monkeypatch.setattr(ServerLink, "request", counted)
-    close_client(billion.connect)
-    before = zookeeper_packets(billion)
-    began_cpu, began = time.process_time(), time.perf_counter()
-    per_task = (last_id(billion) + 1) // TASKS_PER_PARTITION
-    tasks = planned(billion, maxTransactionsPerTask=str(per_task)).partitions()
-    cpu_s, took_s = time.process_time() - began_cpu, time.perf_counter() - began
+    close_client(billion_cluster.connect)
+    before = zookeeper_packets(billion_cluster)
+    began_cpu, began_s = time.process_time(), time.perf_counter()
+    per_task = (last_id(billion_cluster) + 1) // TASKS_PER_PARTITION
+    tasks = planned(billion_cluster, maxTransactionsPerTask=str(per_task)).partitions()
+    cpu_s, took_s = time.process_time() - began_cpu, time.perf_counter() - began_s
     log.info("planned %d tasks: %.3f s of CPU, %.3f s in all", len(tasks), cpu_s, took_s)
-    partition_count = billion.partition_count
+    partition_count = billion_cluster.partition_count
     assert len(tasks) == TASKS_PER_PARTITION * partition_count
     assert sum(task.last - task.first + 1 for task in tasks) == TRANSACTIONS
-    # Each partition is asked for once, no request waits for another one's answer, and all are sent
-    # on one connection to the server; ZooKeeper is not asked for each.
-    assert asked == {"ReplicasResponse": partition_count}
+    # Each partition is queried once, no request waits for the answer to another request, and all
+    # requests use one connection to the server. ZooKeeper is not queried for each partition.
+    assert answer_counts == {"ReplicasResponse": partition_count}
     assert at_once > partition_count // 2  # the first may be answered while the last are asked
     assert len(links) == 1
-    assert zookeeper_packets(billion) - before < ZOOKEEPER_PACKETS_MAX < partition_count
-    # What goes to a task does not grow with the number of partitions.
+    assert zookeeper_packets(billion_cluster) - before < ZOOKEEPER_PACKETS_MAX < partition_count
+    # The size of a task does not grow with the number of partitions.
     assert all(len(task.layout.owners) == 1 for task in tasks)
 
 
 def test_spark_plans_a_billion_and_reads_what_was_requested(
-    spark: SparkSession, billion: LocalCluster
+    spark: SparkSession, billion_cluster: LocalCluster
 ) -> None:
-    whole = spark.read.format("waltz").load(billion.connect)
+    whole = spark.read.format("waltz").load(billion_cluster.connect)
     assert whole.rdd.getNumPartitions() == TRANSACTIONS // TRANSACTIONS_PER_TASK
-    last = last_id(billion)
+    last = last_id(billion_cluster)
     marks = json.dumps({"7": last - 1})
-    with WaltzClient(billion.connect) as client:
+    with WaltzClient(billion_cluster.connect) as client:
         high = client.high_water_mark(7)
     found = (
         spark.read.format("waltz")
         .options(partitions=7, startingHighWaterMarks=marks)
-        .load(billion.connect)
+        .load(billion_cluster.connect)
         .collect()
     )
     assert [row.transaction_id for row in found] == list(range(last, high + 1))
     assert bytes(found[0].data) == DATA
 
 
-def test_a_forged_log_continues(billion: LocalCluster) -> None:
-    with WaltzClient(billion.connect) as client:
+def test_a_forged_log_continues(billion_cluster: LocalCluster) -> None:
+    with WaltzClient(billion_cluster.connect) as client:
         assert (
             client.append(b"and one more", partition=3).result(TEST_TIMEOUT_S)
-            == last_id(billion) + 1
+            == last_id(billion_cluster) + 1
         )
 
 
 # ---- workers: their connections and their memory
 
 
-class Watch:
+class WorkerMonitor:
     """Polls Spark's Python workers: connections to servers, memory."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._ports = {each.port for each in cluster.members if each.kind == "server"}
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look_on)
+        self._thread = threading.Thread(target=self._sample_memory)
         self.connected: list[Counter[int]] = []  # by process, at each look that found any
         self.rss_bytes = 0
 
@@ -186,7 +189,7 @@ class Watch:
         self._end.set()
         self._thread.join()
 
-    def _look_on(self) -> None:
+    def _sample_memory(self) -> None:
         while not self._end.wait(0.05):
             found = Counter[int]()
             for process in psutil.Process().children(recursive=True):
@@ -206,9 +209,9 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def plain(place: Path) -> Iterator[LocalCluster]:
+def ordinary_cluster(directory: Path) -> Iterator[LocalCluster]:
     with waltz_core.local.running_cluster(
-        place / "plain", storage_count=1, server_count=2, partition_count=4
+        directory / "plain", storage_count=1, server_count=2, partition_count=4
     ) as running:
         yield running
 
@@ -223,13 +226,15 @@ def write(table: DataFrame, connect: str, **options: object) -> None:
     table.write.format("waltz").mode("append").options(**options).save(connect)
 
 
-def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCluster) -> None:
-    write(rows(spark, 4000, 256, tasks=4), plain.connect)
-    with Watch(plain) as watch:
+def test_connections_are_few_for_each_worker(
+    spark: SparkSession, ordinary_cluster: LocalCluster
+) -> None:
+    write(rows(spark, 4000, 256, tasks=4), ordinary_cluster.connect)
+    with WorkerMonitor(ordinary_cluster) as watch:
         # Each task has a worker that reads and one that writes.
         table = spark.read.format("waltz").options(columns="data", minPartitions=8)
-        write(table.load(plain.connect), plain.connect)
-    servers = sum(each.kind == "server" for each in plain.members)
+        write(table.load(ordinary_cluster.connect), ordinary_cluster.connect)
+    servers = sum(each.kind == "server" for each in ordinary_cluster.members)
     assert watch.connected
     for found in watch.connected:
         assert sum(found.values()) < 2 * len(found) * servers
@@ -246,18 +251,18 @@ def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCl
     ],
 )
 def test_a_workers_memory_depends_on_options_and_not_on_the_data(
-    spark: SparkSession, place: Path, count: int, size: int, options: dict[str, int]
+    spark: SparkSession, directory: Path, count: int, size: int, options: dict[str, int]
 ) -> None:
     with waltz_core.local.running_cluster(
-        place / f"rows-{size}", storage_count=1, server_count=1, partition_count=2
+        directory / f"rows-{size}", storage_count=1, server_count=1, partition_count=2
     ) as cluster:
-        with Watch(cluster) as writing:
+        with WorkerMonitor(cluster) as writing:
             write(rows(spark, count, size), cluster.connect, **options)
-        with Watch(cluster) as reading:
+        with WorkerMonitor(cluster) as reading:
             found = spark.read.format("waltz").option("columns", "data").load(cluster.connect)
             found.write.format("noop").mode("overwrite").save()
     peaks = [watch.rss_bytes // MIB for watch in (writing, reading)]
     log.info("%d rows of %d bytes: MiB when writing and reading %s", count, size, peaks)
-    # A worker has some 150 MiB before it does anything. What is written is twice as much as that.
+    # A worker has some 150 MiB at its start. The written data is twice as large.
     assert 0 < writing.rss_bytes < 500 * MIB < count * size + 150 * MIB
     assert 0 < reading.rss_bytes < 350 * MIB

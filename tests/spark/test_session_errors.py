@@ -70,10 +70,10 @@ def test_a_waltz_error_is_also_sparks_error(spark: SparkSession, connect: str) -
 def test_a_rejected_row_is_raised_as_a_waltz_error(spark: SparkSession, connect: str) -> None:
     marks = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
     waltz_spark.append(locked(spark, 1), connect, high_water_marks=marks)
-    begun = json.dumps({str(partition): mark for partition, mark in marks.items()})
+    marks_json = json.dumps({str(partition): mark for partition, mark in marks.items()})
     sentence = r"^partition \d: a row was rejected, because transaction \d+ has written one of"
     with pytest.raises(errors.LockFailed, match=sentence) as caught:
-        write(locked(spark, 1), connect, onLockFailure="fail", clientHighWaterMarks=begun)
+        write(locked(spark, 1), connect, onLockFailure="fail", clientHighWaterMarks=marks_json)
     assert is_one_sentence(caught.value)
 
 
@@ -85,7 +85,7 @@ def test_a_missing_zookeeper_is_raised_as_a_waltz_error(spark: SparkSession) -> 
 
 @pytest.mark.filterwarnings("ignore:toPandas attempted Arrow optimization")  # Spark's own words
 def test_every_action_raises_the_same_error(spark: SparkSession, connect: str) -> None:
-    """Some of them raise no error of Spark's but py4j's, with the whole stack of Java."""
+    """Without conversion, some actions raise an error of py4j with the whole Java stack."""
     write(spark.createDataFrame([("no msgpack", 0)], "data string, partition int"), connect)
     reader = spark.read.format("waltz").option("dataFormat", "msgpack").schema("id long")
     actions = (
@@ -117,18 +117,18 @@ def test_an_error_of_a_stream_is_raised_as_a_waltz_error(
     assert type(waltz_spark.error_of(query_error)) is errors.BadRequest
 
 
-def test_an_error_of_the_users_function_is_kept(
+def test_an_error_of_a_user_function_is_raised_unchanged(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     spark.range(1).write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema("id long").parquet(str(tmp_path / "in"))
-    seen: list[BaseException] = []
+    errors_raised: list[BaseException] = []
 
     def settle(table: DataFrame, _number: int) -> None:
         try:
             write(table, connect)
         except errors.BadRequest as error:
-            seen.append(error)
+            errors_raised.append(error)
             raise RuntimeError("the ledger is closed") from error
 
     query = stream.writeStream.foreachBatch(settle).trigger(availableNow=True)
@@ -136,11 +136,11 @@ def test_an_error_of_the_users_function_is_kept(
         query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(
             TEST_TIMEOUT_S
         )
-    assert len(seen) == 1
+    assert len(errors_raised) == 1
     assert not isinstance(caught.value, errors.WaltzError)
 
 
-def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
+def test_errors_of_spark_are_raised_unchanged(spark: SparkSession) -> None:
     with pytest.raises(AnalysisException, match="TABLE_OR_VIEW_NOT_FOUND") as analysis:
         spark.sql("SELECT * FROM no_such_relation").collect()
     with pytest.raises(PySparkException, match="DIVIDE_BY_ZERO") as arithmetic:
@@ -154,7 +154,7 @@ def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
 
 @pytest.mark.filterwarnings("ignore:Cannot infer the eval type")  # Spark's own words
 def test_a_waltz_error_quoted_by_a_user_is_not_converted(spark: SparkSession) -> None:
-    ours = "waltz_core.errors.LockFailed: no"
+    quoted = "waltz_core.errors.LockFailed: no"
 
     def failing(sentence: str) -> DataFrame:
         def fail(_: int) -> int:
@@ -163,10 +163,10 @@ def test_a_waltz_error_quoted_by_a_user_is_not_converted(spark: SparkSession) ->
         return spark.range(1).select(F.udf(fail, "int")("id"))
 
     tables = [
-        spark.sql(f"SELECT CAST('{ours}' AS int)"),
-        spark.sql(f"SELECT raise_error('x {ours}')"),
-        failing(f"my job: {ours}"),
-        failing(f"two lines\n{ours}"),
+        spark.sql(f"SELECT CAST('{quoted}' AS int)"),
+        spark.sql(f"SELECT raise_error('x {quoted}')"),
+        failing(f"my job: {quoted}"),
+        failing(f"two lines\n{quoted}"),
     ]
     for table in tables:
         with pytest.raises(PySparkException, match="LockFailed: no") as caught:

@@ -1,4 +1,4 @@
-"""Changes functions, and several tables of one follower, in Spark: each equals its replay."""
+"""Changes functions and several tables of one follower in Spark: each table equals its replay."""
 
 from pathlib import Path
 
@@ -61,8 +61,8 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
     words = ["follow", table, "--connect", written.connect, "--key", "id", "--until", "now"]
     words += [word for each in ("id", "value") for word in ("--column", f"{each}:int64")]
     words += ["--column", "op:string", "--changes", PAIRS]
-    done = run_command(*words)
-    assert done.returncode == 0, done.stderr
+    result = run_command(*words)
+    assert result.returncode == 0, result.stderr
     check_versions(written, table, pair_changes)
     assert read_table(table) == written.replayed(end_marks(written), pair_changes)
     call |= {"table": str(tmp_path / "other"), "changes": FAILING}

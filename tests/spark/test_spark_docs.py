@@ -45,7 +45,7 @@ def snippets(page: str) -> list[str]:
 
 
 class Reader:
-    """A reader who runs snippets one after the other, in the same names."""
+    """Runs snippets one after the other, in one namespace."""
 
     def __init__(self, spark: SparkSession, connect: str, page: str) -> None:
         self.page, self.connect = page, connect
@@ -59,20 +59,21 @@ class Reader:
     def run(self, snippet: str, **names: object) -> Mapping[str, Any]:
         """Run a snippet with further names that it assumes; return all names."""
         self.names |= names
-        here = CONNECT.sub(self.connect, snippet).replace(SINCE, "2013-01-01T00:00:00Z")
-        here = here.replace("port=9404", f"port={free_port()}")
-        exec(compile(here, ROOT / self.page, "exec"), self.names)
+        code = CONNECT.sub(self.connect, snippet).replace(SINCE, "2013-01-01T00:00:00Z")
+        code = code.replace("port=9404", f"port={free_port()}")
+        exec(compile(code, ROOT / self.page, "exec"), self.names)
         return self.names
 
 
 @pytest.fixture
-def own(spark: SparkSession) -> Iterator[SparkSession]:
-    """A session of its own: its listeners and queries go with it."""
-    own = spark.newSession()
-    yield own
-    for query in own.streams.active:
+def separate_session(spark: SparkSession) -> Iterator[SparkSession]:
+    """A separate session; its listeners and queries end with it."""
+    separate_session = spark.newSession()
+    yield separate_session
+    for query in separate_session.streams.active:
         query.stop()
-    # Else this one stays the thread's active session, and what others register is not found.
+    # Otherwise this session stays the active session of the thread, and objects of other sessions
+    # are not found.
     spark.createDataFrame([], "nothing int")
 
 
@@ -82,11 +83,11 @@ def rows(spark: SparkSession, item: int) -> DataFrame:
     return order.withColumn("write_locks", F.array(lock("item", F.col("item"))))
 
 
-def test_the_snippet_of_the_readme_works(own: SparkSession, connect: str) -> None:
+def test_the_snippet_of_the_readme_works(separate_session: SparkSession, connect: str) -> None:
     (snippet,) = snippets("README.md")
-    names = Reader(own, connect, "README.md").run(
+    names = Reader(separate_session, connect, "README.md").run(
         snippet,
-        df=own.sql("SELECT 'LX 1' AS data"),
+        df=separate_session.sql("SELECT 'LX 1' AS data"),
         decide=lambda flights: flights.where("partition >= 0").select("data").limit(1),
     )
     assert names["result"].counts["committed"] == 1
@@ -95,21 +96,28 @@ def test_the_snippet_of_the_readme_works(own: SparkSession, connect: str) -> Non
 
 @needs_pyspark(4, 2, "there is no lag")
 def test_the_snippets_of_the_spark_page_work(
-    own: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    separate_session: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The last one needs a server of Spark Connect; test_connect.py opens such sessions.
+    # The last snippet needs a server of Spark Connect; test_connect.py opens such sessions.
     first, recompute, error, stream, lag, write, export, traces, feed, _remote = snippets(
         "docs/spark.md"
     )
-    reader = Reader(own, connect, "docs/spark.md")
-    assert reader.run(first)["spark"].version == own.version
-    marks = waltz_spark.snapshot(own, connect).high_water_marks
-    waltz_spark.append(rows(own, 7), connect, high_water_marks=marks, dataFormat="msgpack")
+    reader = Reader(separate_session, connect, "docs/spark.md")
+    assert reader.run(first)["spark"].version == separate_session.version
+    marks = waltz_spark.snapshot(separate_session, connect).high_water_marks
+    waltz_spark.append(
+        rows(separate_session, 7), connect, high_water_marks=marks, dataFormat="msgpack"
+    )
 
-    reader.run(recompute, **stock(own, recompute, tmp_path), orders=rows(own, 7), marks=marks)
+    reader.run(
+        recompute,
+        **stock(separate_session, recompute, tmp_path),
+        orders=rows(separate_session, 7),
+        marks=marks,
+    )
 
     late = (
-        rows(own, 7)
+        rows(separate_session, 7)
         .select(F.lit("late").alias("data"), "write_locks")
         .withColumn("client_high_water_mark", F.lit(-1).cast("long"))
     )
@@ -119,21 +127,23 @@ def test_the_snippets_of_the_spark_page_work(
     counts: list[int] = []
     names = reader.run(
         stream,
-        spark=own,
+        spark=separate_session,
         settle=lambda batch, _number: counts.append(batch.count()),
         place=str(tmp_path / "settled"),
     )
     names["query"].processAllAvailable()
-    assert sum(counts) == own.read.format("waltz").load(connect).count()
+    assert sum(counts) == separate_session.read.format("waltz").load(connect).count()
     reader.run(lag)
 
-    own.sql("SELECT 'changed' AS data").write.parquet(str(tmp_path / "in"))
-    changes = own.readStream.schema("data string").parquet(str(tmp_path / "in"))
+    separate_session.sql("SELECT 'changed' AS data").write.parquet(str(tmp_path / "in"))
+    changes = separate_session.readStream.schema("data string").parquet(str(tmp_path / "in"))
     reader.run(write, changes=changes, place=str(tmp_path / "written"), results=str(tmp_path / "r"))
-    for query in own.streams.active:
+    for query in separate_session.streams.active:
         query.processAllAvailable()
-    assert own.read.parquet(str(tmp_path / "r" / "batch=0")).count() == 1
-    assert own.read.format("waltz").load(connect).where("data = 'changed'").count() == 1
+    assert separate_session.read.parquet(str(tmp_path / "r" / "batch=0")).count() == 1
+    assert (
+        separate_session.read.format("waltz").load(connect).where("data = 'changed'").count() == 1
+    )
 
     reader.run(export)
     assert callable(reader.run(traces)["start"])  # test_task_spans.py calls such a function

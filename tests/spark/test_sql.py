@@ -1,4 +1,4 @@
-"""SQL only: views and tables over the log, locks, and every statement of the docs."""
+"""Spark SQL: views and tables of the log, locks, and every statement of the docs."""
 
 import json
 import re
@@ -39,13 +39,14 @@ def statements() -> list[Statement]:
 
 @pytest.fixture
 def sql(spark: SparkSession, tmp_path: Path) -> Iterator[SparkSession]:
-    """A session of its own: views, functions and tables go with it."""
-    own = spark.newSession()
-    own.sql(f"CREATE DATABASE sql_tests LOCATION '{tmp_path / 'tables'}'")
-    own.sql("USE sql_tests")
-    yield own
-    own.sql("DROP DATABASE sql_tests CASCADE")
-    # Else this one stays the thread's active session, and what others register is not found.
+    """A separate session; its views, functions and tables are removed with it."""
+    new_session = spark.newSession()
+    new_session.sql(f"CREATE DATABASE sql_tests LOCATION '{tmp_path / 'tables'}'")
+    new_session.sql("USE sql_tests")
+    yield new_session
+    new_session.sql("DROP DATABASE sql_tests CASCADE")
+    # Otherwise this session stays the active session of the thread, and objects of other sessions
+    # are not found.
     spark.createDataFrame([], "nothing int")
 
 
@@ -68,22 +69,22 @@ def marks(spark: SparkSession, connect: str) -> dict[int, int]:
 def test_every_statement_of_the_docs_works_or_is_rejected_as_documented(
     sql: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    def here(text: str) -> str:
+    def with_test_values(text: str) -> str:
         text = text.replace("zk1:2181/waltz/payments", connect)
         return text.replace("/results/accounts", str(tmp_path / "results"))
 
-    refused = 0
+    rejected_count = 0
     for statement in statements():
         if statement.refusal is None:
-            sql.sql(here(statement.text)).collect()
+            sql.sql(with_test_values(statement.text)).collect()
             continue
-        refused += 1
+        rejected_count += 1
         with pytest.raises(Exception, match=r".") as caught:
-            sql.sql(here(statement.text)).collect()
+            sql.sql(with_test_values(statement.text)).collect()
         wanted = statement.refusal.replace("`default`", "`sql_tests`")
         assert wanted in str(caught.value).splitlines()[0], statement.text
-    assert len(statements()) - refused >= 14
-    assert refused >= 9
+    assert len(statements()) - rejected_count >= 14
+    assert rejected_count >= 9
     # The function of the docs is the client library's lock.
     keys = [0, 1, -1, 2**31, -(2**31), 2**63 - 1, -(2**63)]
     names = ["account", "", "grüße", "a-very-long-lock-name-that-overflows-int-hash-arithmetic"]
@@ -105,7 +106,7 @@ def test_a_view_reads_what_a_reader_reads(
     sql.sql(f"CREATE TEMPORARY VIEW threes USING waltz OPTIONS ({options}, headers '3')")
     threes = sql.sql("SELECT * FROM threes").collect()
     assert sorted(bytes(row.data) for row in threes) == [b"3", b"7"]
-    # What the docs warn of: a view is not asked what it is given by WITH.
+    # The docs warn of this: a view ignores the options of WITH.
     assert sql.sql("SELECT * FROM log WITH (headers = '3', nonsense = '1')").count() == 9
 
 

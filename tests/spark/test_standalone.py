@@ -1,7 +1,7 @@
 """A standalone Spark cluster of two workers: both read from and write to the log.
 
-What is seen here is what a user's `spark-submit` does. Where network namespaces can be made each
-worker has a network of its own.
+The tests use `spark-submit` like a user. If the machine permits network namespaces, each worker has
+a separate network.
 """
 
 import urllib.request
@@ -20,10 +20,10 @@ from tests.spark.standalone import StandaloneSpark
 from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 
-# Master, workers, drivers and executors are a process each. Shorter tests of the same rules:
-# `test_once_cluster.py` has executors with processes of their own, `test_moving.py` reads from
-# replicas, `test_scale.py` counts the connections of workers, and `test_batch.py` writes with
-# locks, reads back, and causes a conflict.
+# Master, workers, drivers and executors are separate processes. Shorter tests of the same rules:
+# `test_once_cluster.py` has executor processes, `test_moving.py` reads from replicas,
+# `test_scale.py` counts the connections of workers, and `test_batch.py` writes with locks, reads
+# back, and causes a conflict.
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 COUNT = 200_000
@@ -32,7 +32,7 @@ SERVERS, STORAGES = 2, 3
 
 
 @dataclass(frozen=True)
-class Both:
+class WaltzAndSpark:
     """A Waltz cluster and a Spark cluster."""
 
     waltz: waltz_core.local.LocalCluster
@@ -45,7 +45,7 @@ class Both:
     @property
     def hosts(self) -> set[str]:
         """Where Spark's workers are."""
-        return {each.address for each in self.spark.rims}
+        return {each.address for each in self.spark.worker_hosts}
 
     def total(self, metric: str) -> float:
         """Return a counter's sum over its labels and over all daemons that have it."""
@@ -60,11 +60,11 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def both(
+def programs(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Both]:
+) -> Iterator[WaltzAndSpark]:
     directory = tmp_path_factory.mktemp("standalone")
-    with simulated_hosts() as (hub, *rims), hub.enter():
+    with simulated_hosts() as (hub, *worker_hosts), hub.enter():
         if not hub.has_own_network:
             plugins = request.config.pluginmanager
             with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
@@ -77,15 +77,17 @@ def both(
                 server_count=SERVERS,
                 storage_count=STORAGES,
             ) as waltz,
-            StandaloneSpark(directory, hub, (rims[0], rims[1])).running() as spark,
+            StandaloneSpark(directory, hub, (worker_hosts[0], worker_hosts[1])).running() as spark,
         ):
-            yield Both(waltz, spark)
+            yield WaltzAndSpark(waltz, spark)
 
 
-def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path: Path) -> None:
-    ports = both.ports("server") + both.ports("storage")
-    arguments = (both.waltz.connect, str(tmp_path), str(COUNT))
-    job = both.spark.submit("cluster_job.py", *arguments, ports=ports)
+def test_a_job_runs_on_both_workers_and_reads_from_replicas(
+    programs: WaltzAndSpark, tmp_path: Path
+) -> None:
+    ports = programs.ports("server") + programs.ports("storage")
+    arguments = (programs.waltz.connect, str(tmp_path), str(COUNT))
+    job = programs.spark.submit("cluster_job.py", *arguments, ports=ports)
     assert job.report == {
         "committed": COUNT,
         "results": COUNT,
@@ -97,54 +99,60 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
         "zone": "UTC",
         "rows_in_batch": "10000",
     }
-    assert {each["Host"] for each in job.attempts() if each["won"]} == both.hosts
+    assert {each["Host"] for each in job.attempts() if each["won"]} == programs.hosts
 
     # A reader through a server has it look into its cache, or fetch from a storage.
-    assert both.total("waltz_server_cache_reads_total") == 0
-    assert both.total("waltz_server_fetched_bytes_total") == 0
-    assert both.total("waltz_storage_read_bytes_total") > COUNT * ROW_BYTES
+    assert programs.total("waltz_server_cache_reads_total") == 0
+    assert programs.total("waltz_server_fetched_bytes_total") == 0
+    assert programs.total("waltz_storage_read_bytes_total") > COUNT * ROW_BYTES
 
-    seen = job.connections
-    assert len(seen) >= 2
+    connections = job.connections
+    assert len(connections) >= 2
     for kind in ("server", "storage"):
-        made = sum(seen[pid][port] for pid in seen for port in both.ports(kind))
-        assert 0 < made < 2 * len(seen) * len(both.ports(kind))
+        connection_count = sum(
+            connections[pid][port] for pid in connections for port in programs.ports(kind)
+        )
+        assert 0 < connection_count < 2 * len(connections) * len(programs.ports(kind))
 
 
-def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: Path) -> None:
+def test_executors_that_reach_servers_only_read_and_write(
+    programs: WaltzAndSpark, tmp_path: Path
+) -> None:
     """ZooKeeper and the storages are behind a wall; the driver reaches all."""
-    if not both.spark.hub.has_own_network:
-        pytest.skip("a wall between processes of one machine needs network namespaces")
-    with WaltzClient(both.waltz.connect) as client:
+    if not programs.spark.hub.has_own_network:
+        pytest.skip("separate networks on one machine need network namespaces")
+    with WaltzClient(programs.waltz.connect) as client:
         futures = [client.append(b"row") for _ in range(100)]
         assert all(future.result(TEST_TIMEOUT_S) >= 0 for future in futures)
         count = sum(mark + 1 for mark in client.high_water_marks(linearizable=True).values())
-    ports = both.ports("zookeeper") + both.ports("storage")
-    before = both.total("waltz_server_cache_reads_total")
+    ports = programs.ports("zookeeper") + programs.ports("storage")
+    before = programs.total("waltz_server_cache_reads_total")
     with ExitStack() as stack:
-        for rim in both.spark.rims:
-            stack.enter_context(rim.block_ports(ports))
-        job = both.spark.submit(
+        for worker_host in programs.spark.worker_hosts:
+            stack.enter_context(worker_host.block_ports(ports))
+        job = programs.spark.submit(
             "servers_only_job.py",
-            both.waltz.connect,
+            programs.waltz.connect,
             str(tmp_path),
             ports=ports,
             **{"spark.task.maxFailures": "1"},
         )
     assert job.report["read"] == count
-    assert both.total("waltz_server_cache_reads_total") > before
+    assert programs.total("waltz_server_cache_reads_total") > before
     assert job.connections != {}
     assert all(seen[port] == 0 for seen in job.connections.values() for port in ports)
     # The servers keep the record of a write, so its tasks need no ZooKeeper.
     assert job.report["error"] == ""
-    with WaltzClient(both.waltz.connect) as client:
+    with WaltzClient(programs.waltz.connect) as client:
         marks = client.high_water_marks(linearizable=True)
     assert sum(mark + 1 for mark in marks.values()) == count + 1
 
 
-def test_two_attempts_of_a_task_write_at_one_time(both: Both, tmp_path: Path) -> None:
-    job = both.spark.submit(
-        "speculation_job.py", both.waltz.connect, str(tmp_path), imports_tests=True
+def test_two_concurrent_attempts_of_a_task_write_each_row_once(
+    programs: WaltzAndSpark, tmp_path: Path
+) -> None:
+    job = programs.spark.submit(
+        "speculation_job.py", programs.waltz.connect, str(tmp_path), imports_tests=True
     )
     assert job.exit_code == 0, job.errors[-6_000:]
     attempts = [each for each in job.attempts() if each["Index"] == SLOW_TASK]

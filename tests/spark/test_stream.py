@@ -54,34 +54,34 @@ def stream(spark: SparkSession, connect: str, **options: object) -> DataFrame:
     return spark.readStream.format("waltz").options(**options).load(connect)
 
 
-def into_files(table: DataFrame, place: Path) -> StreamingQuery:
-    """Read all that is there now into Parquet, and end."""
+def into_files(table: DataFrame, directory: Path) -> StreamingQuery:
+    """Read all current transactions into Parquet files, and end."""
     return (
         table.writeStream.format("parquet")
-        .option("checkpointLocation", str(place / "checkpoint"))
-        .option("path", str(place / "files"))
+        .option("checkpointLocation", str(directory / "checkpoint"))
+        .option("path", str(directory / "files"))
         .trigger(availableNow=True)
         .start()
     )
 
 
-def finished(query: StreamingQuery) -> StreamingQuery:
+def await_end(query: StreamingQuery) -> StreamingQuery:
     assert query.awaitTermination(TEST_TIMEOUT_S)
     return query
 
 
 @pytest.fixture
-def begun(connect: str) -> dict[int, int]:
+def start_marks(connect: str) -> dict[int, int]:
     """The marks before the test."""
     return marks_of(connect)
 
 
 def test_a_stream_reads_what_a_batch_reads(
-    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+    spark: SparkSession, connect: str, start_marks: dict[int, int], tmp_path: Path
 ) -> None:
     append(connect, 300)
-    starting = {"startingHighWaterMarks": as_json(begun)}
-    finished(into_files(stream(spark, connect, **starting), tmp_path))
+    starting = {"startingHighWaterMarks": as_json(start_marks)}
+    await_end(into_files(stream(spark, connect, **starting), tmp_path))
     batch = spark.read.format("waltz").options(**starting).load(connect)
     assert batch.count() == 300
     assert_df_equality(spark.read.parquet(str(tmp_path / "files")), batch, ignore_row_order=True)
@@ -89,16 +89,16 @@ def test_a_stream_reads_what_a_batch_reads(
 
 @pytest.mark.core
 def test_a_stream_continues_from_its_checkpoint(
-    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+    spark: SparkSession, connect: str, start_marks: dict[int, int], tmp_path: Path
 ) -> None:
-    starting = {"startingHighWaterMarks": as_json(begun)}
+    starting = {"startingHighWaterMarks": as_json(start_marks)}
     for times in range(1, 3):
         append(connect, 40, tag=f"{times}-")
-        finished(into_files(stream(spark, connect, **starting), tmp_path))
+        await_end(into_files(stream(spark, connect, **starting), tmp_path))
         files = spark.read.parquet(str(tmp_path / "files"))
         assert files.count() == files.distinct().count() == 40 * times
     # With nothing new there is nothing more.
-    finished(into_files(stream(spark, connect, **starting), tmp_path))
+    await_end(into_files(stream(spark, connect, **starting), tmp_path))
     assert spark.read.parquet(str(tmp_path / "files")).count() == 80
 
 
@@ -106,42 +106,42 @@ def test_a_stream_starts_with_new_transactions_unless_an_option_sets_the_start(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     append(connect, 8)
-    finished(into_files(stream(spark, connect), tmp_path))
+    await_end(into_files(stream(spark, connect), tmp_path))
     append(connect, 12, tag="new")
-    finished(into_files(stream(spark, connect), tmp_path))
+    await_end(into_files(stream(spark, connect), tmp_path))
     rows = spark.read.parquet(str(tmp_path / "files")).selectExpr("CAST(data AS string)").collect()
     assert sorted(row.data for row in rows) == sorted(f"new{n}" for n in range(12))
 
 
 @with_admission_control
 def test_a_micro_batch_respects_its_limit(
-    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+    spark: SparkSession, connect: str, start_marks: dict[int, int], tmp_path: Path
 ) -> None:
     append(connect, 40, partition=0)
     append(connect, 10, partition=1)
     table = stream(
-        spark, connect, startingHighWaterMarks=as_json(begun), maxTransactionsPerTrigger=20
+        spark, connect, startingHighWaterMarks=as_json(start_marks), maxTransactionsPerTrigger=20
     )
-    query = finished(into_files(table, tmp_path))
+    query = await_end(into_files(table, tmp_path))
     counts = [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]
     assert counts == [20, 20, 10]
     ends = [json.loads(each["sources"][0]["endOffset"]) for each in query.recentProgress]
-    assert ends[0]["0"] - begun[0] == 16  # shared out by how far each lags
-    assert ends[0]["1"] - begun[1] == 4
+    assert ends[0]["0"] - start_marks[0] == 16  # shared out by how far each lags
+    assert ends[0]["1"] - start_marks[1] == 4
 
 
 def test_micro_batches_follow_a_writer_in_order(
-    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+    spark: SparkSession, connect: str, start_marks: dict[int, int], tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []
 
-    def take(batch: DataFrame, _number: int) -> None:
+    def collect(batch: DataFrame, _number: int) -> None:
         rows = batch.select("partition", "transaction_id").collect()
         seen.extend(sorted((row.partition, row.transaction_id) for row in rows))
 
     query = (
-        stream(spark, connect, startingHighWaterMarks=as_json(begun), pollInterval=0)
-        .writeStream.foreachBatch(take)
+        stream(spark, connect, startingHighWaterMarks=as_json(start_marks), pollInterval=0)
+        .writeStream.foreachBatch(collect)
         .option("checkpointLocation", str(tmp_path))
         .start()
     )
@@ -153,13 +153,13 @@ def test_micro_batches_follow_a_writer_in_order(
     finally:
         query.stop()
     for partition in range(PARTITIONS):
-        ids = [place for each, place in seen if each == partition]
-        assert ids == list(range(begun[partition] + 1, begun[partition] + 1 + len(ids)))
+        ids = [transaction_id for each, transaction_id in seen if each == partition]
+        assert ids == list(range(start_marks[partition] + 1, start_marks[partition] + 1 + len(ids)))
 
 
 @with_admission_control
 def test_the_lag_is_the_marks_minus_the_position_of_the_stream(
-    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+    spark: SparkSession, connect: str, start_marks: dict[int, int], tmp_path: Path
 ) -> None:
     reported: list[list[dict[int, int]]] = []
     listener = LagListener(lambda _query, lags: reported.append(lags))
@@ -169,15 +169,15 @@ def test_the_lag_is_the_marks_minus_the_position_of_the_stream(
         table = stream(
             spark,
             connect,
-            startingHighWaterMarks=as_json(begun),
+            startingHighWaterMarks=as_json(start_marks),
             maxTransactionsPerTrigger=20,
             pollInterval=0,
         )
-        query = finished(into_files(table, tmp_path))
+        query = await_end(into_files(table, tmp_path))
         assert [lag_of(each)[0][2] for each in query.recentProgress][:3] == [30, 10, 0]
-        wait_until("three are reported", lambda: len(reported) >= 3)
+        wait_until("three micro-batches are reported", lambda: len(reported) >= 3)
         assert [log[2] for (log,) in reported[:3]] == [30, 10, 0]
-        wait_until("its end is reported", lambda: str(query.id) not in listener.lags)
+        wait_until("the end of the query is reported", lambda: str(query.id) not in listener.lags)
     finally:
         spark.streams.removeListener(listener)
 
@@ -190,7 +190,7 @@ def test_a_start_by_time_reads_from_the_first_later_transaction(
     last = rows.orderBy("transaction_id", ascending=False).first()
     assert last is not None
     after = int(last.commit_time.timestamp() * 1000) + 1
-    wait_until("it is later", lambda: time.time_ns() // 1_000_000 > after)
+    wait_until("the clock has advanced", lambda: time.time_ns() // 1_000_000 > after)
     append(connect, 3, partition=3, tag="new")
     for start in (str(after), last.commit_time.isoformat(timespec="milliseconds")):
         found = (
@@ -228,22 +228,22 @@ def test_a_wrong_option_is_reported_before_anything_runs(
             parse_read({"connect": connect, **options}, Purpose.STREAM)
     options, sentence = WRONG[0]
     with pytest.raises(Exception, match=sentence) as failed:
-        finished(into_files(stream(spark, connect, **options), tmp_path))
+        await_end(into_files(stream(spark, connect, **options), tmp_path))
     assert isinstance(waltz_spark.error_of(failed.value), BadConfig)
 
 
 def test_a_checkpoint_past_the_end_of_the_log_is_data_loss(
-    spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
+    spark: SparkSession, connect: str, start_marks: dict[int, int], tmp_path: Path
 ) -> None:
-    finished(into_files(stream(spark, connect, startingHighWaterMarks="latest"), tmp_path))
+    await_end(into_files(stream(spark, connect, startingHighWaterMarks="latest"), tmp_path))
     offsets = tmp_path / "checkpoint" / "offsets" / "0"
     text = offsets.read_text()
     lines = text.splitlines()
-    ahead = {str(each): mark + 1000 for each, mark in begun.items()}
+    ahead = {str(each): mark + 1000 for each, mark in start_marks.items()}
     offsets.write_text("\n".join([*lines[:-1], json.dumps(ahead)]))
     for crc in offsets.parent.glob(".*.crc"):
         crc.unlink()
     append(connect, 4)
     with pytest.raises(StreamingQueryException, match="but its log ends at") as failed:
-        finished(into_files(stream(spark, connect), tmp_path))
+        await_end(into_files(stream(spark, connect), tmp_path))
     assert isinstance(waltz_spark.error_of(failed.value), DataLoss)

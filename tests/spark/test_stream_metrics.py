@@ -1,4 +1,4 @@
-"""The metrics of queries with real events of Spark, and counts from the process that commits."""
+"""The metrics of streaming queries: lag from events of Spark, and row counts from the driver."""
 
 import json
 from pathlib import Path
@@ -29,26 +29,28 @@ def append(connect: str, partition: int, count: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_metrics_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the log, however busy the machine is."""
     monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", TEST_TIMEOUT_S)
 
 
-def nothing(_batch: DataFrame, _number: int) -> None:
+def ignore_batch(_batch: DataFrame, _number: int) -> None:
     pass
 
 
 def test_the_lag_of_a_query_grows_between_its_micro_batches(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    own = spark.newSession()
-    waltz_spark.export_metrics(own, connect)
+    separate_session = spark.newSession()
+    waltz_spark.export_metrics(separate_session, connect)
     with WaltzClient(connect) as client:
         labels = {"cluster": client.cluster().name, "query": "reader", "source": "0"}
-        begun = {str(each): mark for each, mark in client.high_water_marks().items()}
+        start_marks = {str(each): mark for each, mark in client.high_water_marks().items()}
     append(connect, 1, 3)
-    rows = own.readStream.format("waltz").option("startingHighWaterMarks", json.dumps(begun))
-    writer = rows.load(connect).writeStream.queryName("reader").foreachBatch(nothing)
+    rows = separate_session.readStream.format("waltz").option(
+        "startingHighWaterMarks", json.dumps(start_marks)
+    )
+    writer = rows.load(connect).writeStream.queryName("reader").foreachBatch(ignore_batch)
     writer = writer.option("checkpointLocation", str(tmp_path)).trigger(processingTime="1 hour")
     query = writer.start()
     try:
@@ -73,11 +75,11 @@ def test_the_lag_of_a_query_grows_between_its_micro_batches(
 def test_committed_and_rejected_rows_of_a_stream_are_counted(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    own = spark.newSession()
-    waltz_spark.export_metrics(own, connect)
-    rows = own.range(3).coalesce(1).select(F.lit("row").alias("data"))
+    separate_session = spark.newSession()
+    waltz_spark.export_metrics(separate_session, connect)
+    rows = separate_session.range(3).coalesce(1).select(F.lit("row").alias("data"))
     rows.write.parquet(str(tmp_path / "in"))
-    files = own.readStream.schema("data string").parquet(str(tmp_path / "in"))
+    files = separate_session.readStream.schema("data string").parquet(str(tmp_path / "in"))
     locked = files.select(
         "data",
         F.array(lock("rows of a metric", F.col("data"))).alias("write_locks"),

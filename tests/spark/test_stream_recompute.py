@@ -59,13 +59,13 @@ def append(connect: str, tag: str, count: int) -> set[str]:
 
 
 class Reader:
-    """A stream of the whole log, and what it has seen; `after` runs once, before the next poll."""
+    """A stream of the whole log, and its rows; `after` runs once, before the next poll."""
 
     def __init__(
         self,
         spark: SparkSession,
         connect: str,
-        place: Path,
+        checkpoint: Path,
         after: Callable[[], None] = lambda: None,
         **options: object,
     ) -> None:
@@ -77,7 +77,7 @@ class Reader:
             .options(**chosen)
             .load(connect)
             .writeStream.foreachBatch(self._take)
-            .option("checkpointLocation", str(place))
+            .option("checkpointLocation", str(checkpoint))
             .start()
         )
 
@@ -92,12 +92,12 @@ def test_a_running_stream_reports_a_recreated_log(
 ) -> None:
     later = 2  # less than was there before
 
-    def swap() -> None:
+    def recreate_log() -> None:
         recreate(cluster)
         append(cluster.connect, "new", later)
 
     old = append(cluster.connect, "old", 10)
-    reader = Reader(spark, cluster.connect, tmp_path, after=swap)
+    reader = Reader(spark, cluster.connect, tmp_path, after=recreate_log)
     with pytest.raises(StreamingQueryException, match="created again") as failed:
         reader.query.awaitTermination(200)
     assert isinstance(waltz_spark.error_of(failed.value), DataLoss)
@@ -112,17 +112,17 @@ def test_a_running_stream_reports_a_recreated_log(
     assert waltz_spark.snapshot(spark, cluster.connect).read().count() == later + 1
 
 
-def test_where_data_loss_is_allowed_the_new_log_is_read_from_its_start(
+def test_if_data_loss_is_allowed_a_recreated_log_is_read_from_its_start(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:
     new: set[str] = set()
 
-    def swap() -> None:
+    def recreate_log() -> None:
         recreate(cluster)
         new.update(append(cluster.connect, "new", 40))  # more than was there before
 
     old = append(cluster.connect, "old", 10)
-    reader = Reader(spark, cluster.connect, tmp_path, after=swap, failOnDataLoss="false")
+    reader = Reader(spark, cluster.connect, tmp_path, after=recreate_log, failOnDataLoss="false")
     try:
         reader.query.processAllAvailable()
         assert sorted(reader.seen) == sorted(old | new)
@@ -147,7 +147,7 @@ def plan_past_the_end(checkpoint: Path) -> None:
 def test_a_micro_batch_planned_from_another_log_fails(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    here = append(cluster.connect, "here", 10)
+    rows = append(cluster.connect, "here", 10)
     reader = Reader(spark, cluster.connect, tmp_path)
     reader.query.processAllAvailable()
     reader.query.stop()
@@ -159,6 +159,6 @@ def test_a_micro_batch_planned_from_another_log_fails(
     reader = Reader(spark, cluster.connect, tmp_path, failOnDataLoss="false")
     try:
         reader.query.processAllAvailable()
-        assert sorted(reader.seen) == sorted(here)
+        assert sorted(reader.seen) == sorted(rows)
     finally:
         reader.query.stop()

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.spark
 ROWS = 60  # in a file, and so in a micro-batch
 
 
-class Place:
-    """Files that a stream reads, its checkpoint, and what of it is in the log."""
+class StreamedTable:
+    """A stream from files to the log, its checkpoint, and the rows of the stream in the log."""
 
     def __init__(self, spark: SparkSession, connect: str, path: Path) -> None:
         self.spark, self.connect, self.path = spark, connect, path
@@ -32,21 +32,21 @@ class Place:
             marks = client.high_water_marks(linearizable=True)
         self.marks = json.dumps({str(each): int(mark) for each, mark in marks.items()})
 
-    def put(self, number: int) -> None:
+    def add_batch(self, number: int) -> None:
         """Add a file, the input of one micro-batch."""
         table = self.spark.range(number * ROWS, (number + 1) * ROWS, numPartitions=1)
         table.write.mode("append").parquet(str(self.path / "in"))
 
-    def put_into_first(self, number: int) -> None:
+    def add_to_first(self, number: int) -> None:
         """Put another file's rows into the first micro-batch of a stream that begins again."""
-        self.put(number)
-        whole = self.spark.read.parquet(str(self.path / "in")).coalesce(1)
-        whole.write.parquet(str(self.path / "whole"))
+        self.add_batch(number)
+        all_rows = self.spark.read.parquet(str(self.path / "in")).coalesce(1)
+        all_rows.write.parquet(str(self.path / "whole"))
         shutil.rmtree(self.path / "in")
         (self.path / "whole").rename(self.path / "in")
 
     def table(self) -> DataFrame:
-        """Return what is written."""
+        """Return the rows of the stream."""
         files = self.spark.readStream.schema("id long").option("maxFilesPerTrigger", 1)
         return (
             files.parquet(str(self.path / "in"))
@@ -65,7 +65,7 @@ class Place:
         assert self.start(name, **options).awaitTermination(TEST_TIMEOUT_S)
 
     def in_log(self) -> Counter[int]:
-        """Return what has come in since, and how often."""
+        """Return the rows that the log has received since the start, with their counts."""
         reader = self.spark.read.format("waltz").option("startingHighWaterMarks", self.marks)
         return Counter(int(bytes(row.data)) for row in reader.load(self.connect).collect())
 
@@ -77,47 +77,47 @@ class Place:
 
 
 @pytest.fixture
-def place(spark: SparkSession, connect: str, tmp_path: Path) -> Place:
-    return Place(spark, connect, tmp_path)
+def target(spark: SparkSession, connect: str, tmp_path: Path) -> StreamedTable:
+    return StreamedTable(spark, connect, tmp_path)
 
 
-def once(batches: int) -> Counter[int]:
+def counted_once(batches: int) -> Counter[int]:
     return Counter(dict.fromkeys(range(batches * ROWS), 1))
 
 
 @pytest.mark.core
-def test_a_batch_that_spark_has_not_recorded_is_not_written_again(place: Place) -> None:
+def test_a_batch_that_spark_has_not_recorded_is_not_written_again(target: StreamedTable) -> None:
     """The driver dies between our commit and Spark's own."""
-    place.put(0)
-    place.put(1)
-    place.run()
-    assert place.in_log() == once(2)
-    place.forget_commit(1)
-    place.put(2)
-    place.run()
-    assert place.in_log() == once(3)
+    target.add_batch(0)
+    target.add_batch(1)
+    target.run()
+    assert target.in_log() == counted_once(2)
+    target.forget_commit(1)
+    target.add_batch(2)
+    target.run()
+    assert target.in_log() == counted_once(3)
 
 
-def test_a_batch_that_is_sent_again_with_other_rows_fails(place: Place) -> None:
-    """A checkpoint that was cut back by hand: the batch is planned again, over more input."""
-    place.put(0)
-    place.run()
-    place.forget_commit(0)
+def test_a_batch_that_is_sent_again_with_other_rows_fails(target: StreamedTable) -> None:
+    """A user has truncated the checkpoint: Spark plans the batch again, with more input."""
+    target.add_batch(0)
+    target.run()
+    target.forget_commit(0)
     for name in ("0", ".0.crc"):
-        (place.path / "checkpoint" / "offsets" / name).unlink(missing_ok=True)
-        (place.path / "checkpoint" / "sources" / "0" / name).unlink(missing_ok=True)
-    place.put_into_first(1)
+        (target.path / "checkpoint" / "offsets" / name).unlink(missing_ok=True)
+        (target.path / "checkpoint" / "sources" / "0" / name).unlink(missing_ok=True)
+    target.add_to_first(1)
     with pytest.raises(StreamingQueryException, match=r"completed with 60 rows, but .* 120 rows"):
-        place.run()
-    assert place.in_log() == once(1)
+        target.run()
+    assert target.in_log() == counted_once(1)
 
 
 def test_a_micro_batch_that_was_written_but_not_committed_is_not_written_again(
-    place: Place,
+    target: StreamedTable,
 ) -> None:
-    """The driver dies between the tasks and our commit; the next one finds all rows there."""
+    """The driver dies between the tasks and the commit; the next one finds all rows in the log."""
 
-    class Dies(WaltzDataSource):
+    class DyingSource(WaltzDataSource):
         @classmethod
         def name(cls) -> str:
             return "waltz_dies"
@@ -131,27 +131,27 @@ def test_a_micro_batch_that_was_written_but_not_committed_is_not_written_again(
             writer.commit = commit
             return writer
 
-    place.spark.dataSource.register(Dies)
-    place.put(0)
+    target.spark.dataSource.register(DyingSource)
+    target.add_batch(0)
     with pytest.raises(StreamingQueryException, match="the driver is gone"):
-        place.run("waltz_dies")
-    assert place.in_log() == once(1)
-    place.put(1)
-    place.run()
-    assert place.in_log() == once(2)
+        target.run("waltz_dies")
+    assert target.in_log() == counted_once(1)
+    target.add_batch(1)
+    target.run()
+    assert target.in_log() == counted_once(2)
 
 
-def test_each_micro_batch_has_its_own_results(place: Place, tmp_path: Path) -> None:
-    place.put(0)
-    place.put(1)
+def test_each_micro_batch_has_its_own_results(target: StreamedTable, tmp_path: Path) -> None:
+    target.add_batch(0)
+    target.add_batch(1)
     results = tmp_path / "results"
-    place.run(resultsPath=str(results))
-    place.forget_commit(1)
-    place.run(resultsPath=str(results))
+    target.run(resultsPath=str(results))
+    target.forget_commit(1)
+    target.run(resultsPath=str(results))
     for number in (0, 1):
         directory = results / f"batch={number}"
         assert (directory / "_SUCCESS").exists()
-        result_rows = place.spark.read.parquet(str(directory)).collect()
+        result_rows = target.spark.read.parquet(str(directory)).collect()
         assert {row.status for row in result_rows} == {"COMMITTED"}
         assert (
             len(result_rows)
@@ -160,56 +160,56 @@ def test_each_micro_batch_has_its_own_results(place: Place, tmp_path: Path) -> N
         )
 
 
-def test_foreach_batch_with_a_name_and_a_number_is_written_once(place: Place) -> None:
+def test_foreach_batch_with_a_name_and_a_number_is_written_once(target: StreamedTable) -> None:
     def write(table: DataFrame, number: int) -> None:
         options = {"writeId": "foreach-test", "batchId": str(number)}
-        table.write.format("waltz").mode("append").options(**options).save(place.connect)
-        if number == 1 and not (place.path / "failed").exists():
-            (place.path / "failed").touch()
+        table.write.format("waltz").mode("append").options(**options).save(target.connect)
+        if number == 1 and not (target.path / "failed").exists():
+            (target.path / "failed").touch()
             raise RuntimeError("after the write")
 
     def run() -> None:
-        query = place.table().writeStream.foreachBatch(write)
-        query = query.option("checkpointLocation", str(place.path / "checkpoint"))
+        query = target.table().writeStream.foreachBatch(write)
+        query = query.option("checkpointLocation", str(target.path / "checkpoint"))
         assert query.trigger(availableNow=True).start().awaitTermination(TEST_TIMEOUT_S)
 
-    place.put(0)
-    place.put(1)
+    target.add_batch(0)
+    target.add_batch(1)
     with pytest.raises(StreamingQueryException, match="after the write"):
         run()
     run()
-    assert place.in_log() == once(2)
+    assert target.in_log() == counted_once(2)
 
 
 @pytest.mark.core
-def test_a_named_job_that_failed_is_run_again(place: Place) -> None:
+def test_a_named_job_that_failed_is_run_again(target: StreamedTable) -> None:
     """The batch twin: rows that are in the log by then are not written again."""
-    table = place.spark.range(0, 4_000, numPartitions=4).selectExpr(
+    table = target.spark.range(0, 4_000, numPartitions=4).selectExpr(
         "CAST(IF(id = 3900 AND {fail}, raise_error('no'), id) AS string) AS data".format(
             fail="true"
         ),
         "CAST(id % 4 AS int) AS partition",
     )
-    right = place.spark.range(0, 4_000, numPartitions=4).selectExpr(
+    right = target.spark.range(0, 4_000, numPartitions=4).selectExpr(
         "CAST(id AS string) AS data", "CAST(id % 4 AS int) AS partition"
     )
     options = {"writeId": "nightly-2026-11-21", "batchSize": "50"}
     with pytest.raises(Exception, match="no"):
-        table.write.format("waltz").mode("append").options(**options).save(place.connect)
-    there = sum(place.in_log().values())
-    assert there > 0
+        table.write.format("waltz").mode("append").options(**options).save(target.connect)
+    row_count = sum(target.in_log().values())
+    assert row_count > 0
     for _ in range(2):  # the second one finds it done
-        right.write.format("waltz").mode("append").options(**options).save(place.connect)
-        assert place.in_log() == Counter(dict.fromkeys(range(4_000), 1))
-    again = waltz_spark.append(right.repartition(3), place.connect, **options)
+        right.write.format("waltz").mode("append").options(**options).save(target.connect)
+        assert target.in_log() == Counter(dict.fromkeys(range(4_000), 1))
+    again = waltz_spark.append(right.repartition(3), target.connect, **options)
     assert (again.already_committed, again.counts["committed"]) == (True, 4_000)
     with pytest.raises(BadConfig, match=r"there are no results in .* without option resultsPath"):
         assert again.committed
     with pytest.raises(BadRequest, match="with 4000 rows, but this run has 3999 rows"):
         right.where("data != '7'").write.format("waltz").mode("append").options(**options).save(
-            place.connect
+            target.connect
         )
-    assert place.in_log() == Counter(dict.fromkeys(range(4_000), 1))
+    assert target.in_log() == Counter(dict.fromkeys(range(4_000), 1))
 
 
 def test_a_named_append_reports_its_first_run_and_rejects_other_rows(

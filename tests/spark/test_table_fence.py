@@ -33,8 +33,8 @@ pytestmark = [
 ]
 
 
-def opened(spark: SparkSession, table: Path) -> MergedDeltaTable:
-    """Return a table of one column `id`, in a session of its own."""
+def open_table(spark: SparkSession, table: Path) -> MergedDeltaTable:
+    """Return a table of one column `id`, in a separate session."""
     schema = StructType([StructField("id", LongType())])
     return MergedDeltaTable(spark.newSession(), str(table), schema, ["id"])
 
@@ -47,15 +47,15 @@ def change(spark: SparkSession, key: int) -> DataFrame:
 NAME = TableMarks("follow", "0" * 32, {0: -1, 1: -1})
 
 
-def up_to(*marks: int) -> TableMarks:
+def marks_up_to(*marks: int) -> TableMarks:
     return NAME._replace(marks=dict(enumerate(marks)))
 
 
-def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
+def test_a_table_accepts_one_of_two_commits_prepared_on_the_same_marks(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """Also if the marks of the later one cover more transactions, in other partitions."""
-    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
+    first, second = (open_table(spark, tmp_path / "table") for _ in range(2))
     assert first.marks(NAME) is None
     first.create(NAME)
     second.create(NAME._replace(follower="other"))
@@ -67,23 +67,23 @@ def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
         == decode_marks(second.marks(NAME).metadata)
         == NAME
     )
-    assert second.apply(change(spark, 1), up_to(1, -1))
-    for marks in (up_to(1, -1), up_to(-1, 0), up_to(0, 50)):
+    assert second.apply(change(spark, 1), marks_up_to(1, -1))
+    for marks in (marks_up_to(1, -1), marks_up_to(-1, 0), marks_up_to(0, 50)):
         with pytest.raises(Superseded, match="another commit of follower 'follow' came first"):
             first.apply(change(spark, 0), marks)
     second.marks(NAME)
-    assert second.apply(None, up_to(1, 0))
+    assert second.apply(None, marks_up_to(1, 0))
     second.marks(NAME)
-    assert second.apply(None, up_to(2, 0))
+    assert second.apply(None, marks_up_to(2, 0))
     with pytest.raises(Superseded):
-        first.apply(change(spark, 0), up_to(0, 60))
-    assert decode_marks(first.marks(NAME).metadata) == up_to(2, 0)
-    assert first.apply(change(spark, 3), up_to(3, 0))
+        first.apply(change(spark, 0), marks_up_to(0, 60))
+    assert decode_marks(first.marks(NAME).metadata) == marks_up_to(2, 0)
+    assert first.apply(change(spark, 3), marks_up_to(3, 0))
     rows = spark.read.format("delta").load(f"{tmp_path}/table").collect()
     assert {row["id"] for row in rows} == {1, 3}
 
 
-def test_a_table_without_marks_accepts_one_first_commit(
+def test_a_table_without_marks_accepts_only_one_first_commit(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """The user has created it, and two followers have other starts."""
@@ -92,14 +92,14 @@ def test_a_table_without_marks_accepts_one_first_commit(
         f"CREATE TABLE delta.`{table}` (id BIGINT, _partition INT, _transaction_id BIGINT) "
         "USING delta"
     )
-    first, second = (opened(spark, table) for _ in range(2))
+    first, second = (open_table(spark, table) for _ in range(2))
     for each in (first, second):
         assert each.marks(NAME).metadata is None
-    assert second.apply(change(spark, 1), up_to(1, -1))
+    assert second.apply(change(spark, 1), marks_up_to(1, -1))
     with pytest.raises(Superseded):
-        first.apply(change(spark, 0), up_to(8, 50))
+        first.apply(change(spark, 0), marks_up_to(8, 50))
     first.marks(NAME)
-    assert first.apply(change(spark, 2), up_to(2, -1))
+    assert first.apply(change(spark, 2), marks_up_to(2, -1))
 
 
 # The same search in the history of the table finds both.
@@ -108,29 +108,29 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
     spark: SparkSession, tmp_path: Path, other: str
 ) -> None:
     """Also by the next process, and behind commits that change no row."""
-    first, second = (opened(spark, tmp_path / "table") for _ in range(2))
+    first, second = (open_table(spark, tmp_path / "table") for _ in range(2))
     first.create(NAME)
     first.finish()
     first.marks(NAME)
-    first.apply(change(spark, 1), up_to(1, -1))
+    first.apply(change(spark, 1), marks_up_to(1, -1))
     first.marks(NAME)
-    place = f"delta.`{tmp_path}/table`"
+    table_name = f"delta.`{tmp_path}/table`"
     if other == "restore":
-        spark.sql(f"RESTORE {place} TO VERSION AS OF 0")
+        spark.sql(f"RESTORE {table_name} TO VERSION AS OF 0")
     else:
         name = NAME._replace(follower="other")
         second.marks(name)
         second.apply(change(spark, 7), name)
     for number in range(5):
-        spark.sql(f"ALTER TABLE {place} SET TBLPROPERTIES ('a' = '{number}')")
-    assert first.apply(change(spark, 2), up_to(2, -1))
-    for each in (first, opened(spark, tmp_path / "table")):
+        spark.sql(f"ALTER TABLE {table_name} SET TBLPROPERTIES ('a' = '{number}')")
+    assert first.apply(change(spark, 2), marks_up_to(2, -1))
+    for each in (first, open_table(spark, tmp_path / "table")):
         state = each.marks(NAME)
         expected = (
             OtherCommit(2, "RESTORE") if other == "restore" else OtherCommit(2, "MERGE", "other")
         )
         assert state.other_commits == [expected]
-    # A follower that starts after it has no such commit.
+    # A follower that starts later has no such commit.
     third = NAME._replace(follower="third")
     second.marks(third)
     second.apply(None, third)
@@ -139,21 +139,21 @@ def test_another_commit_between_a_read_and_a_merge_is_found(
 
 def test_delta_compacts_no_files_after_a_commit(spark: SparkSession, tmp_path: Path) -> None:
     """It would commit with the metadata of the follower."""
-    target, place = opened(spark, tmp_path / "table"), f"delta.`{tmp_path}/table`"
+    target, table_name = open_table(spark, tmp_path / "table"), f"delta.`{tmp_path}/table`"
     target._session.conf.set("spark.databricks.delta.autoCompact.minNumFiles", "2")
     spark.sql(
-        f"CREATE TABLE {place} (id BIGINT, _partition INT, _transaction_id BIGINT) USING delta "
-        "TBLPROPERTIES ('delta.autoOptimize.autoCompact' = 'true')"
+        f"CREATE TABLE {table_name} (id BIGINT, _partition INT, _transaction_id BIGINT) "
+        "USING delta TBLPROPERTIES ('delta.autoOptimize.autoCompact' = 'true')"
     )
     for mark in range(4):
         target.marks(NAME)
-        assert target.apply(change(spark, mark), up_to(mark, -1))
-    operations = {row["operation"] for row in spark.sql(f"DESCRIBE HISTORY {place}").collect()}
+        assert target.apply(change(spark, mark), marks_up_to(mark, -1))
+    operations = {row["operation"] for row in spark.sql(f"DESCRIBE HISTORY {table_name}").collect()}
     assert operations == {"CREATE TABLE", "MERGE"}
 
 
 @pytest.mark.versions
-def test_two_followers_at_once(
+def test_each_version_of_a_table_with_two_followers_is_a_replay_of_its_marks(
     spark: SparkSession,
     written: WrittenLog,
     tmp_path: Path,

@@ -17,7 +17,7 @@ import waltz_spark
 from tests import table_libraries
 from tests.commands import run_command
 from tests.spark.tables_job import CATALOG_NAME, catalog_settings, follow_table, method_ending_at
-from tests.spark.test_tables import started, transactions, upsert, with_delta
+from tests.spark.test_tables import append_and_return_marks, transactions, upsert, with_delta
 from tests.spark.test_tables_killed import run_job
 from tests.time_limits import PATIENT_CLIENT
 from tests.written_log import DELETE_HEADER, PARTITION_COUNT, TableRows, WrittenLog, end_marks
@@ -38,7 +38,7 @@ NAME = TableMarks("follow", "0" * 32, {0: -1})
 ID = StructType([StructField("id", LongType())])
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """The process ends here."""
 
 
@@ -48,7 +48,7 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lake(spark: SparkSession, warehouse: Path) -> Iterator[SparkSession]:
+def iceberg_session(spark: SparkSession, warehouse: Path) -> Iterator[SparkSession]:
     """Return a session with a catalog of Iceberg tables."""
     session = spark.newSession()
     for name, value in catalog_settings(warehouse).items():
@@ -66,8 +66,8 @@ def content(session: SparkSession, table: str, snapshot: int | None = None) -> T
     session.sql(f"REFRESH TABLE {table}")
     rows = session.sql(f"SELECT * FROM {table} {version}").collect()
     assert len({row["id"] for row in rows}) == len(rows)
-    place = ("value", "_log_partition", "_transaction_id")
-    return {row["id"]: tuple(row[name] for name in place) for row in rows}
+    columns = ("value", "_log_partition", "_transaction_id")
+    return {row["id"]: tuple(row[name] for name in columns) for row in rows}
 
 
 def marks_by_snapshot(session: SparkSession, table: str) -> dict[int, dict[int, int]]:
@@ -93,64 +93,73 @@ def check_snapshots(session: SparkSession, written: WrittenLog, table: str) -> N
 @pytest.mark.core
 @with_iceberg
 def test_an_iceberg_table_equals_a_replay_and_a_repeated_call_writes_no_snapshot(
-    lake: SparkSession, written: WrittenLog
+    iceberg_session: SparkSession, written: WrittenLog
 ) -> None:
     table = f"{CATALOG_NAME}.shop.replayed"
     more = {"format": "iceberg", "batch_transactions": 70}
-    assert follow_table(lake, written.connect, table, **more) == end_marks(written)
-    check_snapshots(lake, written, table)
-    found = marks_by_snapshot(lake, table)
+    assert follow_table(iceberg_session, written.connect, table, **more) == end_marks(written)
+    check_snapshots(iceberg_session, written, table)
+    found = marks_by_snapshot(iceberg_session, table)
     assert len(found) > 2
-    assert content(lake, table) == written.replayed(end_marks(written))
-    assert follow_table(lake, written.connect, table) == end_marks(written)
-    rows = transactions(lake.read, written.connect)
+    assert content(iceberg_session, table) == written.replayed(end_marks(written))
+    assert follow_table(iceberg_session, written.connect, table) == end_marks(written)
+    rows = transactions(iceberg_session.read, written.connect)
     assert upsert(rows, written.connect, table) == end_marks(written)
-    assert marks_by_snapshot(lake, table) == found
+    assert marks_by_snapshot(iceberg_session, table) == found
     append(written, 2)
-    upsert(transactions(lake.read, written.connect), written.connect, table)
-    check_snapshots(lake, written, table)
-    newest = list(marks_by_snapshot(lake, table).values())[-1]
-    assert content(lake, table) == written.replayed(newest) == written.replayed(end_marks(written))
+    upsert(transactions(iceberg_session.read, written.connect), written.connect, table)
+    check_snapshots(iceberg_session, written, table)
+    newest = list(marks_by_snapshot(iceberg_session, table).values())[-1]
+    assert (
+        content(iceberg_session, table)
+        == written.replayed(newest)
+        == written.replayed(end_marks(written))
+    )
 
 
 @pytest.mark.core
 @with_iceberg
 @pytest.mark.slow
 def test_another_session_continues_a_follower_that_ended_before_the_publication(
-    lake: SparkSession, written: WrittenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    iceberg_session: SparkSession,
+    written: WrittenLog,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = f"{CATALOG_NAME}.shop.ended"
 
     def end() -> None:
-        raise Killed
+        raise ProcessKilled
 
     for step in ("after _merge_into", "after apply"):
         with monkeypatch.context() as patch:
             patch.setattr(
                 MergedIcebergTable, *method_ending_at(step, end, tmp_path, MergedIcebergTable)
             )
-            with pytest.raises(Killed):
-                follow_table(lake, written.connect, table, format="iceberg", batch_transactions=90)
-        check_snapshots(lake, written, table)
-    follow_table(lake, written.connect, table)
-    check_snapshots(lake, written, table)
-    assert content(lake, table) == written.replayed(end_marks(written))
+            with pytest.raises(ProcessKilled):
+                follow_table(
+                    iceberg_session, written.connect, table, format="iceberg", batch_transactions=90
+                )
+        check_snapshots(iceberg_session, written, table)
+    follow_table(iceberg_session, written.connect, table)
+    check_snapshots(iceberg_session, written, table)
+    assert content(iceberg_session, table) == written.replayed(end_marks(written))
 
 
 @pytest.mark.core
 @pytest.mark.versions
 @with_iceberg
 def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues(
-    lake: SparkSession, written: WrittenLog, warehouse: Path
+    iceberg_session: SparkSession, written: WrittenLog, warehouse: Path
 ) -> None:
     table = f"{CATALOG_NAME}.shop.killed"
     assert run_job(written, table, "after _merge_into", WAREHOUSE=str(warehouse)) == -9
-    check_snapshots(lake, written, table)
-    assert content(lake, table) == {}
-    follow_table(lake, written.connect, table)
-    check_snapshots(lake, written, table)
-    assert content(lake, table) == written.replayed(end_marks(written))
-    names = [row["name"] for row in lake.sql(f"SELECT name FROM {table}.refs").collect()]
+    check_snapshots(iceberg_session, written, table)
+    assert content(iceberg_session, table) == {}
+    follow_table(iceberg_session, written.connect, table)
+    check_snapshots(iceberg_session, written, table)
+    assert content(iceberg_session, table) == written.replayed(end_marks(written))
+    names = [row["name"] for row in iceberg_session.sql(f"SELECT name FROM {table}.refs").collect()]
     assert len(names) == 2, "the branch of the killed process is removed"
 
 
@@ -158,70 +167,75 @@ def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues
 @with_iceberg
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_driver_that_ends_at_any_statement_continues(
-    lake: SparkSession, written: WrittenLog, monkeypatch: pytest.MonkeyPatch, when: str
+    iceberg_session: SparkSession, written: WrittenLog, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     table = f"{CATALOG_NAME}.shop.ended_{when}"
     statements = count()
     sql = SparkSession.sql
 
-    def arm(fatal: int) -> Callable[..., Any]:
+    def kill_at_statement(fatal: int) -> Callable[..., Any]:
         numbers = count()
 
-        def called(session: SparkSession, text: str) -> DataFrame:
+        def run_statement(session: SparkSession, text: str) -> DataFrame:
             if text.startswith(("SELECT", "DESCRIBE")):
                 return sql(session, text)
             is_fatal = next(numbers) == fatal
             if is_fatal and when == "before":
-                raise Killed
+                raise ProcessKilled
             try:
                 return sql(session, text)
             finally:  # also after the error of a table that does not exist yet
                 if is_fatal:
-                    raise Killed
+                    raise ProcessKilled
 
-        return called
+        return run_statement
 
     for fatal in statements:
         append(written, 20 + fatal)
         with monkeypatch.context() as patch:
-            patch.setattr(SparkSession, "sql", arm(fatal))
-            with suppress(Killed):
-                follow_table(lake, written.connect, table, format="iceberg", batch_transactions=70)
+            patch.setattr(SparkSession, "sql", kill_at_statement(fatal))
+            with suppress(ProcessKilled):
+                follow_table(
+                    iceberg_session, written.connect, table, format="iceberg", batch_transactions=70
+                )
                 break
-        if lake.catalog.tableExists(table):
-            check_snapshots(lake, written, table)
+        if iceberg_session.catalog.tableExists(table):
+            check_snapshots(iceberg_session, written, table)
     assert fatal > 5
-    check_snapshots(lake, written, table)
-    assert content(lake, table) == written.replayed(end_marks(written))
+    check_snapshots(iceberg_session, written, table)
+    assert content(iceberg_session, table) == written.replayed(end_marks(written))
 
 
-def opened(lake: SparkSession, warehouse: Path, table: str) -> MergedIcebergTable:
-    session = lake.newSession()
+def opened(iceberg_session: SparkSession, warehouse: Path, table: str) -> MergedIcebergTable:
+    session = iceberg_session.newSession()
     for name, value in catalog_settings(warehouse).items():
         session.conf.set(name, value)
     return MergedIcebergTable(session, table, ID, ["id"])
 
 
-def changes(lake: SparkSession, key: int, *, is_deleted: bool = False) -> DataFrame:
-    return lake.createDataFrame([(key, 0, key, is_deleted)], changes_schema(ID))
+def changes(iceberg_session: SparkSession, key: int, *, is_deleted: bool = False) -> DataFrame:
+    return iceberg_session.createDataFrame([(key, 0, key, is_deleted)], changes_schema(ID))
 
 
-def up_to(mark: int) -> TableMarks:
+def marks_up_to(mark: int) -> TableMarks:
     return NAME._replace(marks={0: mark})
 
 
-def ids(lake: SparkSession, table: str) -> list[int]:
-    lake.sql(f"REFRESH TABLE {table}")
-    return sorted(row["id"] for row in lake.table(table).collect())
+def ids(iceberg_session: SparkSession, table: str) -> list[int]:
+    iceberg_session.sql(f"REFRESH TABLE {table}")
+    return sorted(row["id"] for row in iceberg_session.table(table).collect())
 
 
 @pytest.mark.core
 @with_iceberg
-def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
-    lake: SparkSession, warehouse: Path
+def test_the_later_commit_of_two_followers_of_an_iceberg_table_is_rejected(
+    iceberg_session: SparkSession, warehouse: Path
 ) -> None:
     table = f"{CATALOG_NAME}.shop.two"
-    first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
+    first, second = (
+        opened(iceberg_session, warehouse, table),
+        opened(iceberg_session, warehouse, table),
+    )
     assert first.marks(NAME) is None
     for each in (first, second):
         each.create(NAME)
@@ -234,20 +248,20 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
         == decode_marks(second.marks(NAME).metadata)
         == NAME
     )
-    assert second.apply(changes(lake, 1), up_to(1))
-    for change in (changes(lake, 0), None):
+    assert second.apply(changes(iceberg_session, 1), marks_up_to(1))
+    for change in (changes(iceberg_session, 0), None):
         with pytest.raises(Superseded, match="another commit came first"):
-            first.apply(change, up_to(0))
-    assert ids(lake, table) == [1]
-    assert decode_marks(first.marks(NAME).metadata) == up_to(1)
-    assert first.apply(None, up_to(2))
+            first.apply(change, marks_up_to(0))
+    assert ids(iceberg_session, table) == [1]
+    assert decode_marks(first.marks(NAME).metadata) == marks_up_to(1)
+    assert first.apply(None, marks_up_to(2))
     # A commit of another program, too.
     second.marks(NAME)
-    lake.sql(f"DELETE FROM {table}")
+    iceberg_session.sql(f"DELETE FROM {table}")
     with pytest.raises(Superseded):
-        second.apply(changes(lake, 3), up_to(3))
+        second.apply(changes(iceberg_session, 3), marks_up_to(3))
     state = second.marks(NAME)
-    assert decode_marks(state.metadata) == up_to(2)
+    assert decode_marks(state.metadata) == marks_up_to(2)
     assert [each.operation for each in state.other_commits] == ["delete"]
 
 
@@ -256,14 +270,17 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
 @with_iceberg
 @pytest.mark.parametrize("step", ["create", pytest.param("append", marks=pytest.mark.slow)])
 def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
-    lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    iceberg_session: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Also in a table of the user. The second follower commits during the pause."""
     table = f"{CATALOG_NAME}.shop.paused_{step}"
     if step == "append":
         columns = "id BIGINT, _log_partition INT, _transaction_id BIGINT"
-        lake.sql(f"CREATE TABLE {table} ({columns}) USING iceberg")
-    first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
+        iceberg_session.sql(f"CREATE TABLE {table} ({columns}) USING iceberg")
+    first, second = (
+        opened(iceberg_session, warehouse, table),
+        opened(iceberg_session, warehouse, table),
+    )
     if first.marks(NAME) is None:
         first.create(NAME)
     write = getattr(DataFrameWriterV2, step)
@@ -272,78 +289,81 @@ def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
         write(self)
         patch.undo()
         second.marks(NAME)
-        assert second.apply(changes(lake, 1), up_to(5))
+        assert second.apply(changes(iceberg_session, 1), marks_up_to(5))
         first._session.sql(f"REFRESH TABLE {table}")  # as after 30 s
 
     with monkeypatch.context() as patch:
         patch.setattr(DataFrameWriterV2, step, written)
         with pytest.raises(Superseded, match="another commit came first"):
-            first.apply(changes(lake, 0), up_to(0))
-    assert decode_marks(first.marks(NAME).metadata) == up_to(5)
-    assert ids(lake, table) == [1]
+            first.apply(changes(iceberg_session, 0), marks_up_to(0))
+    assert decode_marks(first.marks(NAME).metadata) == marks_up_to(5)
+    assert ids(iceberg_session, table) == [1]
 
 
 @pytest.mark.core
 @with_iceberg
 def test_a_second_follower_keeps_branches_that_may_become_main(
-    lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
+    iceberg_session: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = f"{CATALOG_NAME}.shop.kept"
-    first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
+    first, second = (
+        opened(iceberg_session, warehouse, table),
+        opened(iceberg_session, warehouse, table),
+    )
     first.marks(NAME)
     first.create(NAME)
-    assert first.apply(changes(lake, 0), up_to(0))
+    assert first.apply(changes(iceberg_session, 0), marks_up_to(0))
     first.marks(NAME)
     merge = MergedIcebergTable._merge_into
 
     def merged(self: MergedIcebergTable, *args: Any) -> None:
-        opened(lake, warehouse, table).marks(NAME)  # another one starts
+        opened(iceberg_session, warehouse, table).marks(NAME)  # another one starts
         merge(self, *args)
-        opened(lake, warehouse, table).marks(NAME)
+        opened(iceberg_session, warehouse, table).marks(NAME)
 
     monkeypatch.setattr(MergedIcebergTable, "_merge_into", merged)
-    assert first.apply(changes(lake, 1), up_to(1))
+    assert first.apply(changes(iceberg_session, 1), marks_up_to(1))
     first.marks(NAME)
     second.marks(NAME)
 
-    def merged_late(self: MergedIcebergTable, *args: Any) -> None:
+    def merge_late(self: MergedIcebergTable, *args: Any) -> None:
         if self is first:  # the commit of the second one removes the branch
-            assert second.apply(changes(lake, 2), up_to(2))
+            assert second.apply(changes(iceberg_session, 2), marks_up_to(2))
         merge(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MergedIcebergTable, "_merge_into", merged_late)
+        patch.setattr(MergedIcebergTable, "_merge_into", merge_late)
         with pytest.raises(Superseded, match="another"):
-            first.apply(changes(lake, 3), up_to(3))
-    assert ids(lake, table) == [0, 1, 2]
-    # A branch that begins at a later snapshot is moved to none.
-    third = opened(lake, warehouse, table)
+            first.apply(changes(iceberg_session, 3), marks_up_to(3))
+    assert ids(iceberg_session, table) == [0, 1, 2]
+    # A branch that begins at a later snapshot must not be moved back.
+    third = opened(iceberg_session, warehouse, table)
     for each in (first, third):
-        assert decode_marks(each.marks(NAME).metadata) == up_to(2)
+        assert decode_marks(each.marks(NAME).metadata) == marks_up_to(2)
     append_rows = DataFrameWriterV2.append
 
     def appended_late(self: DataFrameWriterV2) -> None:
-        assert third.apply(changes(lake, 4), up_to(4))
-        lake.sql(f"REFRESH TABLE {table}")
-        lake.sql(f"ALTER TABLE {table} CREATE BRANCH {first._branch}")
+        assert third.apply(changes(iceberg_session, 4), marks_up_to(4))
+        iceberg_session.sql(f"REFRESH TABLE {table}")
+        iceberg_session.sql(f"ALTER TABLE {table} CREATE BRANCH {first._branch}")
         append_rows(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(DataFrameWriterV2, "append", appended_late)
         with pytest.raises(Superseded, match="another program has dropped waltz_"):
-            first.apply(None, up_to(3))
-    assert decode_marks(first.marks(NAME).metadata) == up_to(4)
-    assert first.apply(changes(lake, 5), up_to(5))
-    assert ids(lake, table) == [0, 1, 2, 4, 5]
+            first.apply(None, marks_up_to(3))
+    assert decode_marks(first.marks(NAME).metadata) == marks_up_to(4)
+    assert first.apply(changes(iceberg_session, 5), marks_up_to(5))
+    assert ids(iceberg_session, table) == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.core
 @with_iceberg
 def test_an_iceberg_table_is_created_after_a_temporary_error(
-    lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
+    iceberg_session: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = f"{CATALOG_NAME}.shop.late"
-    target = opened(lake, warehouse, table)
+    target = opened(iceberg_session, warehouse, table)
     target.create(NAME)
 
     def fail(_self: DataFrameWriterV2) -> None:
@@ -356,50 +376,56 @@ def test_an_iceberg_table_is_created_after_a_temporary_error(
     state = target.marks(NAME)
     assert state is not None
     assert decode_marks(state.metadata) == NAME
-    assert target.apply(changes(lake, 1), up_to(1))
-    assert ids(lake, table) == [1]
+    assert target.apply(changes(iceberg_session, 1), marks_up_to(1))
+    assert ids(iceberg_session, table) == [1]
 
 
 @pytest.mark.core
 @with_iceberg
-def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
-    lake: SparkSession, warehouse: Path
+def test_the_marks_of_an_iceberg_table_match_its_rows(
+    iceberg_session: SparkSession, warehouse: Path
 ) -> None:
     """After deletes of absent keys, and after a rollback."""
     table = f"{CATALOG_NAME}.shop.marked"
-    target = opened(lake, warehouse, table)
+    target = opened(iceberg_session, warehouse, table)
     assert target.marks(NAME) is None
     target.create(NAME)
     target.finish()
     assert target.marks(NAME) is not None
-    assert target.apply(changes(lake, 7, is_deleted=True), up_to(7))
+    assert target.apply(changes(iceberg_session, 7, is_deleted=True), marks_up_to(7))
     state = target.marks(NAME)
-    assert (decode_marks(state.metadata), state.other_commits, ids(lake, table)) == (
-        up_to(7),
+    assert (decode_marks(state.metadata), state.other_commits, ids(iceberg_session, table)) == (
+        marks_up_to(7),
         [],
         [],
     )
-    assert target.apply(changes(lake, 8), up_to(8))
+    assert target.apply(changes(iceberg_session, 8), marks_up_to(8))
     other = target.marks(NAME._replace(follower="other"))
     assert (other.metadata, other.version, other.has_rows) == (None, None, True)
-    snapshots = lake.sql(f"SELECT snapshot_id FROM {table}.history ORDER BY made_current_at")
+    snapshots = iceberg_session.sql(
+        f"SELECT snapshot_id FROM {table}.history ORDER BY made_current_at"
+    )
     created = snapshots.collect()[0][0]
-    lake.sql(f"CALL {CATALOG_NAME}.system.rollback_to_snapshot('shop.marked', {created})")
+    iceberg_session.sql(
+        f"CALL {CATALOG_NAME}.system.rollback_to_snapshot('shop.marked', {created})"
+    )
     assert decode_marks(target.marks(NAME).metadata) == NAME
-    assert target.apply(changes(lake, 9), up_to(9))
-    assert ids(lake, table) == [9]
+    assert target.apply(changes(iceberg_session, 9), marks_up_to(9))
+    assert ids(iceberg_session, table) == [9]
 
 
 @pytest.mark.versions
 @with_iceberg
 def test_columns_of_an_iceberg_table_may_be_declared_later(
-    lake: SparkSession, written: WrittenLog
+    iceberg_session: SparkSession, written: WrittenLog
 ) -> None:
     """The user has created the table, without the columns of the place."""
     table = f"{CATALOG_NAME}.shop.wider"
-    lake.sql(f"CREATE TABLE {table} (id BIGINT, op STRING) USING iceberg PARTITIONED BY (op)")
-    assert follow_table(lake, written.connect, table) == end_marks(written)
-    assert content(lake, table) == written.replayed(end_marks(written))
+    iceberg_session.sql(
+        f"CREATE TABLE {table} (id BIGINT, op STRING) USING iceberg PARTITIONED BY (op)"
+    )
+    assert follow_table(iceberg_session, written.connect, table) == end_marks(written)
+    assert content(iceberg_session, table) == written.replayed(end_marks(written))
     for schema, message in (
         ("id long, op string", "column 'value' of the table is not declared"),
         ("id long, op string, value int", "has type bigint in the table, but is declared as int"),
@@ -407,10 +433,12 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
         ("id long, op string, value long, _file string", "none of .*, _file, "),
     ):
         with pytest.raises(BadConfig, match=message):
-            waltz_spark.follow(lake, written.connect, table=table, key="id", schema=schema)
+            waltz_spark.follow(
+                iceberg_session, written.connect, table=table, key="id", schema=schema
+            )
     nested = "id long, op string, value long, more array<struct<`a b`: long, c: map<string, int>>>"
     waltz_spark.follow(
-        lake,
+        iceberg_session,
         written.connect,
         table=table,
         key="id",
@@ -422,45 +450,46 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
     )
     append(written, 3)
     with pytest.raises(BadConfig, match="expected format delta, found iceberg"):
-        follow_table(lake, written.connect, table, format="delta")
+        follow_table(iceberg_session, written.connect, table, format="delta")
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    "given", [pytest.param("iceberg", marks=with_iceberg), pytest.param("delta", marks=with_delta)]
+    "table_format",
+    [pytest.param("iceberg", marks=with_iceberg), pytest.param("delta", marks=with_delta)],
 )
 def test_structs_that_gain_fields_keep_their_values(
-    lake: SparkSession, connect: str, tmp_path: Path, given: str
+    iceberg_session: SparkSession, connect: str, tmp_path: Path, table_format: str
 ) -> None:
     """Also in lists. The user adds the fields to the table: `follow` changes no declared type."""
-    table = f"{CATALOG_NAME}.shop.structs" if given == "iceberg" else str(tmp_path / "table")
-    name = table if given == "iceberg" else f"delta.`{table}`"
+    table = f"{CATALOG_NAME}.shop.structs" if table_format == "iceberg" else str(tmp_path / "table")
+    name = table if table_format == "iceberg" else f"delta.`{table}`"
 
     def payload(key: int, **fields: object) -> tuple[int, dict]:
         return 0, {"id": key, "at": fields, "places": [fields]}
 
     def follow_structs(fields: str, **more: object) -> None:
         schema = f"id long, at struct<{fields}>, places array<struct<{fields}>>"
-        place = {"table": table, "format": given, "key": "id", "schema": schema}
-        waltz_spark.follow(lake, connect, **place, until="now", **more)
+        table_options = {"table": table, "format": table_format, "key": "id", "schema": schema}
+        waltz_spark.follow(iceberg_session, connect, **table_options, until="now", **more)
 
     def rows() -> list[dict]:
-        if given == "iceberg":
-            lake.sql(f"REFRESH TABLE {table}")
-        found = lake.sql(f"SELECT id, at, places FROM {name} ORDER BY id").collect()
+        if table_format == "iceberg":
+            iceberg_session.sql(f"REFRESH TABLE {table}")
+        found = iceberg_session.sql(f"SELECT id, at, places FROM {name} ORDER BY id").collect()
         assert all(row["places"] == [row["at"]] for row in found)
         return [row["at"].asDict() for row in found]
 
-    start = started(connect, *(payload(each, x=each) for each in range(3)))
+    start = append_and_return_marks(connect, *(payload(each, x=each) for each in range(3)))
     follow_structs("x: long", start=start)
     assert rows() == [{"x": 0}, {"x": 1}, {"x": 2}]
-    started(connect, payload(1, x=7, y="a"), payload(3, y="b"))
+    append_and_return_marks(connect, payload(1, x=7, y="a"), payload(3, y="b"))
     with pytest.raises(
         BadConfig, match=r"column 'at' has type .* but is declared as .* Hint: .*ADD COLUMN"
     ):
         follow_structs("x: long, y: string")
     for path in ("at.y", "places.element.y"):
-        lake.sql(f"ALTER TABLE {name} ADD COLUMN {path} string")
+        iceberg_session.sql(f"ALTER TABLE {name} ADD COLUMN {path} string")
     follow_structs("x: long, y: string")
     after = [(0, None), (7, "a"), (2, None), (None, "b")]
     assert rows() == [{"x": x, "y": y} for x, y in after]
@@ -468,12 +497,14 @@ def test_structs_that_gain_fields_keep_their_values(
 
 @pytest.mark.versions
 @with_iceberg
-def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
+def test_a_key_in_two_partitions_fails(iceberg_session: SparkSession) -> None:
     schema = StructType([StructField("id", LongType())])
-    table = MergedIcebergTable(lake, f"{CATALOG_NAME}.shop.keys", schema, ["id"])
+    table = MergedIcebergTable(iceberg_session, f"{CATALOG_NAME}.shop.keys", schema, ["id"])
     table.create(NAME)
     for partition in (0, 1):
-        changes = lake.createDataFrame([(7, partition, 5, False)], changes_schema(schema))
+        changes = iceberg_session.createDataFrame(
+            [(7, partition, 5, False)], changes_schema(schema)
+        )
         if partition == 0:
             assert table.apply(changes, NAME)
             table.marks(NAME)
@@ -482,7 +513,7 @@ def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
                 table.apply(changes, NAME)
 
 
-@pytest.mark.skipif(bool(table_libraries.ICEBERG.jars()), reason="there is a library")
+@pytest.mark.skipif(bool(table_libraries.ICEBERG.jars()), reason="the library is installed")
 @pytest.mark.core
 def test_a_spark_without_iceberg_is_a_clear_error(spark: SparkSession, written: WrittenLog) -> None:
     problem = r"no library of Iceberg that works with it \(.*\)\. Hint: there are libraries"
@@ -494,7 +525,7 @@ def test_a_spark_without_iceberg_is_a_clear_error(spark: SparkSession, written: 
 def test_a_format_that_does_not_fit_is_an_error(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
-    for table, given, message in (
+    for table, table_format, message in (
         ("accounts", "iceberg", "with its catalog and namespace"),
         (str(tmp_path), "iceberg", "expected a name of a table with format iceberg"),
         (
@@ -506,7 +537,7 @@ def test_a_format_that_does_not_fit_is_an_error(
         (str(tmp_path), "csv", "format: expected one of delta, iceberg, parquet, found 'csv'"),
     ):
         with pytest.raises(BadConfig, match=re.escape(message)):
-            follow_table(spark, written.connect, table, format=given)
+            follow_table(spark, written.connect, table, format=table_format)
     with pytest.raises(BadConfig, match="follow: expected the arguments table and key, or tables"):
         waltz_spark.follow(spark, written.connect, table=str(tmp_path), schema="id long")
     with pytest.raises(BadConfig, match="expected a schema for a table with format parquet"):
@@ -517,11 +548,11 @@ def test_a_format_that_does_not_fit_is_an_error(
 
 
 def added(written: WrittenLog) -> list[tuple[int, int, int]]:
-    """Return the rows that a table of Parquet files must have: those of header 1."""
+    """Return the expected rows of a table of Parquet files: the transactions with header 1."""
     return sorted(
-        (partition, place, row["value"])
+        (partition, transaction_id, row["value"])
         for partition, log in enumerate(written.log)
-        for place, (header, row) in enumerate(log)
+        for transaction_id, (header, row) in enumerate(log)
         if header == 1
     )
 
@@ -557,8 +588,8 @@ def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
     words = ["follow", str(table), "--format", "parquet", "--connect", written.connect]
     words += ["--column", "id:int64", "--column", "op:string", "--column", "value:int64"]
     words += ["--column", "commit_time", "--header", "1", "--until", "now"]
-    done = run_command(*words)
-    assert done.returncode == 0, done.stderr
+    result = run_command(*words)
+    assert result.returncode == 0, result.stderr
     assert in_files(table) == added(written)
     append(written, 6)
     assert add(spark, written, table) == end_marks(written)
@@ -581,8 +612,8 @@ def test_a_lost_executor_is_a_temporary_error_of_parquet_files(
 
     lost = changes(spark, 1).mapInArrow(lose, changes_schema(ID))
     with pytest.raises(Unavailable, match=f"^table {tmp_path}/table: .*ExecutorLostFailure"):
-        target.apply(lost, up_to(1))
-    assert target.apply(changes(spark, 1), up_to(1))
+        target.apply(lost, marks_up_to(1))
+    assert target.apply(changes(spark, 1), marks_up_to(1))
 
 
 @pytest.mark.versions

@@ -62,7 +62,7 @@ def upsert(df: DataFrame, connect: str, table: str, key: str = "id") -> dict[int
     )
 
 
-@pytest.mark.skipif(bool(table_libraries.DELTA.jars()), reason="there is a library")
+@pytest.mark.skipif(bool(table_libraries.DELTA.jars()), reason="the library is installed")
 def test_a_spark_without_delta_is_a_clear_error(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
@@ -116,15 +116,15 @@ def test_a_micro_batch_that_is_repeated_writes_no_commit(
 
 
 @with_delta
-def test_each_follower_continues_a_table_of_the_other_one(
+def test_each_follower_continues_a_table_of_the_other_follower(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
     follow_table(spark, written.connect, str(table))
     for seed in (2, 3):
         append(written, seed)
-        done = run_command(*written.command(table, "--until", "now"))
-        assert done.returncode == 0, done.stderr
+        result = run_command(*written.command(table, "--until", "now"))
+        assert result.returncode == 0, result.stderr
         append(written, seed + 10)
         if seed == 2:
             assert follow_table(spark, written.connect, str(table)) == end_marks(written)
@@ -135,37 +135,37 @@ def test_each_follower_continues_a_table_of_the_other_one(
     assert read_table(table) == written.replayed(newest) == written.replayed(end_marks(written))
     table = tmp_path / "of upsert"
     upsert(transactions(spark.read, written.connect), written.connect, str(table))
-    done = run_command(*written.command(table, "--until", "now"))
-    assert done.returncode == 0, done.stderr
+    result = run_command(*written.command(table, "--until", "now"))
+    assert result.returncode == 0, result.stderr
     check_versions(written, table)
 
 
 @with_delta
 @pytest.mark.slow
-def test_another_rule_for_an_existing_table_is_an_error(
+def test_changed_rules_for_an_existing_table_are_an_error(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     """A table of `upsert` has no headers until `follow` has written it."""
     table, other = str(tmp_path / "table"), str(tmp_path / "other")
     upsert(transactions(spark.read, written.connect), written.connect, other)
     append(written, seed=11)
-    for place in (table, other):
-        follow_table(spark, written.connect, place)
+    for path in (table, other):
+        follow_table(spark, written.connect, path)
     df = transactions(spark.read, written.connect)
-    for place in (table, other):
-        versions = marks_by_version(place)
+    for path in (table, other):
+        versions = marks_by_version(path)
         rejected = pytest.raises(BadConfig, match="as in the commits of the table, found ")
         with rejected:
-            follow_table(spark, written.connect, place, key="value")
+            follow_table(spark, written.connect, path, key="value")
         with rejected:
-            follow_table(spark, written.connect, place, headers=[DELETE_HEADER])
+            follow_table(spark, written.connect, path, headers=[DELETE_HEADER])
         with rejected:
-            upsert(df, written.connect, place, "value")
-        assert marks_by_version(place) == versions
+            upsert(df, written.connect, path, "value")
+        assert marks_by_version(path) == versions
 
 
 @with_delta
-def test_a_start_and_a_table_with_a_name(
+def test_a_named_table_without_rows_is_followed_from_a_start(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     """The user has created the table: it has no marks and no rows."""
@@ -181,7 +181,7 @@ def test_a_start_and_a_table_with_a_name(
     rows = read_table(table)
     assert rows
     assert rows.items() <= written.replayed(marks).items()
-    assert all(place > start[partition] for _, partition, place in rows.values())
+    assert all(transaction_id > start[partition] for _, partition, transaction_id in rows.values())
     with pytest.raises(
         BadConfig, match="start time were given, but follower 'follow' has already written"
     ):
@@ -241,7 +241,7 @@ def test_timestamps_in_a_partition_column_survive_the_end_of_daylight_saving_tim
 
 @with_delta
 @pytest.mark.slow
-def test_the_end_of_a_call_is_checked(
+def test_option_until_is_validated(
     spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     """Marks of JSON have partitions as text."""
@@ -257,13 +257,13 @@ def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, conn
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
 
-        def put(partition: int, key: int) -> None:
+        def append_row(partition: int, key: int) -> None:
             client.append(msgpack.packb({"id": key}), partition=partition).result()
 
         place = {"table": str(tmp_path / "table"), "key": "id", "schema": "id long"}
-        put(0, 7)
+        append_row(0, 7)
         waltz_spark.follow(spark, connect, **place, start=start, until="now")
-        put(1, 7)
+        append_row(1, 7)
         with pytest.raises(BadRequest, match=r"the key \(7\) has .* partition 0, transaction"):
             waltz_spark.follow(spark, connect, **place, until="now")
         place["table"] = str(tmp_path / "other")
@@ -320,7 +320,7 @@ def test_a_table_that_another_program_overwrites_is_an_error(
 
 
 @with_delta
-def test_types_are_those_of_the_other_follower(
+def test_column_types_equal_those_of_the_follower_without_spark(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     columns = {
@@ -369,7 +369,7 @@ def test_columns_may_be_declared_later_and_others_are_errors(
         waltz_spark.follow(spark, written.connect, **place, schema="id long", mode="PERMISSIVE")
 
 
-class Ended(BaseException):
+class FollowerEnded(BaseException):
     """A follower has ended."""
 
 
@@ -381,12 +381,12 @@ def test_another_session_continues_a_follower_that_ended_between_two_commits(
     table = tmp_path / "table"
 
     def end() -> None:
-        raise Ended
+        raise FollowerEnded
 
     for step in (each for each in STEPS if each != DURING_A_COMMIT):
         with monkeypatch.context() as patch:
             patch.setattr(MergedDeltaTable, *method_ending_at(step, end, table))
-            with pytest.raises(Ended):
+            with pytest.raises(FollowerEnded):
                 follow_table(spark.newSession(), written.connect, str(table))
         check_versions(written, table)
     follow_table(spark, written.connect, str(table))
@@ -418,8 +418,8 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
                 with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
                     row = {"transfer": 1, "payer": 1, "payee": 3, "amount": 25}
                     client.append(msgpack.packb(row), header=3).result()
-            here = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
-            exec(compile(here, page, "exec"), names)
+            code = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
+            exec(compile(code, page, "exec"), names)
     assert names["marks"] == {0: 2}
     assert set(map(str, names["by_table"].values())) == {"{0: 3}"}
     rows = spark.read.format("delta").load(f"{tmp_path}/entries").orderBy("account").collect()
@@ -429,7 +429,7 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         assert [(row["id"], row["balance"]) for row in rows] == [(1, 5)]
 
 
-def started(connect: str, *rows: tuple[int, dict]) -> dict[int, int]:
+def append_and_return_marks(connect: str, *rows: tuple[int, dict]) -> dict[int, int]:
     """Append rows to partitions; return the marks before them."""
     with WaltzClient(connect, PATIENT_CLIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
@@ -443,7 +443,9 @@ def test_a_first_run_that_fails_leaves_no_table(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     """So the next one may have another type and another start, also with a name."""
-    start = started(connect, (0, {"id": 1, "value": "a"}), (1, {"id": 2, "value": "b"}))
+    start = append_and_return_marks(
+        connect, (0, {"id": 1, "value": "a"}), (1, {"id": 2, "value": "b"})
+    )
     spark.sql(f"CREATE DATABASE failing LOCATION '{tmp_path}/failing'")
     for table in (str(tmp_path / "table"), "failing.accounts"):
         place = {"table": table, "key": "id", "until": "now"}

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_job(written: WrittenLog, table: Path, step: str, **more: str) -> int:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.spark.tables_job", written.connect, str(table), step],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), **more},
@@ -35,8 +35,8 @@ def run_job(written: WrittenLog, table: Path, step: str, **more: str) -> int:
         timeout=2 * TEST_TIMEOUT_S,
         check=False,
     )
-    assert done.returncode in (0, -9), done.stderr[-4000:]
-    return done.returncode
+    assert result.returncode in (0, -9), result.stderr[-4000:]
+    return result.returncode
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def run_job(written: WrittenLog, table: Path, step: str, **more: str) -> int:
 def test_a_driver_that_is_killed_continues(
     spark: SparkSession, written: WrittenLog, tmp_path: Path, steps: Sequence[str]
 ) -> None:
-    """Each kill needs a Spark of its own. The one of `make test` leaves files of no commit."""
+    """Each kill needs a separate Spark. The kill in `make test` leaves files without a commit."""
     table = tmp_path / "table"
     for step in steps:
         assert run_job(written, table, step) == -9
@@ -61,7 +61,7 @@ def test_a_driver_that_is_killed_continues(
 
 
 @pytest.mark.versions
-def test_workers_and_executors_that_are_killed_change_nothing(
+def test_a_table_is_correct_after_workers_and_executors_are_killed(
     written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"

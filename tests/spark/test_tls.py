@@ -15,9 +15,9 @@ def test_the_connect_string_takes_spark_through_tls(spark: SparkSession, tmp_pat
     file.write_text(render_toml("tls", certificates.settings))
     rows = spark.range(3_000).selectExpr("CAST(CAST(id AS STRING) AS BINARY) AS data")
     with running_cluster(tmp_path / "local", tls=file) as cluster:
-        place = cluster.connect.partition("?")[0]
+        without_options = cluster.connect.partition("?")[0]
         # With a certificate, which storages ask for; and without, from servers alone.
         for number, words in enumerate((str(file), certificates.authorities), 1):
-            connect = f"{place}?tls={words}"
+            connect = f"{without_options}?tls={words}"
             rows.write.format("waltz").mode("append").save(connect)
             assert spark.read.format("waltz").load(connect).count() == number * 3_000

@@ -1,4 +1,7 @@
-"""Which PySpark runs, for tests of what older ones lack (docs/spark.md, "Versions of Spark")."""
+"""The version of PySpark, for tests of functions that older versions do not have.
+
+See docs/spark.md, "Versions of Spark".
+"""
 
 import pyspark
 import pytest

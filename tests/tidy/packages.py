@@ -1,4 +1,4 @@
-"""What the packages in `conf/` contain: containers, units and manifests, with their settings."""
+"""The contents of the packages in `conf/`: containers, units and manifests, with their settings."""
 
 import re
 import tomllib
@@ -98,7 +98,7 @@ def kubernetes_daemons(directory: Path, path: Path = MANIFESTS_FILE) -> Iterator
 
 
 def tls_settings(path: Path = MANIFESTS_FILE) -> dict[str, object]:
-    """Return the TLS settings of the pods; empty: there are none."""
+    """Return the TLS settings of the pods; empty if they have none."""
     (settings,) = manifests_of_kind("ConfigMap", path).values()
     return tomllib.loads(settings["data"].get("tls.toml", ""))
 

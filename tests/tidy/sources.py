@@ -76,7 +76,7 @@ def hand_written_files() -> list[str]:
 
 @cache
 def read_text(name: str) -> str:
-    """Return a file's text; bytes that are none are left out, as in a picture."""
+    """Return the text of a file, without bytes that are not text, such as pictures."""
     return (PROJECT_ROOT / name).read_bytes().decode("utf-8", errors="ignore")
 
 

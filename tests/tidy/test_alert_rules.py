@@ -1,4 +1,4 @@
-"""Each fault fires its alert and no other, over series of a cluster that the tests make."""
+"""Each fault fires its alert and no other alert, on generated time series of a cluster."""
 
 import json
 import re
@@ -364,12 +364,14 @@ def test_a_fault_fires_its_alert_and_no_other(title: str, tmp_path: Path) -> Non
 
 
 def check_texts(alert: FiringAlert) -> None:
-    """Check that the texts of an alert are complete, and name what it is about."""
+    """Check that the texts of an alert are complete, and name its subject."""
     assert "error expanding" not in str(alert.annotations)
     assert "<no value>" not in str(alert.annotations)
-    about = {name: text for name, text in alert.labels.items() if name not in ("job", "severity")}
-    assert about
-    assert any(text in alert.annotations["summary"] for text in about.values())
+    subject_labels = {
+        name: text for name, text in alert.labels.items() if name not in ("job", "severity")
+    }
+    assert subject_labels
+    assert any(text in alert.annotations["summary"] for text in subject_labels.values())
 
 
 def test_each_alert_has_a_fault() -> None:
@@ -379,10 +381,10 @@ def test_each_alert_has_a_fault() -> None:
 @pytest.mark.parametrize("kind", ["rules", "config"])
 def test_promtool_accepts_the_files(kind: str) -> None:
     path = RULES if kind == "rules" else RULES.with_name("prometheus.yml")
-    done = subprocess.run(
+    result = subprocess.run(
         [find_promtool(), "check", kind, str(path)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_promtool_accepts_the_queries_of_the_dashboards(tmp_path: Path) -> None:
@@ -395,14 +397,14 @@ def test_promtool_accepts_the_queries_of_the_dashboards(tmp_path: Path) -> None:
     rules = [{"record": f"query{number}", "expr": each} for number, each in enumerate(queries)]
     path = tmp_path / "queries.json"
     path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
-    done = subprocess.run(
+    result = subprocess.run(
         [find_promtool(), "check", "rules", str(path)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_panel_shows_the_days_until_each_disk_is_full(tmp_path: Path) -> None:
-    """One disk has 99 days left at its rate, and one does not fill."""
+    """One disk will be full in 99 days at its rate, and one disk does not fill."""
     minute = 1_000_000 / (24 * 60)  # a million bytes per day
     size = 24 * 60 // INTERVAL_MIN
     series = {"a": f"100000000{-minute * INTERVAL_MIN:+.6f}x{size}", "b": f"5000+0x{size}"}
@@ -423,7 +425,7 @@ def test_the_panel_shows_the_days_until_each_disk_is_full(tmp_path: Path) -> Non
     }
     path = tmp_path / "days.test.json"
     path.write_text(json.dumps({"rule_files": [], "tests": [test]}))
-    done = subprocess.run(
+    result = subprocess.run(
         [find_promtool(), "test", "rules", str(path)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr

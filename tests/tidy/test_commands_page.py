@@ -1,4 +1,4 @@
-"""Every command and option that a page names exists; each 0.13 command has an equivalent."""
+"""Every command and option in the docs exists; each 0.13 command has an equivalent."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from waltz_core.cli.main import COMMAND_GROUPS, OVERVIEW
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"])
-THERE = {
+COMMANDS_OF_0_13 = {
     "ZooKeeperCli": "create delete list show-cluster-key add-storage-node remove-storage-node "
     "assign-partition unassign-partition auto-assign",
     "StorageCli": "list add-partition remove-partition availability recover-partition "
@@ -22,15 +22,15 @@ THERE = {
     "PerformanceCli": "test-producers test-consumers",
     "DiskCli": "verify-segment segment-statistic dump-segment dump-control-file",
 }
-# A command in full, up to what a shell or a table would end it with.
-WHOLE = re.compile(r"waltz-core ((?:[a-z]+)(?:(?!waltz-core|[`|;#]|&&|\s\s\s).)*)")
+# A complete command, up to a character that ends it in a shell or a table.
+FULL_COMMAND = re.compile(r"waltz-core ((?:[a-z]+)(?:(?!waltz-core|[`|;#]|&&|\s\s\s).)*)")
 # A command by group and subcommand alone, as a span of code.
-SHORT = re.compile(rf"`((?:{'|'.join(COMMAND_GROUPS)}) [a-z][a-z-]*(?: [^`]*)?)`")
+SHORT_COMMAND = re.compile(rf"`((?:{'|'.join(COMMAND_GROUPS)}) [a-z][a-z-]*(?: [^`]*)?)`")
 OPTION = re.compile(r"(?<![\w-])--[a-z](?:[a-z0-9.-]*[a-z0-9])?")
 
 
 def faults(text: str) -> list[str]:
-    """Return what is wrong with a command, without its `waltz-core`."""
+    """Return the errors of a command, which is given without `waltz-core`."""
     group, *rest = text.split()
     if group not in COMMAND_GROUPS:
         return [f"no group {group!r}"]
@@ -49,7 +49,7 @@ def faults(text: str) -> list[str]:
 
 def commands_in(text: str) -> list[str]:
     joined = re.sub(r"\\\n\s*", "", text)
-    return [*WHOLE.findall(joined), *SHORT.findall(joined)]
+    return [*FULL_COMMAND.findall(joined), *SHORT_COMMAND.findall(joined)]
 
 
 def test_every_command_of_a_page_exists():
@@ -98,17 +98,17 @@ def test_each_command_of_waltz_0_13_has_a_row_with_its_equivalent():
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
     wanted = [
         f"`{tool} {subcommand}`"
-        for tool, subcommands in THERE.items()
+        for tool, subcommands in COMMANDS_OF_0_13.items()
         for subcommand in subcommands.split()
     ]
-    assert [there.strip() for there, _, _ in rows] == wanted
+    assert [old_command.strip() for old_command, _, _ in rows] == wanted
     assert len(wanted) == 32
-    for there, here, difference in rows:
-        assert SHORT.findall(here), there
-        assert difference.strip(), there
+    for old_command, new_command, difference in rows:
+        assert SHORT_COMMAND.findall(new_command), old_command
+        assert difference.strip(), old_command
 
 
-def test_every_noun_has_a_row_and_every_verb_states_what_it_does():
+def test_every_command_group_has_a_row_and_every_command_a_help_text():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     for group in COMMAND_GROUPS:
         assert f"`{group}`" in page

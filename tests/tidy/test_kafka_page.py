@@ -1,4 +1,4 @@
-"""The page for Kafka users names every Spark option of Waltz, and no other."""
+"""The page for Kafka users lists every Spark option of Waltz, and no other option."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, LOG_COLUMNS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
 CELL = re.compile(r"(?<!\\)\|")
 NAME = re.compile(r"`([A-Za-z_]+)`")
-# Columns of a write, and what stands among our names without being an option.
+# Columns of a write, and other names in the column of Waltz that are not options.
 NOT_OPTIONS = {
     *LOG_COLUMNS,
     ERROR_COLUMN,
@@ -20,10 +20,10 @@ NOT_OPTIONS = {
 
 
 def our_names() -> set[str]:
-    """Return what stands in backticks in the second column of each table about options."""
+    """Return the names in backticks in the second column of each table of options."""
     rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
-    ours = [CELL.split(row)[2] for row in rows if CELL.split(row)[1].strip()]
-    return {name for cell in ours for name in NAME.findall(cell)}
+    cells = [CELL.split(row)[2] for row in rows if CELL.split(row)[1].strip()]
+    return {name for cell in cells for name in NAME.findall(cell)}
 
 
 def test_every_option_is_compared_with_kafkas_and_no_other_is_named():

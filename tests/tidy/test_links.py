@@ -88,13 +88,13 @@ def leads_somewhere(page: str, link: str) -> bool:
     return name.endswith(".md") and target.is_file() and parts.fragment in anchors_of(name)
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_leads_to_an_existing_target() -> None:
     pages = [name for name in tracked_files() if name.endswith((".md", ".ipynb", ".py"))]
     links = [(page, link) for page in pages for link in links_of(page)]
     assert any(page.endswith(".ipynb") for page, _ in links)
     fail_if_any(
         [f"{page}: {link}" for page, link in links if not leads_somewhere(page, link)],
-        "a link that leads nowhere",
+        "a link without a target",
     )
 
 

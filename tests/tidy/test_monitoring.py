@@ -86,10 +86,10 @@ def test_a_panel_has_texts_and_a_unit(panel: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", dashboards())
 def test_panels_do_not_overlap(name: str) -> None:
-    taken: set[tuple[int, int]] = set()
+    occupied_cells: set[tuple[int, int]] = set()
     for panel in json.loads(dashboards()[name])["panels"]:
         x, y, width, height = (panel["gridPos"][key] for key in "xywh")
         cells = {(each, row) for each in range(x, x + width) for row in range(y, y + height)}
         assert x + width <= COLUMNS
-        assert not cells & taken
-        taken |= cells
+        assert not cells & occupied_cells
+        occupied_cells |= cells

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 BYTES_MAX = 1_500_000
 # A place of one machine; `(?<!...)` because a picture is text too.
-PLACE = re.compile(r"(?<![\w.+/])/(?:work|root|home|Users|tmp|usr|opt|dev|var|private)/\w")
+MACHINE_PATH = re.compile(r"(?<![\w.+/])/(?:work|root|home|Users|tmp|usr|opt|dev|var|private)/\w")
 ADDRESS = re.compile(r"127\.0\.0\.1:\d+|localhost:\d+")
 
 
@@ -30,7 +30,7 @@ def texts_of(cell: dict) -> list[str]:
     return texts
 
 
-def test_there_are_seven_small_notebooks():
+def test_seven_notebooks_exist_and_are_small():
     assert [path.name[:3] for path in PATHS] == ["01_", "02_", "03_", "04_", "05_", "06_", "07_"]
     assert sum(path.stat().st_size for path in PATHS) < BYTES_MAX
 
@@ -50,7 +50,7 @@ def test_the_notebook_was_executed_from_top_to_bottom(path: Path):
 def test_the_notebook_names_no_path_of_one_machine(path: Path):
     for cell in cells_of(path, "code") + cells_of(path, "markdown"):
         for text in texts_of(cell):
-            assert not PLACE.search(text), PLACE.search(text)
+            assert not MACHINE_PATH.search(text), MACHINE_PATH.search(text)
             assert not ADDRESS.search(text), ADDRESS.search(text)
 
 

@@ -1,4 +1,4 @@
-"""Each package in `conf/` is accepted by its own tool, if the tool is installed.
+"""The tool for each package in `conf/` accepts the package, if the tool is installed.
 
 No test builds an image, or starts a container, a unit or a pod.
 """
@@ -23,7 +23,7 @@ from tests.tidy.packages import (
 from tests.time_limits import TEST_TIMEOUT_S
 
 COMPOSE = DOCKER_FOLDER / "compose.yaml"
-# Each is a list of values that change what the chart writes.
+# Each variant is a list of values that change the manifests of the chart.
 VARIANTS = {
     "as written": [],
     "without TLS": [
@@ -50,12 +50,12 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a program that must succeed; skip the test if it is not installed."""
     name = str(words[0])
     if shutil.which(name) is None:
-        pytest.skip(f"there is no {name}; docs/packages.md states where to get it")
-    done = subprocess.run(
+        pytest.skip(f"{name} is not installed; docs/packages.md states where to get it")
+    result = subprocess.run(
         words, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT_S
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
 
 
 def rendered(*values: str) -> str:
@@ -81,7 +81,7 @@ def test_docker_compose_accepts_the_compose_file() -> None:
             [docker, "compose", "version"], capture_output=True, check=False
         ).returncode
     ):
-        pytest.skip("there is no docker compose")
+        pytest.skip("docker compose is not installed")
     run("docker", "compose", "--file", COMPOSE, "config", "--quiet")
 
 

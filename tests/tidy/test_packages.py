@@ -1,4 +1,4 @@
-"""The packages in `conf/` fit the program: settings, commands, ports, probes and versions."""
+"""The packages in `conf/` match the program: settings, commands, ports, probes and versions."""
 
 import re
 import subprocess
@@ -141,7 +141,7 @@ class _Pages(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        """Discard log messages."""
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
@@ -251,17 +251,17 @@ def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) 
     for found in replicated_workloads().values():
         (container,) = pod_specification(found)["containers"]
         mounts = {each["mountPath"] for each in container["volumeMounts"]}
-        places = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
-        assert set(places) <= mounts
+        folders = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
+        assert set(folders) <= mounts
     for each in pods:
         if isinstance(each.config, GatewayConfig):
             assert each.config.https_certificate == files["tls_certificate"]
             assert each.config.https_key == files["tls_key"]
             continue
-        place = Path(parse_connect_string(each.config.connect).tls)
-        assert place.as_posix() == "/etc/waltz/settings/tls.toml"
-        (tmp_path / place.name).write_text(render_toml("tls", files), encoding="utf-8")
-        connect = each.config.connect.replace(str(place.parent), str(tmp_path))
+        settings_path = Path(parse_connect_string(each.config.connect).tls)
+        assert settings_path.as_posix() == "/etc/waltz/settings/tls.toml"
+        (tmp_path / settings_path.name).write_text(render_toml("tls", files), encoding="utf-8")
+        connect = each.config.connect.replace(str(settings_path.parent), str(tmp_path))
         check_network(replace(each.config, connect=connect))
 
 

@@ -26,7 +26,7 @@ def rows() -> dict[int, str]:
 
 @cache
 def functions_of(path: str) -> frozenset[str]:
-    """Return the names of a file's tests; none where there is no such file."""
+    """Return the names of the tests in a file; empty if the file does not exist."""
     if not (PROJECT_ROOT / path).is_file():
         return frozenset()
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)

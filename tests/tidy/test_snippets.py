@@ -52,7 +52,7 @@ class Block(NamedTuple):
     text: str
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it is."""
         return f"{self.page}:{self.line}"
 
@@ -81,7 +81,7 @@ BLOCKS = [
 
 
 def faults_of_python(block: Block) -> Iterator[str]:
-    """Yield what a compiler and the names of our packages find wrong."""
+    """Yield syntax errors, and names that do not exist in the packages of this project."""
     try:
         tree = ast.parse(block.text)
     except SyntaxError as error:
@@ -118,7 +118,7 @@ def faults_of_shell(block: Block) -> Iterator[str]:
 
 
 def faults_of_toml(block: Block) -> Iterator[str]:
-    """Yield the syntax error, or each name that is no setting, or none of a table."""
+    """Yield the syntax error, or each name that is not a setting of its table."""
     try:
         values = tomllib.loads(block.text)
     except tomllib.TOMLDecodeError as error:
@@ -166,11 +166,11 @@ CHECKS = {
 
 
 def faults(block: Block) -> list[str]:
-    """Return what is wrong with a block, with its place."""
+    """Return the errors of a block, with its location."""
     check = CHECKS.get(block.language)
     if check is None:
-        return [f"{block.place}: no test checks blocks of {block.language!r}"]
-    return [f"{block.place}: {each}" for each in check(block)]
+        return [f"{block.location}: no test checks blocks of {block.language!r}"]
+    return [f"{block.location}: {each}" for each in check(block)]
 
 
 def test_every_fenced_block_is_valid():
@@ -197,7 +197,7 @@ def test_blocks_of_each_language_are_found():
         ("sql", "SELECT 1", "no test executes it"),
     ],
 )
-def test_a_fault_is_found(language: str, text: str, fault: str):
+def test_faults_in_blocks_are_found(language: str, text: str, fault: str):
     (block,) = blocks_of("page", f"Text.\n\n```{language}\n{text}\n```\n")
     (message,) = faults(block)
     assert message.startswith(f"page:4: {fault}")
@@ -219,7 +219,7 @@ def test_targets_modules_scripts_and_extras_that_pages_name_exist():
 
 
 def missing_in(text: str) -> set[str]:
-    """Return what a text names and the project lacks."""
+    """Return the names in a text that do not exist in the project."""
     makefile = text_of(ROOT / "Makefile")
     missing = set()
     for target, variables in MAKE.findall(text):
@@ -269,7 +269,7 @@ def test_names_that_do_not_exist_are_found(text: str, missing: set[str]):
 def test_options_of_spark_in_python_blocks_exist():
     known = {option.name for option in OPTIONS} | {"checkpointLocation"}
     named = {
-        (block.place, name)
+        (block.location, name)
         for block in BLOCKS
         if block.language == "python"
         for name in re.findall(r"\.option\(\"(\w+)\"", block.text)

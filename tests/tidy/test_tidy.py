@@ -1,6 +1,6 @@
 """Checks the rules of STYLE.md that ruff, mypy and import-linter cannot express.
 
-Each failure names the file, the line and the rule, so that the fix needs no look-up.
+Each failure message has the file, the line and the rule.
 """
 
 import ast
@@ -61,7 +61,7 @@ ORDINARY_WORDS = frozenset(
         """,
     )
 )
-# What changes its object and returns something.
+# Methods that change their object and return a value.
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
 LIBRARY_FILES = {
@@ -121,7 +121,7 @@ ARROW_FILES = (
     "waltz_core/tables/row_changes.py",
 )
 DISK_FILES = ("waltz_core/storage/disk/file_system.py",)
-# What a file that reaches the disk only through a `Disk` does not ask of a path.
+# Methods of paths that a file must not use if it accesses the disk only through a `Disk`.
 PATH_CALLS = (
     "glob",
     "is_dir",
@@ -167,8 +167,8 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+|tmp/\w+)/")
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Return the length of a function without its docstring."""
     assert function.end_lineno is not None
-    whole = function.end_lineno - function.lineno + 1
-    return whole - len((ast.get_docstring(function, clean=False) or "").splitlines())
+    line_count = function.end_lineno - function.lineno + 1
+    return line_count - len((ast.get_docstring(function, clean=False) or "").splitlines())
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -186,7 +186,7 @@ def calls(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return a name as it is written, `a.b.c`; of what is no name, only what follows it."""
+    """Return a dotted name as it is written, `a.b.c`; of other expressions only the attributes."""
     match node:
         case ast.Name():
             return node.id
@@ -240,7 +240,7 @@ def test_overviews_hold_prose_only():
         if s.path.endswith("__init__.py") and s.path not in public
         if len(s.tree.body) > 1
     ]
-    fail_if_any(wrong, "an __init__ with code in it")
+    fail_if_any(wrong, "an __init__.py with code")
 
 
 def test_folders_are_small_and_have_an_overview():
@@ -249,13 +249,13 @@ def test_folders_are_small_and_have_an_overview():
         folder, _, name = source.path.rpartition("/")
         folders.setdefault(folder, []).append(name)
     silent = [each for each, names in folders.items() if "__init__.py" not in names]
-    fail_if_any(silent, "no __init__.py introduces it")
+    fail_if_any(silent, "the folder has no __init__.py")
     full = [each for each, names in folders.items() if len(names) - 1 > FOLDER_FILES_MAX]
     fail_if_any(full, f"over {FOLDER_FILES_MAX} files")
 
 
 def test_an_overview_mentions_each_file_of_its_folder():
-    """Those of the roots are for applications; the layers in ARCHITECTURE.md have their files."""
+    """The root packages are public. ARCHITECTURE.md lists the files of their layers."""
     silent = []
     for each in product_sources():
         folder, _, name = each.path.rpartition("/")
@@ -268,7 +268,7 @@ def test_an_overview_mentions_each_file_of_its_folder():
     fail_if_any(silent, "the folder's __init__.py does not mention it")
 
 
-def test_a_file_that_a_text_names_exists():
+def test_files_mentioned_in_texts_exist():
     paths = [Path(name).parts for name in tracked_files() if name.endswith(".py")]
     endings = {"/".join(parts[at:]) for parts in paths for at in range(len(parts))}
     # Decisions also describe files of earlier versions.
@@ -277,16 +277,16 @@ def test_a_file_that_a_text_names_exists():
         for name in tracked_files()
         if name.endswith((".md", ".ipynb")) and not name.startswith("docs/decisions/")
     ]
-    gone = [
+    missing = [
         f"{name}: {path}"
         for name, text in (*pages, *((s.path, s.text) for s in product_sources()))
         for path in PYTHON_FILE.findall(text)
         if path not in FILES_OF_OTHERS and path not in endings
     ]
-    fail_if_any(gone, "a text names a file that does not exist")
+    fail_if_any(missing, "a text names a file that does not exist")
 
 
-def test_a_page_that_a_text_names_exists_and_has_the_section():
+def test_pages_and_sections_mentioned_in_texts_exist():
     wrong = [
         f"{name}: {' '.join(found.group().split())}"
         for name in hand_written_files()
@@ -297,20 +297,22 @@ def test_a_page_that_a_text_names_exists_and_has_the_section():
     fail_if_any(wrong, "a text names a page or a section that does not exist")
 
 
-def test_a_decision_that_a_text_names_exists():
-    there = {int(path.name[:3]) for path in (PROJECT_ROOT / "docs" / "decisions").glob("[0-9]*.md")}
-    gone = [
+def test_decisions_mentioned_in_texts_exist():
+    decision_numbers = {
+        int(path.name[:3]) for path in (PROJECT_ROOT / "docs" / "decisions").glob("[0-9]*.md")
+    }
+    missing = [
         f"{name}: {found.group()}"
         for name in hand_written_files()
         if "decision" in read_text(name)
         for found in DECISION.finditer(read_text(name))
-        if int(found.group(1)) not in there
+        if int(found.group(1)) not in decision_numbers
     ]
-    fail_if_any(gone, "a text names a decision that does not exist")
+    fail_if_any(missing, "a text names a decision that does not exist")
 
 
 def is_there(naming: str, found: re.Match[str]) -> bool:
-    """Return whether a page is there, from the root or the folder of the file that names it."""
+    """Return whether a page exists, relative to the root or to the folder of the given file."""
     page = found.group(1)
     if "://" in page or "*" in page or page in PAGES_OF_USERS:
         return True
@@ -337,12 +339,12 @@ def titles_of(page: Path) -> tuple[str, ...]:
 
 
 def anchor_of(title: str) -> str:
-    """Return by what a link names a section."""
+    """Return the anchor of a section."""
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def is_shell(source: SourceFile) -> bool:
-    """Return whether a file names what no pure file may name."""
+    """Return whether a file uses a name that pure modules must not use."""
     names = {name for node in source.nodes for name in imported(node)}
     return bool(names & set(SHELL_MODULES))
 
@@ -351,29 +353,31 @@ def is_shell(source: SourceFile) -> bool:
 
 
 def test_a_class_name_has_one_meaning():
-    """Private names are of one file; the others are not: a reader looks for them everywhere."""
-    places: dict[str, list[str]] = {}
+    """Public names must be unique, because readers search for them in all files."""
+    paths_by_name: dict[str, list[str]] = {}
     for source in product_sources():
         for node in source.tree.body:
             alias = node.target if isinstance(node, ast.AnnAssign) else None
             if isinstance(alias, ast.Name) and ast.unparse(node.annotation) == "TypeAlias":
-                places.setdefault(alias.id, []).append(source.path)
+                paths_by_name.setdefault(alias.id, []).append(source.path)
             elif isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(source.path)
+                paths_by_name.setdefault(node.name, []).append(source.path)
     several = [
         f"{name}: {', '.join(paths)}"
-        for name, paths in places.items()
+        for name, paths in paths_by_name.items()
         if len(paths) > 1 and not name.startswith("_") and name not in NAMES_WITH_A_MODULE
     ]
     fail_if_any(several, "one name, several classes")
 
 
 def test_a_module_name_has_one_meaning():
-    places: dict[str, list[str]] = {}
+    paths_by_name: dict[str, list[str]] = {}
     for source in product_sources():
         if not source.path.endswith(("__init__.py", "__main__.py")):
-            places.setdefault(Path(source.path).stem, []).append(source.path)
-    several = [f"{name}: {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
+            paths_by_name.setdefault(Path(source.path).stem, []).append(source.path)
+    several = [
+        f"{name}: {', '.join(paths)}" for name, paths in paths_by_name.items() if len(paths) > 1
+    ]
     fail_if_any(several, "one name, several modules")
 
 
@@ -512,7 +516,7 @@ def test_assertions_have_no_effect():
 
 
 def test_every_setting_is_read():
-    """A setting that nothing obeys promises what is not so."""
+    """A setting that no code reads would have no effect."""
     read = {
         node.attr
         for s in product_sources()
@@ -546,7 +550,7 @@ def test_tests_sleep_only_between_checks_of_a_condition():
             for call in calls(source.nodes, "time.sleep", "asyncio.sleep")
             if id(call) not in paced and ast.unparse(call.args[0]) != "0"
         ]
-    fail_if_any(wrong, "a sleep outside of a `while` that looks at a condition")
+    fail_if_any(wrong, "a sleep outside of a `while` loop that checks a condition")
 
 
 def test_skips_and_expected_failures_give_a_reason():
@@ -614,7 +618,7 @@ def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
 
 
 def lines_with(pattern: re.Pattern[str], name: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file that have what a pattern describes, with their places."""
+    """Yield the lines of a file that match a pattern, with their locations."""
     if pattern.search(read_text(name)):
         for number, line in enumerate(read_text(name).splitlines(), 1):
             if pattern.search(line):
@@ -628,7 +632,7 @@ def test_every_todo_links_an_issue():
         for place, line in lines_with(TO_DO, name)
         if not ISSUE_LINK.search(line)
     ]
-    fail_if_any(open_ends, "something is left to do and links no issue")
+    fail_if_any(open_ends, "an open task without a link to an issue")
 
 
 def test_no_path_of_one_machine_is_named():

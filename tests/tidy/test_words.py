@@ -1,8 +1,7 @@
 """Words that the project does not use, and their replacements.
 
-They are looked for in everything a user or maintainer reads: documentation, samples, notebooks, and
-the text of packages and tests with its strings, comments and names. STYLE.md describes how the
-project writes.
+The test searches all texts for users and maintainers: documentation, samples, notebooks, and the
+strings, comments and names in packages and tests. STYLE.md describes how the project writes.
 """
 
 import re
@@ -11,7 +10,7 @@ from pathlib import PurePath
 
 from tests.tidy.sources import fail_if_any, read_text, tracked_files
 
-# words -> what to write instead
+# words -> their replacement
 WORDS = {
     "told|tells": "reports, returns, notifies, answers",
     "whoever|whomever": "the client, the owner, the caller",
@@ -34,7 +33,7 @@ WORDS = {
     "younger than": "taken after, later than",
 }
 # file -> word -> why it stays
-KEPT = {"tests/postgres.py": {"nobody|somebody": "a user of Unix systems"}}
+EXCEPTIONS = {"tests/postgres.py": {"nobody|somebody": "a user of Unix systems"}}
 THE_LIST = "tests/tidy/test_words.py"
 READ = (".md", ".py", ".txt", ".toml", ".ipynb", ".properties", ".yml")
 _PICTURE = re.compile(r'(?m)^ *"image/png": .*$')
@@ -43,7 +42,7 @@ _WORD = re.compile("[a-z]+")
 
 @cache
 def _texts() -> dict[str, str]:
-    """Return what is read, by file; pictures in notebooks are left out."""
+    """Return the texts to check, by file, without pictures in notebooks."""
     names = (
         each for each in tracked_files() if PurePath(each).suffix in READ or each == "Makefile"
     )
@@ -51,7 +50,7 @@ def _texts() -> dict[str, str]:
 
 
 def _found(name: str, words: str) -> list[str]:
-    # Words within names count, too: `is_told` has one.
+    # Words within names count as well: `is_told` has one.
     pattern = re.compile(rf"(?<![a-zA-Z])({words})(?![a-zA-Z])", re.IGNORECASE)
     return [
         f"{name}:{number}: {line.strip():.100}"
@@ -64,15 +63,18 @@ def test_texts_use_the_terms_of_the_field() -> None:
     """A search for each pattern takes far longer than a look at the words that a file has."""
     for name, text in _texts().items():
         lower = text.lower()
-        there = set(_WORD.findall(lower))
+        words_of_text = set(_WORD.findall(lower))
         for words, better in WORDS.items():
-            if words not in KEPT.get(name, {}) and any(
-                each.split()[0] in there and each in lower for each in words.split("|")
+            if words not in EXCEPTIONS.get(name, {}) and any(
+                each.split()[0] in words_of_text and each in lower for each in words.split("|")
             ):
                 fail_if_any(_found(name, words), f"write instead of {words!r}: {better}")
 
 
-def test_exceptions_are_needed() -> None:
+def test_every_listed_exception_still_occurs() -> None:
     assert not [
-        (name, words) for name, kept in KEPT.items() for words in kept if not _found(name, words)
+        (name, words)
+        for name, exceptions in EXCEPTIONS.items()
+        for words in exceptions
+        if not _found(name, words)
     ]

@@ -16,7 +16,7 @@ TARGETS = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text(encod
 MAKE = re.compile(r"\bmake ([a-z-]+)")
 # A path as a command or a sentence names it.
 PATH = re.compile(r"(?<![\w./-])((?:scripts|tests|docs|conf|examples)/[\w./-]*\w|[A-Z]+\.md)")
-# A major version; `release/v1` is that of an action that has no tag for it.
+# A major version; `release/v1` is the version of an action without version tags.
 PINNED = re.compile(r"[\w-]+/[\w-]+@(release/)?v\d+")
 
 

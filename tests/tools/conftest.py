@@ -1,4 +1,4 @@
-"""A cluster and a table for each test of a tool."""
+"""A cluster and a followed table for each test of a tool."""
 
 import json
 from collections.abc import Iterator
@@ -37,13 +37,13 @@ class AccountsTable(NamedTuple):
         """Apply the log up to its end; return the marks of the table."""
         columns = ("id:int64", "owner:string", "balance:int64")
         declared = [word for each in columns for word in ("--column", each)]
-        done = run_command(
+        result = run_command(
             *("follow", str(self.table), "--connect", self.connect, "--data-format", "json"),
             *("--key", "id", *declared, "--delete-header", str(DELETE)),
             *("--until", "now", "--json"),
         )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["marks"]
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)["marks"]
 
 
 def read_owners(database: Path) -> list[tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""Tools in environments of their own, which scripts/tool_environment installs."""
+"""Tools in separate environments, which scripts/tool_environment installs."""
 
 import os
 import subprocess
@@ -34,9 +34,9 @@ def tool_environment(*tools: str, **variables: str) -> dict[str, str]:
 
 def run_program(*line: str | Path, env: Mapping[str, str], cwd: Path) -> str:
     """Run a program of a tool until it ends; return its output."""
-    done = subprocess.run(
+    result = subprocess.run(
         line, env=env, cwd=cwd, check=False, text=True, timeout=TEST_TIMEOUT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    assert result.returncode == 0, result.stdout
+    return result.stdout

@@ -12,8 +12,8 @@ from tests.tools.conftest import AccountsTable, read_owners
 from tests.tools.environment import ROOT, needs_tools, run_program, tool_environment
 
 EXAMPLES = ROOT / "examples"
-# Looks once with sensors of the given arguments; prints what each one answers.
-LOOK = """
+# Runs sensors with the given arguments once, and prints each answer.
+RUN_SENSORS = """
 import json, sys
 from marks_sensor import MarksSensor
 for number, each in enumerate(json.loads(sys.argv[1])):
@@ -47,7 +47,7 @@ def test_a_sensor_answers_whether_all_marks_are_reached(
     marks = accounts.follow()
     later = marks | {"0": marks["0"] + 1}
     accounts.put_account(2, "Ben", 60)  # partition 0: the log has it, and the table does not
-    looks: list[dict[str, object]] = [
+    sensor_calls: list[dict[str, object]] = [
         {"marks": marks, "table": table},
         {"marks": later, "table": table},
         {"marks": later, "connect": connect},
@@ -56,7 +56,12 @@ def test_a_sensor_answers_whether_all_marks_are_reached(
         {"marks": marks},
     ]
     output = run_program(
-        "python", "-c", LOOK, json.dumps(looks), env=variables, cwd=EXAMPLES / "airflow"
+        "python",
+        "-c",
+        RUN_SENSORS,
+        json.dumps(sensor_calls),
+        env=variables,
+        cwd=EXAMPLES / "airflow",
     )
     answers = [line for line in output.splitlines() if line.startswith("answer ")]
     assert [each.removeprefix("answer ") for each in answers] == [

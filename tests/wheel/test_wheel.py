@@ -29,15 +29,15 @@ pytestmark = [
 
 
 def waltz(*words: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [BIN / "waltz-core", *words],
         capture_output=True,
         text=True,
         check=False,
         timeout=TEST_TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 @pytest.mark.parametrize("name", ["waltz_core", "waltz_spark", "pyspark_waltz"])
@@ -102,11 +102,11 @@ def test_a_local_cluster_takes_appends_and_spark_finds_the_data_source(tmp_path)
 
 
 def test_the_command_runs_as_a_module():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "waltz_core", "--version"],
         capture_output=True,
         text=True,
         check=True,
         timeout=TEST_TIMEOUT_S,
     )
-    assert done.stdout.strip() == f"waltz-core {WHEEL.version}"
+    assert result.stdout.strip() == f"waltz-core {WHEEL.version}"

@@ -146,7 +146,7 @@ class _RestoredLog:
         name = manifest_name(folder, 1, FileOrigin(_NEXT_SESSION, _NONCE, 1))
         expiries = (Expiry(first, 0),) if first else ()
         bounds = first, end.last, end.chain
-        made = Manifest(
+        manifest = Manifest(
             cluster.key,
             cluster.partition_id,
             1,
@@ -154,6 +154,6 @@ class _RestoredLog:
             newest_objects=tuple(kept),
             expiries=expiries,
         )
-        data = made.to_bytes()
+        data = manifest.to_bytes()
         self._store_file(name, StoredFile(data))
         return ArchivedMark(end.last, end.chain, end.commit_ms_max, first, crc32(data), name)

@@ -244,12 +244,15 @@ class SimArchive:
         if job.retention_ms:
             before_ms = max(before_ms, wall_ms - job.retention_ms)
         first = _first_unexpired(present, job.before, before_ms)
-        made = present.with_expiry(first, self._fast_clock_ms(self._world.now_ms))
-        if (made.first, made.newest_objects) == (present.first, present.newest_objects):
+        new_manifest = present.with_expiry(first, self._fast_clock_ms(self._world.now_ms))
+        if (new_manifest.first, new_manifest.newest_objects) == (
+            present.first,
+            present.newest_objects,
+        ):
             return ManifestAfterExpiry(first, "", 0)
         origin = FileOrigin(job.session_id, job.nonce, job.attempt)
         folder = manifests_folder(cluster_key, job.partition_id)
-        name, data = manifest_name(folder, made.version, origin), made.to_bytes()
+        name, data = manifest_name(folder, new_manifest.version, origin), new_manifest.to_bytes()
         self._cluster.checks.on_archive_expiry(name, wall_ms)
         yield _Write(name, StoredFile(data))
         _check_crc((yield _Read(name)), name, crc32(data))
@@ -501,8 +504,8 @@ def _upload_steps(
     name = manifest_name(folder, present.version, origin)
     yield _Write(name, StoredFile(data))
     _check_crc((yield _Read(name)), name, crc32(data))
-    made = Manifest.from_bytes(data, name)
-    return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
+    new_manifest = Manifest.from_bytes(data, name)
+    return NewManifest(new_manifest.last, new_manifest.chain, job.end.stamp_ms, name, crc32(data))
 
 
 def _replaced_entry(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:

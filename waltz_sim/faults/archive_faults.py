@@ -251,8 +251,8 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
             victim.start()
             victim.planned_death = ("ResetLog", True, die)
 
-    for way in directions:
-        cluster.network.block(*way)
+    for direction in directions:
+        cluster.network.block(*direction)
     cluster.world.call_after_us(rng.randrange(5, 60) * US_PER_MS, empty)
     return False
 

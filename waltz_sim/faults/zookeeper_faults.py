@@ -190,8 +190,8 @@ def _cut_replicas_off(
         if (server is owner) != (replica in kept)
     ]
     directions = [*pairs, *((replica, server) for server, replica in pairs)]
-    for way in directions:
-        network.block(*way)
+    for direction in directions:
+        network.block(*direction)
     return directions
 
 

@@ -100,7 +100,7 @@ class Operation:
     predecessors: tuple[tuple[int, tuple[int, int]], ...] = ()
     state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION
-    outcome: str = ""  # "ok", "no", "unknown", or "gone" if its author died; empty while pending
+    outcome: str = ""  # "ok", "no", "unknown", or "gone" if its client died; empty while pending
     transaction_id: int = -1
 
 

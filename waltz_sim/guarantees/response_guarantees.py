@@ -289,7 +289,7 @@ class ResponseGuarantees:
         if connection < mounted and RowOutcomeCode.NOT_MOUNTED in bytes(message.reasons):
             self._state.count("append on an older connection")
 
-    # ---- what clients send and receive
+    # ---- messages of clients
 
     def on_acknowledged(self, transaction_id: int) -> None:
         """Record that an application has received the acknowledgement of an ID."""

@@ -183,9 +183,9 @@ class SessionGuarantees:
             self._fail_shape(f"too few are engaged: {after}")
         if {after.states[ReplicaId(name)].session_id for name in engaged} != {session}:
             self._fail_shape(f"engaged in more than session {session}: {after}")
-        ever = self.ever_engaged.setdefault(session, {})
-        if not set(ever) <= set(engaged):
-            self._fail_shape(f"{session} continues without one of {list(ever)}: {after}")
+        engaged_before = self.ever_engaged.setdefault(session, {})
+        if not set(engaged_before) <= set(engaged):
+            self._fail_shape(f"{session} continues without one of {list(engaged_before)}: {after}")
         self._check_closed(claim, after)
         for name in engaged:
             if self._last_session.get(name, NO_SESSION) < session:
@@ -193,11 +193,11 @@ class SessionGuarantees:
                     "EngagedOnly",
                     f"{name} is recorded as engaged in {session}, but its mark is not set",
                 )
-        if not ever:
+        if not engaged_before:
             self._check_previous_assignment(claim, session)
-        elif len(engaged) > len(ever):
+        elif len(engaged) > len(engaged_before):
             self._state.count("replica joined an open session")
-        ever.update(dict.fromkeys(engaged))
+        engaged_before.update(dict.fromkeys(engaged))
         self.opened[session] = after
         self._last_at_open.setdefault(session, self._state.history.last)
 

@@ -131,7 +131,9 @@ def test_valid_columns_and_columns_named_by_an_option_are_accepted(options: Writ
 
 
 def row_converter(options: WriteOptions = PLAIN, **kwargs: int) -> RowConverter:
-    return RowConverter(options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, keeps_input_columns=False, **kwargs)
+    return RowConverter(
+        options, 4, {0: 10, 1: 11, 2: 12, 3: 13}, keeps_input_columns=False, **kwargs
+    )
 
 
 def test_the_first_lock_chooses_the_partition() -> None:

@@ -255,7 +255,10 @@ def test_a_slot_at_the_position_of_the_other_is_invalid(spoiled):
     other = SLOT_BLOCK_BYTES * (1 - lost_file)
     disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * lost_file, content[other : other + SLOT_BLOCK_BYTES])
     again = SlotFile.open(disk, ROOT, 2)
-    assert (again.slot.promised, again.has_lost_newer_slot) == (6 if spoiled == "newest" else 9, True)
+    assert (again.slot.promised, again.has_lost_newer_slot) == (
+        6 if spoiled == "newest" else 9,
+        True,
+    )
     # The next write replaces the misdirected slot, and the current slot is kept.
     again.write(Slot(2, promised=12))
     kept = disk.visible_content(SLOTS)[other : other + SLOT_BLOCK_BYTES]

@@ -281,7 +281,12 @@ def test_a_concurrent_commit_does_not_mix_table_versions(
 def test_marks_of_another_follower_are_ignored(path: Path, table: FollowedDeltaTable):
     other = START._replace(follower="g")
     state = open_table(path).marks(other)
-    assert (state.metadata, state.version, state.other_commits, state.has_rows) == (None, None, (), True)
+    assert (state.metadata, state.version, state.other_commits, state.has_rows) == (
+        None,
+        None,
+        (),
+        True,
+    )
     rules = StoredRules(("Id", "day"))
     marks = up_to(0, -1)._replace(rules=rules)
     table.apply(changes((1, "a", 0.5, 0, 0, False)), marks)

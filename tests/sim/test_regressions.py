@@ -1,4 +1,4 @@
-"""Shortened schedules of seeds that found a defect which no written scenario shows."""
+"""Regression tests: shortened schedules of seeds that found defects which no scenario shows."""
 
 import struct
 from dataclasses import replace
@@ -20,11 +20,11 @@ from waltz_sim.run import run
 from waltz_sim.schedule import Schedule
 
 pytestmark = pytest.mark.sim
-SCHEDULES_FOLDER = Path(__file__).parent / "kept"
+SCHEDULES_FOLDER = Path(__file__).parent / "regressions"
 
 
-def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log(monkeypatch):
-    """What was reported as lost in it lies on a replica that it had left out, and stays lost."""
+def test_an_older_log_does_not_replace_the_log_of_a_session_missing_in_zookeeper(monkeypatch):
+    """The rows that the session reported as lost are on a replica outside it, and stay lost."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Recovery, "exclusion_reason", lambda _self, _answer: None)
@@ -32,8 +32,8 @@ def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log
 
 
 def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
-    """One was left out by what ZooKeeper was rolled back to; the other was given a mark meanwhile
-    by a session that never opened."""
+    """ZooKeeper was rolled back to a state without one replica. Meanwhile the other replica got
+    a mark from a session that never opened."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "530014798.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     write = PartitionLog._write_mark
@@ -49,7 +49,7 @@ def test_records_of_a_forgotten_session_outlive_a_later_mark(monkeypatch):
 
 
 def test_misplaced_good_records_do_not_prevent_a_repair(monkeypatch):
-    """A misdirected page of later records made a hole that no right records fitted into."""
+    """A misdirected page of later records left a gap too small for the correct records."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "520000203.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
 
@@ -78,7 +78,7 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
     assert run(schedule).rule == "Converged"
 
 
-def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
+def test_records_are_repaired_although_their_batch_is_corrupt_too(monkeypatch):
     """Their chain had to be checked against the batch, which can be rebuilt from them only."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -87,7 +87,7 @@ def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
 
 
 def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(monkeypatch):
-    """A failed sync had ended its file; with it went what two of three had acknowledged."""
+    """After a failed sync, a storage truncated records that two replicas had acknowledged."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     recover = log_recovery._LogOpening.recover_records
@@ -100,9 +100,9 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
     assert run(schedule).rule == "DecisionCovers"
 
 
-def test_a_repeated_request_after_a_hanging_disk_is_not_mistaken_for_a_rival(monkeypatch):
-    """What it had sent on the link that it closed was read last, and its later question refused
-    as of a session that another owner had: the partition was halted for good."""
+def test_a_request_repeated_after_a_disk_stall_is_not_rejected_as_one_of_another_owner(monkeypatch):
+    """The storage read messages of the closed link last, and rejected the owner's later request
+    as a request of another owner. The partition halted permanently."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "8803332.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(service, "ConnectionSuperseded", SessionFenced)
@@ -130,7 +130,7 @@ def test_a_storages_queue_may_hold_a_read_of_each_session():
 
 
 @pytest.mark.parametrize("seed", [77000331, 77000490, 1795815718683])
-def test_an_operator_finishes_what_a_command_that_died_has_decided(seed):
+def test_an_operator_completes_the_decision_of_a_command_that_died(seed):
     """Or ZooKeeper was put back to before the first session, or the command began before the end.
 
     The last one writes after the cluster has recovered, when no operator looks any more: it does
@@ -141,7 +141,7 @@ def test_an_operator_finishes_what_a_command_that_died_has_decided(seed):
 
 
 def test_a_truncation_reports_the_chain_that_it_has_written(monkeypatch):
-    """A read that failed after the truncation left the chain of the longer log."""
+    """A read failed after the truncation, and the log kept the chain of the longer log."""
     schedule = Schedule.from_json(
         (SCHEDULES_FOLDER / "1795815724074.json").read_text(encoding="utf-8")
     )
