@@ -157,7 +157,7 @@ def test_truncation_waits_until_the_newest_batch_is_known():
     while not isinstance(step := repair.next_step(goal, has_source=available), Truncation):
         assert step.last in (5, 7)
         perform_step(repair, replica, source, step)
-    assert repair.newest_session === 8
+    assert repair.newest_session == 8
 
 
 def test_a_mark_inside_a_batch_truncates_the_batch_and_gives_the_goal_its_chain():
@@ -540,7 +540,7 @@ def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch
     repair = repair_of(replica)
     steps = run_repair(repair, replica, source, goal)
     assert steps[:2] == [FetchOwnLineage(2, 2), ReplicaReset(5, goal.archived_mark.chain)]
-    assert repair.newest_session === 1
+    assert repair.newest_session == 1
     assert (replica.payloads(), replica.disk.start[0]) == ([7, 8, 9], 5)
 
 
