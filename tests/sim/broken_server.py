@@ -387,7 +387,7 @@ def held_rejections_lost_with_session() -> Patches:
         self._queues.clear()
         return []
 
-    yield replaced(LockQueues, "all", forgotten)
+    yield replaced(LockQueues, "take_all", forgotten)
 
 
 @switch
