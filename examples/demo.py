@@ -1,6 +1,7 @@
 """`make demo`: writes a year of flights through Spark, reads them back, and shows a conflict.
 
-    1. Start a real cluster on this machine: ZooKeeper, three storages that sync, two servers.
+    1. Start a real cluster on this machine: ZooKeeper, two servers, and three storages, which sync
+       every append to disk.
     2. Write 336,776 departures, one transaction each, with an append lock on the aircraft.
     3. Read them back through Spark, and compare every column of every row.
     4. Compute a table from the log: the busiest aircraft, and where each one is.

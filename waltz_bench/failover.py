@@ -326,8 +326,8 @@ async def _run_scenario(
 
     if meter.cluster is None:
         raise BadConfig(
-            "this workload kills daemons, so it needs a local cluster: name its --directory, or "
-            "omit --connect and --directory"
+            "this workload kills daemons, so it needs a local cluster. Hint: pass the cluster's "
+            "--directory, or omit --connect and --directory to use a temporary cluster."
         )
     async with (
         AsyncWaltzClient.connect(load.connect) as client,

@@ -108,7 +108,7 @@ class BenchReport:
 class Meter:
     """Measures the CPU time of a run (rule 2). `cluster` is None if the daemons run elsewhere.
 
-    `others` are further clusters of this process, which this run does not use.
+    `other_clusters` are further clusters of this process, which this run does not use.
     """
 
     def __init__(

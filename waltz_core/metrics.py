@@ -86,8 +86,10 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _COUNTER,
         ("partition", "reason"),
         (
-            "Transactions that the server has not committed, by reason. Label reason: lock, "
-            "lost, ahead, not_mounted, generation, no_space, too_large or overloaded."
+            "Transactions that the server has not committed, by reason. Label reason: lock, lost "
+            "(the append is lost), ahead (its high-water mark is above that of the log), "
+            "not_mounted, generation (it names another generation of the partition), no_space, "
+            "too_large or overloaded."
         ),
     ),
     (
@@ -565,8 +567,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _GAUGE,
         _SOURCE,
         (
-            "Committed transactions that the query has not read yet. Label source: the number of "
-            "the log among the logs that the query reads."
+            "Committed transactions that the query has not read yet. Label source: the position "
+            "of the log among the logs that the query reads, from 0."
         ),
     ),
     (

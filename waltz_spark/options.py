@@ -409,9 +409,8 @@ class _OptionParser:
         has_keys = self.text("encryptionKeys") is not None
         if has_keys and (key_id is None) == (column is None):
             raise BadConfig(
-                "option 'encryptionKeys': expected either encryptionKeyId or "
-                "encryptionKeyIdColumn in addition, found "
-                f"{'none' if key_id is None else 'both'}"
+                "option 'encryptionKeys': expected also exactly one of encryptionKeyId and "
+                f"encryptionKeyIdColumn, found {'none' if key_id is None else 'both'}"
             )
         for name, value in (("encryptionKeyId", key_id), ("encryptionKeyIdColumn", column)):
             if value is not None and not has_keys:

@@ -25,14 +25,14 @@ def matrix():
 
 
 @pytest.fixture(scope="module")
-def found(matrix):
+def recorded_syncs(matrix):
     return occurrences(matrix)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_every_omitted_or_delayed_sync_is_detected(matrix, found, mutation, record_property):
+def test_every_omitted_or_delayed_sync_is_detected(matrix, recorded_syncs, mutation, record_property):
     wrong, number = [], 0
-    for (site, how), syncs in found.items():
+    for (site, how), syncs in recorded_syncs.items():
         if how != mutation:
             continue
         listed = reason(site, mutation)
@@ -48,8 +48,8 @@ def test_every_omitted_or_delayed_sync_is_detected(matrix, found, mutation, reco
     assert number >= {"forgotten": 40, "made late": 20}[mutation]
 
 
-def test_listed_mutants_exist(found):
-    sites = {site for site, _ in found}
+def test_listed_mutants_exist(recorded_syncs):
+    sites = {site for site, _ in recorded_syncs}
     assert len(sites) >= SITES_MIN
     for end in (*NOT_NEEDED, *ANY_ORDER):
         assert any(site.endswith(end) for site in sites), end

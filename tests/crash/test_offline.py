@@ -127,10 +127,10 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
 def test_encoded_control_slots_are_decoded_to_the_same_values(slot):
     read = layout.decode_control_slot(slot.encode(), (slot.sequence + 1) % 2)
     assert read.errors == ()
-    assert (read.partition, read.sequence, read.old_sequence) == (
+    assert (read.partition, read.sequence, read.control_file_sequence) == (
         slot.partition_id,
         slot.sequence,
-        slot.old_sequence,
+        slot.control_file_sequence,
     )
     assert (read.promised, read.nonce, read.last_session) == (
         slot.promised,

@@ -231,7 +231,7 @@ class BankKilled(Exception):
 class InterruptedBank(bank_desk.Bank):
     """A desk that dies in the middle of a transfer."""
 
-    def _settle(self, key: str) -> None:
+    def _complete_transfer(self, key: str) -> None:
         raise BankKilled(key)
 
 

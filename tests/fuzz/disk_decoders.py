@@ -81,7 +81,7 @@ def slots() -> list[bytes]:
     full = Slot(
         PARTITION,
         sequence=7,
-        old_sequence=3,
+        control_file_sequence=3,
         promised=6,
         nonce=CHAIN,
         last_session=5,

@@ -177,7 +177,7 @@ def test_the_layouts_of_this_version_have_not_changed():
     slot = disk_format.Slot(
         2,
         sequence=5,
-        old_sequence=4,
+        control_file_sequence=4,
         promised=7,
         nonce=bytes(range(16)),
         last_session=6,

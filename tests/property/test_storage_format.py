@@ -53,7 +53,7 @@ SLOTS = st.builds(
     Slot,
     INT32,
     sequence=INT64,
-    old_sequence=INT64,
+    control_file_sequence=INT64,
     promised=MARKS,
     nonce=B16,
     last_session=MARKS,

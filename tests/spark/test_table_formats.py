@@ -160,7 +160,7 @@ def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues
     check_snapshots(iceberg_session, written, table)
     assert content(iceberg_session, table) == written.replayed(end_marks(written))
     names = [row["name"] for row in iceberg_session.sql(f"SELECT name FROM {table}.refs").collect()]
-    assert len(names) == 2, "the branch of the killed process is removed"
+    assert len(names) == 2, "the branch of the killed process was not removed"
 
 
 @pytest.mark.versions

@@ -60,10 +60,10 @@ class _ComparedCluster:
         self.cpu_us.append(seconds * 1e6 / max(measured.rows, 1))
 
 
-def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> WorkloadResult:
+def compare(workload: Workload, load: BenchLoad, tls_file: Path, rounds: int) -> WorkloadResult:
     """Run `rounds` rounds; return the result with access control, and `access_ratio`."""
     print_error("starting two local clusters")
-    with _run_cluster(tls, "off") as without_access, _run_cluster(tls, "on") as with_access:
+    with _run_cluster(tls_file, "off") as without_access, _run_cluster(tls_file, "on") as with_access:
         for number in range(rounds):
             print_error(f"round {number + 1} of {rounds}")
             pair = (
@@ -99,15 +99,15 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Work
 
 
 @contextmanager
-def _run_cluster(tls: Path, access: str) -> Iterator[_ComparedCluster]:
+def _run_cluster(tls_file: Path, access: str) -> Iterator[_ComparedCluster]:
     """Run one of the two clusters; `access` is "off" or "on"."""
-    with cluster_with_permissions(tls, access, {_CLIENT: _LIMITS}) as (cluster, connects):
+    with cluster_with_permissions(tls_file, access, {_CLIENT: _LIMITS}) as (cluster, connects):
         yield _ComparedCluster(cluster, connects[_CLIENT])
 
 
 @contextmanager
 def cluster_with_permissions(
-    tls: Path,
+    tls_file: Path,
     access: str,
     limits: Mapping[str, PrincipalLimits],
     other_settings: Mapping[str, object] | None = None,
@@ -122,7 +122,7 @@ def cluster_with_permissions(
     with TemporaryDirectory(prefix="waltz-") as directory:
         kinds = {"server": settings, "storage": settings}
         cluster = LocalCluster(
-            Path(directory) / "cluster", exit_with_parent=True, tls=tls, settings=kinds
+            Path(directory) / "cluster", exit_with_parent=True, tls=tls_file, settings=kinds
         )
         try:
             cluster.prepare()

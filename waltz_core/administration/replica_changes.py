@@ -134,8 +134,8 @@ async def _replace_in_place(
         )
     if await is_answering(WireProtocol.STORAGE, address):
         raise BadRequest(
-            f"storage {address} still runs and answers. Hint: stop it, and start its "
-            "replacement with an empty directory."
+            f"storage {address} still runs and answers. Hint: stop it, and repeat this change. "
+            "Start the replacement, with an empty directory, when the change permits it."
         )
     remaining_replicas = {
         each: tuple(replica for replica in replicas_by_partition[each] if replica != address)

@@ -279,7 +279,7 @@ class ArchiveCheck:
         try:
             self._check_content(ArchiveObject(copy, entry.name), entry)
         except (BadFormat, ChecksumMismatch) as error:
-            yield str(error).removeprefix(f"object {entry.name}: ")
+            yield str(error).removeprefix(f"archived object {entry.name}: ")
 
     def _check_content(self, archive_object: ArchiveObject, entry: ObjectEntry) -> None:
         """Rebuild the records, and compare the object with the manifest (rule 2)."""

@@ -242,8 +242,8 @@ def _write_object(
     data = store.read(name)
     if crc32(data) != sink.crc:
         raise ChecksumMismatch(
-            f"archived object {name}: expected CRC {sink.crc:08x}, that of the written bytes, "
-            f"found {crc32(data):08x} when it was read back"
+            f"archived object {name}: expected CRC {sink.crc:08x} (of the written bytes), "
+            f"found {crc32(data):08x} in the bytes that were read back"
         )
     archive_object = ArchiveObject(data, name)
     batches = [batch for run in job.runs for batch in run.batches]

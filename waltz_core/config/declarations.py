@@ -976,9 +976,9 @@ class LocalConfig(Config):
     port_base: int = setting(
         0,
         "The first port. The processes use consecutive ports: 3 for each storage, 2 for "
-        "each server, and 1 for a single ZooKeeper server or 3 for each of several. 0: the "
-        "usual ports where they are free, otherwise random ones. It is fixed when the "
-        "directory is created.",
+        "each server, and for ZooKeeper 1 (a single server) or 3 for each server of an ensemble. "
+        "0 chooses the usual ports where they are free, otherwise random ones. The setting is "
+        "fixed when the directory is created.",
         minimum=0,
         maximum=65_000,
     )

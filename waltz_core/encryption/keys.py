@@ -87,8 +87,8 @@ class KeyCache:
 
     def __reduce__(self) -> NoReturn:
         raise errors.UsageError(
-            "encryption keys cannot be sent to another process. Hint: open them there, by "
-            "the same setting encryption_keys."
+            "encryption keys cannot be sent to another process. Hint: load them in the "
+            "other process, from the same value of the setting encryption_keys."
         )
 
     def is_cached(self, key_id: str) -> bool:

@@ -7,10 +7,11 @@ Rules:
     1. Every part is real: sockets, disks, fdatasync, and ZooKeeper from PySpark's jars.
     2. The cluster stops only processes that it has started: a process counts as its own only while
        the pid AND the start time equal the recorded values.
-    3. Ports are chosen once for a directory and recorded in it. A socket holds each port until the
-       daemon listens. If another program uses a port at the next start, the cluster chooses another
-       port. Exceptions are the ports of a port base, and ports that identify a process, such as the
-       port of a storage.
+    3. Ports are chosen once for a directory and recorded in it. Until a daemon listens at its port,
+       this process keeps a socket bound to the port, so that no other cluster chooses it. If another
+       program uses a port at the next start, the cluster chooses a new port. It reports an error
+       instead for a port of a port base, and for a port by which other processes know the process,
+       such as the port of a storage.
     4. The directory has everything for another start, so killing all processes loses nothing.
 """
 

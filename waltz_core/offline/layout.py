@@ -177,7 +177,7 @@ class ControlSlot(NamedTuple):
     flags: int
     partition: int
     sequence: int
-    old_sequence: int
+    control_file_sequence: int
     promised: int
     nonce: bytes
     last_session: int
@@ -214,7 +214,7 @@ def decode_control_slot(data: Bytes, position: int) -> ControlSlot:
     body, errors = _fit_to_size(data, SLOT_BYTES)
     _expect_crc(errors, body[:-4], int.from_bytes(body[-4:], "big"))
     version, flags, partition, count = struct.unpack_from(">iiii", body, 0)
-    sequence, old_sequence = struct.unpack_from(">qq", body, 16)
+    sequence, control_file_sequence = struct.unpack_from(">qq", body, 16)
     promised, nonce, last_session, mark = struct.unpack_from(">q16sqq", body, 32)
     provisional_session, provisional_mark = struct.unpack_from(">qq", body, 72)
     acked, acked_chain, truncate_to = struct.unpack_from(">q16sq", body, 88)
@@ -246,7 +246,7 @@ def decode_control_slot(data: Bytes, position: int) -> ControlSlot:
         flags,
         partition,
         sequence,
-        old_sequence,
+        control_file_sequence,
         promised,
         nonce,
         last_session,

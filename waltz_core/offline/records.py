@@ -210,7 +210,7 @@ def _find_next_record(
     return None
 
 
-def _possible_offsets(data: bytes, after: int, id_max: int, space: int) -> list[int]:
+def _possible_offsets(data: bytes, previous_id: int, id_max: int, space: int) -> list[int]:
     """Return the offsets at which ID and length look possible.
 
     `space` is the number of bytes from the beginning of `data` to the end of the file.
@@ -219,7 +219,7 @@ def _possible_offsets(data: bytes, after: int, id_max: int, space: int) -> list[
     if count <= 0:
         return []
     ids = np.ndarray((count,), dtype=">i8", buffer=data, strides=(1,))
-    positions = np.flatnonzero((ids > after) & (ids <= id_max))
+    positions = np.flatnonzero((ids > previous_id) & (ids <= id_max))
     lengths = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
     data_lengths = lengths[positions].astype(np.int64)
     fits = (data_lengths >= 0) & (positions + data_lengths + RECORD_FRAME_BYTES <= space)

@@ -158,7 +158,7 @@ def expected_log(
     # The structure that a slot names may not have been written, so only a later session counts
     # (rule 2).
     has_legacy_writes = info is not None and (
-        info.sequence > current.old_sequence or -1 < current.last_session < info.session
+        info.sequence > current.control_file_sequence or -1 < current.last_session < info.session
     )
     is_adopted = has_legacy_writes or _is_unbatched(current)
     durable = current.acked

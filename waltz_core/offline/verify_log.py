@@ -4,12 +4,13 @@ It compares the files of a log with each other and with the control slot. It doe
 other partitions or on the format of control files.
 
 Rules:
-    1. These bytes are known to be synced: IDs up to the acked marker, IDs up to the ID that a later
-       batch's entry states, and all segments except the last. A storage that was not closed may
-       have left any part of the other bytes. If there is no slot, a torn tail cannot be
-       distinguished from damage, and all faults are errors.
+    1. These bytes are known to be synced, so a fault in them is damage: IDs up to the acked
+       marker, IDs up to the `synced ID` in the entry of a later batch, and all segments except the
+       last. If the storage was not closed, the other bytes may be missing or incomplete, which is
+       no damage (a torn tail). Without a slot, the two cases cannot be distinguished, and all
+       faults are errors.
     2. If Waltz 0.13 has written after this version, the batches may belong to a history that 0.13
-       has truncated. So errors of batches are notes. The next start of the storage creates new
+       has truncated. So a fault in a batch is reported as a note, not as an error. The next start of the storage creates new
        batches.
 """
 

@@ -1,4 +1,4 @@
-"""Strict JSON: reads and writes only finite numbers and whole characters.
+"""Strict JSON: reads and writes only finite numbers, and text without unpaired surrogates.
 
 Python's `json` writes and reads `NaN` and `Infinity`, which other readers reject. It also reads
 numbers such as `1e999` as infinity. It reads `"\\ud800"`, half of a character (an unpaired
@@ -6,11 +6,11 @@ surrogate), as a text. UTF-8 cannot represent this text, so nothing could store 
 client's serializer and Spark's payloads use this module.
 
 Rules:
-    1. The output is UTF-8 without unnecessary blanks.
+    1. The output is UTF-8 without unnecessary whitespace.
     2. A value that JSON cannot represent is an error. The error contains the value and its
        position, such as `$.prices[2]`.
     3. A value that is nested too deeply for Python is an error, like invalid JSON.
-    4. An error of a text with more than `_LOCATED_CHARACTERS_MAX` characters has no position.
+    4. If a text is longer than `_LOCATED_CHARACTERS_MAX` characters, its errors have no position.
 """
 
 import json

@@ -125,7 +125,7 @@ class AvroConverter:
     Each function raises ValueError or TypeError for a value that does not fit.
 
     Args:
-        named: the named types of the schema, by full name.
+        types_by_name: the named types of the schema, by full name.
     """
 
     def __init__(self, types_by_name: Mapping[str, Any]) -> None:

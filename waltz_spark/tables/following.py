@@ -433,7 +433,8 @@ def _create_rules(table: Table, rows: StructType | None) -> ChangeRules:
 def _check_dataframe(df: DataFrame) -> None:
     """Check that the value of `df` is a DataFrame of transactions."""
     if getattr(df, "sparkSession", None) is None:
-        raise BadRequest(f"upsert: expected a DataFrame of Spark, found {type(df).__name__}")
+        found = f"{type(df).__module__}.{type(df).__name__}"
+        raise BadRequest(f"upsert: expected a Spark DataFrame, found {found}")
     types = {part.name: part.dataType.simpleString() for part in df.schema}
     for column, expected in (("partition", "int"), ("transaction_id", "bigint")):
         if types.get(column) != expected:

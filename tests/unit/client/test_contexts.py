@@ -54,7 +54,7 @@ class OvertakenContext(TransactionContext):
 
 
 @run_on_virtual_loop
-async def test_a_context_claims_the_mark_from_before_its_computation():
+async def test_a_context_sends_the_mark_that_it_had_before_its_computation():
     """While a context computes, another writer's row is committed and applied; no update is lost.
 
     With the mark from after the computation, the server would accept an outdated value.

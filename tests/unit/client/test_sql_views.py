@@ -36,7 +36,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
 
 @pytest.fixture(autouse=True)
 def keep_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql, "BATCH_S", TEST_TIMEOUT_S)
+    monkeypatch.setattr(sql, "BATCH_TARGET_S", TEST_TIMEOUT_S)
 
 
 class View(SqlCallbacks):

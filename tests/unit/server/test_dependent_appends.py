@@ -155,7 +155,7 @@ def test_gathered_appends_are_sent_after_a_pause_while_authors_wait():
     assert world.now_ms > began_ms
 
 
-def test_an_independent_append_submits_the_gathered_ones():
+def test_an_independent_append_submits_the_gathered_dependent_appends():
     world, _ = in_flight()
     world.follow(BOB)
     world.turn()

@@ -60,7 +60,7 @@ def destroy(directory: Path, key_id: str) -> None:
         ),
         (
             {"encryptionKeys": "/k", "encryptionKeyId": "a", "encryptionKeyIdColumn": "b"},
-            "expected either encryptionKeyId or encryptionKeyIdColumn in addition, found both",
+            "expected also exactly one of encryptionKeyId and encryptionKeyIdColumn, found both",
         ),
         (
             {"encryptionKeys": "/k", "encryptionKeyId": "a/b"},

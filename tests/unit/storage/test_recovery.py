@@ -62,7 +62,7 @@ def write_log(disk, *counts_of_each, acked=None, **slot):
     if acked_entries:
         marker = AckedMarker(acked_entries[-1].last, acked_entries[-1].chain)
     fields = {"promised": 1, "last_session": 1, "dirty": True} | slot
-    fields.setdefault("old_sequence", INFO.sequence)
+    fields.setdefault("control_file_sequence", INFO.sequence)
     SlotFile.create(disk, ROOT, Slot(2, acked=marker, **fields))
     return segments, records, entries
 
@@ -129,7 +129,7 @@ def test_another_history_below_the_marker_is_suspect():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     SlotFile.create(
-        disk, ROOT, Slot(2, acked=AckedMarker(2, KEY), old_sequence=INFO.sequence, dirty=True)
+        disk, ROOT, Slot(2, acked=AckedMarker(2, KEY), control_file_sequence=INFO.sequence, dirty=True)
     )
     assert open_disk(disk)[1].slot.suspect
     assert segments.chain == entries[-1].chain
@@ -186,7 +186,7 @@ def with_lost_newer_slot(disk, lost_promise, **older):
     """Write a log whose newer slot, with this promise, is lost."""
     write_log(disk, [3], **older)
     slots = SlotFile.open(disk, ROOT, 2)
-    lost = Slot(2, promised=lost_promise, acked=slots.slot.acked, old_sequence=INFO.sequence)
+    lost = Slot(2, promised=lost_promise, acked=slots.slot.acked, control_file_sequence=INFO.sequence)
     slots.write(lost)
     disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
 
@@ -245,7 +245,7 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
             promised=1,
             acked=acked,
             truncate=TruncateIntent(last_to_keep, cut),
-            old_sequence=INFO.sequence,
+            control_file_sequence=INFO.sequence,
             dirty=True,
         )
     )
@@ -329,7 +329,7 @@ def test_a_directory_of_0_13_gets_batches_and_is_not_suspect():
     assert check_chain(entries, 0, GENESIS_CHAIN, segments.record_crcs(0, 6)) is None
     slot = slots.slot
     assert (slot.promised, slot.last_session, slot.low_water_mark) == (5, 5, 4)
-    assert (slot.suspect, slot.old_sequence) == (False, 9)
+    assert (slot.suspect, slot.control_file_sequence) == (False, 9)
 
 
 ADOPTED = INFO._replace(session_id=5, low_water_mark=11, local_low_water_mark=11, sequence=9)
@@ -423,7 +423,7 @@ def test_an_oversized_0_13_transaction_is_not_a_torn_tail():
 def test_a_session_of_0_13_overrides_an_earlier_promise():
     """The nonce belongs to another owner of an older session."""
     disk = new_disk()
-    write_log(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
+    write_log(disk, [3], promised=4, nonce=bytes([7] * 16), control_file_sequence=3)
     slot = open_disk(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
     assert slot.promise == Promise(5)
 
@@ -432,7 +432,7 @@ def test_a_truncation_intent_older_than_records_of_0_13_is_dropped():
     """0.13 ignores the intent, and acknowledges records after those that should be truncated."""
     disk = new_disk()
     intent = TruncateIntent(2, None)
-    _, records, _ = write_log(disk, [3, 2], [4], acked=1, truncate=intent, old_sequence=3)
+    _, records, _ = write_log(disk, [3, 2], [4], acked=1, truncate=intent, control_file_sequence=3)
     info = INFO._replace(session_id=5, low_water_mark=8, local_low_water_mark=8, sequence=9)
     segments, slots = open_disk(disk, info=info)
     assert content(segments) == records
@@ -465,7 +465,7 @@ def test_an_adoption_interrupted_at_any_step_keeps_the_records_of_0_13():
 
     def run_0_13(disk):
         make_segments(disk, [3], [2])
-        SlotFile.create(disk, ROOT, Slot(2, old_sequence=9, promised=4, last_session=4))
+        SlotFile.create(disk, ROOT, Slot(2, control_file_sequence=9, promised=4, last_session=4))
         segment = open_segment(disk, 3)
         segment.append(lengths, more)
         segment.sync()
@@ -624,9 +624,9 @@ def test_a_replica_without_batches_is_suspect_after_an_interrupted_opening(acked
 def test_batches_rebuilt_after_a_fallback_are_marked_as_reconstructed():
     """Rule 5: compared with an older slot, the last session's writes look like those of 0.13."""
     disk = new_disk()
-    write_log(disk, [3, 2], [4], old_sequence=3)
+    write_log(disk, [3, 2], [4], control_file_sequence=3)
     _, slots = open_disk(disk, info=INFO._replace(sequence=3))
-    slots.write(dataclasses.replace(slots.slot, old_sequence=9))
+    slots.write(dataclasses.replace(slots.slot, control_file_sequence=9))
     disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
     disk.flip_bits(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 3)
     segments, slots = open_disk(disk, info=INFO._replace(sequence=9))

@@ -255,7 +255,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "version": str(slot.version),
         "partition": str(slot.partition),
         "sequence": str(slot.sequence),
-        "sequence of 0.13": str(slot.old_sequence),
+        "sequence of 0.13": str(slot.control_file_sequence),
         "flags": " ".join(_flag_names(slot.flags, _SLOT_FLAGS)) or "-",
         "promised session": str(slot.promised),
         "nonce": slot.nonce.hex(),

@@ -52,8 +52,8 @@ _force_option = click.option(
     "--force",
     is_flag=True,
     help=(
-        "proceed even if the replica is in sync, so that its acknowledgements count in a store "
-        "session; first run the command without --force and read the error"
+        "proceed even if the replica is in sync, that is, even if its acknowledgements count in "
+        "the current store session; first run the command without --force and read the error"
     ),
 )
 

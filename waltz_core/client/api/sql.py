@@ -17,10 +17,10 @@ Rules:
     5. A batch that fails is rolled back and applied in halves. So an error always belongs to one
        transaction, and the previous ones stay applied. Batches are halved after an outage, too: a
        database may reject a batch for its size or its duration.
-    6. Applying a batch should take about `BATCH_S` seconds, because the batch holds locks. So the
-       batch size doubles or halves, depending on the duration of the last batch. The duration does
-       not include the commit, which larger batches make cheaper. When the view is at the end of the
-       log, a batch has the transactions that have arrived.
+    6. Applying a batch should take about `BATCH_TARGET_S` seconds, because the batch holds locks.
+       So the batch size doubles or halves, depending on the duration of the last batch. The
+       duration does not include the commit, which larger batches make cheaper. When the view is at
+       the end of the log, a batch has the transactions that have arrived.
     7. A view belongs to one log: the cluster key is stored with each mark. If a cluster was
        restored from a backup of the view's cluster, and has all transactions that the view has
        applied, the marks of the view get the key of the restored cluster. From then on, no instance
@@ -58,9 +58,9 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
-BATCH_MIN = 16
-assert BATCH_MAX % BATCH_MIN == 0
-BATCH_S = 0.1
+INITIAL_BATCH_COUNT = 16
+assert BATCH_MAX % INITIAL_BATCH_COUNT == 0
+BATCH_TARGET_S = 0.1
 ATTEMPTS_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
@@ -230,7 +230,7 @@ class SqlCallbacks(BatchCallbacks):
             )
             if count:
                 return count  # another instance has applied them
-            batch = transactions[: self._batch_sizes.get(partition, BATCH_MIN)]
+            batch = transactions[: self._batch_sizes.get(partition, INITIAL_BATCH_COUNT)]
             end = last if len(batch) == len(transactions) else int(batch[-1].transaction_id)
             try:
                 if self._retry_on_conflict(
@@ -367,10 +367,10 @@ class SqlCallbacks(BatchCallbacks):
 
     def _resize_batch(self, partition: int, count: int, took_s: float) -> None:
         """Choose the size of the next batch from the duration of the last one (rule 6)."""
-        size = self._batch_sizes.get(partition, BATCH_MIN)
-        if count == size and took_s < BATCH_S / 2:
+        size = self._batch_sizes.get(partition, INITIAL_BATCH_COUNT)
+        if count == size and took_s < BATCH_TARGET_S / 2:
             size = min(2 * size, BATCH_MAX)
-        elif took_s > BATCH_S:
+        elif took_s > BATCH_TARGET_S:
             size = max(1, size // 2)
         self._batch_sizes[partition] = size
 

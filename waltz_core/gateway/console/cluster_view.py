@@ -212,7 +212,8 @@ def _check_not_denied(cluster: ClusterFacts) -> None:
     denials += [each.admin_failure or each.failure for each in storages if each.is_denied]
     if denials and all(each.failure for each in servers):
         raise errors.PermissionDenied(
-            f"{denials[0]}. Hint: the console needs the verb administer (docs/console.md)."
+            f"{denials[0]}. Hint: to see the cluster, the principal of your token needs "
+            "the verb administer for all partitions (docs/console.md)."
         )
 
 

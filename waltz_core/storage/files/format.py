@@ -530,13 +530,13 @@ class IdRange(NamedTuple):
 class Slot:
     """The durable state of a partition outside its log.
 
-    `old_sequence` is the sequence of the structure in `waltz-storage.ctl` that this version wrote
+    `control_file_sequence` is the sequence of the structure in `waltz-storage.ctl` that this version wrote
     last, or was about to write.
     """
 
     partition_id: PartitionId
     sequence: int = 0
-    old_sequence: int = 0
+    control_file_sequence: int = 0
     promised: SessionId = NO_SESSION
     nonce: bytes = NO_NONCE
     last_session: SessionId = NO_SESSION
@@ -553,7 +553,7 @@ class Slot:
     def has_legacy_writes(self, info: PartitionInfo) -> bool:
         """Return whether Waltz 0.13 has written since, which its sequence or session shows."""
         is_later = NO_SESSION < self.last_session < info.session_id
-        return is_later or info.sequence > self.old_sequence
+        return is_later or info.sequence > self.control_file_sequence
 
     @property
     def promise(self) -> Promise:
@@ -581,7 +581,7 @@ class Slot:
             self.partition_id,
             len(self.damaged),
             self.sequence,
-            self.old_sequence,
+            self.control_file_sequence,
             self.promised,
             self.nonce,
             self.last_session,
@@ -614,7 +614,7 @@ class Slot:
         """Decode 512 bytes (rule 2)."""
         body = checked_body(data, SLOT_BYTES, "control slot")
         fields = _SLOT.unpack_from(body)
-        version, flags, partition, damaged_count, sequence, old_sequence = fields[:6]
+        version, flags, partition, damaged_count, sequence, control_file_sequence = fields[:6]
         promised, nonce, last_session, low_water_mark = fields[6:10]
         check_version(version, "control slot")
         if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _SHORTENED:
@@ -638,7 +638,7 @@ class Slot:
         return Slot(
             PartitionId(partition),
             sequence,
-            old_sequence,
+            control_file_sequence,
             promised=SessionId(promised),
             nonce=nonce,
             last_session=SessionId(last_session),

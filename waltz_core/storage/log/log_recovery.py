@@ -159,7 +159,7 @@ def _create_log(
     """Create the files of a new log, durably; the `.seg` file is created last."""
     slot = Slot(
         header_template.partition_id,
-        old_sequence=info.sequence,
+        control_file_sequence=info.sequence,
         dirty=True,
         suspect=not trust_fsync,
     )
@@ -187,7 +187,7 @@ def _open_slots(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
     # A sequence below the one in the control file means "adopt", even after a crash in between.
-    slot = Slot(header_template.partition_id, old_sequence=info.sequence - 1, dirty=True)
+    slot = Slot(header_template.partition_id, control_file_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
 
@@ -691,7 +691,7 @@ class _LogOpening:
             acked=marker,
             truncate=None,
             damaged=damage_up_to(slot.damaged, segments.last_id),
-            old_sequence=max(self._info.sequence, self.slot.old_sequence),
+            control_file_sequence=max(self._info.sequence, self.slot.control_file_sequence),
         )
 
 

@@ -326,7 +326,7 @@ class PartitionLog:
         """Write session and provisional mark to the slot, and then to the 0.13 control file."""
         info = self._control.info(self.partition_id)
         slot = replace(slot, last_session=session, provisional=ProvisionalMark(session, mark))
-        self._files.write_slot(replace(slot, old_sequence=info.sequence + 1))
+        self._files.write_slot(replace(slot, control_file_sequence=info.sequence + 1))
         try:
             self._control.set_marks(self.partition_id, session, mark, self.max_id)
         except (DiskFailed, NoSpace) as error:

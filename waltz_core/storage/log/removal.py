@@ -114,7 +114,7 @@ def finish_removal(
     if intent.is_held:
         slot = Slot(
             partition_id,
-            old_sequence=info.sequence,
+            control_file_sequence=info.sequence,
             promised=intent.promised,
             nonce=intent.nonce,
             suspect=True,

@@ -464,7 +464,7 @@ class StorageEngine:
                     "rejects all store sessions that the lost slot may have promised."
                 )
             sequence = self._control.info(partition_id).sequence + 1
-            slots.write(replace(slots.slot, old_sequence=sequence))
+            slots.write(replace(slots.slot, control_file_sequence=sequence))
         finally:
             slots.close()
 

@@ -9,20 +9,22 @@ Rules:
        permission or the token from the principal, or gives the token to another principal.
        Connections also end when their token or certificate expires.
     4. Before the port has read the permissions, it rejects every request with a retriable error.
-       The first revision ends connections whose principal has no permission, because they were not
-       limited until then (`port_limits.py`, rule 2).
+       The first revision that the port reads ends all connections whose principal has no
+       permission. Until then, the port did not limit their number (`port_limits.py`, rule 2).
     5. A peer whose version does not have the error `PermissionDenied` receives `BadRequest`. If a
        peer sends an answer instead of a request, its connection ends.
     6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied
        request is logged and permitted. An administrative request that cannot be written to the
        audit log is permitted, too. Principals have no quotas.
     7. A mount needs a client ID with a proof for the connection's principal (AC 9). Exception:
-       while the permissions accept 0.13, an ID below `FIRST_ISSUED_ID` needs no proof. It belongs
-       to the principal that mounts it first in a generation (`server/append/mounts.py`). When a
-       revision no longer accepts 0.13, connections with such IDs end.
-    8. A connection counts for its principal from its first message on, or after it was silent for a
-       while (`register_connection`). If a revision lowers limits, the connections above them end.
-       If it introduces a limit of feeds, all connections end, because their present feeds were not
+       while the permissions accept 0.13, an ID below `FIRST_ISSUED_ID` needs no proof. Such
+       an ID belongs to the principal whose mount first uses it in a generation
+       (`server/append/mounts.py`). When a revision no longer accepts 0.13, connections with such
+       IDs end.
+    8. A connection counts towards the connection limit of its principal. Counting begins with the
+       first message or, if no message arrives for a while, at the end of this while
+       (`register_connection`). If a revision lowers limits, the connections above them end. If it
+       introduces a limit of feeds, all connections end, because their present feeds were not
        counted.
 """
 
