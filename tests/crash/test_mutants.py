@@ -30,7 +30,9 @@ def recorded_syncs(matrix):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_every_omitted_or_delayed_sync_is_detected(matrix, recorded_syncs, mutation, record_property):
+def test_every_omitted_or_delayed_sync_is_detected(
+    matrix, recorded_syncs, mutation, record_property
+):
     wrong, number = [], 0
     for (site, how), syncs in recorded_syncs.items():
         if how != mutation:

@@ -278,6 +278,13 @@ def owner_addresses(cluster: LocalCluster) -> set[object]:
     return {each["server"] for each in show_partitions(cluster).values()}
 
 
+def start_zookeeper(cluster: LocalCluster) -> None:
+    """Start the killed ZooKeeper server; wait until it serves, because clients wait only 10 s."""
+    cluster.start("zookeeper")
+    member = cluster.member("zookeeper")
+    wait_until("ZooKeeper serves", lambda: zookeeper_mode(member) != "none")
+
+
 def zookeeper_mode(node: Member) -> str:
     """Return the mode that a ZooKeeper server reports, or "none" while it serves no client."""
     try:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.fault.load import Scenario, wait_until
+from tests.fault.load import Scenario, start_zookeeper, wait_until
 from tests.fault.sampled_metrics import expect_alerts
 from tests.fault.stalled_member import stall_repeatedly
 from tests.fault.syscall_errors import inject_errors
@@ -81,8 +81,11 @@ def killed(*names: str) -> Callable[[Scenario], AbstractContextManager[None]]:
 
 @contextmanager
 def without_zookeeper(scenario: Scenario) -> Iterator[None]:
-    with killed(*(each.name for each in scenario.cluster.zookeepers))(scenario):
+    scenario.cluster.kill("zookeeper")
+    try:
         yield
+    finally:
+        start_zookeeper(scenario.cluster)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from tests.fault.load import (
     Scenario,
     are_all_replicas_engaged,
     paused_process,
+    start_zookeeper,
     wait_until,
-    zookeeper_mode,
 )
 from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
@@ -80,9 +80,7 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
     for member in reversed(cluster.members):
         cluster.kill(member.name, signal.SIGTERM)
     shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
-    cluster.start("zookeeper")
-    # Else a command of three seconds would wait for nothing but it.
-    wait_until("ZooKeeper serves", lambda: zookeeper_mode(cluster.member("zookeeper")) != "none")
+    start_zookeeper(cluster)
     named = []
     for name in STORAGES:
         member = cluster.member(name)

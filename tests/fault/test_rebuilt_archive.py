@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from tests.commands import run_command
-from tests.fault.load import wait_until, zookeeper_mode
+from tests.fault.load import start_zookeeper, wait_until
 from tests.integration.archiving import (
     STORAGES,
     ClusterArchive,
@@ -71,8 +71,7 @@ def lose_zookeeper(cluster: LocalCluster) -> None:
     for member in reversed(cluster.members):
         cluster.kill(member.name, signal.SIGTERM)
     shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
-    cluster.start("zookeeper")
-    wait_until("ZooKeeper serves", lambda: zookeeper_mode(cluster.member("zookeeper")) != "none")
+    start_zookeeper(cluster)
 
 
 def rebuild(cluster: LocalCluster, *options: str) -> tuple[int, dict[str, Any] | None, str]:

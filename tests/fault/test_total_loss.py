@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.commands import run_command
-from tests.fault.load import wait_until, zookeeper_mode
+from tests.fault.load import start_zookeeper, wait_until
 from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
 from waltz_core.client.api.sql import SqlCallbacks
@@ -148,8 +148,7 @@ def lose_everything(cluster: LocalCluster) -> None:
     for name in STORAGES:
         shutil.rmtree(cluster.directory / name)
     shutil.rmtree(cluster.directory / "zookeeper" / "version-2")
-    cluster.start("zookeeper")
-    wait_until("ZooKeeper serves", lambda: zookeeper_mode(cluster.member("zookeeper")) != "none")
+    start_zookeeper(cluster)
 
 
 def storages_of(cluster: LocalCluster) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.certificates import Certificates
 from tests.commands import run_command
-from tests.fault.load import paused_process, wait_until
+from tests.fault.load import paused_process, start_zookeeper, wait_until
 from tests.integration.permitted_cluster import (
     DENIED_PARTITION,
     PERMISSIONS,
@@ -613,4 +613,4 @@ def test_permissions_remain_valid_while_zookeeper_is_unavailable(access: Cluster
             with pytest.raises(PermissionDenied):
                 client.append(b"other", partition=DENIED_PARTITION).result()
         finally:
-            access.cluster.start("zookeeper")
+            start_zookeeper(access.cluster)

@@ -63,7 +63,10 @@ class _ComparedCluster:
 def compare(workload: Workload, load: BenchLoad, tls_file: Path, rounds: int) -> WorkloadResult:
     """Run `rounds` rounds; return the result with access control, and `access_ratio`."""
     print_error("starting two local clusters")
-    with _run_cluster(tls_file, "off") as without_access, _run_cluster(tls_file, "on") as with_access:
+    with (
+        _run_cluster(tls_file, "off") as without_access,
+        _run_cluster(tls_file, "on") as with_access,
+    ):
         for number in range(rounds):
             print_error(f"round {number + 1} of {rounds}")
             pair = (

@@ -242,7 +242,9 @@ def check_integer(
     """Return the value if it is an integer within the bounds; otherwise raise RequestRejected."""
     if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
         return value
-    raise RequestRejected(field_name, expected=f"an integer from {minimum} to {maximum}", found=value)
+    raise RequestRejected(
+        field_name, expected=f"an integer from {minimum} to {maximum}", found=value
+    )
 
 
 def check_partition(value: object, field_name: str, partition_count: int) -> int:

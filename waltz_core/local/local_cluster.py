@@ -8,10 +8,10 @@ Rules:
     2. The cluster stops only processes that it has started: a process counts as its own only while
        the pid AND the start time equal the recorded values.
     3. Ports are chosen once for a directory and recorded in it. Until a daemon listens at its port,
-       this process keeps a socket bound to the port, so that no other cluster chooses it. If another
-       program uses a port at the next start, the cluster chooses a new port. It reports an error
-       instead for a port of a port base, and for a port by which other processes know the process,
-       such as the port of a storage.
+       this process keeps a socket bound to the port, so that no other cluster chooses it. If
+       another program uses a port at the next start, the cluster chooses a new port. It reports an
+       error instead for a port of a port base, and for a port by which other processes know the
+       process, such as the port of a storage.
     4. The directory has everything for another start, so killing all processes loses nothing.
 """
 

@@ -10,8 +10,8 @@ Rules:
        no damage (a torn tail). Without a slot, the two cases cannot be distinguished, and all
        faults are errors.
     2. If Waltz 0.13 has written after this version, the batches may belong to a history that 0.13
-       has truncated. So a fault in a batch is reported as a note, not as an error. The next start of the storage creates new
-       batches.
+       has truncated. So a fault in a batch is reported as a note, not as an error. The next start
+       of the storage creates new batches.
 """
 
 from functools import partial

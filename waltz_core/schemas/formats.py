@@ -280,7 +280,9 @@ class Avro(SchemaFormat):
     ) -> None:
         super().__init__(registry, auth_file=auth_file, subject=subject, version=version)
         if schema is not None and version is not None:
-            raise BadConfig("Avro: expected at most one of the arguments schema and version, found both")
+            raise BadConfig(
+                "Avro: expected at most one of the arguments schema and version, found both"
+            )
         self._schema_text = (
             schema if schema is None or isinstance(schema, str) else _compact_json(schema)
         )

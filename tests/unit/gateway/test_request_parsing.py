@@ -76,7 +76,11 @@ def test_transactions_inherit_the_partition_of_the_request():
         ({"data": "", "header": 1 << 31}, "header: expected an integer from -2147483648", 400),
         ({"data": "", "header": True}, "header: expected an integer", 400),
         ({"data": "", "partition": 4}, "there is no partition 4: expected 0 to 3", 404),
-        ({"data": "", "partition": -1}, "partition: expected an integer from 0 to 3, found -1", 400),
+        (
+            {"data": "", "partition": -1},
+            "partition: expected an integer from 0 to 3, found -1",
+            400,
+        ),
         ({"data": "", "partition": "1"}, "partition: expected an integer from 0 to 3", 400),
         ({"data": "", "write_locks": [["a", 1]]}, "mark is missing", 400),
         ({"data": "", "read_locks": [["a", 1]]}, "mark is missing", 400),

@@ -140,7 +140,9 @@ def forge_log(directory, segment_count, *, dirty):
         chain = entries[0].chain
     marker = AckedMarker(2 * segment_count - 1, chain)
     sequence = NEW_PARTITION_INFOS[1].sequence
-    slot = Slot(2, control_file_sequence=sequence, promised=1, last_session=1, acked=marker, dirty=dirty)
+    slot = Slot(
+        2, control_file_sequence=sequence, promised=1, last_session=1, acked=marker, dirty=dirty
+    )
     older = replace(slot, sequence=-1)
     blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
     (directory / SLOTS_NAME).write_bytes(b"".join(blocks))

@@ -129,7 +129,9 @@ def test_another_history_below_the_marker_is_suspect():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     SlotFile.create(
-        disk, ROOT, Slot(2, acked=AckedMarker(2, KEY), control_file_sequence=INFO.sequence, dirty=True)
+        disk,
+        ROOT,
+        Slot(2, acked=AckedMarker(2, KEY), control_file_sequence=INFO.sequence, dirty=True),
     )
     assert open_disk(disk)[1].slot.suspect
     assert segments.chain == entries[-1].chain
@@ -186,7 +188,9 @@ def with_lost_newer_slot(disk, lost_promise, **older):
     """Write a log whose newer slot, with this promise, is lost."""
     write_log(disk, [3], **older)
     slots = SlotFile.open(disk, ROOT, 2)
-    lost = Slot(2, promised=lost_promise, acked=slots.slot.acked, control_file_sequence=INFO.sequence)
+    lost = Slot(
+        2, promised=lost_promise, acked=slots.slot.acked, control_file_sequence=INFO.sequence
+    )
     slots.write(lost)
     disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
 

@@ -65,7 +65,9 @@ def test_wiping_a_replica_keeps_its_promise_and_flags(disk, control):
     assert (info.session_id, info.low_water_mark, info.flags) == (-1, -1, FLAG_ASSIGNED)
     slots = SlotFile.open(disk, HOME, 2)
     assert not slots.has_lost_newer_slot
-    assert slots.slot == Slot(2, control_file_sequence=info.sequence, promised=9, nonce=NONCE, suspect=True)
+    assert slots.slot == Slot(
+        2, control_file_sequence=info.sequence, promised=9, nonce=NONCE, suspect=True
+    )
     assert (slots.slot.last_session, slots.slot.low_water_mark) == (NO_SESSION, BEFORE_FIRST)
 
 

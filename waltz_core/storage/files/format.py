@@ -530,8 +530,8 @@ class IdRange(NamedTuple):
 class Slot:
     """The durable state of a partition outside its log.
 
-    `control_file_sequence` is the sequence of the structure in `waltz-storage.ctl` that this version wrote
-    last, or was about to write.
+    `control_file_sequence` is the sequence of the structure in `waltz-storage.ctl` that this
+    version wrote last, or was about to write.
     """
 
     partition_id: PartitionId

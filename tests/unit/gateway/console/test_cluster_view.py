@@ -271,7 +271,9 @@ def test_the_state_of_a_partition_is_shown(world, change, state, owner):
     ("down", "mark", "state"),
     [((A,), None, "open"), ((A, B), None, "no_quorum"), ((A, B), 90, "open")],
 )
-def test_a_partition_is_open_if_a_quorum_answers_or_its_owner_reports_a_mark(world, down, mark, state):
+def test_a_partition_is_open_if_a_quorum_answers_or_its_owner_reports_a_mark(
+    world, down, mark, state
+):
     for each in down:
         world.case.storage(each, failure="refused")
     world.case.partition(high_water_mark=mark)
