@@ -56,7 +56,7 @@ def destroy(directory: Path, key_id: str) -> None:
         ),
         (
             {"encryptionKeys": "/k"},
-            "expected either encryptionKeyId or encryptionKeyIdColumn .*none",
+            "expected also exactly one of encryptionKeyId and encryptionKeyIdColumn, found none",
         ),
         (
             {"encryptionKeys": "/k", "encryptionKeyId": "a", "encryptionKeyIdColumn": "b"},
