@@ -145,12 +145,13 @@ class _Pages(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_the_health_check_of_the_image_reads_livez(*, is_alive: bool) -> None:
+@pytest.mark.parametrize("variable", image_variables())
+def test_the_health_check_of_the_image_reads_livez(variable: str, *, is_alive: bool) -> None:
     with HTTPServer(("127.0.0.1", 0), _Pages) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         port = server.server_port if is_alive else 1
-        ports = dict.fromkeys(image_variables(), "1") | {"WALTZ_STORAGE_HTTP_PORT": str(port)}
+        ports = dict.fromkeys(image_variables(), "1") | {variable: str(port)}
         ran = subprocess.run([sys.executable, DOCKER_FOLDER / "livez.py"], env=ports, check=False)
         server.shutdown()
         thread.join()
