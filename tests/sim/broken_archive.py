@@ -265,7 +265,7 @@ def archived_before_settled() -> Patches:
 
 @switch
 def uncommitted_batches_are_archived() -> Patches:
-    """A replica archives all its batches, even uncommitted ones, and no other one is compared.
+    """A replica archives uncommitted batches, and no second replica confirms them.
 
     The comparison alone waits until the owner knows that a second replica has the batches. Of three
     replicas these are a quorum.

@@ -236,7 +236,7 @@ def conflict_taken_as_success() -> Patches:
 
 @switch
 def late_replica_counts_at_once() -> Patches:
-    """A late replica gets appends, and counts, before ZooKeeper records it as engaged."""
+    """A late replica gets appends, and counts towards the quorum, before it is engaged."""
     original = StoreSession._send_from_window
 
     def _feed(self, each, now_ms):
@@ -380,7 +380,7 @@ def engaged_although_not_ready() -> Patches:
 
 @switch
 def missed_append_counts_as_synced() -> Patches:
-    """A replica that missed an append counts as one that has synced it."""
+    """An append that a replica has missed counts as synced by this replica."""
 
     def appended(self, request, answer):
         self.unanswered_bytes -= len(request.records)

@@ -238,7 +238,7 @@ def older_connections_may_append() -> Patches:
 
 @switch
 def mount_fences_when_answered() -> Patches:
-    """Older connections of a client may append until a new mount is answered, not requested."""
+    """After a mount request, older connections of the client may append until the answer."""
     begin, finish, is_ready = Mounts.begin_mount, Mounts.finish_mount, Mounts.is_ready
     older = {}  # the mounts of one partition -> by client, the connection that still appends
 
@@ -488,7 +488,7 @@ def predecessors_left_out() -> Patches:
 
 @switch
 def append_locks_not_followed() -> Patches:
-    """The answer to a dependent append omits one that wrote a common lock as an append lock."""
+    """The answer to a dependent append omits predecessors that wrote the lock as an append lock."""
     original = RecentAppends.add
 
     def add(self, pending, record):
