@@ -92,7 +92,7 @@ class ArchiveCheck:
         self._read_call_count = 0
 
     @property
-    def store_url(self) -> str:
+    def archive_url(self) -> str:
         """The URL of the archive."""
         return self._store.url
 
@@ -156,11 +156,11 @@ class ArchiveCheck:
                 _format_value(found_value),
             )
         if manifest.newest_objects:
-            end = manifest.newest_objects[-1].chain
+            last_chain = manifest.newest_objects[-1].chain
             _expect(
                 f"the chain hash at transaction {manifest.last}",
                 _format_value(manifest.chain),
-                _format_value(end),
+                _format_value(last_chain),
             )
 
     def check_next_file(self) -> bool:

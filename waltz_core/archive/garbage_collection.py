@@ -127,7 +127,7 @@ def collect_garbage(
         on_progress()
     _check_listed_files_exist(listed, files, folders)
     _check_versions(files)
-    deletable = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
+    deletable_folders = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
     on_progress()
     replaced = _recently_replaced(files, now_ms)
     garbage: list[ListedFile] = []
@@ -140,7 +140,7 @@ def collect_garbage(
         _check_origin(file.name, origin, job)
         is_ended = origin.session_id < job.session_id or origin.attempt < job.attempt
         is_garbage = is_ended and file.name not in listed and file.name not in replaced
-        if is_garbage and file.name.startswith(deletable):
+        if is_garbage and file.name.startswith(deletable_folders):
             garbage.append(file)
     sizes: list[int] = []
     for file in garbage[:DELETIONS_MAX]:
@@ -171,7 +171,7 @@ def _names_to_keep(
         entries += page.entries
         on_progress()
     end = manifest.deletable_below(now_ms)
-    return listed | {each.name for each in entries if each.last >= end}
+    return listed | {entry.name for entry in entries if entry.last >= end}
 
 
 def _check_listed_files_exist(
@@ -179,7 +179,7 @@ def _check_listed_files_exist(
 ) -> None:
     """Raise ObjectMissing if the store lacks a listed file of this partition (rule 1)."""
     own_files = {name for name in listed if name.rpartition("/")[0] in folders}
-    missing = sorted(own_files - {each.name for each in files})
+    missing = sorted(own_files - {file.name for file in files})
     if missing:
         raise ObjectMissing(
             f"garbage collection of the archive stopped: of the {len(own_files)} files that "
@@ -198,13 +198,13 @@ class _ManifestVersion(NamedTuple):
 
 def _check_versions(files: "list[ListedFile]") -> None:
     """Raise BadRequest if the versions show that ZooKeeper was rolled back (rule 9)."""
-    heads = []
+    manifest_versions = []
     for file in files:
         version, origin = manifest_version_of(file.name), origin_of(file.name)
         if version is not None and origin is not None:
-            heads.append(_ManifestVersion(origin.session_id, version, file.name))
+            manifest_versions.append(_ManifestVersion(origin.session_id, version, file.name))
     newest: _ManifestVersion | None = None  # the newest manifest of all earlier sessions
-    for _, group in groupby(sorted(heads), key=lambda each: each.session_id):
+    for _, group in groupby(sorted(manifest_versions), key=lambda head: head.session_id):
         session_heads = list(group)
         if newest is not None and session_heads[0].version < newest.version:
             raise BadRequest(
@@ -215,19 +215,19 @@ def _check_versions(files: "list[ListedFile]") -> None:
                 "that ZooKeeper no longer records. Hint: read docs/archive.md, section "
                 "'Garbage, and stores that hang'."
             )
-        newest = max(session_heads[-1], newest or session_heads[-1], key=lambda each: each.version)
+        newest = max(session_heads[-1], newest or session_heads[-1], key=lambda head: head.version)
 
 
 def _recently_replaced(files: "list[ListedFile]", now_ms: int) -> set[str]:
     """Return the names of manifests whose next version was written recently (rule 6)."""
-    heads = {file: manifest_version_of(file.name) for file in files}
+    version_by_file = {file: manifest_version_of(file.name) for file in files}
     written_ms: dict[int, int] = {}
-    for file, version in heads.items():
+    for file, version in version_by_file.items():
         if version is not None:
             written_ms[version] = max(file.modified_ms, written_ms.get(version, 0))
     return {
         file.name
-        for file, version in heads.items()
+        for file, version in version_by_file.items()
         if version is not None and now_ms - written_ms.get(version + 1, 0) < REPLACED_GRACE_MS
     }
 

@@ -89,7 +89,7 @@ class ManifestPage(NamedTuple):
     def to_entry(self, name: str) -> PageEntry:
         """Return the entry with which a head lists this page under a file name."""
         entries = self.entries
-        times = [each for entry in entries for each in _commit_times(entry)]
+        times = [time_ms for entry in entries for time_ms in _commit_times(entry)]
         return PageEntry(
             name,
             crc32(self.to_bytes()),
@@ -108,7 +108,7 @@ class ManifestPage(NamedTuple):
         """
         values = decode_with_crc(data, f"manifest {name}")
         listed = _list_of(values, "objects", name)
-        return cls(tuple(_entry_from_json(each, name) for each in listed))
+        return cls(tuple(_entry_from_json(entry_values, name) for entry_values in listed))
 
 
 @value(frozen=True, slots=True)
@@ -144,8 +144,8 @@ class Manifest:
     @property
     def page_to_write(self) -> ManifestPage | None:
         """The page that must be written before another object is added; None if none is due."""
-        full = len(self.newest_objects) >= 2 * ENTRIES_PER_PAGE
-        return ManifestPage(self.newest_objects[:ENTRIES_PER_PAGE]) if full else None
+        is_full = len(self.newest_objects) >= 2 * ENTRIES_PER_PAGE
+        return ManifestPage(self.newest_objects[:ENTRIES_PER_PAGE]) if is_full else None
 
     def with_page(self, name: str, page: ManifestPage) -> "Manifest":
         """Return this manifest with a written page in place of the oldest objects in the head."""
@@ -157,7 +157,12 @@ class Manifest:
     def page_containing(self, transaction_id: TransactionId) -> PageEntry | None:
         """Return the page with the object that contains an ID; None if the head lists it."""
         return next(
-            (each for each in self.pages if each.first <= transaction_id <= each.last), None
+            (
+                page_entry
+                for page_entry in self.pages
+                if page_entry.first <= transaction_id <= page_entry.last
+            ),
+            None,
         )
 
     def with_newest_objects(self, newest_objects: tuple[ObjectEntry, ...]) -> "Manifest":
@@ -168,7 +173,7 @@ class Manifest:
         """Return the next manifest, in which a written page replaces the page `old`."""
         new_entry = page.to_entry(name)
         assert (new_entry.first, new_entry.last) == (old.first, old.last)
-        pages = tuple(new_entry if each == old else each for each in self.pages)
+        pages = tuple(new_entry if page_entry == old else page_entry for page_entry in self.pages)
         return replace(self, version=self.version + 1, pages=pages)
 
     def writer_cluster_key(self, entry: ObjectEntry) -> bytes:
@@ -180,7 +185,9 @@ class Manifest:
 
         All objects at or above this ID, expired or not, must not be deleted (rule 4).
         """
-        starts = [each.first for each in self.expiries if each.at_ms + EXPIRY_GRACE_MS <= now_ms]
+        starts = [
+            expiry.first for expiry in self.expiries if expiry.at_ms + EXPIRY_GRACE_MS <= now_ms
+        ]
         return max(starts, default=TransactionId(0))
 
     def with_expiry(self, first: TransactionId, now_ms: int) -> "Manifest":
@@ -374,7 +381,7 @@ def _expiries_in(values: dict[str, Any], name: str) -> tuple[Expiry, ...]:
     if "expiries" not in values:
         return ()
     listed = _list_of(values, "expiries", name)
-    return tuple(Expiry(*_fields_of(each, Expiry, name)) for each in listed)
+    return tuple(Expiry(*_fields_of(expiry_values, Expiry, name)) for expiry_values in listed)
 
 
 def _entry_to_json(entry: ObjectEntry) -> dict[str, Any]:

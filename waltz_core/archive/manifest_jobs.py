@@ -71,7 +71,7 @@ class UploadJob:
     @property
     def record_bytes(self) -> int:
         """The bytes of the records in the job."""
-        return sum(len(each.records) for each in self.runs)
+        return sum(len(run.records) for run in self.runs)
 
 
 class NewManifest(NamedTuple):

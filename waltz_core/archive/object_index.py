@@ -122,7 +122,7 @@ class ObjectIndex:
         start = int(self._lasts.searchsorted(first))
         stop = int(self._firsts.searchsorted(last, side="right"))
         columns = (self._firsts, self._lasts, self._sessions, self._stamps)
-        rows = zip(*(each[start:stop].tolist() for each in columns), strict=True)
+        rows = zip(*(column[start:stop].tolist() for column in columns), strict=True)
         entries = tuple(
             LineageEntry(
                 TransactionId(low),

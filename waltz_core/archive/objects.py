@@ -171,7 +171,7 @@ class ObjectWriter:
     def write_row_group(self, parts: Iterable[ArchivedRecords]) -> None:
         """Write consecutive parts as one row group."""
         batches = [
-            pa.RecordBatch.from_arrays(_columns_from_records(each), schema=SCHEMA) for each in parts
+            pa.RecordBatch.from_arrays(_columns_from_records(part), schema=SCHEMA) for part in parts
         ]
         table = pa.Table.from_batches(batches)  # without a copy
         self._writer.write_table(table, row_group_size=table.num_rows)
@@ -380,11 +380,11 @@ class ArchiveObject:
         return outlines, list(self._verify_chains(outlines))
 
     def _verify_chains(self, outlines: Iterable[RowGroupOutline]) -> Iterator[LineageEntry]:
-        chain, expected = self.metadata.chain_before, self.metadata.first
+        chain, next_id = self.metadata.chain_before, self.metadata.first
         open_batch: LineageEntry | None = None
         crcs = bytearray()
         for start, group_crcs, batches in outlines:
-            self._check_next_id(start, expected)
+            self._check_next_id(start, next_id)
             for batch in batches:
                 if open_batch is not None and batch[:4] != open_batch[:4]:
                     raise BadFormat(
@@ -392,10 +392,10 @@ class ArchiveObject:
                         f"transaction {open_batch.last}, found another batch"
                     )
                 if open_batch is None:
-                    self._check_next_id(batch.first, expected)
+                    self._check_next_id(batch.first, next_id)
                 stop = min(batch.last + 1, start + len(group_crcs) // 4)
-                crcs += group_crcs[4 * (expected - start) : 4 * (stop - start)]
-                expected, open_batch = TransactionId(stop), batch
+                crcs += group_crcs[4 * (next_id - start) : 4 * (stop - start)]
+                next_id, open_batch = TransactionId(stop), batch
                 if stop == batch.last + 1:
                     chain = next_chain(
                         chain, batch.first, batch.last, batch.session_id, bytes(crcs)
@@ -405,13 +405,13 @@ class ArchiveObject:
                     open_batch = None
         if (
             open_batch is not None
-            or expected != self.metadata.last + 1
+            or next_id != self.metadata.last + 1
             or chain != self.metadata.chain
         ):
             raise ChecksumMismatch(
                 f"archived object {self.name}: expected the last transaction "
                 f"{self.metadata.last} with chain hash {self.metadata.chain.hex()}, found "
-                f"{expected - 1} with chain hash {chain.hex()}"
+                f"{next_id - 1} with chain hash {chain.hex()}"
             )
 
     def _check_next_id(self, found: int, expected: int) -> None:

@@ -53,8 +53,8 @@ def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
     Raises:
         ArchiveUnavailable: the store did not execute the request.
     """
-    names = [each.rpartition("/")[2] for each in store.list_names(_folder(cluster_key))]
-    return sorted({each.removesuffix(TEMPORARY_SUFFIX) for each in names})  # rule 3
+    names = [name.rpartition("/")[2] for name in store.list_names(_folder(cluster_key))]
+    return sorted({name.removesuffix(TEMPORARY_SUFFIX) for name in names})  # rule 3
 
 
 def unpin_objects(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:

@@ -133,7 +133,7 @@ class ArchiveReader:
             room -= len(part.range.records)
         if self._is_sequential(first, next_id):
             self._read_ahead(parts[-1])
-        return _join_ranges([each.range for each in parts])
+        return _join_ranges([row_group_read.range for row_group_read in parts])
 
     def read_within_row_group(self, first: TransactionId, last: TransactionId) -> RangeRead:
         """Return the records of first..last that are in one row group, without a copy.
@@ -158,14 +158,14 @@ class ArchiveReader:
             The errors of `read_range`.
         """
         self._check_bounds(first, last)
-        chain_before, found = self.manifest.chain, tuple[LineageEntry, ...]()
+        chain_before, newer_entries = self.manifest.chain, tuple[LineageEntry, ...]()
         for entry in reversed(self.objects_between(first, last)):
             begin, end = max(first, entry.first), min(last, entry.last)
             chain_before, entries = self._index_of(entry).batches_between(begin, end)
-            found = entries + found
-            if len(found) > entries_max:
-                return found[-entries_max - 1].chain, found[-entries_max:]
-        return chain_before, found
+            newer_entries = entries + newer_entries
+            if len(newer_entries) > entries_max:
+                return newer_entries[-entries_max - 1].chain, newer_entries[-entries_max:]
+        return chain_before, newer_entries
 
     def objects_between(self, first: TransactionId, last: TransactionId) -> list[ObjectEntry]:
         """Return the objects that contain the available IDs of first..last, in order.
@@ -176,7 +176,7 @@ class ArchiveReader:
         first = max(first, self.manifest.first)
         if not first <= last:
             return []
-        return list(takewhile(lambda each: each.first <= last, self._entries_from(first)))
+        return list(takewhile(lambda entry: entry.first <= last, self._entries_from(first)))
 
     def last_committed_before(self, time_ms: int) -> TransactionId:
         """Return the last ID that is known to be committed before a time.
@@ -188,12 +188,12 @@ class ArchiveReader:
             The errors of `read_range`.
         """
         manifest = self.manifest
-        bounds = [(each.first, each.commit_ms_min) for each in manifest.pages]
-        bounds += [(each.first, each.commit_ms_min) for each in manifest.newest_objects]
+        bounds = [(listed.first, listed.commit_ms_min) for listed in manifest.pages]
+        bounds += [(listed.first, listed.commit_ms_min) for listed in manifest.newest_objects]
         starts = [first for first, oldest_ms in bounds if 0 < oldest_ms < time_ms]
-        found = TransactionId(manifest.first - 1)
+        committed_id = TransactionId(manifest.first - 1)
         if not starts:
-            return found
+            return committed_id
         chosen: ObjectEntry | None = None
         for entry in self._entries_from(max(starts[-1], manifest.first)):
             if entry.commit_ms_min >= time_ms:
@@ -202,8 +202,8 @@ class ArchiveReader:
                 chosen = entry
         if chosen is not None:
             last = self._index_of(chosen).last_committed_before(time_ms)
-            found = max(found, min(last, chosen.last))
-        return found
+            committed_id = max(committed_id, min(last, chosen.last))
+        return committed_id
 
     def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:
         manifest = self.manifest
@@ -225,8 +225,8 @@ class ArchiveReader:
         """Return the first records of a range, all from one row group, at least one."""
         entry = next(self._entries_from(first))
         index = self._index_of(entry)
-        number = index.group_containing(first)
-        group = self._row_group(entry, index, number)
+        group_number = index.group_containing(first)
+        group = self._row_group(entry, index, group_number)
         skip = first - group.first
         count = min(group.lengths.size - skip, min(last, entry.last) + 1 - first)
         count = raw_records.count_within(group.lengths[skip : skip + count], bytes_max)
@@ -239,7 +239,7 @@ class ArchiveReader:
             entries,
             chain_before,
         )
-        return _RowGroupRead(records, entry, index, number)
+        return _RowGroupRead(records, entry, index, group_number)
 
     def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
         """Note the end of a read; return whether it began where an earlier read had ended."""
@@ -252,10 +252,10 @@ class ArchiveReader:
             return is_sequential
 
     def _read_ahead(self, part: _RowGroupRead) -> None:
-        entry, index, number = part.entry, part.object_index, part.group + 1
-        if number < index.group_count and index.first_id_of_group(number) <= entry.last:
-            key = self._cache_key("group", entry.name, number)
-            self._cache.read_ahead(key, lambda: self._load_row_group(entry, index, number))
+        entry, index, group_number = part.entry, part.object_index, part.group + 1
+        if group_number < index.group_count and index.first_id_of_group(group_number) <= entry.last:
+            key = self._cache_key("group", entry.name, group_number)
+            self._cache.read_ahead(key, lambda: self._load_row_group(entry, index, group_number))
             return
         with suppress(WaltzError):  # an error of a page, which the next read needs, too
             next_entry = next(self._entries_from(TransactionId(entry.last + 1)), None)
@@ -279,9 +279,9 @@ class ArchiveReader:
     def _entries_from(self, transaction_id: TransactionId) -> Iterator[ObjectEntry]:
         """Yield the objects, beginning with the one that contains an ID."""
         manifest = self.manifest
-        start = bisect_left(manifest.pages, transaction_id, key=lambda each: each.last)
-        for number in range(start, len(manifest.pages)):
-            entries = self._page_at(number).entries
+        start = bisect_left(manifest.pages, transaction_id, key=lambda page_entry: page_entry.last)
+        for page_number in range(start, len(manifest.pages)):
+            entries = self._page_at(page_number).entries
             yield from entries[_entry_position(entries, transaction_id) :]
         yield from manifest.newest_objects[
             _entry_position(manifest.newest_objects, transaction_id) :
@@ -322,7 +322,7 @@ class ArchiveReader:
 
 
 def _entry_position(entries: tuple[ObjectEntry, ...], transaction_id: TransactionId) -> int:
-    return bisect_left(entries, transaction_id, key=lambda each: each.last)
+    return bisect_left(entries, transaction_id, key=lambda entry: entry.last)
 
 
 def _next_id(part: _RowGroupRead) -> TransactionId:

@@ -74,10 +74,10 @@ class RestoredRange:
             BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
         self._store = store
-        entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
+        entries = [entry for entry in saved.entries() if entry.last >= saved.manifest.first]
         own_folder = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
         existing = _existing_names(store, entries, own_folder)
-        entries = [_intact_entry(store, each, existing, own_folder) for each in entries]
+        entries = [_intact_entry(store, entry, existing, own_folder) for entry in entries]
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: cannot restore partition {saved.manifest.partition_id}, "
@@ -92,8 +92,8 @@ class RestoredRange:
             )
         usable = tuple(entries)
         if may_have_expired:
-            usable = tuple(dropwhile(lambda each: each.name not in existing, entries))
-        missing = [each for each in usable if each.name not in existing]
+            usable = tuple(dropwhile(lambda entry: entry.name not in existing, entries))
+        missing = [entry for entry in usable if entry.name not in existing]
         if missing or not usable:
             missing_entry = (missing or entries)[0]
             raise ObjectMissing(
@@ -204,7 +204,7 @@ class RestoredRange:
         """Return the entry of an object that may be used only up to `end`."""
         with self._reader() as reader:
             _, batches = reader.lineage(entry.first, end.last, sys.maxsize)
-        stamps = [each.stamp_ms for each in batches if each.stamp_ms]
+        stamps = [batch.stamp_ms for batch in batches if batch.stamp_ms]
         return entry._replace(
             last=end.last,
             chain=end.chain,
@@ -248,5 +248,5 @@ def _intact_entry(
 
 def _existing_names(store: ArchiveStore, entries: Iterable[ObjectEntry], *others: str) -> set[str]:
     """Return the names of all files in the folders of these objects, and in other folders."""
-    folders = {each.name.rpartition("/")[0] for each in entries} | {*others}
+    folders = {entry.name.rpartition("/")[0] for entry in entries} | {*others}
     return {name for folder in sorted(folders) for name in store.list_names(folder)}

@@ -32,7 +32,9 @@ class SavedManifest(NamedTuple):
         """
         head = store.read(name)
         pages = cls(name, file_crc, head, ()).manifest.pages
-        saved = cls(name, file_crc, head, tuple(store.read(each.name) for each in pages))
+        saved = cls(
+            name, file_crc, head, tuple(store.read(page_entry.name) for page_entry in pages)
+        )
         saved.entries()
         return saved
 

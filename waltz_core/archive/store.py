@@ -196,7 +196,7 @@ class ArchiveStore:
 
     def list_names(self, folder: str) -> list[str]:
         """Return the names of all files in a folder and below it; see `list_files`."""
-        return [each.name for each in self.list_files(folder)]
+        return [file.name for file in self.list_files(folder)]
 
     def list_files(self, folder: str) -> list[ListedFile]:
         """Return all files in a folder and below it, sorted by name; none if it is missing.
@@ -206,16 +206,18 @@ class ArchiveStore:
         Raises:
             ArchiveUnavailable: by rule 4.
         """
-        chosen = arrow_fs.FileSelector(
+        selector = arrow_fs.FileSelector(
             self._full_path(folder), allow_not_found=True, recursive=True
         )
         with _translate_errors("list", self._full_path(folder)):
-            file_infos = self._files.get_file_info(chosen)
+            file_infos = self._files.get_file_info(selector)
         start = len(self._base) + 1
         return sorted(
-            ListedFile(each.path[start:], each.size or 0, (each.mtime_ns or 0) // 1_000_000)
-            for each in file_infos
-            if each.type is arrow_fs.FileType.File
+            ListedFile(
+                file_info.path[start:], file_info.size or 0, (file_info.mtime_ns or 0) // 1_000_000
+            )
+            for file_info in file_infos
+            if file_info.type is arrow_fs.FileType.File
         )
 
     def delete(self, name: str) -> None:
@@ -433,7 +435,7 @@ def _complete_url(url: str, environment: Mapping[str, str]) -> str:
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in options:
         added = f"retry_limit_seconds={GCS_RETRY_S}"
     if parts.scheme in ("abfs", "abfss"):
-        secrets = [each for each in _AZURE_SECRETS if each in options]
+        secrets = [option for option in _AZURE_SECRETS if option in options]
         if secrets:
             raise BadConfig(
                 f"archive {url.partition('?')[0]}: expected a URL without secrets, found "

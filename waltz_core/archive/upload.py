@@ -116,7 +116,7 @@ def _replace_object(
         entries = decode_page(page_entry, store.read(page_entry.name)).entries
         on_progress()
     content_key = (job.first, job.end.last, job.end.chain)
-    old = next((each for each in entries if each[1:4] == content_key), None)
+    old = next((entry for entry in entries if entry[1:4] == content_key), None)
     if old is None:
         raise BadFormat(
             f"manifest {job.manifest}: expected an object with transactions "
@@ -127,7 +127,7 @@ def _replace_object(
         return None
     new_entry = _write_object(store, current.cluster_key, job, origin, on_progress)
     on_progress()
-    new_entries = tuple(new_entry if each is old else each for each in entries)
+    new_entries = tuple(new_entry if entry is old else entry for entry in entries)
     if page_entry is None:
         return current.with_newest_objects(new_entries)
     page = ManifestPage(new_entries)
@@ -201,10 +201,10 @@ def _last_expired_id(
             continue
         page = decode_page(page_entry, store.read(page_entry.name))
         on_progress()
-        last = max([last, *(each.last for each in page.entries if is_old(each))])
+        last = max([last, *(entry.last for entry in page.entries if is_old(entry))])
         if page_entry.commit_ms_max:
             return last  # if a page has no times, only a later page shows its age
-    return max([last, *(each.last for each in current.newest_objects if is_old(each))])
+    return max([last, *(entry.last for entry in current.newest_objects if is_old(entry))])
 
 
 def _read_current_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:
@@ -249,7 +249,7 @@ def _write_object(
     batches = [batch for run in job.runs for batch in run.batches]
     if archive_object.metadata != metadata or list(archive_object.verify()) != batches:
         raise ChecksumMismatch(f"archived object {name}: its batches are not those of the log")
-    stamps = [each.stamp_ms for each in batches if each.stamp_ms]
+    stamps = [written_batch.stamp_ms for written_batch in batches if written_batch.stamp_ms]
     return ObjectEntry(
         name,
         job.first,
@@ -283,7 +283,7 @@ def _split_into_row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun
     group: list[BatchRun] = []
     for run in runs:
         group.append(run)
-        if sum(len(each.records) for each in group) >= ROW_GROUP_BYTES:
+        if sum(len(grouped_run.records) for grouped_run in group) >= ROW_GROUP_BYTES:
             yield group
             group = []
     if group:

@@ -1,10 +1,11 @@
 """The findings of a verification: one sentence for each, with its file and its offset.
 
-A check only adds findings; this class counts, orders and limits them.
+A check adds findings; `VerificationFindings` counts and limits them.
 
 Rules:
-    1. An error (`is_error`) is a state that no storage would leave. A note is a state of interest
-       that a storage handles by itself: the traces of a stop without a close, or pending work.
+    1. An error (`is_error`) is a state that no storage leaves on its disk, not even after a crash.
+       A note is a state that the next start of the storage handles, such as the traces of a crash
+       or a change that was begun.
     2. The first `limit` findings are kept; the others are only counted.
 """
 

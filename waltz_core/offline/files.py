@@ -1,4 +1,4 @@
-"""Files that are only read: open and list them, and lock out a storage.
+"""Opens and lists files for reading only, and excludes a storage while they are read.
 
 The storage's own `RealDisk` opens every file for writing, which is not possible for a backup on a
 read-only disk. This code cannot change any file.
@@ -6,10 +6,10 @@ read-only disk. This code cannot change any file.
 Rules:
     1. Files are opened read-only. An error of the operating system is raised as a DiskFailed with
        one sentence.
-    2. While a directory is verified, no storage may run on it, because files that are read at
-       different times would not match each other. The locks of this file are shared locks: several
-       commands may read at the same time. No command reads while a storage runs, and no storage
-       starts while a command reads.
+    2. No storage may run on a directory while a command reads it: the storage would change files
+       between two reads, and the files would not match each other. So a command holds shared locks
+       on the files on which a storage holds exclusive locks. Several commands may read at the same
+       time.
 """
 
 import fcntl
@@ -207,8 +207,8 @@ def hold_shared_locks(path: Path) -> Iterator[None]:
 
 
 def _lock_shared(file: OpenFile, directory: Path, *, is_old: bool) -> None:
-    # NB: a POSIX lock is released as soon as this process closes any descriptor of the file, also
-    # after it reads the control file. The BSD lock stays.
+    # NB: this process loses its POSIX lock when it closes any descriptor of the file, for example
+    # after it has read the control file. The BSD lock stays.
     try:
         if is_old:
             fcntl.lockf(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB, CONTROL_HEADER_BYTES)

@@ -8,9 +8,9 @@ Rules:
        index. The directory is synced last. A crash leaves the old index or the new index.
     2. No index is written if the present index is already correct, or if the segment's header does
        not match its name: an operator must examine the segment first.
-    3. The entry of an unreadable record is kept if it is plausible: it may be the only information
-       about the record's position. If there is no plausible entry, the new entry is the beginning
-       of the damage.
+    3. If a record is unreadable, its old index entry is kept if the entry is plausible: the entry
+       may be the only information about the record's position. Otherwise the new entry contains the
+       offset at which the damage begins.
 """
 
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ def _checked_header(file: File, path: Path, first: int) -> bytes:
 class _IndexPart(NamedTuple):
     """Entries of the new index, from a position on.
 
-    `is_kept` states that their records cannot be read.
+    `is_kept` is set if the records of these entries cannot be read.
     """
 
     position: int

@@ -1,14 +1,15 @@
-"""A second decoder for the files of a storage: other code, with another CRC-32.
+"""A second decoder for the files of a storage, independent of the storage's code.
 
 `storage/files/format.py` reads bytes that it has written itself, so it cannot detect its own
 mistakes. This file was written from the description of the bytes, imports no code of the storage,
 and uses crcmod for its checksums. A property test compares both decoders.
 
 Rules:
-    1. Any bytes can be decoded: a value lists its errors in `errors`, and keeps its fields, even if
-       they are meaningless. The user of a damaged file wants to see its content.
+    1. A decoder returns a value for any bytes, because the user of a damaged file wants to see its
+       content. The value lists its errors in `errors`. Its other fields are set even if they are
+       meaningless.
     2. Missing bytes are decoded as zeros, and `errors` states the expected and the found size.
-    3. A CRC is over all preceding bytes of its structure, and is always checked.
+    3. A CRC covers all preceding bytes of its structure. Every CRC is checked.
 """
 
 import struct
@@ -102,7 +103,10 @@ class ControlInfo(NamedTuple):
 
 
 class ControlEntry(NamedTuple):
-    """The control file's entry of one partition; `current` is 0, 1, or None if neither counts."""
+    """The control file's entry of one partition.
+
+    `current` is the index of the valid structure with the greater sequence; None if there is none.
+    """
 
     number: int
     infos: tuple[ControlInfo, ControlInfo]
@@ -111,7 +115,7 @@ class ControlEntry(NamedTuple):
 
     @property
     def info(self) -> ControlInfo | None:
-        """The structure that counts; None if neither does."""
+        """The current structure; None if neither is valid."""
         return None if self.current is None else self.infos[self.current]
 
 
@@ -132,16 +136,16 @@ def decode_control_entry(data: Bytes, position: int) -> ControlEntry:
     number = int.from_bytes(body[:4], "big", signed=True)
     _expect(errors, "partition", position, number)
     infos = _decode_info(body[4:40]), _decode_info(body[40:76])
-    good = [index for index in (0, 1) if not infos[index].errors]
-    if not good:
+    valid_indexes = [index for index in (0, 1) if not infos[index].errors]
+    if not valid_indexes:
         errors.append("both copies of the structure are wrong, so neither is used")
-    elif len(good) == 2 and infos[0].sequence == infos[1].sequence:
+    elif len(valid_indexes) == 2 and infos[0].sequence == infos[1].sequence:
         errors.append(
             f"both copies of the structure have the sequence number {infos[0].sequence}, so "
             "neither is used"
         )
-        good = []
-    current = max(good, key=lambda index: infos[index].sequence, default=None)
+        valid_indexes = []
+    current = max(valid_indexes, key=lambda index: infos[index].sequence, default=None)
     return ControlEntry(number, infos, current, tuple(errors))
 
 
@@ -189,7 +193,7 @@ class ControlSlot(NamedTuple):
     truncate_to: int
     shortened: tuple[int, int, int, int, bytes]
     damaged: tuple[tuple[int, int], ...]
-    start: int  # the end of the batch before the log's first record, and the chain hash there
+    start: int  # the last ID before the log's first record; `start_chain` is the chain hash there
     start_chain: bytes
     engaged: int  # the last session in which the replica was engaged
     errors: tuple[str, ...]
@@ -210,7 +214,7 @@ class ControlSlot(NamedTuple):
 
 
 def decode_control_slot(data: Bytes, position: int) -> ControlSlot:
-    """Decode a slot from the beginning of block 0 or 1."""
+    """Decode the slot at the beginning of block `position`, 0 or 1."""
     body, errors = _fit_to_size(data, SLOT_BYTES)
     _expect_crc(errors, body[:-4], int.from_bytes(body[-4:], "big"))
     version, flags, partition, count = struct.unpack_from(">iiii", body, 0)
@@ -269,8 +273,13 @@ def _slot_value_errors(
     promised: int, last_session: int, mark: int, acked: int, damaged: tuple[tuple[int, int], ...]
 ) -> list[str]:
     errors = []
-    named = (("promise", promised), ("session", last_session), ("mark", mark), ("acked ID", acked))
-    for what, value in named:
+    named_values = (
+        ("promise", promised),
+        ("session", last_session),
+        ("mark", mark),
+        ("acked ID", acked),
+    )
+    for what, value in named_values:
         if value < -1:
             errors.append(f"expected a {what} of at least -1, found {value}")
     previous = -1
@@ -282,9 +291,9 @@ def _slot_value_errors(
 
 
 def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> ControlSlot | None:
-    """Return the slot that counts for a partition; None if no slot is valid."""
-    good = [slot for slot in slots if not slot.errors and slot.partition == partition]
-    return max(good, key=lambda slot: slot.sequence, default=None)
+    """Return the valid slot of a partition with the greater sequence; None if no slot is valid."""
+    valid_slots = [slot for slot in slots if not slot.errors and slot.partition == partition]
+    return max(valid_slots, key=lambda slot: slot.sequence, default=None)
 
 
 # ---------------------------------------------------------------------------------------------

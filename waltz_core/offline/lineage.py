@@ -1,17 +1,17 @@
 """Compares the batches of a partition with the hash chain of its records.
 
-Records and batches are in different files, and cross the borders of segments at different places.
-`ChainCheck` receives the records in order, and reads the entries when it needs them.
+Records and batches are stored in different files, and a batch may begin in an earlier segment than
+it ends. `ChainCheck` receives the records in order, and reads batch entries when it needs them.
 
 Rules:
-    1. The chain hash after a batch is blake2b-16 over the chain hash before it, its first ID, last
-       ID and session, and the CRCs of its records. It covers no other values; it does not cover the
-       commit stamp.
-    2. If a batch has an unreadable record, its chain hash cannot be computed. The batch counts as
-       unchecked, and the next batch continues from the chain hash that the entry of this batch
-       states.
-    3. A batch of the session `RECONSTRUCTED` replaces lost batches. Neither its chain hash nor the
-       chain hash of the next batch can be computed.
+    1. The chain hash after a batch is a BLAKE2b hash of 16 bytes. It covers the chain hash before
+       the batch, the first ID, last ID and session of the batch, and the CRCs of its records. It
+       does not cover the commit stamp.
+    2. If a record of a batch is unreadable, the chain hash of the batch cannot be computed. The
+       batch is counted as unchecked. The check of the next batch begins with the chain hash that
+       the entry of the unchecked batch states.
+    3. A batch of the session `RECONSTRUCTED` replaces lost batches. The chain hashes of this batch
+       and of the next batch cannot be computed.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class ChainCheck:
     """Receives the records of a partition in order, and compares them with its batches.
 
     `start` is the batch end after which the log begins. `is_error_at` returns whether a fault at an
-    ID is an error, not only the trace of a stop. `ends` are IDs at which a batch should end;
+    ID is an error, and not only the trace of a crash. `ends` are IDs at which a batch should end;
     `chains` receives the chain hashes at these IDs.
     """
 
@@ -122,9 +122,8 @@ class ChainCheck:
             assert self._current is not None
             entry = self._current[0].batch
             if entry.last < next_id:
-                self._is_chain_computable = (
-                    False  # it overlaps the preceding batch, which was reported
-                )
+                # The batch overlaps the preceding batch. The overlap was reported with its entry.
+                self._is_chain_computable = False
                 self._finish_batch()
                 continue
             if entry.first > next_id:
@@ -177,22 +176,22 @@ class ChainCheck:
             digest_size=16,
         )
         self._next_id = entry.first
-        # If batches are missing before this one, its chain hash continues an unknown one.
+        # If the preceding batches are missing, the chain hash before this batch is not known.
         self._is_chain_computable = self._is_chain_known and entry.session != RECONSTRUCTED
         return True
 
     def _finish_batch(self) -> None:
         assert self._current is not None
         (_, offset, entry), segment = self._current
-        found = self._digest.digest()
+        computed_chain = self._digest.digest()
         if not self._is_chain_computable:
             self.unchecked_count += 1
-        elif found != entry.chain:
+        elif computed_chain != entry.chain:
             self._add_finding(
                 segment,
                 offset,
-                f"batch {entry.first}..{entry.last}: expected chain hash {found.hex()} for "
-                f"these records, found {entry.chain.hex()}",
+                f"batch {entry.first}..{entry.last}: expected chain hash {computed_chain.hex()} "
+                f"for these records, found {entry.chain.hex()}",
                 is_error=self._is_error_at(entry.last),
             )
         self.count += 1
@@ -253,7 +252,7 @@ class ChainCheck:
     ) -> None:
         """Report unreadable entries; `next_first` is the first ID of the next readable entry."""
         for placed, segment in unreadable:
-            # If no batch is missing, a stop in the middle of a write left this entry.
+            # If no batch is missing, a crash in the middle of a write has left this entry.
             lost_id = previous_last + 1 if next_first != previous_last + 1 else _NO_LOST_ID
             self._add_finding(
                 segment,
@@ -270,8 +269,8 @@ class ChainCheck:
         entry = placed.batch
         if first <= entry.last and (next_first is None or entry.last < next_first):
             return True
-        # The tail of a file that a failed write has ended may have reappeared: its truncation was
-        # not synced.
+        # After a failed write, a log truncates its last file and continues in a new file. The
+        # truncation may not be durable, so a crash may restore the truncated bytes.
         self._add_finding(
             first,
             placed.offset,

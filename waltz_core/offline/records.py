@@ -6,9 +6,9 @@ that stopped at the first wrong byte would find only one fault.
 Rules:
     1. A `RecordRun` contains consecutive records with the expected IDs. The caller verifies their
        checksums if it needs to.
-    2. Between two runs there may be a `Gap`: bytes that are no record, or a record whose CRC is
-       wrong and which does not lead to the next record. A gap ends at the next record with a valid
-       CRC.
+    2. Between two runs there may be a `Gap`: bytes that are not a record, or a record that has a
+       wrong CRC and does not end where another record begins. A gap ends at the next record with a
+       valid CRC.
     3. At most a few blocks of a file are in memory at any time.
 """
 
@@ -114,15 +114,16 @@ def walk_records(
 
 
 def _read_run(file: ReadableFile, expected_id: int, offset: int, size: int) -> RecordRun:
-    """Return the records of one block that lead to another record or to the end of the file."""
+    """Return the records of one block, up to one that another record or the file's end follows."""
     end = _record_end(file, expected_id, offset, size)
     data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
     bounds = _record_bounds(data, expected_id)
     if len(bounds) > 1:
         end = offset + bounds[-1]
         is_continued = end == size or _record_end(file, expected_id + len(bounds) - 1, end, size)
-        # If the run leads to no other record, that record is broken, or the last record of the run
-        # has a wrong length and leads to the wrong place. In the second case its CRC is wrong, too.
+        # If no record follows the run, there are two cases. Either the following record is broken,
+        # or the last record of the run has a wrong length. Only in the second case, the CRC of the
+        # last record is wrong.
         if not is_continued and not has_valid_crc(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
     return RecordRun(expected_id, offset, data, bounds)
@@ -178,9 +179,10 @@ def _find_gap(file: ReadableFile, expected_id: int, offset: int, size: int) -> G
     reason = _record_fault(file, expected_id, offset, size)
     if not reason:
         record = file.pread(_record_length(file, offset), offset)
-        found = int.from_bytes(record[-4:], "big")
+        stated_crc = int.from_bytes(record[-4:], "big")
         reason = (
-            f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; no valid record follows"
+            f"expected CRC {crc32(record[:-4]):08x}, found {stated_crc:08x}; no valid record "
+            "follows"
         )
     following = _find_next_record(file, offset + 1, expected_id, size)
     next_id, end = following if following is not None else (None, size)
@@ -211,7 +213,7 @@ def _find_next_record(
 
 
 def _possible_offsets(data: bytes, previous_id: int, id_max: int, space: int) -> list[int]:
-    """Return the offsets at which ID and length look possible.
+    """Return the offsets at which a record may begin, judged by its ID and length.
 
     `space` is the number of bytes from the beginning of `data` to the end of the file.
     """

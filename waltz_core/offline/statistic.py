@@ -6,8 +6,8 @@ whether the records are valid.
 Rules:
     1. Memory use grows with the number of different sizes, clients and sessions, not with the
        number of records.
-    2. Percentiles are those of the sizes of record data, by nearest rank: each is a size that some
-       record has.
+    2. Percentiles of the record data sizes use the nearest-rank method, so each percentile is the
+       size of a record.
 """
 
 from collections import Counter
@@ -101,7 +101,9 @@ def statistic_of(path: Path) -> SegmentStatistic:
             starts = part.bounds[:-1]
             statistic.records += part.length
             statistic.last = part.first + part.length - 1
-            statistic.clients.update([unpack(part.data, at)[1] for at in starts])
+            statistic.clients.update(
+                [unpack(part.data, record_start)[1] for record_start in starts]
+            )
             statistic.sizes.update(
                 end - start - RECORD_FRAME_BYTES
                 for start, end in zip(starts, part.bounds[1:], strict=True)
@@ -129,11 +131,11 @@ def _count_batches(statistic: SegmentStatistic, path: Path) -> None:
             first, last = statistic.first_stamp_ms, statistic.last_stamp_ms
             statistic.first_stamp_ms = stamp if first is None else min(first, stamp)
             statistic.last_stamp_ms = stamp if last is None else max(last, stamp)
-            seen = statistic.sessions.setdefault(
+            session_statistic = statistic.sessions.setdefault(
                 entry.session,
                 SessionStatistic(
                     entry.first, entry.last, 0, first_stamp_ms=stamp, last_stamp_ms=stamp
                 ),
             )
-            seen.last, seen.last_stamp_ms = entry.last, stamp
-            seen.batches += 1
+            session_statistic.last, session_statistic.last_stamp_ms = entry.last, stamp
+            session_statistic.batches += 1

@@ -4,18 +4,21 @@ These files state what the logs must contain. So they are read first, and compar
 afterwards.
 
 Rules:
-    1. A wrong structure is reported, and the other structure of its pair counts, as at a start of
-       the storage.
-    2. The structure in the 0.13 control file is written after the slot, so it may be older than the
-       slot that counts. Its marks may be higher, because a truncation does not lower them. Only a
-       later session proves a write of 0.13. It proves nothing if the slot has no session: such a
-       log was started again after the structure was written.
-    3. A clean stop leaves an acked marker at the end of the log. After any other stop, the log may
-       be longer.
-    4. Records may have no batches for a while. In this state, the marker has a special value
-       instead of its chain hash. An owner leaves records of Waltz 0.13 in this state, and an
-       earlier version of the storage did so for 0.13 servers. The session of such a server has no
-       nonce, and its mark may be above the log.
+    1. Each partition has two structures in the control file, and two slots in its own file. If one
+       of the two is wrong, it is reported, and the check uses the other one, as a start of the
+       storage does.
+    2. The structure in the 0.13 control file is written after the slot, so after a crash it may be
+       older than the slot. Its marks may be higher, because a truncation does not lower them. A
+       write of 0.13 has happened only if the structure has a greater sequence than the slot states,
+       or a later session than the slot. The session proves nothing if the slot has no session: such
+       a log was started again after the structure was written.
+    3. After a clean stop, the acked marker is at the end of the log. After any other stop, the log
+       may be longer.
+    4. Records may have no batches until the next start of the storage. In this state, the acked
+       marker contains the special value `UNBATCHED` instead of a chain hash. An owner leaves
+       records of Waltz 0.13 in this state, and an earlier version of the storage left records of
+       0.13 servers in it. The session of a 0.13 server has no nonce, and its low-water mark may be
+       above the end of the log.
 """
 
 from pathlib import Path
@@ -155,8 +158,8 @@ def expected_log(
     if current is None:
         durable = -1 if info is None else info.local_low_water_mark
         return ExpectedLog(number, key, None, is_adopted=False, durable=durable)
-    # The structure that a slot names may not have been written, so only a later session counts
-    # (rule 2).
+    # The slot is written first, so the structure with the sequence that the slot states may be
+    # missing. Only a greater sequence or a later session proves a write of 0.13 (rule 2).
     has_legacy_writes = info is not None and (
         info.sequence > current.control_file_sequence or -1 < current.last_session < info.session
     )
@@ -279,18 +282,18 @@ def _compare_marks(
             report.add_error(
                 None, f"the log ends at transaction {seen.last}, below its {what} {mark}"
             )
-    at_start = seen.chains_at.get(slot.start, slot.start_chain)
-    if at_start != slot.start_chain:
+    found_start_chain = seen.chains_at.get(slot.start, slot.start_chain)
+    if found_start_chain != slot.start_chain:
         report.add_error(
             None,
             f"the log begins after transaction {slot.start}: expected chain hash "
-            f"{slot.start_chain.hex()} there, found {at_start.hex()}",
+            f"{slot.start_chain.hex()} there, found {found_start_chain.hex()}",
         )
     if expected.is_adopted or slot.flags & TRUNCATE or slot.acked > seen.last:
         return
-    found = seen.chains_at.get(slot.acked)
-    if found != slot.acked_chain:
-        found_text = found.hex() if found is not None else "no batch that ends there"
+    found_chain = seen.chains_at.get(slot.acked)
+    if found_chain != slot.acked_chain:
+        found_text = found_chain.hex() if found_chain is not None else "no batch that ends there"
         report.add_error(
             None,
             f"the acked marker is at transaction {slot.acked}: expected chain hash "

@@ -4,14 +4,17 @@ It compares the files of a log with each other and with the control slot. It doe
 other partitions or on the format of control files.
 
 Rules:
-    1. These bytes are known to be synced, so a fault in them is damage: IDs up to the acked
-       marker, IDs up to the `synced ID` in the entry of a later batch, and all segments except the
-       last. If the storage was not closed, the other bytes may be missing or incomplete, which is
-       no damage (a torn tail). Without a slot, the two cases cannot be distinguished, and all
-       faults are errors.
-    2. If Waltz 0.13 has written after this version, the batches may belong to a history that 0.13
-       has truncated. So a fault in a batch is reported as a note, not as an error. The next start
-       of the storage creates new batches.
+    1. Bytes that were synced are still on the disk after a crash, so a fault in them is damage,
+       and an error. These bytes are known to be synced:
+       - the records up to the acked marker
+       - the records up to the synced ID in the entry of a later batch
+       - all segments except the last one
+       If the storage was not closed, all other bytes may be missing or incomplete (a torn tail).
+       A fault in them is only a note. If the partition has no control slot, a torn tail cannot be
+       distinguished from damage, so every fault is an error.
+    2. Waltz 0.13 writes records without batches. If 0.13 has written to a log after this version,
+       the old batches may describe records that 0.13 has truncated. So a fault in a batch is only
+       a note. The next start of the storage creates new batches.
 """
 
 from functools import partial
@@ -36,7 +39,7 @@ def verify_log(directory: Path, expected: ExpectedLog, findings: VerificationFin
 
 
 def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
-    """Verify one segment without its batches, whose chain hash begins in the preceding segment."""
+    """Verify one segment; its batches are not verified, which would need the preceding segment."""
     seen = FoundLog()
     SegmentCheck(
         path.parent,
@@ -82,13 +85,13 @@ class _LogCheck:
         if not self._first_ids:
             return self._seen
         if self._expected.slot is not None or has_batches(self._directory):
-            by_entries = self._synced_by_entries(self._first_ids[-1])
+            last_in_entries = self._synced_by_entries(self._first_ids[-1])
             self._synced_up_to = max(
-                self._synced_up_to, by_entries, self._last_batch_in_older_segments()
+                self._synced_up_to, last_in_entries, self._last_batch_in_older_segments()
             )
             slot = self._expected.slot
             if slot is not None and slot.flags & TRUNCATE:
-                # An entry above the truncation is valid, but does not count after the truncation.
+                # The next start completes the truncation, so bytes after it may be missing already.
                 self._synced_up_to = min(self._synced_up_to, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,
@@ -140,21 +143,21 @@ class _LogCheck:
         return is_used and self._is_synced(transaction_id, segment, self._synced_up_to)
 
     def _is_index_error_at(self, transaction_id: int, segment: int) -> bool:
-        # The index is synced when the marker moves. Entries only state that records were synced.
+        # The index is synced only when the acked marker moves. The synced ID in a batch entry is
+        # about records.
         return self._is_synced(transaction_id, segment, self._expected.durable)
 
     def _is_synced(self, transaction_id: int, segment: int, stated_last: int) -> bool:
         """Return whether the bytes of an ID in a segment must have been synced."""
         later_first_ids = self._first_ids[self._first_ids.index(segment) + 1 :]
         if later_first_ids:
-            # The tail of a file that a failed write has ended may have reappeared: its truncation
-            # was not synced.
+            # After a failed write, a log truncates its last file and continues in a new file. The
+            # truncation may not be durable, so a crash may restore the truncated bytes.
             return not self._is_dirty or transaction_id < later_first_ids[0]
         return not self._is_dirty or transaction_id <= stated_last
 
     def _is_batch_error_at(self, transaction_id: int) -> bool:
-        # An entry is judged by its IDs alone: at the end of a full segment, the last entry may not
-        # have been written.
+        # Only the ID decides, not the segment: the last entry of a full segment may be missing.
         is_torn = self._is_dirty and transaction_id > self._synced_up_to
         return not (self._expected.is_adopted or is_torn)
 
@@ -163,7 +166,7 @@ class _LogCheck:
         return self._expected.slot is not None and self._expected.slot.is_dirty
 
     def _synced_by_entries(self, first: int) -> int:
-        """Return the last ID that the entries of the last segment state as synced before them."""
+        """Return the greatest synced ID in the batch entries of the last segment."""
         path = segment_path(self._directory, first, ".chn")
         if not path.exists():
             return -1
@@ -180,11 +183,11 @@ class _LogCheck:
                 continue
             with OpenFile(path) as file:
                 entries = (placed.batch for placed in batches_of(file, header_of(file).segment_crc))
-                valid = [
+                batch_ends = [
                     entry.last for entry in entries if not entry.errors and entry.last < next_first
                 ]
-            if valid:
-                return max(valid)
+            if batch_ends:
+                return max(batch_ends)
         return -1
 
     # ---- names
@@ -206,14 +209,14 @@ class _LogCheck:
         for name in names_in(self._directory):
             if name in expected:
                 continue
-            file = self._findings.in_file(f"{self._directory.name}/{name}")
+            report = self._findings.in_file(f"{self._directory.name}/{name}")
             if name.endswith(".tmp"):
-                file.add_note(
+                report.add_note(
                     None, "the file was never completed; the next start of the storage removes it"
                 )
             elif name.endswith((".idx", ".chn")):
-                file.add_note(
+                report.add_note(
                     None, "the file has no .seg file; the next start of the storage removes it"
                 )
             else:
-                file.add_note(None, "the file does not belong to a storage")
+                report.add_note(None, "the file does not belong to a storage")

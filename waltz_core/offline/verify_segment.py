@@ -8,11 +8,11 @@ Rules:
        record.
     2. Every entry of the index is compared with the position of its record, except for unreadable
        records, whose position is unknown.
-    3. Bytes that were not known to be synced when a storage stopped without a close may be torn:
-       they were never acknowledged, and the next start truncates them. Such a fault is a note. Any
-       other fault is an error.
-    4. The creation times have no checksum and no effect. If two files of a segment agree and the
-       third does not, this is a note: a crash can also cause it.
+    3. If a storage was not closed, bytes that are not known to be synced may be torn. They were
+       never acknowledged, and the next start truncates them. So a fault in these bytes is a note.
+       Any other fault is an error.
+    4. The creation times have no checksum and no effect. If one of the three files of a segment has
+       another creation time, this is a note, because a crash can cause it, too.
 """
 
 from collections.abc import Callable
@@ -43,8 +43,9 @@ _CREATION_TIME_OFFSET = 4  # offset of the creation time in a header
 class ExpectedLog(NamedTuple):
     """The facts about a log that are known before the log is read.
 
-    `key` is the cluster key, None if it is unknown. `durable` is the last ID that a slot states as
-    synced. `ends` are IDs at which a batch of the log should end.
+    `key` is the cluster key, None if it is unknown. `is_adopted` is set if the next start of the
+    storage creates batches for records of Waltz 0.13. `durable` is the last ID that the control
+    files state as synced. `ends` are IDs at which a batch of the log should end.
     """
 
     partition: int | None
@@ -153,7 +154,7 @@ class SegmentCheck:
                 if suffix == ".chn":
                     header = decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
                     if header.errors:
-                        continue  # reported where its entries are read
+                        continue  # `ChainCheck` reports these errors
                 else:
                     header = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
             headers[suffix] = header
@@ -281,8 +282,8 @@ class SegmentCheck:
     def _report_overlap(self, offset: int) -> None:
         assert self._next_first is not None
         slot = self._expected.slot
-        # The tail of a file that a failed write has ended may have reappeared: its truncation was
-        # not synced.
+        # After a failed write, a log truncates its last file and continues in a new file. The
+        # truncation may not be durable, so a crash may restore the truncated bytes.
         is_error = slot is None or not slot.is_dirty
         what = f"the segment has record {self._next_first}, with which the next segment begins"
         self._report[".seg"].add_finding(offset, what, is_error=is_error)
@@ -311,9 +312,11 @@ class _IndexCheck:
             data = file.pread(
                 OFFSET_BYTES * run.length, FILE_HEADER_BYTES + OFFSET_BYTES * position
             )
-        found = np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8")
-        expected = np.array(run.bounds[:-1], dtype=np.int64)[: found.size] + run.offset
-        differences = np.flatnonzero(found != expected)
+        found_offsets = np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8")
+        expected_offsets = (
+            np.array(run.bounds[:-1], dtype=np.int64)[: found_offsets.size] + run.offset
+        )
+        differences = np.flatnonzero(found_offsets != expected_offsets)
         if differences.size:
             index = int(differences[0])
             more_text = (
@@ -323,8 +326,8 @@ class _IndexCheck:
             )
             self._report.add_finding(
                 FILE_HEADER_BYTES + OFFSET_BYTES * (position + index),
-                f"index entry of record {run.first + index}: expected offset {expected[index]}, "
-                f"found {found[index]}{more_text}",
+                f"index entry of record {run.first + index}: expected offset "
+                f"{expected_offsets[index]}, found {found_offsets[index]}{more_text}",
                 is_error=self._is_error_at(run.first + index),
             )
 

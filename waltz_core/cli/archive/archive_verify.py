@@ -291,7 +291,7 @@ class _PartitionCheck(NamedTuple):
             line.show(done, total, f"transactions of partition {self.partition_id} verified")
 
     async def _call_store(self, call: Callable[[], ResultT]) -> ResultT:
-        return await call_store(self.check.store_url, call, lambda: self.check.read_progress)
+        return await call_store(self.check.archive_url, call, lambda: self.check.read_progress)
 
     def _show_problem(self, bad_file: BadArchiveFile) -> None:
         range_text = (

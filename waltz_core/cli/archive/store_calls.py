@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def call_store(
-    store_url: str, call: Callable[[], ResultT], activity: Callable[[], tuple[str, int]]
+    archive_url: str, call: Callable[[], ResultT], activity: Callable[[], tuple[str, int]]
 ) -> ResultT:
     """Run a blocking call in a thread; print a line whenever it makes no progress.
 
@@ -31,6 +31,6 @@ async def call_store(
         before = now
         if waited_s and now[0]:
             print_error(
-                f"the object store at {store_url} has not answered for {waited_s:.0f} s: {now[0]}"
+                f"the object store at {archive_url} has not answered for {waited_s:.0f} s: {now[0]}"
             )
     return future.result()
