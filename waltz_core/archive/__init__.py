@@ -7,9 +7,9 @@ executes them: it adds a range to an archive, or expires objects. `file_names.py
 all files. `garbage_collection.py` deletes files that no manifest lists. `storage_archive.py` is the
 archive of a storage process; it imports the Parquet library only if an archive is configured.
 
-`reader.py` reads ranges of a partition, in the form in which a storage reads them from its log. It
-has an index of the batches of each open object (`object_index.py`). All readers of a process share
-one cache (`archive_cache.py`). `archive_check.py` verifies every file of a partition.
+`reader.py` reads ranges of a partition, in the form in which a storage reads them from its log. For
+each open object, it keeps an index of the object's batches (`object_index.py`). All readers of a
+process share one cache (`archive_cache.py`). `archive_check.py` verifies every file of a partition.
 
 `saved_manifest.py` has the files of a manifest in a backup. `restored_manifest.py` writes the
 manifest of a partition that is restored from a backup. `pins.py` prevents that the objects of a

@@ -2,12 +2,12 @@
 
 Rules:
     1. The values have at most `bytes_max` bytes in total; the least recently used values are
-       removed first. A larger value is returned, but not cached.
-    2. Only one thread loads a value at a time: other callers wait for this load, and receive its
-       value or its error.
-    3. A read-ahead only saves time: its errors are dropped, because the read that needs the value
-       finds them again. While `READ_AHEAD_CALLS_MAX` read-ahead calls wait or run, further ones are
-       dropped.
+       removed first. A value larger than `bytes_max` is returned, but not cached.
+    2. One thread at a time loads the value of a key. Other callers that need this value wait for
+       the load, and receive its value or its error.
+    3. A read-ahead only saves time. So its errors are dropped: the read that needs the value
+       receives the error again. While `READ_AHEAD_CALLS_MAX` read-ahead calls wait or run, further
+       calls are dropped.
 """
 
 import threading
@@ -35,9 +35,8 @@ class ArchiveCache:
         self.bytes_max = bytes_max
         self.byte_count = 0
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, _CacheEntry] = (
-            OrderedDict()
-        )  # least recently used first
+        # The least recently used entry is the first.
+        self._entries: OrderedDict[Hashable, _CacheEntry] = OrderedDict()
         self._loads: dict[Hashable, Future[object]] = {}
         self._read_aheads: set[Hashable] = set()
         self._threads = threads or ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")

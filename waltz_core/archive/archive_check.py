@@ -1,17 +1,18 @@
-"""Checks every file of a partition's archive: objects, and the manifest with its pages; blocks.
+"""Checks every file of a partition's archive: the manifest, its pages, and the objects; blocks.
 
 Rules (docs/decisions/047):
-    1. A file is read once, completely. Its size and CRC-32 must be those that the manifest states:
-       no other check covers statistics and headers. An object is copied to a temporary file, so
-       memory depends on the size of a row group, not on the size of an object.
+    1. Each file is read once, completely. Its size and CRC-32 must match the manifest, because no
+       other check covers statistics and headers. An object is copied to a temporary file, so that
+       the check needs memory for one row group, not for the complete object.
     2. All records of an object are rebuilt (`ArchiveObject.verify`). Each object must begin with
        the chain hash at the end of the preceding object, and the last object must end with the
        chain hash that ZooKeeper records.
-    3. A wrong file is a finding, and the check continues with the next file. After a page that
-       cannot be read, the chain hash before the next object is not known.
-    4. A manifest may be replaced during the check, and files may be deleted after that. After
-       ObjectMissing, the caller reads ZooKeeper again. If another manifest is recorded, the caller
-       continues with `begin`, otherwise with `note_missing_file`.
+    3. A wrong file is a finding, and the check continues with the next file. If a page cannot be
+       read, the chain hash before the next object is not known, and is not checked.
+    4. During the check, another manifest may replace this manifest, and files of the old manifest
+       may be deleted. So after ObjectMissing, the caller reads ZooKeeper again. If ZooKeeper
+       records another manifest, the caller calls `begin` with it. Otherwise the file is lost, and
+       the caller calls `note_missing_file`.
 """
 
 from collections import deque

@@ -1,11 +1,12 @@
 """The names of the files in an archive.
 
 Below the URL of the store, a partition has `CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet`
-and `CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`; a page of a manifest ends with `-page.json`.
-P is the partition, CLUSTER is the cluster key, and N is the number of the owner's attempt. So each
-name occurs once (docs/decisions/047, AR 2), and it shows which owner has requested the file.
+and `CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`. The name of a page of a manifest ends with
+`-page.json`. P is the partition, CLUSTER is the cluster key, and N is the number of the owner's
+attempt. So each name occurs once (docs/decisions/047, AR 2), and shows which owner has requested
+the file.
 
-In a directory, a file has the suffix `.tmp` until it is complete.
+If the store is a directory, a file has the suffix `.tmp` until it is complete.
 """
 
 import re
@@ -61,7 +62,7 @@ def page_name(folder: str, version: int, origin: FileOrigin) -> str:
 
 
 def manifest_version_of(name: str) -> int | None:
-    """Return the version in the name of a manifest's complete head; None for any other file."""
+    """Return the version in the file name of a manifest's head; None for any other name."""
     folder, _, last_part = name.rpartition("/")
     is_head = (
         folder.endswith("/manifests") and _MANIFEST_HEAD_PATTERN.fullmatch(last_part) is not None

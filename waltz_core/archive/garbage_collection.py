@@ -1,39 +1,44 @@
 """Deletes garbage from a partition's archive: files that no manifest lists or will list.
 
-Each attempt to archive leaves garbage: the manifest that it replaces or, if it fails, all its
-files. The owner of the partition requests a collection, and a storage executes it.
+Each attempt to archive a range leaves garbage. A successful attempt leaves the manifest that it has
+replaced, and a failed attempt leaves all its files. The owner of the partition requests a
+collection, and a storage executes it.
 
 Rules (docs/decisions/047, AR 16):
-    1. The request has the manifest that ZooKeeper records. This manifest, its pages and its objects
-       are not deleted. If one of these files is missing or wrong, the collection deletes nothing:
-       the archive is another one, or has lost files.
-    2. Files of sessions before the owner's are deleted if rule 1 permits it. The claim of the
-       owner's session fences the writes of earlier sessions, so no manifest will list these files.
+    1. The request names the manifest that ZooKeeper records. This manifest, its pages and its
+       objects are not deleted. If one of these files is missing or wrong, the store has lost files
+       or contains another archive, and the collection deletes nothing.
+    2. Files of sessions before the owner's session are deleted if rule 1 permits it. When the owner
+       claimed its session in ZooKeeper, it fenced the writes of all earlier sessions. So no
+       manifest will list these files.
     3. Files of the owner's own session are deleted only if their attempt is below the attempt of
        the request. The owner requests a collection when all lower attempts have ended, and none of
        them has a write to ZooKeeper whose outcome is unknown.
-    4. A file of a later session, or of another owner of the same session, means that ZooKeeper was
-       rolled back, that another cluster uses the archive, or that the owner is fenced. In these
-       cases the collection deletes nothing.
-    5. A file whose name names no attempt (`file_names.py`) is not deleted, but counted.
+    4. If the store contains a file of a later session, or of another owner of the same session, the
+       collection deletes nothing. Such a file has one of three causes: ZooKeeper was rolled back,
+       another cluster uses the archive, or a later owner has fenced this owner.
+    5. A file whose name contains no attempt (`file_names.py`) is counted, but not deleted.
     6. A replaced manifest is kept for `REPLACED_GRACE_MS` after the next version was written:
-       clients and lagging replicas may have only its name. After this time, they find that the file
-       is missing, and need the name of the present manifest (`reader.py`, rule 3).
-    7. While a restored cluster uses objects of this cluster (`pins.py`), no object is deleted:
-       expiry may have removed objects from the manifest that the other cluster lists. The pins are
-       read again before each object is deleted, because a restore may begin during the collection.
+       clients and lagging replicas may have only the name of the replaced manifest. After this
+       time, they find that the file is missing, and need the name of the present manifest
+       (`reader.py`, rule 3).
+    7. While a restored cluster uses objects of this cluster (`pins.py`), no object is deleted. The
+       restored cluster may list objects that expiry has removed from this cluster's manifest. A
+       restore may begin during a collection, so the pins are read again before each object is
+       deleted.
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
-    9. The version of a manifest is one above the recorded version, and each owner continues from
-       the recorded manifest. So no owner writes a version below those of earlier sessions. If an
-       owner has done so, ZooKeeper was rolled back: a manifest was recorded, and backups may list
-       its objects. In this case the collection deletes nothing, so that the rollback can be
-       detected until an operator deletes the manifest.
+    9. The collection deletes nothing if a later session has written a lower version of the manifest
+       than an earlier session: for example, session 5 version 12, and session 6 version 10. Each
+       owner continues from the recorded manifest, so this happens only if ZooKeeper was rolled
+       back. Backups may list objects of the higher version. The files stay, and so does the sign of
+       the rollback, until an operator deletes the manifest.
 
-A fenced owner's collection may still run while a later owner works. It deletes no file that the
-later owner needs. The files that the later owner writes belong to a later session. Of the earlier
-files, its manifests list those that the recorded manifest listed when the later owner claimed its
-session. These are the files of the request's manifest, and files of later attempts of the fenced
-owner (rule 3).
+The collection of a fenced owner may still run while a later owner works. It deletes no file that
+the later owner needs:
+    - The later owner's new files belong to a later session, and are not deleted.
+    - The later owner also needs the files that the recorded manifest listed when the later owner
+      claimed its session. These files are listed by the manifest of the request (rule 1), or belong
+      to later attempts of the fenced owner (rule 3).
 """
 
 from collections.abc import Callable
@@ -83,8 +88,8 @@ class GarbageCollectionJob:
 class CollectedGarbage(NamedTuple):
     """The number of deleted files, and their bytes.
 
-    `unknown_count` is the number of files whose names name no attempt. `has_more` states that there
-    is more garbage.
+    `unknown_count` is the number of files whose names contain no attempt. `has_more` is set if
+    there is more garbage.
     """
 
     file_count: int

@@ -1,22 +1,24 @@
 """The manifest of a partition's archive: its objects, in order and without gaps.
 
-A manifest is a head and pages. A page has `ENTRIES_PER_PAGE` objects and never changes. The head
-lists the pages and the newest objects. So to archive one object, only the head is written, even if
-the archive is large. Head and pages are separate files, and are never overwritten (rule AR 2).
+A manifest is a head and pages. A page lists `ENTRIES_PER_PAGE` objects, and never changes. The head
+lists the pages and the newest objects. So to archive one object, only a new head is written, even
+if the archive is large. Head and pages are separate files, and are never overwritten (rule AR 2).
+Each file contains:
 
     8 hexadecimal digits   CRC-32 of the rest
     line feed
     JSON
 
 Rules (docs/decisions/047):
-    1. Objects are consecutive: each begins after the last usable ID of the preceding object, with
-       its chain hash.
-    2. A new manifest has all objects of the previous one. Exceptions are objects that expiry
-       removes, and a corrupt object that another object with the same IDs and chain hash replaces
-       (AR 5).
+    1. Objects are consecutive. Each object begins after the last usable ID of the preceding object,
+       and continues from the chain hash at this ID.
+    2. A new manifest lists all objects of the previous manifest, with two exceptions (AR 5). Expiry
+       removes objects. A corrupt object is replaced by another object with the same IDs and chain
+       hash.
     3. `version` rises by one with every manifest of a partition.
-    4. Expiry raises `first`. The objects below `first` stay listed, and in the store, for
-       `EXPIRY_GRACE_MS`: a reader may have an older manifest. `expiries` has the times of expiry.
+    4. Expiry raises `first`. For `EXPIRY_GRACE_MS`, the manifest still lists the objects below
+       `first`, and the store keeps them, because a reader may use an older manifest. `expiries`
+       contains the times of expiry.
 """
 
 from dataclasses import replace
@@ -42,8 +44,8 @@ _CHAIN_BYTES: Final = 16
 class ObjectEntry(NamedTuple):
     """One object: its file name, its IDs, and the values that identify its content.
 
-    `last` is the last usable ID; the object may contain more. `chain` is the chain hash at `last`.
-    Commit times are in ms, 0 if no transaction has one.
+    `last` is the last usable ID; the object may contain higher IDs. `chain` is the chain hash at
+    `last`. Commit times are in ms, 0 if no transaction has a commit time.
     """
 
     name: str
@@ -181,9 +183,9 @@ class Manifest:
         return writer_cluster_key(entry.name) or self.cluster_key
 
     def deletable_below(self, now_ms: int) -> TransactionId:
-        """Return an ID: all objects below it have expired, and their grace period is over.
+        """Return the ID below which all objects have expired, and their grace period is over.
 
-        All objects at or above this ID, expired or not, must not be deleted (rule 4).
+        No object at or above this ID may be deleted, whether it has expired or not (rule 4).
         """
         starts = [
             expiry.first for expiry in self.expiries if expiry.at_ms + EXPIRY_GRACE_MS <= now_ms
@@ -193,7 +195,7 @@ class Manifest:
     def with_expiry(self, first: TransactionId, now_ms: int) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (rule 4).
 
-        The manifest does not list objects that may be deleted, unless their page has other objects.
+        The new manifest omits objects that may be deleted, unless their page lists other objects.
         """
         assert self.first <= first <= self.last + 1
         end = self.deletable_below(now_ms)
@@ -314,7 +316,7 @@ class RecordedManifest(NamedTuple):
 def decode_page(page_entry: PageEntry, data: bytes) -> ManifestPage:
     """Decode a page that a head lists.
 
-    Raises ChecksumMismatch or BadFormat if the file is another one.
+    Raises ChecksumMismatch or BadFormat if the file does not match its entry in the head.
     """
     check_crc(page_entry.name, data, page_entry.file_crc)
     page = ManifestPage.from_bytes(data, page_entry.name)

@@ -34,9 +34,10 @@ class ReplacedObject(NamedTuple):
 class UploadJob:
     """A job to write batches from `first` on as an object, and a manifest that lists it.
 
-    `manifest` is the present manifest, which ends before `first`; it is empty if nothing is
-    archived. Session, nonce and attempt make the names of new files unique (rule AR 2). If
-    `replaced_object` is set, a new object with these batches replaces that object in the manifest.
+    `manifest` is the name of the present manifest, which ends before `first`; it is empty if
+    nothing is archived. Session, nonce and attempt make the names of new files unique (rule AR 2).
+    If `replaced_object` is set, a new object with these batches replaces that object in the
+    manifest.
     """
 
     partition_id: PartitionId
@@ -77,7 +78,7 @@ class UploadJob:
 class NewManifest(NamedTuple):
     """A manifest that was written and is durable in the archive.
 
-    An empty name states that nothing was written, because another object had already replaced the
+    If the name is empty, nothing was written, because another object had already replaced the
     object of the job.
     """
 
@@ -116,7 +117,7 @@ class ExpiryJob:
 class ManifestAfterExpiry(NamedTuple):
     """The manifest that an expiry has written; it is durable.
 
-    An empty name states that nothing was written, because the expiry changes nothing.
+    If the name is empty, nothing was written, because the expiry changes nothing.
     """
 
     first: TransactionId

@@ -1,8 +1,8 @@
 """The index of an archive object in memory: its batches with their chain hashes, and row groups.
 
-The index is created once for each opening of an object, from the columns that the chain hashes
-cover. The chain hash before a range follows from all batches before the range. So a single range
-cannot be verified without the index.
+The chain hash before a range is computed from all batches before the range. So a single range
+cannot be verified without the index. The index is created when an object is opened, from those
+columns of the object that are needed for the chain hashes.
 """
 
 from typing import Any, Final, NamedTuple
@@ -97,7 +97,7 @@ class ObjectIndex:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         part = archive_object.read_row_group(group)
-        # The CRCs cover the IDs, too.
+        # The CRCs of the records cover their IDs, too.
         if crc32(raw_records.record_crcs(part.records, part.lengths)) != self._group_crcs[group]:
             raise ChecksumMismatch(
                 f"archived object {self.name}: the records of row group {group} do not match "

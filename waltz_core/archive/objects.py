@@ -1,22 +1,23 @@
 """Archive objects: Parquet files from which the exact bytes of complete batches can be rebuilt.
 
 Any reader of Parquet can use an object: a row is a transaction, and column `data` is its payload.
-The bytes of each record follow from its row. The chain hash of each batch follows from the rows,
-and from the chain hash before the object, which the file's metadata contains.
+The bytes of each record can be computed from its row. The chain hash of each batch can be computed
+from the rows and from the chain hash before the object, which is in the file's metadata.
 
 Rules (docs/decisions/047):
     1. An object has complete batches and consecutive IDs. A row group may end within a batch.
     2. `verify` rebuilds every record. It checks ID, length and CRC of the record, the bounds of the
        batches, and the hash chain from the first to the last batch. It does not trust the file's
-       metadata: the caller compares the result with the range and the chain hash that it expects.
-    3. A commit stamp of 0 is null, as for records of Waltz 0.13.
-    4. Each page of a column has a CRC-32, because no record CRC and no chain hash covers commit
-       stamps.
-    5. An error of the store that holds the object is raised unchanged: the object is not damaged.
-    6. PyArrow's threads never read a Python file: a thread that releases such a file while the
-       process exits aborts the process. The threads read `StoreFile.native`. Its errors do not
-       distinguish the store from the object, so a read that fails is repeated without threads (rule
-       5).
+       metadata: the caller compares the result with the expected range and the expected chain hash.
+    3. A commit stamp of 0 is stored as null. Records of Waltz 0.13 have no commit stamp.
+    4. Each page of a column has a CRC-32. It protects the commit stamps, because record CRCs and
+       chain hashes do not cover them.
+    5. If the store that holds the object fails, the store's error is raised unchanged, because the
+       object is not damaged.
+    6. PyArrow's threads never read a Python file: if such a thread releases the file while the
+       process exits, the process aborts. So the threads read `StoreFile.native`, a file of PyArrow.
+       Its errors do not show whether the store has failed or the object is damaged. So a failed
+       read is repeated without threads, which raises the right error (rule 5).
 """
 
 import json
@@ -71,8 +72,8 @@ _REQ_ID_COLUMNS: Final = {
 }
 # Columns with statistics for pruning; statistics of payloads and checksums would only cost space.
 _STATISTICS_COLUMNS: Final = ["transaction_id", "commit_time", "header"]
-# The columns that prove the hash chain. They are adjacent in each row group; the IDs follow from
-# the number of rows.
+# The columns from which the hash chain is verified. They are adjacent in each row group. The IDs
+# are not needed: they are consecutive.
 _INDEX_COLUMNS: Final = ["record_crc", "commit_time", "session_id", "batch_first", "batch_last"]
 _ASCENDING_COLUMNS: Final = ("transaction_id", "sequence", "batch_first", "batch_last")
 _READ_ERRORS: Final = (

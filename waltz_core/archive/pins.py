@@ -1,16 +1,18 @@
 """Pins: files that prevent the deletion of objects that a restored cluster uses.
 
-A pin is an empty file `SOURCE/pins/CLUSTER`, named by the keys of both clusters. It remains until
-an operator deletes it: the processes of the source cluster cannot know whether the restored cluster
-still exists.
+A pin is an empty file `SOURCE/pins/CLUSTER`. SOURCE is the key of the cluster that has written the
+objects, and CLUSTER is the key of the restored cluster. The pin remains until an operator deletes
+it, because the processes of the source cluster cannot detect whether the restored cluster still
+exists.
 
 Rules (docs/decisions/055):
-    1. A restore writes the pin, and checks afterwards that all objects exist. It checks this again
+    1. A restore writes the pin, and checks afterwards that all objects exist. It repeats this check
        when it has written its manifests.
-    2. A collection reads the pins again before each object that it deletes. So the restore misses
-       only a delete that was sent before the pin, and that the store executes after the last check.
-    3. In a directory, a restore that was killed may leave the temporary file of its pin. This file
-       counts, is listed and is deleted like the pin.
+    2. A garbage collection reads the pins again before it deletes an object. So the checks of a
+       restore can miss a deletion only if the collection has sent it before the pin was written,
+       and the store executes it after the last check.
+    3. If the store is a directory, a killed restore may leave the temporary file of its pin. This
+       file has the effect of a pin, and is listed and deleted like a pin.
 """
 
 from typing import TYPE_CHECKING

@@ -4,17 +4,17 @@ All calls block, and all threads of a process may share a reader. `archive_cache
 the manifest, indexes of objects (`object_index.py`) and row groups.
 
 Rules (docs/decisions/047, AR 14):
-    1. A record is returned only if it matches its ID and its CRC, and if the hash chain covers it.
-       The hash chain of an object is verified from its first to its last batch when the object is
-       opened, and must end as the manifest states. The check needs a few bytes per record, not the
-       records.
+    1. A record is returned only if its ID and its CRC are correct, and the hash chain covers it.
+       When an object is opened, its hash chain is verified from the first to the last batch. The
+       chain hash at the end must be the chain hash that the manifest states. This verification
+       reads a few bytes per record, not the records.
     2. An error names the file. A read ends before a wrong or unreachable record; only a read that
        begins with such a record fails.
-    3. A reader reads one manifest. If this manifest is replaced, expiry may delete objects that it
-       lists. After ObjectMissing, the caller requests the recorded manifest from ZooKeeper or the
-       owner. If it is another manifest, the caller repeats the read with `successor`. Otherwise the
-       file is lost.
-    4. When reads follow one another, a thread reads the next row group ahead.
+    3. A reader uses one manifest. When another manifest has replaced it, objects of the old
+       manifest may be deleted. So after ObjectMissing, the caller requests the name of the recorded
+       manifest from ZooKeeper or the owner. If the name has changed, the caller repeats the read
+       with `successor`. Otherwise the file is lost.
+    4. If a read begins where an earlier read has ended, a thread reads the next row group ahead.
 """
 
 import sys
@@ -38,7 +38,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import Chain, LineageEntry, TransactionId
 
-# A range cannot have more batches than records, so this many entries suffice for an answer.
+# The maximum number of records in an answer, which also limits the number of batches.
 _RANGE_RECORDS_MAX: Final = 1 << 16
 # The maximum number of read ends that are remembered, to detect sequential reads.
 _READ_ENDS_MAX: Final = 32
@@ -72,7 +72,7 @@ class ArchiveReader:
 
     @classmethod
     def for_manifest(cls, manifest: Manifest, store: ArchiveStore, cache: ArchiveCache) -> Self:
-        """Return a reader of a manifest that is known already; it reads no manifest."""
+        """Return a reader for a manifest that was read already."""
         reader = cls(store, "", 0, cache)
         reader._loaded_manifest = manifest
         return reader
@@ -181,8 +181,9 @@ class ArchiveReader:
     def last_committed_before(self, time_ms: int) -> TransactionId:
         """Return the last ID that is known to be committed before a time.
 
-        If there is none, return the ID before the first available one. Commit times never decrease.
-        If a transaction has no time, only a later transaction can prove that it is older.
+        If there is none, return the ID before the first available one. Some transactions have no
+        commit time. Commit times never decrease, so such a transaction is known to be committed
+        before a time only if a later transaction was.
 
         Raises:
             The errors of `read_range`.
@@ -257,7 +258,7 @@ class ArchiveReader:
             key = self._cache_key("group", entry.name, group_number)
             self._cache.read_ahead(key, lambda: self._load_row_group(entry, index, group_number))
             return
-        with suppress(WaltzError):  # an error of a page, which the next read needs, too
+        with suppress(WaltzError):  # the next read needs the same page, and raises its error
             next_entry = next(self._entries_from(TransactionId(entry.last + 1)), None)
             if next_entry is not None:
                 key = self._cache_key("group", next_entry.name, 0)

@@ -5,17 +5,21 @@ lists them in a new manifest.
 
 Rules (docs/decisions/055):
     1. The saved manifest is verified (`saved_manifest.py`).
-    2. Each object must exist. If the caller allows it, the oldest objects may be missing, because
-       expiry has deleted them after the backup. In this case the partition begins after them. An
-       object that was replaced after the backup may be deleted, too, or still be corrupt. In this
-       case an object with the same IDs and chain hash is used instead. The cluster of the backup
-       has written the replacement below its own key, even if that cluster was restored and the old
-       object is below another key. If no other object has the same IDs, the object is not read.
-    3. The object that contains the end is read. Its hash chain is verified from its first to its
-       last batch, and must match the manifest, so the end has the chain hash of the source's log.
-    4. The version of the new manifest is above all versions in the cluster's folder. If the cluster
-       keeps its key, files that the lost cluster had archived after the end then count as garbage,
-       and not as a sign of a rollback (`garbage_collection.py`, rule 9).
+    2. Each object must exist and be intact, with two exceptions:
+       - If the caller allows it, the oldest objects may be missing, because expiry has deleted them
+         after the backup. In this case the restored partition begins after them.
+       - If an object is missing or corrupt, another object with the same IDs and chain hash is used
+         instead: the cluster of the backup may have replaced the object after the backup. The
+         cluster writes a replacement below its own key, even if the old object is below the key of
+         another cluster.
+       An object is read, to find corruption, only if another object with the same IDs exists.
+    3. The end of the restored partition is a batch end. The object that contains this end is read.
+       Its hash chain is verified from the first to the last batch, and must match the manifest. So
+       the chain hash at the end is the chain hash of the source's log.
+    4. The version of the new manifest is above all versions in the cluster's folder. The reason: a
+       restored cluster may keep its key, and then the folder may contain files that the lost
+       cluster had archived after the end. With the higher version, these files are garbage, and not
+       a sign of a rollback (`garbage_collection.py`, rule 9).
     5. The caller pins the source clusters before the check of rule 2, and repeats this check at the
        end (`pins.py`).
 """
@@ -218,8 +222,8 @@ def _intact_entry(
 ) -> ObjectEntry:
     """Return the entry; if its object is missing or corrupt, return a replacement (rule 2).
 
-    `own_folder` is the folder of the manifest's cluster, where it writes replacements for objects
-    of other clusters, too.
+    `own_folder` is the objects folder of the manifest's cluster. The cluster writes all its
+    replacements there, even for objects in other folders.
     """
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`

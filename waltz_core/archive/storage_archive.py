@@ -34,9 +34,9 @@ DAMAGED_LOCATIONS_MAX: Final = 100
 class StorageArchive:
     """The archive at a URL; `open` must be called first.
 
-    `read_ahead` has the threads that read row groups that will probably be requested next.
-    `on_progress` is called on the thread of an upload or a collection, while the store executes its
-    calls. `bytes_per_s` limits the rate of this thread; 0 stands for no limit.
+    The threads of `read_ahead` read row groups that will probably be requested next. `on_progress`
+    is called on the thread of an upload or a collection, while the store executes its calls.
+    `bytes_per_s` limits the rate of this thread; 0 means no limit.
     """
 
     def __init__(
@@ -53,9 +53,8 @@ class StorageArchive:
         self._cluster_key = cluster_key
         self._bytes_per_s = bytes_per_s
         self._store: ArchiveStore | None = None
-        self._rate_limited_store: ArchiveStore | None = (
-            None  # the same store with the rate limit, for changes
-        )
+        # The same store with the rate limit, for uploads, expiry and garbage collection.
+        self._rate_limited_store: ArchiveStore | None = None
         # The last error, and the number of failed attempts since the last successful one.
         self.failure: WaltzError | None = None
         self.failure_count = 0

@@ -3,21 +3,22 @@
 All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
-    1. A file is durable when `write` or the end of `open_sink` has returned. In a directory, this
-       class writes and syncs a temporary file, renames it, and syncs the directory; it syncs each
-       directory above once. Other stores acknowledge the end of an upload when it is durable. To
-       read a file back does not prove that it is durable (AR 3).
-    2. No file is overwritten (AR 2). A directory rejects a name that exists; in other stores the
-       names are unique by construction.
-    3. A failed or cancelled `open_sink` leaves no file with the name in a directory. Other stores
-       may keep an incomplete file, which no manifest lists.
+    1. A file is durable when `write` has returned, or the block of `open_sink` has ended without an
+       error. If the store is a directory, `ArchiveStore` writes and syncs a temporary file, gives
+       it its final name, and syncs the directory. It also syncs each parent directory once. Any
+       other store acknowledges an upload when the file is durable. A successful read of a file does
+       not prove that the file is durable (AR 3).
+    2. No file is overwritten (AR 2). A directory rejects a name that exists. In other stores,
+       nothing rejects it, but no two attempts use the same name (`file_names.py`).
+    3. After a failed or cancelled `open_sink`, a directory contains no file with this name. Other
+       stores may keep an incomplete file, which no manifest lists.
     4. A missing file raises ObjectMissing. All other errors, such as a missing bucket or a store
        without any file of the cluster, raise ArchiveUnavailable. The message states the operation,
-       the file and the reason of the store. This holds for each call of an open file, but not for
-       errors of the caller's own block.
+       the file and the reason that the store reports. The calls of an open file raise the same
+       errors. An error that the caller raises inside the block of `open_sink` stays unchanged.
     5. With a `RateLimit`, `read` and the sinks of `open_sink` wait, so that they do not exceed its
        rate.
-    6. URLs are shown and compared, so they contain no secrets, and no message contains one.
+    6. URLs contain no secrets, because they are shown and compared. No message contains a secret.
 """
 
 import os
@@ -57,7 +58,7 @@ _REASON_CHARACTERS_MAX: Final = 500
 _STORE_ERRORS: Final = (OSError, pa.ArrowException)
 # A read with a rate limit requests this many bytes at a time.
 _RATE_LIMITED_READ_BYTES: Final = 1024 * 1024
-# A longer wait is divided into parts, after each of which it is reported.
+# A longer wait is divided into parts. Each part is reported as progress.
 _WAIT_S_MAX: Final = 1.0
 
 
@@ -70,7 +71,7 @@ class ListedFile(NamedTuple):
 
 
 class RateLimit:
-    """Limits the bytes per second of the calls on one thread, which it blocks.
+    """Limits the bytes per second of the calls on one thread, by blocking the thread.
 
     During a wait, `on_wait` is called at least once per second.
     """
@@ -88,10 +89,10 @@ class RateLimit:
         self._on_wait = on_wait
         self._clock_s = clock_s
         self._sleep = sleep
-        self._free_at_s = clock_s()  # when the time for all bytes so far is over
+        self._free_at_s = clock_s()  # from then on, all bytes so far are within the rate
 
     def throttle(self, byte_count: int) -> None:
-        """Wait until the time for all earlier bytes is over, and count `byte_count` more."""
+        """Wait until all earlier bytes are within the rate, and count `byte_count` more bytes."""
         while (wait_s := self._free_at_s - self._clock_s()) > 0:
             self._sleep(min(wait_s, _WAIT_S_MAX))
             self._on_wait()
@@ -142,7 +143,7 @@ class ArchiveStore:
         try:
             yield StoreSink(file, location, self._rate_limit)
         except BaseException as error:
-            # NB: this is an error of the caller's block, which no error of the store may replace.
+            # NB: the caller's block has raised this error. No error of the store may replace it.
             with suppress(*_STORE_ERRORS):
                 stream.__exit__(type(error), error, error.__traceback__)
             raise
@@ -175,8 +176,8 @@ class ArchiveStore:
     def _open(self, name: str, operation: str) -> Any:  # noqa: ANN401 - as pyarrow's
         """Open a file for reads (rule 4).
 
-        If the store has no file of the cluster, it is not damaged: its directory is not mounted,
-        the bucket is missing, or the URL is that of another archive.
+        If the store has no file of the cluster at all, the archive is not damaged, but unavailable:
+        its directory is not mounted, the bucket is missing, or the URL belongs to another archive.
         """
         try:
             with _translate_errors(operation, self._full_path(name)):
@@ -405,10 +406,11 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
 
 @contextmanager
 def _resolve_region(region: str | None) -> Iterator[None]:
-    """Set the region in the environment, where the SDK of S3 reads it, during a block.
+    """During a block, set the environment variable from which the SDK of S3 reads the region.
 
-    Otherwise it requests the region from the metadata service of EC2, even if the region is given.
-    If that service does not answer, all threads of the process would stop for about 8 s.
+    Without this variable, the SDK requests the region from the metadata service of EC2, even if the
+    caller passes a region. If that service does not answer, all threads of the process stop for
+    about 8 s.
     """
     if not region or any(os.environ.get(name) for name in _REGION_VARIABLES):
         yield

@@ -7,18 +7,18 @@ greater first available ID.
 Rules (docs/decisions/047):
     1. No file is overwritten: each combination of session, nonce and attempt occurs once
        (`file_names.py`).
-    2. The object is read back. It must have the bytes that were written, because no other check
-       covers statistics and headers. It must also have the records, batches and chain hashes of the
-       log (AR 4).
-    3. The new manifest is read back. It has all objects of the current manifest, which must end
-       directly before the range (AR 5).
+    2. The object is read back. Its bytes must be the bytes that were written, because no other
+       check covers statistics and headers. Its records, batches and chain hashes must be those of
+       the log (AR 4).
+    3. The new manifest is read back. It lists all objects of the current manifest. The current
+       manifest must end directly before the range (AR 5).
     4. A failure leaves the current manifest as it is. Files of a failed attempt are garbage.
-    5. Only complete objects expire, the oldest first. The first available ID is at most the ID
-       after the archived mark, where local logs and new objects continue. Commit times never
-       decrease, so all objects before an expired object are at least as old.
-    6. An object that is corrupt or missing is replaced by an object with the same IDs and the same
-       chain hash at its end, which covers all preceding batches (AR 5). The old object is not
-       changed. If a page of the manifest lists it, a new page replaces this page.
+    5. Only complete objects expire, the oldest first. Commit times never decrease, so all objects
+       before an expired object are at least as old. The first available ID is at most the ID after
+       the archived mark, where local logs and new objects continue.
+    6. A corrupt or missing object is replaced by a new object with the same IDs, and with the same
+       chain hash at its end. This chain hash covers all preceding batches (AR 5). The old object is
+       not changed. If a page of the manifest lists the old object, a new page replaces this page.
 """
 
 from collections.abc import Callable, Iterator
