@@ -1,10 +1,10 @@
-"""Limits the number of descriptors that a disk has open, however many files there are.
+"""Limits the number of open file descriptors of a disk, however many files there are.
 
 This file only decides which file must close its descriptor so that another file can be opened.
 
 Rules:
-    1. Over all files and threads, at most `count_max` descriptors are open: to open one more, the
-       least recently used one is closed. Files that must stay open may exceed the limit.
+    1. All files and threads together have at most `count_max` open descriptors. To open one more,
+       the least recently used descriptor is closed. Files that must stay open may exceed the limit.
     2. While a file is in use, it is never closed for another file.
 """
 
@@ -31,9 +31,8 @@ class Descriptors:
         self.lock = threading.Lock()
         self._count = 0
         self._count_max = count_max
-        self._idle_files: dict[
-            DescriptorHolder, None
-        ] = {}  # the files that may be closed, least recently used first
+        # The files that may be closed; the least recently used file is the first.
+        self._idle_files: dict[DescriptorHolder, None] = {}
 
     def open(self, path: Path, flags: int) -> int:
         """Open a descriptor for a file, which is in use from now on; raises OSError."""
@@ -47,7 +46,7 @@ class Descriptors:
         self._idle_files.pop(file, None)
 
     def end_use(self, file: DescriptorHolder, *, is_kept: bool) -> None:
-        """Permit that a file is closed for another file, unless it must stay open."""
+        """End the use of a file; unless `is_kept`, it may then be closed for another file."""
         if not is_kept:
             self._idle_files[file] = None
         self._close_idle(0)

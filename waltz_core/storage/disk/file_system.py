@@ -1,7 +1,7 @@
 """The interface to the file system: the operations that a storage needs, and the real disk.
 
-All errors of a disk are raised in this file. The simulator replaces the real disk by another
-`Disk`, whose writes are torn or lost and which can be full. No other file of a storage opens files.
+All errors of a disk are raised in this file, and no other file of a storage opens files. The
+simulator replaces the real disk by its own `Disk`, which can lose or tear writes, and can be full.
 
 Rules:
     1. No `OSError` leaves this file. It becomes `NoSpace` (the disk is full, existing data is
@@ -16,19 +16,19 @@ Rules:
        system reports a failed write-back only to processes that have the file open. A best-effort
        file (`is_best_effort`) is never synced, and may be closed at any time, because its errors do
        not matter.
-    6. If a file is closed while another thread uses it, its descriptor number stays in use until
-       that call has ended. Otherwise the system would give the number to the next file that is
-       opened.
+    6. If a thread closes a file while another thread uses it, the descriptor is closed when that
+       use has ended. Otherwise the system could give the descriptor's number to another file in the
+       meantime, and the other thread would read or write the wrong file.
     7. `prefetch` is a hint: the system reads the named bytes from the disk ahead of time, many at
        a time. Correctness does not depend on it.
-    8. A part of an unreadable block cannot be written either, because the system would have to read
-       the rest of the block. `discard_unreadable` is the only call that discards the rest;
-       `overwrite` calls it when a write has failed for this reason.
+    8. If a block is unreadable, a write to a part of the block fails, too, because the system must
+       first read the rest of the block. In this case `overwrite` calls `discard_unreadable`, which
+       replaces the block by zeros, and writes again. No other call discards bytes.
     9. The page cache keeps only the newest part of the synced bytes of a real file
        (`page_cache.py`).
-   10. While the system has the right bytes in its page cache, a read does not show an error that is
-       only on the disk. So before a reader looks for such errors, the storage drops the blocks that
-       begin within the range to read (`drop_cached`; see `page_cache.py`). This is a hint, too.
+   10. A read from the page cache does not show that the bytes on the disk are wrong. So before a
+       read that looks for damage, the storage drops the bytes from the page cache (`drop_cached`;
+       `page_cache.py`, rule 4). This is a hint, too.
 """
 
 import ctypes
@@ -178,11 +178,11 @@ def make_with_parents(
 def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
     """Create files with their complete content, durably, and replace older files (rule 4).
 
-    A crash may leave only some of the files, and others under a temporary name. The last file
-    exists only if all files do: a directory sync between renames is the only way to order them.
+    After a crash, some of the files may exist only under a temporary name. If the last file has its
+    final name, all other files have theirs, too: the directory is synced before the last rename.
     """
-    temporary = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
-    for path, (_, content) in zip(temporary, files, strict=True):
+    temporary_paths = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
+    for path, (_, content) in zip(temporary_paths, files, strict=True):
         file = disk.open(path, create=True)
         try:
             file.truncate(0)
@@ -190,7 +190,7 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
             file.sync()
         finally:
             file.close()
-    for position, (path, (name, _)) in enumerate(zip(temporary, files, strict=True), 1):
+    for position, (path, (name, _)) in enumerate(zip(temporary_paths, files, strict=True), 1):
         if 1 < position == len(files):
             disk.sync_directory(directory)
         disk.rename(path, directory / name)
@@ -366,9 +366,9 @@ class RealFile:
         try:
             os.fdatasync(fd)
             self._is_unsynced = False
-            old = self._tail.take_droppable()
-            if old is not None:
-                _drop_cached(fd, *old)
+            droppable_range = self._tail.take_droppable()
+            if droppable_range is not None:
+                _drop_cached(fd, *droppable_range)
         except OSError as error:
             raise _typed_error(error, "sync", self._path, may_be_full=False) from error
         finally:
@@ -491,7 +491,7 @@ def _rest_after(parts: list[memoryview], written_size: int) -> list[memoryview]:
 def _is_readable(fd: int, offset: int) -> bool:
     """Return whether a block can be read, at once or on a retry.
 
-    Errors that do not mean lost bytes count as readable.
+    If an error does not show that bytes are lost, the block counts as readable.
     """
     for is_last in (False, True):
         try:

@@ -11,10 +11,11 @@ Rules:
     2. Bytes before the first byte that this process has written are never dropped: other processes
        may need them.
     3. Pages are dropped in large steps, so that small appends have no additional cost.
-    4. The system drops only whole folios: groups of pages of up to 2 MiB that begin at a multiple
-       of their size. So a reader that must read a file from the disk, piece by piece, drops the
-       2 MiB blocks that begin within a piece before it reads the piece. Each block is dropped only
-       once: to drop it again at the next piece would also drop the read-ahead.
+    4. The system drops only whole folios. A folio is a group of pages of up to 2 MiB that begins at
+       a multiple of its size. A reader that must read from the disk reads a file piece by piece.
+       Before each piece, it drops the 2 MiB blocks that begin within the piece. So each block is
+       dropped only once. If the next piece dropped the same block again, the bytes that the system
+       has read ahead would be lost.
 """
 
 from typing import Final

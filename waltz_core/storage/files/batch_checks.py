@@ -1,14 +1,14 @@
 """Checks of batches: their records, their bounds, and the hash chain through them.
 
-An append, a repair and the opening of a log check bytes from different sources. All use these
-checks, so that they agree on what a valid batch is.
+An append, a repair and the opening of a log check bytes from different sources. All of them use
+these checks, so that a batch is valid for all of them or for none.
 
 Rules:
     1. A batch is valid if all its records exist and are valid, and the chain hash in its entry
        follows from the previous chain hash and the CRCs of the records.
     2. This code changes nothing. The caller decides what to do with an invalid batch.
-    3. The chain hash of a batch with the session `RECONSTRUCTED` proves nothing about its records,
-       and neither does the chain hash after it.
+    3. A batch with the session `RECONSTRUCTED` replaces a lost batch. Its chain hash and the chain
+       hash of the next batch prove nothing about the records of these batches.
 """
 
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def check_repaired(
 ) -> tuple[IdRange, ...]:
     """Check the chain hashes of the repaired batches that have no damage left; return new damage.
 
-    New damage is in the same batch, next to the repaired records. It needs a repair of its own.
+    New damage is a wrong record in the batch of a repaired record. It is repaired separately.
 
     Raises:
         ChecksumMismatch: the records do not belong to the batch.
@@ -123,7 +123,7 @@ def check_repaired(
             entry.session_id,
             NO_SESSION if previous is None else previous.session_id,
         }:
-            continue  # Its chain hash is not computed from these records, nor is the next one.
+            continue  # rule 3: the chain hash proves nothing
         crcs = _crcs(segments, entry.first, entry.last)
         wrong_ids = () if crcs is not None else _wrong_ids(segments, entry, repaired)
         new_damage += wrong_ids
@@ -156,8 +156,16 @@ def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> byte
 def _wrong_ids(segments: Segments, entry: LineageEntry, repaired: IdRange) -> tuple[IdRange, ...]:
     """Return the IDs of the wrong records of a batch, except the repaired records."""
     batch_ids = map(TransactionId, range(entry.first, entry.last + 1))
-    other_ids = [each for each in batch_ids if not repaired.first <= each <= repaired.last]
-    return tuple(IdRange(each, each) for each in other_ids if _crcs(segments, each, each) is None)
+    other_ids = [
+        transaction_id
+        for transaction_id in batch_ids
+        if not repaired.first <= transaction_id <= repaired.last
+    ]
+    return tuple(
+        IdRange(transaction_id, transaction_id)
+        for transaction_id in other_ids
+        if _crcs(segments, transaction_id, transaction_id) is None
+    )
 
 
 def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:

@@ -1,27 +1,27 @@
 """The state of a storage outside its logs: the 0.13 control file, and slots of partitions.
 
-Both the control file and a slot file have two copies of each state. The newer valid copy counts. A
-crash in the middle of a write leaves the other copy valid.
+Both the control file and a slot file contain two copies of each state. The newer valid copy is the
+*current* copy. If a crash interrupts the write of one copy, the other copy stays valid.
 
 Rules:
-    1. A write never overwrites the copy that counts. It writes the other copy and syncs it; from
-       then on, the other copy counts.
-    2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs.
+    1. A write never overwrites the current copy. It writes the other copy and syncs it. From then
+       on, the written copy is the current copy.
+    2. While the storage runs, it holds an exclusive lock on bytes 0..127 of `waltz-storage.ctl`.
        Waltz 0.13 uses the same lock (docs/design/disk-format.md 2).
-    3. Partitions have no state in common in this file, and each may be written by its own thread.
-       They share the syncs of the control file: one sync serves all threads that had written when
-       it began. If it fails, all of these threads and all later ones receive the error. The reason:
-       data is lost, the system reports the loss only once, and the file has the promises of many
-       partitions.
-    4. If only the older slot of a partition is valid, the caller is notified, because a promise may
-       be lost. Slots with an even sequence belong in block 1 and those with an odd one in block 0.
-       A slot in the wrong block, or of another partition, is invalid.
-    5. The control file is created only in a directory without partitions. It states which
-       partitions the storage holds and what it has promised for them, so a new file must not
-       replace a lost one.
-    6. Data that an earlier process has written can be read but may not be durable. If that process
-       had a failed sync, another sync would do nothing. So the same bytes are written again and
-       synced before they are trusted.
+    3. Partitions share no state in the control file, so each partition may be written by another
+       thread. The threads share syncs: a sync serves all threads that have written before it began.
+       If a sync fails, these threads and all later threads receive the error. The system reports a
+       failed sync only once, but the lost bytes may belong to many partitions.
+    4. If only one slot of a partition is valid, it may be the older slot, and a promise may be
+       lost. So the caller is notified (`has_lost_newer_slot`). A slot with an even sequence belongs
+       in block 1, and a slot with an odd sequence in block 0. A slot in the wrong block, or of
+       another partition, is invalid.
+    5. The control file is created only in a directory without partitions. It contains the list of
+       the storage's partitions, and their sessions and marks. So a new file must never replace a
+       lost one.
+    6. Bytes that an earlier process has written may be readable, but not durable. If a sync of that
+       process failed, another sync would succeed and do nothing. So the same bytes are written
+       again and synced before they are trusted.
 """
 
 import threading
@@ -66,7 +66,7 @@ class ControlFile:
     def __init__(self, file: File, header: ControlHeader, current: list[int]) -> None:
         self.header = header
         self._file = file
-        # For each partition, which of its two structures counts: 0 or 1.
+        # For each partition, the index of its current structure: 0 or 1.
         self._current = current
         self._infos = [_read_info(file, index, slot) for index, slot in enumerate(current)]
         self._write_lock = threading.Lock()
@@ -94,7 +94,8 @@ class ControlFile:
         try:
             size_bytes = file.size()
             if size_bytes < CONTROL_HEADER_BYTES:
-                # Its creation was interrupted before it contained any state; 0.13 does the same.
+                # The creation of the file was interrupted, so the file contains no state. Waltz
+                # 0.13 also creates such a file again.
                 _create(disk, directory, header, found=f"{size_bytes} bytes")
         except BaseException:
             file.close()
@@ -120,7 +121,7 @@ class ControlFile:
         return self._failure is not None
 
     def info(self, partition_id: PartitionId) -> PartitionInfo:
-        """Return the structure of a partition that counts."""
+        """Return the current structure of a partition."""
         return self._infos[partition_id]
 
     def set_marks(
@@ -134,9 +135,9 @@ class ControlFile:
 
         `local_mark` is the end of the log, if it differs from the mark.
         """
-        local = mark if local_mark is None else local_mark
+        local_low_water_mark = mark if local_mark is None else local_mark
         info = self.info(partition_id)._replace(session_id=session_id, low_water_mark=mark)
-        return self._write(partition_id, info._replace(local_low_water_mark=local))
+        return self._write(partition_id, info._replace(local_low_water_mark=local_low_water_mark))
 
     def set_flags(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
         """Write the flags of a partition durably."""
@@ -164,7 +165,7 @@ class ControlFile:
         return self.info(partition_id)
 
     def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
-        """Write the copies that do not count; they count once they are durable (rule 1)."""
+        """Write the copies that are not current; once durable, they are current (rule 1)."""
         next_infos = {
             partition_id: info._replace(sequence=self.info(partition_id).sequence + 1)
             for partition_id, info in infos.items()
@@ -174,8 +175,8 @@ class ControlFile:
                 position = partition_info_offset(partition_id, 1 - self._current[partition_id])
                 self._file.pwrite([info.encode()], position)
             self._written_count += 1
-            number = self._written_count
-        self._sync(number)
+            write_number = self._written_count
+        self._sync(write_number)
         for partition_id, info in next_infos.items():
             self._current[partition_id] = 1 - self._current[partition_id]
             self._infos[partition_id] = info
@@ -245,7 +246,7 @@ def _check_header(
 
 
 def _newer_copy_index(file: File, index: int, path: Path) -> int:
-    """Return which structure of a partition counts (docs/design/disk-format.md 2)."""
+    """Return the index of a partition's current structure (docs/design/disk-format.md 2)."""
     partition_id = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
     if partition_id != index:
         raise BadFormat(
@@ -276,10 +277,10 @@ def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
 
 
 class SlotFile:
-    """The two slots of a partition; `slot` is the one that counts, and is durable.
+    """The two slots of a partition; `slot` is the current slot.
 
-    Directly after the opening, `slot` was read but may not be durable. `older_slot` is the
-    slot to which a crash may return, None if there is none.
+    `slot` is durable, except directly after the opening: it was read, but may not be durable.
+    `older_slot` is the slot that a crash may make current again; None if there is none.
     """
 
     def __init__(
@@ -313,12 +314,14 @@ class SlotFile:
         """Return the name and the content of a file with two valid slots."""
         assert _block_index(slot.sequence) == 1, "rule 4"
         older = replace(slot, sequence=slot.sequence - 1)
-        blocks = [each.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for each in (older, slot)]
+        blocks = [
+            block_slot.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for block_slot in (older, slot)
+        ]
         return SLOTS_NAME, b"".join(blocks)
 
     @classmethod
     def open(cls, disk: Disk, directory: Path, partition_id: PartitionId) -> "SlotFile":
-        """Open the file and read the slot that counts.
+        """Open the file and read the current slot.
 
         Raises:
             BadFormat: no slot is valid, or the slots belong to another partition.
@@ -331,12 +334,12 @@ class SlotFile:
         except BaseException:
             file.close()
             raise
-        valid = [
+        valid_slots = [
             (slot.sequence, position, slot)
             for position, slot in readable_slots
             if slot.partition_id == partition_id and position == _block_index(slot.sequence)
         ]
-        if not valid:
+        if not valid_slots:
             file.close()
             owners = ", ".join(str(slot.partition_id) for _, slot in readable_slots)
             found_text = owners if readable_slots else "no readable slot"
@@ -344,9 +347,9 @@ class SlotFile:
                 f"{path}: neither control slot is valid: expected partition {partition_id}, "
                 f"found {found_text}"
             )
-        _, position, slot = max(valid, key=lambda candidate: candidate[0])
+        _, position, slot = max(valid_slots, key=lambda candidate: candidate[0])
         older = next(
-            (candidate for sequence, _, candidate in valid if sequence < slot.sequence), None
+            (candidate for sequence, _, candidate in valid_slots if sequence < slot.sequence), None
         )
         return cls(disk, directory, file, slot, position, older=older)
 
@@ -362,7 +365,7 @@ class SlotFile:
         return self._disk.identity(directory), self._disk.identity(directory / SLOTS_NAME)
 
     def write(self, slot: Slot) -> None:
-        """Write a slot durably; it counts from now on (rule 1)."""
+        """Write a slot durably; it is the current slot from now on (rule 1)."""
         slot = replace(slot, sequence=self.slot.sequence + 1)
         position = 1 - self._position
         assert position == _block_index(slot.sequence), "rule 4"

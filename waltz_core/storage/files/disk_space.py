@@ -4,18 +4,18 @@ A full disk must not prevent truncations and repairs. So appends never use the l
 disk. Only this class decides whether an append has space.
 
 Rules (docs/design/correctness.md 2.4, row 9):
-    1. The reserve is a file whose space serves truncation, repair, marks and slots. When one of
-       these operations finds no space, the file is released. It is filled again as soon as there is
-       enough space.
+    1. The reserve is a file that allocates space for truncations, repairs, marks and slots. When
+       one of these operations finds no space, the file is deleted. It is created again as soon as
+       there is enough space.
     2. An append is rejected before it writes anything, unless there is space for it in addition to
        the whole reserve. The error states how many bytes were free. A copy of records to the end of
-       a log counts as an append, because its size is not limited.
+       a log is treated like an append, because its size is not limited.
     3. Reading needs no space.
-    4. The free space is not queried for every append, but after half of the available space, and at
-       most `UNCHECKED_BYTES_MAX`, was written. If another process fills the disk in the meantime, a
-       write fails for lack of space, which the caller reports (`note_shortage`).
-    5. Only one thread at a time may change the reserve: otherwise one thread might release the
-       reserve while another thread fills it, and it would count as filled.
+    4. The free space is not queried for every append. After a query, appends may write half of the
+       available space, and at most `UNCHECKED_BYTES_MAX`, before the next query. If another process
+       fills the disk in the meantime, a write fails, and the caller calls `note_shortage`.
+    5. Only one thread at a time may change the reserve. Otherwise one thread might release the
+       reserve while another thread fills it, and `DiskSpace` would treat it as filled.
     6. The rate at which the disk fills is measured over the last day: an average since the start
        would include the time before old segments were removed.
 """

@@ -14,7 +14,7 @@ each layout is declared once, is checked when it is read, and has golden bytes i
 
 Rules:
     1. All integers are big-endian. IDs and marks have 64 bits. Each file begins with a version.
-    2. The decoder of any bytes returns a value, or raises `BadFormat` (impossible bytes) or
+    2. For any bytes, a decoder returns a value, or raises `BadFormat` (impossible bytes) or
        `ChecksumMismatch` (changed bytes).
     3. Reserved bytes are written as zero, and a reader rejects any other value.
     4. A CRC is a CRC-32 as in zlib, over all preceding bytes of the structure.
@@ -145,8 +145,8 @@ class ControlHeader(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 # One of the two structures of a partition in waltz-storage.ctl.
 #
-# The structure with the greater sequence counts. If one structure is wrong, the other one counts.
-# If both are wrong, the storage refuses to start.
+# The valid structure with the greater sequence is the current one. If both are wrong, the storage
+# refuses to start.
 
 PARTITION_INFO: Final = ByteLayout(
     Field("session ID", "q", "-1: none"),
@@ -182,12 +182,12 @@ class PartitionInfo(NamedTuple):
     def decode(data: Bytes) -> "PartitionInfo":
         """Decode 36 bytes (rule 2)."""
         body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
-        session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
-        for name, number in (("session", session), ("mark", mark), ("local mark", local)):
+        session, mark, local_mark, flags, sequence = _PARTITION_INFO.unpack(body)
+        for name, number in (("session", session), ("mark", mark), ("local mark", local_mark)):
             if number < BEFORE_FIRST:
                 raise BadFormat(f"partition info: expected a {name} of at least -1, found {number}")
         return PartitionInfo(
-            SessionId(session), TransactionId(mark), TransactionId(local), flags, sequence
+            SessionId(session), TransactionId(mark), TransactionId(local_mark), flags, sequence
         )
 
 
@@ -272,12 +272,12 @@ def first_id_in_name(name: str) -> TransactionId | None:
 #
 # "chain before" is the chain hash before the first entry of the file. "synced ID" is the last ID
 # that was durable when the entry was written: a crash cannot have torn records up to this ID. If a
-# wrong entry is above all synced IDs and the acked marker, the log ends before it. A wrong entry
-# below makes the replica suspect. No entry crosses a sector boundary.
+# wrong entry is above all synced IDs and the acked marker, the log ends before this entry. Any
+# other wrong entry makes the replica suspect. No entry crosses a sector boundary.
 #
-# The CRC of an entry continues the CRC of its segment's header, and covers its number in the file.
-# So a reader accepts no other bytes that a disk has written to the place of an entry: not an entry
-# of another file, and not a record, which also has its CRC at its end.
+# The CRC of an entry also covers the header of its segment and the number of the entry in the file.
+# So if a disk has written other bytes to the place of an entry, a reader rejects them, even if they
+# are an entry of another file, or a record (a record also ends with its CRC).
 
 LINEAGE_HEADER: Final = ByteLayout(
     *_SEGMENT_FIELDS,
@@ -410,10 +410,10 @@ def decode_storage_id(data: Bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------
-# <p>/waltz-x.ctl: two slots, at 0 and at 4096; the slot with the greater sequence counts.
+# <p>/waltz-x.ctl: two slots, at 0 and at 4096; the valid slot with the greater sequence is current.
 #
 # A slot is one sector, which a disk writes completely or not at all. So a wrong slot was not torn
-# by a crash: it is corrupt, and the promise in it may be lost. In this case the other slot counts,
+# by a crash: it is corrupt, and the promise in it may be lost. In this case the other slot is used,
 # and the replica is suspect. If both slots are wrong, the partition cannot be opened. The rest of
 # the block after the sector is zero and is not read.
 
@@ -464,9 +464,9 @@ class Promise(NamedTuple):
 
     See docs/design/correctness.md 2.4.
 
-    A replica that lost its promise creates a new one, above every session that it has seen, with a
-    nonce that no owner has. It rejects these sessions, because one of them may have had the lost
-    promise.
+    A replica that has lost its promise creates a new promise: for a session above every session
+    that it has seen, with a nonce that no owner has. So the replica rejects all sessions that it
+    has seen, because it may have promised any of them to another owner.
     """
 
     session_id: SessionId = NO_SESSION
@@ -551,7 +551,10 @@ class Slot:
     start: AckedMarker = GENESIS  # the end of the batch before the log's first record
 
     def has_legacy_writes(self, info: PartitionInfo) -> bool:
-        """Return whether Waltz 0.13 has written since, which its sequence or session shows."""
+        """Return whether `info` shows that Waltz 0.13 has written after this slot.
+
+        Its sequence is greater than this slot states, or its session is later.
+        """
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.control_file_sequence
 

@@ -13,7 +13,7 @@ def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, .
     """Add a damaged range, and return the sorted, merged ranges, at most `DAMAGED_MAX`.
 
     If there are too many, the two nearest ranges are joined: the records between them count as
-    damaged, too. This costs a repair, but never returns a wrong record.
+    damaged, too. This costs an unnecessary repair, but no wrong record is ever returned.
     """
     merged: list[IdRange] = []
     for ids in sorted((*damaged, added)):

@@ -79,7 +79,7 @@ class OffsetIndex:
         overwrite(self._file, offsets.astype(">i8").tobytes(), _index_offset(position))
         self.count = max(self.count, position + int(offsets.size))
         with suppress(ReadFailed):
-            if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
+            if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was discarded
                 self._file.pwrite([self._header.encode()], 0)
 
     def add(self, offset: int) -> None:
@@ -189,7 +189,7 @@ class LineageFile:
     def position_of(self, transaction_id: TransactionId) -> int:
         """Return the position of the first batch that ends at or after an ID.
 
-        `count` if none does.
+        Return `count` if there is no such batch.
         """
         low, high = 0, self.count
         while low < high:
@@ -222,7 +222,7 @@ class LineageFile:
         ]
 
     def trim_invalid(self) -> LineageEntry | None:
-        """Drop invalid entries at the end, which torn or missing writes leave.
+        """Remove invalid entries at the end, which torn or missing writes have left.
 
         Return the last valid entry; None if there is none.
         """
@@ -257,7 +257,7 @@ class LineageFile:
         parts = self._encode(entries, BEFORE_FIRST, position)
         if position:
             self._file.pwrite(parts, _entry_offset(position))
-        else:  # with the header: a lost block can only be written as a whole
+        else:  # with the header, because an unreadable block can only be written as a whole
             self._file.pwrite([self._header.encode(), *parts], 0)
         self._file.sync()
 
@@ -285,7 +285,7 @@ class LineageFile:
         return self.entry(position - 1).chain if position else self.chain_before
 
     def durable_before(self, position: int) -> TransactionId:
-        """Return the highest ID that the entries from a position on state as already durable.
+        """Return the greatest synced ID in the entries from a position on.
 
         Unreadable entries are skipped.
         """

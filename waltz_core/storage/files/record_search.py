@@ -4,13 +4,14 @@ This code only recognizes records. The caller decides which of them belong to th
 
 Rules:
     1. Bytes are a record if their ID, length and CRC match. The position alone proves nothing.
-    2. After a hole there may be several candidates for the next record: a misdirected write leaves
-       valid records in wrong places, and the data of a record may contain other records. The search
-       prefers the first record at the position that the index states. Exception: an earlier
-       candidate from which records lead to that position one by one.
-    3. If the search does not decide about a truncation, bytes that the disk cannot read count as a
-       hole (`PartlyReadableFile`), provided that the index can be read. Without the index, a
-       candidate after the hole may be inside a record's data.
+    2. A *hole* is a range of bytes that are not records. After a hole, there may be several
+       candidates for the next record: a misdirected write leaves valid records in wrong places, and
+       the data of a record may contain other records. The search prefers the first candidate at the
+       position that the index states. An earlier candidate wins only if it is followed by valid
+       records up to this position, without a gap.
+    3. The tail of the last segment may be truncated, so bytes that the disk cannot read are an
+       error there. In older segments, they count as a hole (`PartlyReadableFile`) if the index is
+       readable. Without the index, a candidate after the hole may be inside a record's data.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class SearchedFile(Protocol):
 
 
 class PartlyReadableFile:
-    """A file that reads as zeros where bytes are unreadable (rule 3); it does not retry them."""
+    """A file that reads as zeros where bytes are unreadable (rule 3), without further retries."""
 
     def __init__(self, file: File) -> None:
         self._file = file
@@ -119,7 +120,7 @@ def scan(
             end = record_end(file, offset, next_id, size) or 0
             if end - offset <= len(data):
                 break
-            lengths = np.array([end - offset], dtype=np.int64)  # of 0.13, which has no size limit
+            lengths = np.array([end - offset], dtype=np.int64)  # a large record of Waltz 0.13
             data = file.pread(end - offset, offset)
         run = memoryview(data)[: int(lengths.sum())]
         bad_index = first_bad_record(run, lengths)
@@ -170,9 +171,8 @@ class HoleSearch:
         self._index = index
         self._first = first  # the first ID of the segment
         self._last = last  # records above this ID are ignored
-        self._starts: I64 | None = (
-            None  # offsets in the index, of the IDs from `_starts_first_id` on
-        )
+        # The offsets that the index states for the IDs from `_starts_first_id` on.
+        self._starts: I64 | None = None
         self._starts_first_id = first
 
     def record_after(
@@ -194,7 +194,7 @@ class HoleSearch:
             read = self._index.read if has_disk_errors else self._index.try_read  # rule 3
             self._starts = read(self._starts_first_id - self._first, self._last - hole)
             if has_disk_errors and (self._starts < SEGMENT_HEADER_BYTES).any():
-                # The block of the index with these offsets was abandoned (file_system.py, rule 8).
+                # The block of the index with these offsets was discarded (file_system.py, rule 8).
                 raise ReadFailed(
                     f"cannot find the records after {hole}: expected readable records or index "
                     f"entries up to {self._last}, found disk errors in both. Hint: check the disk."

@@ -5,15 +5,16 @@ damage. It does not depend on sessions, marks and other segments.
 
 Rules:
     1. A segment exists when its `.seg` file has its final name. `.idx` and `.chn` receive their
-       final names before.
+       final names before `.seg`.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are not a record are damage, and stay, if these bytes or later ones are known to
+    3. Bytes that are not a record are damage, and stay, if these bytes or later bytes are known to
        have been synced. Otherwise they are a torn tail (docs/design/correctness.md 2.5). The acked
-       marker, a later segment and the entry of a later batch show which bytes were synced. A crash
-       may leave any sectors of unsynced data. So a valid record does not show that the torn records
-       before it were synced.
-    4. Damaged records keep their offsets in the index, so that a repair can write them there. To
-       find where they end, the search uses the index first (`record_search.py`).
+       marker, a later segment and the entry of a later batch show which bytes were synced. A valid
+       record shows nothing about the bytes before it, because a crash may have written any sectors
+       of unsynced data.
+    4. Damaged records keep their offsets in the index, so that a repair can write the records to
+       the same place. To find the end of damage, the search uses the index first
+       (`record_search.py`).
 """
 
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ class Segment:
     ) -> "Segment":
         """Open a segment; if its `.idx` file is missing, create an empty one.
 
-        `lineage` is its open `.chn` file; None opens it.
+        `lineage` is its `.chn` file if this file is open already.
 
         Raises:
             BadFormat, ChecksumMismatch: a header is wrong, or belongs to another partition or
@@ -250,13 +251,14 @@ class Segment:
     def copy_index(self, synced: TransactionId) -> None:
         """Write the index to a new file, durably; the sync of the old file may have failed.
 
-        The old index was synced up to an ID. After this ID, the offsets are computed from the
-        records: the system may have dropped pages that a failed sync has not written.
+        The old index was synced up to the ID `synced`. The offsets after this ID are computed from
+        the records, because the system may have dropped index pages that a failed sync has not
+        written.
         """
         file, index, _ = self._open_files()
         count = self.next_id - self.first
-        known = index.read(0, count)
-        offsets = np.pad(known, (0, count - known.size))
+        known_offsets = index.read(0, count)
+        offsets = np.pad(known_offsets, (0, count - known_offsets.size))
         start_id, offset = self._start_of(synced, PartlyReadableFile(file))
         starts, _ = scan(
             PartlyReadableFile(file), offset, start_id, size=self.size_bytes, stop_id=self.next_id
@@ -322,8 +324,8 @@ class Segment:
     def truncate(self, last_to_keep: TransactionId) -> None:
         """Remove records and batches after an ID, without a sync.
 
-        If the truncation goes through a batch, the batch is dropped; the caller must handle its
-        rest.
+        If the truncation shortens a batch, the entry of this batch is removed; the caller must add
+        an entry for the rest of the batch.
         """
         file, index, lineage = self._open_files()
         keep = max(0, last_to_keep - self.first + 1)
@@ -361,13 +363,13 @@ class Segment:
             self.size_bytes = filled_end if fills_hole else max(filled_end, end)
             file.truncate(self.size_bytes)
         overwrite(file, records, start)
-        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
+        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was discarded
             file.pwrite([self._header.encode()], 0)
         starts = offsets_of(lengths) + start
         position = hole.first - self.first
         index.overwrite(position, starts[:-1])
         if not fills_hole and int(offsets[count]) != filled_end:
-            # The index did not have the offset of the rest of the hole; now it has.
+            # The rest of the hole begins at another offset than the index states.
             index.overwrite(
                 position + count, np.full(offsets.size - 1 - count, filled_end, dtype=np.int64)
             )
@@ -381,12 +383,12 @@ class Segment:
         index_rewrite_first: TransactionId | None = None,
         syncs_all: bool = True,
     ) -> None:
-        """Write all from an ID on again, and sync: the page cache may consider lost pages clean.
+        """Write all bytes from an ID on again, and sync them.
 
-        The index is rewritten from `index_rewrite_first` on, if this ID is lower, because its own
-        sync may have failed. If `syncs_all` is False, records and index were synced earlier, and
-        are synced again only if the opening has changed them. Records after the last batch are not
-        needed.
+        A sync alone is not enough: the page cache may treat lost pages as clean. The index is
+        rewritten from `index_rewrite_first` on if this ID is lower, because a sync of the index may
+        have failed separately. If `syncs_all` is False, records and index were synced earlier, and
+        are synced again only if the opening has changed them.
         """
         file, index, lineage = self._open_files()
         if first < self.next_id:
@@ -410,7 +412,7 @@ class Segment:
     # ---- reading
 
     def bounds(self, first: int, last: int) -> I64:
-        """Return the offsets of first..last and the end of last: one value more than IDs."""
+        """Return the offsets of the records first..last, and the end of the last record."""
         assert self.first <= first
         count = last - first + 1
         position = first - self.first
@@ -461,9 +463,9 @@ class Segment:
     def _start_of(
         self, transaction_id: TransactionId, reader: SearchedFile
     ) -> tuple[TransactionId, int]:
-        """Return an ID and the offset of its record.
+        """Return the ID and the offset of the record with which a scan must begin.
 
-        They are those of the segment's first record if the index is wrong at this ID.
+        This is the record of the given ID, or, if the index is wrong there, the segment's first.
         """
         if self.first < transaction_id < self.next_id:
             start = self.index.try_read(transaction_id - self.first, 1)

@@ -55,8 +55,8 @@ _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 class LostBatches(NamedTuple):
     """Unreadable entries in a segment, from a position on.
 
-    `ids` are the IDs of these entries and of the next one. A single entry may be rebuilt if another
-    entry follows it (`is_provable`).
+    `ids` are the IDs of the batches of these entries and of the next batch. A single entry may be
+    rebuilt if another entry follows it (`is_provable`).
     """
 
     segment_index: int
@@ -151,7 +151,7 @@ class Segments:
         """Make the log begin after a batch end, and remove older segments, durably.
 
         The call may be repeated. If the log ends before the new start, it is empty afterwards (rule
-        4). The slot must have the new start already.
+        4). The slot must already contain the new start.
         """
         self.start = start
         if self.last_id < start.transaction_id:
@@ -166,8 +166,8 @@ class Segments:
         The index of the current file was synced up to the marker.
         """
         with suppress(DiskFailed):
-            # The sync is not trusted. But it may make the truncation durable. Waltz 0.13 does not
-            # truncate where the next segment begins, and would fail on the bytes after it.
+            # This sync is not trusted, but it may make the truncation durable. Waltz 0.13 needs the
+            # truncation: it fails if a file has bytes after the ID where the next segment begins.
             self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:

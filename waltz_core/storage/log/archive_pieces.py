@@ -33,9 +33,9 @@ PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 class ArchivePiece(NamedTuple):
     """A request to read the batches of first..last for the archive.
 
-    Unless `chain_before` is None, the log must have this chain hash before `first`. If the whole
+    Unless `chain_before` is None, the log must have this chain hash before `first`. If the complete
     range has at most `bytes_min` bytes, it is read only if its oldest batch is at least
-    `age_ms_min` old. Both are 0 to continue a range whose read has begun.
+    `age_ms_min` old. When the read of a range has begun, both limits are 0 in the next pieces.
     """
 
     first: TransactionId
@@ -116,7 +116,7 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
             f"{where}: expected chain hash {expected.hex()} before them, found "
             f"{read.chain_before.hex()}"
         )
-    if any(each.session_id == RECONSTRUCTED for each in read.entries):
+    if any(entry.session_id == RECONSTRUCTED for entry in read.entries):
         raise BadRequest(
             f"{where}: cannot be archived from this replica, because their original session "
             "and chain hash are lost: the entries of the batches were damaged and "

@@ -15,11 +15,13 @@ records after this end are *covered*. Appended records are compared with the cov
 they are equal, only batches are written.
 
 Rules (decision 043):
-    1. A truncation covers records if the newest batch was adopted. In this case, the confirmed mark
-       does not limit the truncation: 0.13 set this mark for records, not for batches
-       (`mark_confirmed` of PREPARED). A truncation also covers records if a 0.13 server set the
-       last mark through an earlier version of this storage (`log_recovery.py`, rule 4). In this
-       case, another replica may have the same records in adopted batches.
+    1. A truncation covers records in two cases:
+       - The newest batch was adopted. Then the confirmed mark does not limit the truncation,
+         because 0.13 has set this mark for records, not for batches. In PREPARED, field
+         `mark_confirmed` is False.
+       - A 0.13 server has set the last mark, through an earlier version of this storage
+         (`log_recovery.py`, rule 4). Then another replica may have the same records in adopted
+         batches.
     2. Before a batch is dropped, the log durably states that it has records without batches
        (`UNBATCHED` in the acked marker). The next opening, or the next session's PREPARE, creates
        batches for these records. After that, no record is covered any more.
@@ -27,8 +29,8 @@ Rules (decision 043):
        mark is below them, but never below the confirmed mark.
     4. When every remaining record has its batch, the log is an ordinary log again. This state is
        made durable.
-    5. A log that does not reach the mark of its last session reports no session in PREPARED. 0.13
-       sets its mark before it has completed the log, so such a log proves nothing about its end.
+    5. If a log ends below the mark of its last session, PREPARED reports no session. The reason:
+       0.13 sets the mark before it has completed the log, so the end of such a log proves nothing.
     6. Damaged records are treated like other records: they stay, and are repaired later.
 """
 

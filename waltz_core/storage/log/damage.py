@@ -6,13 +6,13 @@ Rules:
     1. A damaged range is repaired from its beginning, so that the remaining damage is still one
        range.
     2. Only records whose own checksum and ID are valid are written, and only into known damage.
-    3. The damage is removed from the slot last. Before that, the chain hash of each batch that is
-       complete again is verified, because a record with the right ID may belong to another history.
-       If this shows that a neighboring record is wrong, that record is noted as damaged, and the
-       repair is kept.
-    4. If the entry of a batch cannot be read either, the repair must send the records of this batch
-       and after them the records of the next batch. The chain hash of the next batch proves the
-       content of the lost entry. If several entries in a row are lost, or the last entry of a
+    3. The damage is removed from the slot last. Before that, the chain hash of each batch without
+       further damage is verified, because a record with the right ID may belong to another history.
+       If the verification finds another wrong record in the batch, this record is noted as damaged,
+       and the repair is kept.
+    4. If the entry of a batch is unreadable, too, only the chain hash of the next batch can prove
+       the content of the entry. So the owner must send the records of this batch, and then the
+       records of the next batch. If several consecutive entries are lost, or the last entry of a
        segment, nothing proves their content, and the repair is rejected.
 """
 

@@ -5,20 +5,22 @@ of the log, which is before the end of the records while records are covered (`c
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
-    2. The acked marker is the ID at the end of a batch, with the chain hash at this ID. It moves
-       when records, batches and index up to it are synced: when a segment is full, or a second
-       after a sync. If the log is idle, the service moves the marker. A log that ends below its
-       marker is suspect [2].
-    3. A failed write or sync is final for its file: unsynced records are truncated. When a session
-       prepares the log again, the log continues in a new segment. If the truncation or a slot
-       fails, too, the log rejects all calls until it is opened again [7].
-    4. A truncation writes its intent first. If it finds no space, a repeated call or the next
-       opening finishes it [9, 12].
+    2. The acked marker is the ID at the end of a batch, with the chain hash at this ID. Records,
+       batches and index are synced up to the marker. The marker moves when a segment is full, and a
+       second after a sync. If the log is idle, the service moves the marker. A log that ends below
+       its marker is suspect [2].
+    3. After a failed write or sync, unsynced records are truncated, and the file is not written any
+       more. When a session prepares the log again, the log continues in a new segment. If the
+       truncation or the write of a slot fails, too, the log rejects all calls until it is opened
+       again [7].
+    4. A truncation writes its intent first. If the disk is full, a repeated call or the next
+       opening finishes the truncation [9, 12].
     5. If files were deleted or replaced while this process had them open, the log uses neither the
        deleted nor the new files. Appends to the deleted files would be lost, and the new files may
        lack a promise.
-    6. A new start of the log is durable in both slots before older segments are removed. If a slot
-       had a start older than the remaining segments, the log could not be opened.
+    6. A new start of the log is durable in both slots before older segments are removed. If one
+       slot still had the old start, and a crash made this slot current again, the log could not be
+       opened.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -102,13 +104,13 @@ class LogFiles:
             NoSpace: the disk is full; nothing was written.
             DiskFailed: a write failed (rule 3).
         """
-        before = (self.last_id, self.chain)
+        log_end_before = (self.last_id, self.chain)
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
             # A truncation removes the part that did fit. The session ends, but the disk has not
             # failed.
-            self._truncate_to(*before)
+            self._truncate_to(*log_end_before)
             raise
         except DiskFailed as error:
             self.fail()
@@ -142,8 +144,8 @@ class LogFiles:
         """Begin a new segment; `end` is the end of the last batch so far.
 
         Return the entries of the batches that do not end in the old segment, and the end of the
-        last batch that does. This method reads nothing: corrupt bytes must not stop an append in
-        its middle.
+        last batch that ends in it. This method reads nothing, because corrupt bytes must not stop
+        an append in its middle.
         """
         last = self.segments.last_id
         segment_entries = [entry for entry in entries if entry.last <= last]
@@ -190,8 +192,8 @@ class LogFiles:
         if self.covered_end is not None:
             return
         self._unmarked_ms = 0
-        # Another sync of a failed index would wrongly succeed. A truncation without space has set
-        # the marker.
+        # After a failed sync of the index, another sync would wrongly succeed. After a truncation
+        # that found no space, the marker is already set.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
             self.sync_index()
             marker = AckedMarker(self.synced_max, self.synced_chain)
@@ -226,8 +228,8 @@ class LogFiles:
         """
         was_half_truncated = self.is_half_truncated
         if not was_half_truncated:
-            intended = truncation.slot_with_intent(self.slot, self.segments, last_to_keep)
-            self.write_slot(intended, may_be_full=True)
+            slot_with_intent = truncation.slot_with_intent(self.slot, self.segments, last_to_keep)
+            self.write_slot(slot_with_intent, may_be_full=True)
         intent = self.slot.truncate
         assert intent is not None
         self.has_failed = self.is_broken = True  # until the truncation is carried out
@@ -246,8 +248,8 @@ class LogFiles:
         self.is_half_truncated = self.has_failed = self.is_broken = False
         self.sync_count += 1
         self.synced_max = self.last_id
-        # Take the chain hash from the slot: reading could fail, and leave the hash of the longer
-        # log.
+        # Take the chain hash from the slot: a read of the files could fail, and then the chain hash
+        # of the longer log would stay.
         self.chain = self.synced_chain = self.slot.acked.chain
 
     def begin_after(self, start: AckedMarker, slot: Slot) -> None:
@@ -314,9 +316,7 @@ class LogFiles:
                 # not acknowledged.
                 self.write_slot(replace(self.slot, acked=AckedMarker(last, chain)))
             self.segments.truncate(last, None)
-        except (
-            WaltzError
-        ) as error:  # An unreadable index prevents the truncation like a failing disk.
+        except WaltzError as error:  # not only DiskFailed: the index may be unreadable
             failure = self.mark_broken(f"the records written after {last} cannot be truncated")
             self.write_slot(replace(self.slot, suspect=True))
             raise failure from error

@@ -1,56 +1,61 @@
 """Opens a log: decides which bytes to trust, truncates a torn tail, adopts records of Waltz 0.13.
 
-The order of the steps matters (docs/design/correctness.md 2.5). Only this code decides without a
-session which bytes of a replica to trust.
+The order of the steps matters (docs/design/correctness.md 2.5). All other decisions about the bytes
+of a replica are made by a store session; only this code decides without a session.
 
 Rules:
     1. The intent of a truncation is carried out before any other check.
-    2. Bytes that are known to have been synced are never truncated: the bytes up to the acked
-       marker, up to the ID that a later batch's entry states, and up to the last batch of the older
-       segments. If such bytes are wrong, they are damage; if they are missing, the replica is
-       suspect.
-    3. Above these bytes, a record counts if its batch is complete, the batch's entry exists, and
-       the chain hash matches. The other bytes were never acknowledged, and a crash may leave any of
-       their sectors.
-    4. If Waltz 0.13 has written to a directory after this version, the records are adopted, and the
-       replica is not suspect. The opening creates batches of up to 1024 IDs for adopted records,
-       with the same bounds on all replicas. The sequence in the control file shows that 0.13 has
-       written. If a crash came between the writes of the slot and of the control file, the session
-       shows it.
-       The same is done with records that an owner has left without batches (`UNBATCHED`), and with
-       records that an earlier version of this storage received from 0.13 servers. For these, the
-       slot is the newest state, and its marker is trusted. A provisional mark of such a server is
-       kept without its session (`covered_records.py`, rule 1).
-       Bounds of adopted batches follow from IDs and lengths alone, however often the log was opened
-       in between. Batches of an earlier adoption with other bounds are created again.
-       0.13 ignores batches and intents. So an intent that is older than its writes is dropped, and
-       batches above the slot's mark must match the records. The session and mark of 0.13 enter the
-       slot last, when all records have batches. 0.13 has no marker: its records up to the last
-       whole one count as synced.
-    5. If only the older slot is valid, a promise may be lost. So the replica is suspect, and
-       rejects all sessions up to one above any session that the directory has seen. This is made
-       durable before anything else is written, because the next opening may not see that this
-       opening used the older slot. The older slot does not show which version wrote last, either:
-       an apparent write of 0.13 may be a write of this version.
+    2. Bytes that are known to have been synced are never truncated. If such bytes are wrong, they
+       are damage. If they are missing, the replica is suspect. They end at the highest of three
+       IDs: the acked marker, the synced ID in the entry of a later batch, and the end of the last
+       batch in the older segments.
+    3. After these bytes, a record belongs to the log if its batch is complete, has an entry, and
+       matches the hash chain. All other bytes were never acknowledged, and are truncated: a crash
+       may have written only some of their sectors.
+    4. Waltz 0.13 writes records without batches. To *adopt* records is to create batches for them.
+       The opening adopts records in three cases:
+       - Waltz 0.13 has written to the directory after this version. The replica is not suspect. The
+         sequence in the control file shows that 0.13 has written. If a crash came between the
+         writes of the slot and of the control file, the session shows it.
+       - An owner has left records without batches (`UNBATCHED`).
+       - An earlier version of this storage has received the records from 0.13 servers. If such a
+         server has set a provisional mark, the mark is kept without its session
+         (`covered_records.py`, rule 1).
+       In the last two cases, the slot is the newest state, and its marker is trusted.
+       Adopted batches have up to 1024 IDs, and the same bounds on all replicas. The bounds depend
+       only on IDs, record lengths and the low-water mark of 0.13, however often the log was opened
+       in between. If an earlier adoption has created batches with other bounds, they are created
+       again.
+       0.13 ignores batches and intents. So an intent that is older than the writes of 0.13 is
+       dropped, and batches above the slot's mark must match the records. The session and mark of
+       0.13 are written to the slot last, when all records have batches. 0.13 has no marker, so its
+       records up to the last complete record count as synced.
+    5. If only one slot is valid, it may be the older slot, and a promise may be lost. So the
+       replica is suspect. It rejects all sessions that the directory has seen, and the next
+       session: after session 6, it rejects sessions up to 7. This is made durable before anything
+       else is written, because the next opening finds two valid slots again. The older slot does
+       not show which version wrote last, either: an apparent write of 0.13 may be a write of this
+       version.
     6. The state "suspect" is made durable before the evidence for it is repaired. Otherwise a crash
        in between would leave files without any sign of an error.
-    7. Bytes that a killed process has written can be read but may not be durable. They, and the
-       file names, are synced before they are trusted. Bytes that no marker or entry covers are
-       first written again. The reason: after a failed sync, the page cache may have bytes that the
-       disk does not have, and treats them as clean. For an index, only the marker shows which bytes
-       are durable.
-    8. If a directory is missing or empty and the control file has a session for it, the log and its
-       promise are lost. The log begins empty and suspect, and rejects sessions as in rule 5. Both
-       are durable with its first slot. If a log is deleted on purpose, the control file is cleared
-       first (`removal.py`).
-    9. A storage opens a thousand logs, so an opening omits unnecessary syncs. It does not sync the
-       files that it has created, nor records and index up to the marker: all of these are durable.
-       It does not sync the newer slot if a crash may return to the older slot without harm
+    7. Bytes that a killed process has written may be readable, but not durable. So these bytes and
+       the file names are synced before they are trusted. Bytes that no marker or entry covers are
+       also written again before the sync: after a failed sync, the page cache may contain bytes
+       that the disk does not have, and treats them as clean. For an index, only the marker shows
+       which bytes are durable.
+    8. If the directory of a partition is missing or empty, but the control file has a session for
+       the partition, the log and its promise are lost. The new log is empty and suspect, and
+       rejects sessions as in rule 5. The first slot of the new log contains this state. If a log is
+       deleted on purpose, the control file is cleared first (`removal.py`).
+    9. A storage may open a thousand logs, so an opening omits unnecessary syncs. It does not sync
+       the files that it has created, or records and index up to the marker: they are durable. It
+       does not sync the newer slot if a crash may return to the older slot without harm
        (`may_return_to_older_slot`). It syncs all bytes that it has changed, and all bytes that no
        marker or entry covers.
-   10. The slot has the start of the log before segments at or below the start are removed. The
-       opening finishes an interrupted removal, oldest first. If a log ends before its start, a
-       reset was interrupted: the log begins after the start, empty and suspect.
+   10. A new start of the log is written to the slot before the segments up to the start are
+       removed. If the removal was interrupted, the opening finishes it, oldest segment first. If
+       the log ends before its start, a reset was interrupted. In this case, the opened log begins
+       after the start, empty and suspect.
 """
 
 from contextlib import suppress
@@ -139,11 +144,14 @@ def open_log(
             segment.close()
     except BaseException as error:
         # The caller may retry, so no file may stay open.
-        for close in (*(each.close for each in opening.opened), slots.close):
+        for close in (
+            *(segment_to_close.close for segment_to_close in opening.opened),
+            slots.close,
+        ):
             try:
                 close()
-            except WaltzError as another:  # The first error is the cause.
-                error.add_note(f"and then: {another}")
+            except WaltzError as close_error:  # The first error is the cause.
+                error.add_note(f"and then: {close_error}")
         raise
     return segments, slots
 
@@ -186,7 +194,8 @@ def _open_slots(
         raise BadFormat(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
-    # A sequence below the one in the control file means "adopt", even after a crash in between.
+    # A sequence below the one in the control file makes the opening adopt the records, even if a
+    # crash interrupts this opening.
     slot = Slot(header_template.partition_id, control_file_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
@@ -194,8 +203,8 @@ def _open_slots(
 def _slot_at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
     if slot.has_legacy_writes(info):
-        slot = replace(slot, truncate=None)  # 0.13 has written later, so its log counts
-    elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
+        slot = replace(slot, truncate=None)  # 0.13 has written after the intent (rule 4)
+    elif slot.provisional is not None and slot.nonce == NO_NONCE:  # of a 0.13 server (rule 4)
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.has_lost_newer_slot:
         slot = _without_promise(slot, max(slot.last_session, info.session_id))
@@ -225,9 +234,9 @@ def _without_promise(slot: Slot, last_seen_session: SessionId) -> Slot:
 def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
     names = disk.list(directory)
     firsts = sorted(first for name in names if (first := first_id_in_name(name)) is not None)
-    known = frozenset(names)
+    known_names = frozenset(names)
     for name in names:
-        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
+        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known_names:
             disk.unlink(directory / name)  # a crash came before the `.seg` file had its name
     return firsts
 
@@ -261,8 +270,8 @@ class _LogOpening:
         self.opened: list[Segment] = []  # all segments to close if the opening fails
         self._rebuilt_segments: list[Segment] = []
         self._implausible_segments: set[TransactionId] = set()  # older segments, by their first ID
-        # A slot, of this version or of 0.13, confirms the records up to the marker. Only after the
-        # segments are open, it is known up to which ID the batch entries confirm the records.
+        # The records up to this ID are known to be synced. Batch entries may show that later
+        # records are synced, too, but they can be read only when the segments are open.
         acked = slot.acked.transaction_id
         self._marker_id = info.local_low_water_mark if self._has_legacy_writes else acked
         self._last_durable_id = self._marker_id
@@ -344,7 +353,8 @@ class _LogOpening:
         is_continued = chain_before in {None, segment.lineage.chain_before}
         if not is_continued and not self._is_adopting:
             self._mark_suspect()
-            self._rebuilt_segments.extend(self.opened[-2:-1])  # It may have lost its last batches.
+            # The preceding segment may have lost its last batches.
+            self._rebuilt_segments.extend(self.opened[-2:-1])
         end = segment.lineage.trim_invalid()
         if rebuilt:
             self._rebuilt_segments.append(segment)
@@ -370,7 +380,8 @@ class _LogOpening:
         lineage = segment.lineage
         chain = lineage.chain_before if end is None else end.chain
         if end is not None and end.last >= next_first:
-            # The tail of an abandoned file may have reappeared: its truncation was never synced.
+            # After a failed write, a log truncates its last file and continues in a new file. The
+            # truncation may not be durable, so a crash may restore the truncated bytes.
             lineage.truncate(lineage.position_of(next_first))
             chain = lineage.chain_at(lineage.count)
             end = lineage.entry(lineage.count - 1) if lineage.count else None
@@ -395,7 +406,7 @@ class _LogOpening:
         position = lineage.position_of(TransactionId(self._marker_id + 1))
         durable_id = lineage.durable_before(position)
         if self._has_legacy_writes:
-            # 0.13 may have truncated records that were synced at that time. It has no marker: all
+            # 0.13 may have truncated records that this version had synced. It has no marker: all
             # its complete records may have been acknowledged, and it was stopped cleanly before a
             # migration.
             durable_id = max(min(durable_id, segments.last_id), self._last_complete(segments))
@@ -403,8 +414,8 @@ class _LogOpening:
         # a new file.
         self._last_durable_id = max(self._marker_id, self._older_batches_end, durable_id)
         if self.slot.truncate is not None:
-            # An entry above the truncation is valid, but does not count after the truncation (rule
-            # 1).
+            # The truncation removes all records above this ID, although entries state that they
+            # were synced (rule 1).
             self._last_durable_id = min(self._last_durable_id, self.slot.truncate.last_to_keep)
         next_firsts = [*(segment.first for segment in segments.all[1:]), None]
         for segment, next_first in zip(segments.all, next_firsts, strict=True):
@@ -433,10 +444,13 @@ class _LogOpening:
         """Return the last ID above the marker whose record is where the index states."""
         current = segments.current
         lowest = max(current.first, self._marker_id + 1, current.last - _TORN_RECORDS_MAX)
-        for each in range(current.last, lowest - 1, -1):
+        for candidate_id in range(current.last, lowest - 1, -1):
             with suppress(ChecksumMismatch):
-                if segments.record_crcs(TransactionId(each), TransactionId(each)) is not None:
-                    return TransactionId(each)
+                if (
+                    segments.record_crcs(TransactionId(candidate_id), TransactionId(candidate_id))
+                    is not None
+                ):
+                    return TransactionId(candidate_id)
         return BEFORE_FIRST
 
     def _recover(
@@ -538,16 +552,20 @@ class _LogOpening:
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
         """Create batches for a segment that has lost its own, up to the next known batch."""
         position = segments.all.index(segment)
-        before = [each for each in segments.all[: position + 1] if each.lineage.count]
-        after = next((each for each in segments.all[position + 1 :] if each.lineage.count), None)
-        oldest = segments.all[0].first
-        first = (
-            before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else oldest
+        earlier_segments = [other for other in segments.all[: position + 1] if other.lineage.count]
+        next_segment = next(
+            (other for other in segments.all[position + 1 :] if other.lineage.count), None
         )
-        if after is not None:
-            last = min(segment.last, after.lineage.entry(0).first - 1)
+        oldest_id = segments.all[0].first
+        first = (
+            earlier_segments[-1].lineage.entry(earlier_segments[-1].lineage.count - 1).last + 1
+            if earlier_segments
+            else oldest_id
+        )
+        if next_segment is not None:
+            last = min(segment.last, next_segment.lineage.entry(0).first - 1)
             if first <= last:
-                chain = after.lineage.chain_before
+                chain = next_segment.lineage.chain_before
                 self._append_batches(segments, TransactionId(first), TransactionId(last), chain)
 
     def _append_batches(
@@ -588,8 +606,8 @@ class _LogOpening:
         """
         if self._is_adopting and not self.slot.suspect:
             return NO_SESSION, 0
-        before = entry_before(segments, first)
-        return RECONSTRUCTED, 0 if before is None else before.stamp_ms
+        preceding_batch = entry_before(segments, first)
+        return RECONSTRUCTED, 0 if preceding_batch is None else preceding_batch.stamp_ms
 
     def _crcs_of(self, segments: Segments, first: TransactionId, last: TransactionId) -> bytes:
         """Return the CRCs of the records of a batch that this opening creates.
@@ -607,7 +625,7 @@ class _LogOpening:
         if crcs is not None or not self._is_adopting:
             return crcs or bytes(4 * (last - first + 1))
         ids = map(TransactionId, range(first, last + 1))
-        return b"".join(self._crc_of(segments, each) for each in ids)
+        return b"".join(self._crc_of(segments, transaction_id) for transaction_id in ids)
 
     def _crc_of(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         try:
@@ -624,8 +642,8 @@ class _LogOpening:
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
-        # If the end of a record is corrupt, it is zero, or most likely the start of the next record
-        # is corrupt, too.
+        # If the end of a record is corrupt, it is zero, or most likely the next record is corrupt,
+        # too.
         has_next = transaction_id < segments.segment_end(transaction_id)
         if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
             found_id, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
@@ -640,8 +658,8 @@ class _LogOpening:
     ) -> TransactionId:
         """Return the end of an adopted batch that begins at `first`.
 
-        It ends before a multiple of 1024, at the low-water mark or at `last`; or earlier, so that
-        it fits into a frame.
+        The batch ends before a multiple of 1024, at the low-water mark, or at `last`, whichever is
+        first. It ends earlier if it would not fit into a frame.
         """
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
@@ -677,9 +695,9 @@ class _LogOpening:
         marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
         slot = _slot_from_0_13(self.slot, self._info) if self._has_legacy_writes else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
-            # No owner can compare this end with its log. So an owner must be able to truncate it
-            # and copy from there. The same holds after a crash between the creation of such batches
-            # and this write of the slot.
+            # No owner can compare this end with its own log. So an owner must be able to truncate
+            # the reconstructed batches, and to copy records from there. The same holds after a
+            # crash between the creation of such batches and this write of the slot.
             intact_end = _last_intact_batch_end(segments)
             mark = min(slot.low_water_mark, intact_end)
             provisional = slot.provisional if intact_end >= slot.low_water_mark else None

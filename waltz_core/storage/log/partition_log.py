@@ -1,15 +1,16 @@
 """The log of one partition on one replica: its promise, low-water marks, records and damage.
 
-This class decides which state of a replica the recovery of a partition trusts. `LogFiles` writes
-and syncs. The engine has many of these logs, and the service executes requests on them.
+This class decides which state of the replica is trusted when a session recovers the partition.
+`LogFiles` writes and syncs. The engine opens the logs of all partitions, and the service executes
+requests on them.
 
 Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
     1. A promise, a mark, a truncation or a sync is durable before the request is answered.
-    2. A later session fences an earlier one permanently. So does the same session with another
-       nonce [15].
-    3. A low-water mark is stored only where the log ends exactly at it. It is provisional until
-       ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
-       ever truncated [15].
+    2. After the promise of a session, the log permanently rejects all earlier sessions, and an
+       owner that uses the same session with another nonce [15].
+    3. A low-water mark is stored only if the log ends exactly at the mark. The mark is provisional
+       until ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark
+       is ever truncated [15].
     4. Each batch above the acked marker has a lineage entry. Records without a lineage entry are
        not part of the log.
     5. Damaged records keep their IDs in the log, and the slot lists them; reading them is an error
@@ -108,7 +109,7 @@ class PartitionLog:
         now_ms, key = settings.now_ms(), settings.cluster_key
         header_template = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
         info, trust_fsync = control.info(partition_id), settings.trust_fsync
-        opened = log_recovery.open_log(
+        opened_files = log_recovery.open_log(
             disk,
             directory,
             header_template,
@@ -116,7 +117,7 @@ class PartitionLog:
             trust_fsync=trust_fsync,
             is_name_durable=is_name_durable,
         )
-        files = LogFiles(*opened, settings)
+        files = LogFiles(*opened_files, settings)
 
         def reopen() -> tuple[Segments, SlotFile]:
             header_template = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
@@ -409,13 +410,13 @@ class PartitionLog:
                 f"{first} on, after {chain_before.hex()}"
             )
         check_batches(first, lengths, records, chain_before, entries, records_crc)
-        new = memoryview(records).cast("B")
+        new_records = memoryview(records).cast("B")
         if self._files.covered_end is not None:
-            if self._covered_records.uncover(lengths, new, entries):
+            if self._covered_records.uncover(lengths, new_records, entries):
                 return
             self._covered_records.truncate_covered()
         self._confirm(session)
-        self._files.append(lengths, new, entries)
+        self._files.append(lengths, new_records, entries)
         self.appended_bytes += len(records)
 
     def sync(self) -> TransactionId:
@@ -517,9 +518,10 @@ class PartitionLog:
         files, segments = self._files, self._files.segments
         if len(segments.all) == 1 or files.covered_end is not None:
             return None
-        # A reconstructed batch has another chain hash than the log, and may end within a batch.
+        # A reconstructed batch does not have the chain hash of the lost batch, and may end within
+        # the lost batch.
         entries = segments.entries_from(segments.all[0].last)
-        end = next((each for each in entries if each.session_id != RECONSTRUCTED), None)
+        end = next((entry for entry in entries if entry.session_id != RECONSTRUCTED), None)
         if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
             return None
         return AckedMarker(end.last, end.chain)
@@ -527,7 +529,7 @@ class PartitionLog:
     @property
     def size_bytes(self) -> int:
         """The bytes of the records and headers of all segments."""
-        return sum(each.size_bytes for each in self._files.segments.all)
+        return sum(segment.size_bytes for segment in self._files.segments.all)
 
     @property
     def oldest_stamp_ms(self) -> int:
@@ -619,8 +621,8 @@ class PartitionLog:
                 f"partition {self.partition_id}: cannot repair records now, because a write has "
                 "failed in this store session. The owner can repair them in its next session."
             )
-        # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
-        # block, which was synced.
+        # The repair may discard blocks with other records (file_system.py, rule 8). The marker must
+        # cover these records, so that they are damage, and not a torn tail.
         self._files.mark_acked()
         remaining = damage.repair_damage(self.slot, self._files.segments, first, lengths, records)
         self._files.write_slot(replace(self.slot, damaged=remaining))

@@ -2,8 +2,8 @@
 
 The opening of a log does this for records that Waltz 0.13 has written. A running log does this for
 records whose batches an owner sends. Between the removal of the old batches and the creation of the
-new batches, records have no batch. This state is made durable first (`UNBATCHED` in the acked
-marker, or an opening's own slot).
+new batches, records have no batch. This state is made durable first: by `UNBATCHED` in the acked
+marker, or by the slot that the opening of a log writes.
 
 Rules:
     1. A batch's entry is in the segment of its last record, and is durable there on return.
@@ -45,9 +45,11 @@ def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
     Their records must already exist (rule 1).
     """
     for segment in segments.all:
-        complete = [entry for entry in entries if segment.first <= entry.last < segment.next_id]
-        if complete:
-            segment.append_entries(complete, BEFORE_FIRST)
+        segment_entries = [
+            entry for entry in entries if segment.first <= entry.last < segment.next_id
+        ]
+        if segment_entries:
+            segment.append_entries(segment_entries, BEFORE_FIRST)
             segment.sync()
 
 

@@ -11,9 +11,9 @@ Rules:
     1. Before the intent is durable, nothing has changed. Once it is durable, the removal is carried
        out. If the process dies, the next opening of the directory carries it out.
     2. Each step may be repeated: an interrupted removal starts again from its intent.
-    3. If a storage still holds a replica after its log was deleted, the replica is suspect, has no
-       mark, and keeps its promise. So it is never mistaken for a replica that never had data, or
-       for a replica that still has the data that it has acknowledged.
+    3. A storage may still hold a replica after its log was deleted. This replica is suspect, has no
+       mark, and keeps its promise. So an owner takes it neither for a replica that never had data,
+       nor for a replica that still has its acknowledged data.
     4. Only the files of a log are removed; other files in the directory are not touched.
 """
 
@@ -106,7 +106,7 @@ def finish_removal(
     if intent.partition_id != partition_id:
         raise BadFormat(f"{path}: expected partition {partition_id}, found {intent.partition_id}")
     flags = control.info(partition_id).flags | FLAG_ASSIGNED if intent.is_held else FLAG_AVAILABLE
-    info = control.forget(partition_id, flags)
+    cleared_info = control.forget(partition_id, flags)
     for name in reversed(disk.list(directory)):
         if name.endswith(_LOG_SUFFIXES):
             disk.unlink(directory / name)
@@ -114,7 +114,7 @@ def finish_removal(
     if intent.is_held:
         slot = Slot(
             partition_id,
-            control_file_sequence=info.sequence,
+            control_file_sequence=cleared_info.sequence,
             promised=intent.promised,
             nonce=intent.nonce,
             suspect=True,

@@ -149,12 +149,12 @@ class Scrub:
         """
         if self.wake_at_ms is None or self.wake_at_ms > now_ms:
             return None
-        ready = [
+        due_scrubs = [
             (not scrub.is_requested, not scrub.is_running, scrub.due_ms, partition_id)
             for partition_id, scrub in self._scrubs.items()
             if scrub.due_ms is not None and scrub.due_ms <= now_ms
         ]
-        return min(ready)[-1]
+        return min(due_scrubs)[-1]
 
     def begin(
         self, partition_id: PartitionId, last_id: TransactionId, now_ms: int
@@ -255,10 +255,10 @@ def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, Transaction
         return {}
     file = disk.open(directory / PROGRESS_NAME)
     try:
-        head, _, body = file.pread(_PROGRESS_BYTES_MAX, 0).partition(b"\n")
+        stated_crc, _, body = file.pread(_PROGRESS_BYTES_MAX, 0).partition(b"\n")
     finally:
         file.close()
-    if head != f"{crc32(body):08x}".encode():
+    if stated_crc != f"{crc32(body):08x}".encode():
         return {}
     positions: dict[PartitionId, TransactionId] = {}
     for line in body.decode().splitlines():

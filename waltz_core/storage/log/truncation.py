@@ -1,7 +1,7 @@
 """A truncation: first the intent is written, then the files are changed, then the slot is written.
 
-A session begins a truncation, and the next opening of the log may have to finish it. Both ways must
-lead to the same log.
+A session begins a truncation, and the next opening of the log may have to finish it. The resulting
+log must be the same in both cases.
 
 Rules:
     1. The intent is durable in the slot before anything is truncated. From then on the truncation
@@ -32,12 +32,12 @@ def slot_with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId
     provisional = slot.provisional
     if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last_id:
         provisional = None  # the log will not reach it, so it must not be confirmed
-    # A mark that the log never reached comes from Waltz 0.13, and still shows that the log is
-    # short.
+    # If the log never reached the mark, a 0.13 server has set it. It is kept, because it shows that
+    # the log is incomplete.
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, shortened),
-        acked=min(slot.acked, _marker(slot, *end), key=lambda mark: mark.transaction_id),
+        acked=min(slot.acked, _marker(slot, *end), key=lambda marker: marker.transaction_id),
         provisional=provisional,
     )
 

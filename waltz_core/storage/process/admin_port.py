@@ -4,12 +4,12 @@ This code executes the effects of `admin.py`, separately from the path of transa
 append and no read, except when a task takes a partition out of service on purpose.
 
 Rules:
-    1. Every task has one outcome. Only a bug raises an exception, at which the process exits.
+    1. Every task has one outcome. Only a bug raises an exception; then the process exits.
     2. A task that reads a served partition goes through the service, in turn with the partition's
        other work. Any other task takes the partition out of service first (`served_replicas.py`,
        rule 3).
-    3. With an audit log, a request begins only after its line was written. It also has a line with
-       its outcome, even if its connection is closed before the answer.
+    3. With an audit log, a request begins only after a line about it was written. A second line
+       contains the outcome, even if the connection is closed before the answer.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-# One operator needs a few links. But only a quarter of them is available to peers without
+# One operator needs a few links. But only a quarter of this maximum is available to peers without
 # permissions.
 LINKS_MAX: Final = 1_024
 
@@ -253,10 +253,10 @@ class AdminPort:
 
     async def _read(self, task: admin_tasks.ReadRange) -> StorageMessage:
         """Read a range: of a served partition through the service, of any other directly."""
-        number = next(self._numbers)
+        sequence = next(self._numbers)
         request = RangeRaw(
             NO_SESSION,
-            number,
+            sequence,
             task.partition_id,
             task.first,
             task.last,
@@ -267,12 +267,12 @@ class AdminPort:
         )
         if task.partition_id not in self._serving.logs:
             return await self._read_unserved(LaneRequest(ADMINISTRATION, request))
-        answer = self._reads[number] = asyncio.get_running_loop().create_future()
+        answer = self._reads[sequence] = asyncio.get_running_loop().create_future()
         try:
             self._post(LaneRequest(ADMINISTRATION, request))
             return _raise_if_rejected(await answer)
         finally:
-            del self._reads[number]
+            del self._reads[sequence]
 
     async def _read_unserved(self, request: LaneRequest) -> StorageMessage:
         partition_id = PartitionId(request.message.partition_id)

@@ -1,8 +1,8 @@
 """Repeats reads of the archive that have found damage, so that the doctor notices a repair.
 
 Each round repeats one read for each different error, with the manifest of the present session. An
-error names the damaged file. So if the read succeeds, the error is resolved for all reads that had
-it.
+error names the damaged file. So if the read succeeds, the file was repaired, and the same error is
+cleared for all reads.
 """
 
 import asyncio

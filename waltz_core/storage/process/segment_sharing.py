@@ -1,9 +1,9 @@
 """Passes the segment files of a storage to readers on its machine (decision 016).
 
 Rules:
-    1. With access control, a request must have a ticket. The ticket belongs to an open connection,
-       which has received it with record locations. This connection must at present be permitted to
-       read the partition (decision 048, AC 12).
+    1. With access control, a request must contain a ticket. The storage has sent the ticket over a
+       connection, together with record locations. This connection must still be open, and must
+       still be permitted to read the partition (decision 048, AC 12).
     2. A ticket consists of the number of its connection and a code that only this process can
        compute. So there is no list of tickets, and no ticket is valid after its connection or this
        process has ended.

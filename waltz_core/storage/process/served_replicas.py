@@ -4,13 +4,13 @@ The storage must never open, drop and administer the same partition at the same 
 each partition ensures this.
 
 Rules:
-    1. A partition is served while the replica assignment names this storage for it. After that, it
-       is served until the partition's metadata no longer names the storage. The reason: the session
-       that drops this storage must first receive its state (docs/design/correctness.md 2.1 C and
-       D). While ZooKeeper is unavailable, the set of served partitions does not change. If a
-       partition cannot be opened (full disk, failing disk, a missing file that an operator must
-       restore), the storage retries with growing pauses. If only a restart can help, the process
-       exits.
+    1. A partition is served while ZooKeeper assigns it to this storage. When the assignment has
+       ended, the partition is still served until its metadata no longer names this storage. The
+       reason: the session that drops this storage must first receive the state of this replica
+       (docs/design/correctness.md 2.1 C and D). While ZooKeeper is unavailable, the set of served
+       partitions does not change. If a partition cannot be opened (full disk, failing disk, a
+       missing file that an operator must restore), the storage retries with growing pauses. If only
+       a restart can help, the process exits.
     2. A partition that was taken offline is not served, even if ZooKeeper assigns it.
     3. To change a partition's files, the storage first drops the partition, which ends the
        partition's session on this storage. Afterwards, the storage opens the partition again if it
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 REOPEN_S_MIN: Final = 1.0
 REOPEN_S_MAX: Final = 60.0
 # The maximum number of partitions that are opened at the same time. Each opening makes three syncs,
-# or six for a new partition; a file system joins concurrent syncs. More threads would only contend
-# for it.
+# or six for a new partition. The file system joins concurrent syncs, so more threads would not be
+# faster.
 OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
 
@@ -145,7 +145,11 @@ class ServedReplicas:
             _log.warning("storage.not_in_cluster address=%s", self.address)
         count_max = self._engine.partition_count
         self._assigned = tuple(
-            sorted(each for each in own_partitions or () if 0 <= each < count_max)
+            sorted(
+                partition_id
+                for partition_id in own_partitions or ()
+                if 0 <= partition_id < count_max
+            )
         )
         self.recheck()
 
@@ -173,7 +177,9 @@ class ServedReplicas:
                     await self._in_thread(self._engine.check_files)
                 leaving = await self._leaving_partitions()
                 wanted_partitions = {
-                    each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
+                    candidate
+                    for candidate in (*self._assigned, *leaving)
+                    if self._is_wanted(candidate, leaving)
                 }
                 for partition_id in self._unlocked_partitions(self.logs.keys() - wanted_partitions):
                     drops.create_task(self._drop_exclusively(partition_id))
@@ -192,7 +198,9 @@ class ServedReplicas:
 
     def _unlocked_partitions(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
         """Return the partitions that are not locked; a lock holder calls `recheck` afterwards."""
-        return sorted(each for each in partition_ids if not self._locks[each].locked())
+        return sorted(
+            partition_id for partition_id in partition_ids if not self._locks[partition_id].locked()
+        )
 
     async def _drop_exclusively(self, partition_id: PartitionId) -> None:
         async with self._locks[partition_id]:
@@ -208,15 +216,17 @@ class ServedReplicas:
                 await stack.enter_async_context(self._locks[partition_id])
             await self._open_partitions(
                 [
-                    each
-                    for each in partition_ids
-                    if each not in self.logs and self._is_wanted(each, leaving)
+                    candidate
+                    for candidate in partition_ids
+                    if candidate not in self.logs and self._is_wanted(candidate, leaving)
                 ]
             )
 
     def _wait_s(self, retry_s: float) -> float | None:
         stored_here = [
-            each for each in self._engine.assigned_partitions() if self._engine.is_available(each)
+            partition_id
+            for partition_id in self._engine.assigned_partitions()
+            if self._engine.is_available(partition_id)
         ]
         return recheck_interval_s(
             retry_s, served=self.logs, wanted=self._wanted_partitions(), stored_here=stored_here
@@ -374,5 +384,5 @@ def recheck_interval_s(
     """
     if set(served) != set(wanted):
         return retry_s
-    # A session may still need the vote of a partition that is stored here but not served.
+    # A session may still need the state of a replica that is stored here but not served.
     return None if set(served) >= set(stored_here) else REOPEN_S_MAX

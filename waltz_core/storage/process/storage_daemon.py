@@ -15,10 +15,10 @@ Rules:
        the error that the storage does not have the partition, and would retry only after a long
        pause.
     5. At shutdown, the process stops reading requests, finishes running work, syncs, and marks the
-       directory as clean. It leaves the directory as it is after a failure of the disk, if running
-       work does not end in time, or if the call of a cancelled caller still changes a file. In
-       these cases, files and locks are released when the process exits, so that the next process
-       cannot start while this one still runs. A disk that hangs does not prevent the exit.
+       directory as clean. It leaves the directory as it is if the disk has failed, running work
+       does not end in time, or a call whose caller was cancelled still changes a file. In these
+       cases, files and locks stay open until the process exits, so that no other process can start
+       on the directory before. A disk that hangs does not prevent the exit.
 """
 
 import asyncio
@@ -171,8 +171,8 @@ async def serve(
     async with connect_daemon(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
         view = await retry_start_step("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
-        facts = StaticCluster(view.store.cluster_key, view.params.partition_count, ())
-        await StorageDaemon(config, facts, coordinator).serve(stop, on_ready)
+        cluster_facts = StaticCluster(view.store.cluster_key, view.params.partition_count, ())
+        await StorageDaemon(config, cluster_facts, coordinator).serve(stop, on_ready)
 
 
 class StorageDaemon:
@@ -246,10 +246,10 @@ class StorageDaemon:
             is_clean = True
         except BaseExceptionGroup as group:
             # Report one error in a sentence, not as a tree of tasks.
-            known, _ = group.split(errors.WaltzError)
-            if known is None:
+            waltz_errors, _ = group.split(errors.WaltzError)
+            if waltz_errors is None:
                 raise
-            raise errors.first_error_in(known) from group
+            raise errors.first_error_in(waltz_errors) from group
         finally:
             if not self._has_pending_work:
                 await self._drain()  # for work that began before the driver stopped
@@ -383,13 +383,13 @@ class StorageDaemon:
 
     async def _keep_positions(self, machine: StorageService) -> None:
         """Write the progress of the scrub at intervals, so that a restart continues from it."""
-        kept: Mapping[PartitionId, TransactionId] = {}
+        saved_positions: Mapping[PartitionId, TransactionId] = {}
         while True:
             await asyncio.sleep(SCRUB_PROGRESS_INTERVAL_S)
             positions = machine.scrub_positions
-            if positions != kept:
+            if positions != saved_positions:
                 await self._in_thread(partial(self._write_positions, positions))
-                kept = positions
+                saved_positions = positions
 
     async def _sample_space(self, space: DiskSpace) -> None:
         """Sample the free bytes, from which the doctor predicts when the disk will be full."""
@@ -529,13 +529,15 @@ class StorageDaemon:
         """Accept the connections that wait, because all wanted partitions are served (rule 4)."""
         self._is_assigned.set()
         links, self._early_links = self._early_links, []
-        for link in links:  # in order: of two links of one server, the later counts
+        for link in links:  # in order: a server's later link replaces its earlier one
             if not link.is_closed:
                 self._accept(link)
 
     def _accept(self, link: Link) -> None:
         if not self._is_assigned.is_set():
-            self._early_links = [each for each in self._early_links if not each.is_closed]
+            self._early_links = [
+                early_link for early_link in self._early_links if not early_link.is_closed
+            ]
             self._early_links.append(link)  # rule 4
             return
         connection = ConnectionId(next(self._numbers))

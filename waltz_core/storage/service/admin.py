@@ -5,14 +5,14 @@ so that tests can cover every case. `admin_port.py` executes the decisions on th
 `storage_engine.py` and `removal.py`.
 
 A task is a query or a change that a request needs. Exactly one `AdminTaskDone` reports its result.
-A request is a generator that yields tasks and returns its answer.
+Each request is executed by a generator (`Script`), which yields tasks and returns the answer.
 
 Rules:
     1. Changes of all connections are made one at a time, in the order of arrival. Queries do not
        wait for changes.
-    2. If the last session counts on a replica (ZooKeeper records it as engaged), the replica is
-       removed or emptied only with `is_forced`. If ZooKeeper assigns a replica to this storage, the
-       replica is never removed: the storage would immediately create it again, empty. ZooKeeper is
+    2. If ZooKeeper records a replica as engaged in the last session, the replica is removed or
+       emptied only with `is_forced`. If ZooKeeper assigns a replica to this storage, the replica is
+       never removed, because the storage would immediately create it again, empty. ZooKeeper is
        queried for each request.
     3. Records are copied only to an offline partition, and only up to the confirmed low-water mark
        of the source: only settled records may make a log longer.
@@ -20,8 +20,9 @@ Rules:
        error lists the partitions that are done.
     5. A change is durable before it is answered. A change that has begun is completed even if the
        client has disconnected (but see rule 6).
-    6. With access control, the end of a connection ends its requests, because a revocation may have
-       closed it. Waiting requests are dropped, and a running one ends after its current task.
+    6. With access control, the end of a connection ends its requests, because a revocation of
+       permissions may have closed it. Waiting requests are dropped, and a running request ends
+       after its current task.
     7. A peer with version 0 of the administration protocol (A 0) receives errors in the form of
        Waltz 0.13: as a text.
 """
@@ -607,8 +608,8 @@ def gauges_json(
             partition.partition_id for partition in partitions
         ],
     }
-    facts = zip(DISK_GAUGES, disk_status, strict=True)
-    values |= {f"{group}.{name}": value for name, value in facts if value is not None}
+    disk_values = zip(DISK_GAUGES, disk_status, strict=True)
+    values |= {f"{group}.{name}": value for name, value in disk_values if value is not None}
     if archive is not None:
         values[f"{group}.archive"] = archive._asdict()
     for partition in partitions:

@@ -40,7 +40,7 @@ def execute_change(engine: StorageEngine, change: ReplicaChange) -> object:
         return engine.append_copy(change.batches)
     engine.space.call_with_reserve(partial(_carry_out, engine, change))
     if change.partition_id in engine.assigned_partitions():
-        # The change is durable; if the log does not open, `failed` has the reason.
+        # The change is durable. If the log cannot be opened, `open_errors` has the reason.
         with suppress(WaltzError):
             engine.space.call_with_reserve(partial(engine.assign, change.partition_id))
     return None

@@ -8,10 +8,10 @@ Rules (docs/decisions/053):
     1. One job runs at a time, and at most one waits for each partition. A new request for a
        partition replaces an earlier one, which its owner has abandoned.
     2. A job belongs to a session and its connection. After `forget`, its result is not reported. A
-       change that has begun may still complete; the files that it writes are garbage.
+       change that has begun may still complete; then the files that it has written are garbage.
     3. While a job runs, no other job starts, even if the running job was forgotten: this limits
-       memory. If the store hangs, the thread of the job cannot be stopped; so `on_wakeup` reports
-       this.
+       memory. If the store hangs, the thread of the job cannot be stopped, but `on_wakeup` reports
+       the stalled job.
     4. While the work continues, the owners of all jobs are notified of progress, at most every
        `PROGRESS_INTERVAL_MS`. If an owner receives no progress for a long time, it abandons its
        attempt.
@@ -81,7 +81,7 @@ _ArchiveTask: TypeAlias = UploadJob | GarbageCollectionJob | ExpiryJob
 class ArchiveLimits:
     """The limits at which a range is archived: bytes of records, or age of the oldest batch.
 
-    `bytes_per_s` limits the reads of logs (rule 5); 0 stands for no limit.
+    `bytes_per_s` limits the reads of logs (rule 5); 0 means no limit.
     """
 
     object_bytes: int
@@ -107,7 +107,7 @@ class _ArchiveJob:
 
     @property
     def read_bytes(self) -> int:
-        return sum(len(each.records) for each in self.runs)
+        return sum(len(run.records) for run in self.runs)
 
 
 @value(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class ArchiveJobs:
             return ArchivePiece(first, TransactionId(message.last), chain)
         assert isinstance(message, RangeToWrite)
         if isinstance(message, ReplaceObject):
-            # The chain hash at the end of the object covers the one before it.
+            # The chain hash at the end of the object covers the chain hash before the object.
             return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(
             TransactionId(message.first),
@@ -271,12 +271,12 @@ class ArchiveJobs:
     def on_job_done(self, event: ArchiveEvent, now_ms: int) -> list[Effect]:
         """Process the result or the progress of the running job; return the effects."""
         match event:
-            case UploadDone(upload, made):
-                return self._on_upload_done(upload, made, now_ms)
-            case FilesCollected(collection, collected):
-                return self._on_collection_done(collection, collected, now_ms)
-            case ExpiryWritten(expiry, expired):
-                return self._on_expiry_done(expiry, expired, now_ms)
+            case UploadDone(upload, upload_outcome):
+                return self._on_upload_done(upload, upload_outcome, now_ms)
+            case FilesCollected(collection, collection_outcome):
+                return self._on_collection_done(collection, collection_outcome, now_ms)
+            case ExpiryWritten(expiry, expiry_outcome):
+                return self._on_expiry_done(expiry, expiry_outcome, now_ms)
             case ArchiveProgressed():
                 return self.on_work_progressed(now_ms)
             case _:
@@ -301,10 +301,10 @@ class ArchiveJobs:
         """Process the result of a collection (rule 2)."""
         job = self._end_job(collection)
         effects = self.on_work_progressed(now_ms)
-        partition = ("partition", collection.partition_id)
+        partition_field = ("partition", collection.partition_id)
         if isinstance(outcome, CollectedGarbage) and (outcome.file_count or outcome.unknown_count):
             fields = (
-                partition,
+                partition_field,
                 ("files", outcome.file_count),
                 ("bytes", outcome.byte_count),
                 ("unknown_files", outcome.unknown_count),
@@ -316,7 +316,7 @@ class ArchiveJobs:
         if isinstance(outcome, WaltzError):
             error = str(outcome)[:ERROR_CHARACTERS_MAX]
             effects.append(
-                Report("storage.garbage_collection_failed", (partition, ("error", error)))
+                Report("storage.garbage_collection_failed", (partition_field, ("error", error)))
             )
         has_more = isinstance(outcome, CollectedGarbage) and outcome.has_more
         notice = GarbageCollected(*_notification_prefix(job), job.message.attempt, has_more, error)
@@ -453,8 +453,8 @@ def _range_result(
     If `new_manifest` is None, there is no new manifest.
     """
     effects: list[Effect] = []
-    partition = ("partition", message.partition_id)
-    failure = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
+    partition_field = ("partition", message.partition_id)
+    failure = (partition_field, ("error", error[:ERROR_CHARACTERS_MAX]))
     if error and isinstance(message, ReplaceObject):
         effects.append(Report("storage.object_replacement_failed", failure))
     elif error:
@@ -464,10 +464,12 @@ def _range_result(
     elif isinstance(message, ReplaceObject):
         if new_manifest.name:
             effects.append(
-                Report("storage.object_replaced", (partition, ("object", message.object)))
+                Report("storage.object_replaced", (partition_field, ("object", message.object)))
             )
     else:
-        effects.append(Report("storage.range_archived", (partition, ("last", new_manifest.last))))
+        effects.append(
+            Report("storage.range_archived", (partition_field, ("last", new_manifest.last)))
+        )
     notice = RangeArchived(
         *_notification_prefix(job),
         message.attempt,

@@ -1,11 +1,12 @@
 """Answers requests for records that only the archive has, because they were removed or damaged.
 
 Rules (docs/decisions/054):
-    1. The log is read first. If it has removed the records, or they are damaged, the archive is
-       read, provided that the beginning of the request is at or below the session's archived mark.
+    1. The log is read first. The archive is read if two conditions hold: the log has removed the
+       records, or they are damaged; and the request begins at or below the session's archived mark.
     2. The archive is read with the mark and manifest that the session's owner has sent (AR 9), and
-       only if the log has the mark's chain hash. Otherwise the archive may belong to another log,
-       as after a rollback of ZooKeeper, and its records must not be returned as those of this log.
+       only if the log has the same chain hash at the mark. Otherwise the archive may belong to
+       another log, for example after a rollback of ZooKeeper, and its records must not be returned
+       as records of this log.
     3. If the owner requests whole batches, it wants to copy them to another replica. Such a copy
        begins above the archived mark (AR 13), so the archive is not read.
     4. A request that waits for the archive does not wait in its partition's lane. It is answered
@@ -13,11 +14,11 @@ Rules (docs/decisions/054):
     5. An answer ends at the archived mark. If local records are damaged and the archive cannot
        return them, the answer is the error of the damage, with both reasons.
     6. At most QUERIES_MAX requests wait for the archive. Further requests are rejected, and may be
-       repeated. Waiting requests do not count as queued: otherwise a store that hangs would also
-       stop the owner's connection.
-    7. A failure is reported once in `REPORT_INTERVAL_MS`. If a file is missing or corrupt, each
-       different text counts as a separate failure, because it contains the file's name. Other
-       errors are counted by their kind, because they concern all files.
+       repeated. `queue_limits.py` does not count these requests: otherwise a store that hangs would
+       also stop the owner's connection.
+    7. The same failure is reported once in `REPORT_INTERVAL_MS`. If a file is missing or corrupt,
+       failures are the same if their texts are equal, because the text contains the file's name.
+       Other failures are the same if they have the same class, because they concern all files.
 """
 
 from typing import Final, Protocol

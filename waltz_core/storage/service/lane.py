@@ -6,9 +6,9 @@ Rules:
     1. One piece of work runs at a time. Reads and writes take turns; within each kind, requests
        keep their order.
     2. Appends that directly follow each other are written together, so that one sync covers them.
-    3. A piece of the scrub has priority. Such pieces are rare, and between them all other work of
-       the partition continues. Pieces for the archive and the retention take turns with waiting
-       requests.
+    3. A piece of the scrub runs before all waiting requests. Such pieces are rare, and other work
+       of the partition runs between them. Pieces for the archive and the retention take turns with
+       waiting requests.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """Limits the memory of requests that wait in a storage.
 
 Rules:
-    1. If a connection exceeds the limit, it is not read until half of the memory is free.
+    1. The connection whose request exceeds the limit is not read until half of the memory is free.
     2. Reads of readers have a separate limit. Otherwise readers, which may be many tenants, could
        stop the appends and heartbeats of sessions.
 """

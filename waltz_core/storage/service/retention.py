@@ -8,8 +8,9 @@ Rules:
        time: first segments over the age limit, then segments of the largest log, until all logs
        together are within the size limit.
     2. The archived mark of a partition belongs to the present session. It is in memory only (AR 9).
-    3. A round begins when a mark was set, and after `INTERVAL_MS`. If no limit is set, there is no
-       round. If a mark is set during a round, only the log of this mark is measured again.
+    3. A round begins when a mark was set, and `INTERVAL_MS` after the last round. If no limit is
+       set, there is no round. If a mark is set during a round, only the log of this mark is
+       measured again.
 """
 
 from dataclasses import dataclass

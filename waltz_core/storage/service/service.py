@@ -16,7 +16,7 @@ Rules:
        that has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as
        well.
     3. A later session ends earlier sessions at once: their queued requests are rejected, and their
-       connections are closed. It counts from the arrival of PREPARE, not from the answer.
+       connections are closed. It begins when PREPARE arrives, not when PREPARE is answered.
     4. No change is answered as done before the engine has made it durable (`work.py`, rule 2).
     5. A reader (not the owner) is answered only while the partition is engaged in the session that
        the reader names, and only up to the last synced ID.
@@ -30,9 +30,9 @@ Rules:
    10. An owner has one connection at a time, the latest. Late requests from a connection that it
        has abandoned change nothing, and an owner's earlier connection is never mistaken for another
        owner.
-   11. If the files of a partition were deleted or replaced while it was open, the storage stops
-       serving it, and does not open it again. The new files may lack a promise. Other partitions
-       continue. This does not count as a failure of the disk (rule 6).
+   11. If the files of an open partition were deleted or replaced, the storage stops serving the
+       partition, and does not open it again, because the new files may lack a promise. Other
+       partitions continue. This is not a failure of the disk (rule 6).
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
@@ -655,7 +655,7 @@ class StorageService:
             and self._space_check_at_ms is not None
             and self._space_check_at_ms <= now_ms
         ):
-            # The far time blocks further checks until the answer arrives.
+            # No further check may begin before the answer arrives, so the next time is far away.
             self._space_check_at_ms = now_ms + 60 * SPACE_CHECK_INTERVAL_MS
             self._effects.append(CheckSpace(self._space))
 
@@ -670,7 +670,7 @@ class StorageService:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if message.session_id != lane.promise.session_id:
-                continue  # a later session came while this was running
+                continue  # a later session has begun in the meantime
             if not isinstance(outcome, WaltzError):
                 self._update_lane_from_answer(lane, message, outcome, now_ms)
             elif isinstance(message, Prepare) and lane.owner == request.connection:
@@ -715,24 +715,24 @@ class StorageService:
         self._fence(lane, result.failure)
 
     def _resume(self) -> None:
-        self._effects += [ResumeReading(each) for each in self.queue_limits.take_resumed()]
+        self._effects += [ResumeReading(paused) for paused in self.queue_limits.take_resumed()]
 
     # ------------------------------------------------------------------ the archive (rule 12)
 
     def _queue_background_pieces(self, now_ms: int) -> None:
         """Queue the next pieces of the archive and the retention in their lanes."""
-        archive = self._archive.next_step(now_ms)
-        if isinstance(archive, CollectFiles | WriteExpiry):
-            self._effects.append(archive)
-        elif archive is not None:
-            lane = self._lanes[archive[0]]
-            lane.archive_piece = archive[1]
+        archive_step = self._archive.next_step(now_ms)
+        if isinstance(archive_step, CollectFiles | WriteExpiry):
+            self._effects.append(archive_step)
+        elif archive_step is not None:
+            lane = self._lanes[archive_step[0]]
+            lane.archive_piece = archive_step[1]
             if lane.work is None:
                 self._start_work(lane)
-        retention = self._retention.next_piece(now_ms)
-        if retention is not None:
-            lane = self._lanes[retention[0]]
-            lane.retention_piece = retention[1]
+        retention_step = self._retention.next_piece(now_ms)
+        if retention_step is not None:
+            lane = self._lanes[retention_step[0]]
+            lane.retention_piece = retention_step[1]
             if lane.work is None:
                 self._start_work(lane)
 

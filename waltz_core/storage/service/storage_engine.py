@@ -13,17 +13,17 @@ Rules:
        (`disk_space.py`).
     5. Administration changes a partition only while the partition's log is closed; `assign` opens
        it again. A removal that was begun is finished before any log is opened.
-    6. If the control file has a greater sequence than the slot, Waltz 0.13 has written to the
-       directory (`format.Slot`). So each write of this version first writes its sequence to the
-       slot.
+    6. If the control file has a greater sequence than the slot states, Waltz 0.13 has written to
+       the directory (`format.Slot`). So before this version writes to the control file, it writes
+       the new sequence to the slot.
     7. File names are made durable before the content of the files is trusted: the process that
        created the files may have been killed before it synced them. One sync covers the directories
        of all partitions.
-    8. If the files of a partition were deleted or replaced while it was open, this process does not
-       open it again until administration has emptied or removed it. The new files may lack a
+    8. If the files of an open partition were deleted or replaced, this process does not open the
+       partition again until administration has emptied or removed it. The new files may lack a
        promise, which the opened log still has.
-    9. If the control file itself was deleted or replaced, writes to it do not survive a restart. So
-       no partition is emptied, and the process exits.
+    9. If the control file itself was deleted or replaced, writes to the open file do not survive a
+       restart. So no partition is emptied, and the process exits.
 """
 
 from collections.abc import Callable, Sequence
@@ -191,8 +191,8 @@ class StorageEngine:
 
     def is_held(self, partition_id: PartitionId) -> bool:
         """Whether this storage holds a partition, served or not; False for an invalid ID."""
-        is_one = 0 <= partition_id < self.partition_count
-        return is_one and bool(self._control.info(partition_id).flags & FLAG_ASSIGNED)
+        is_valid_id = 0 <= partition_id < self.partition_count
+        return is_valid_id and bool(self._control.info(partition_id).flags & FLAG_ASSIGNED)
 
     def is_available(self, partition_id: PartitionId) -> bool:
         """Whether a partition that the storage holds may be served."""
@@ -221,15 +221,17 @@ class StorageEngine:
         Raises:
             UnknownPartition: the cluster has no such partition.
         """
-        new: list[PartitionId] = []
+        new_partitions: list[PartitionId] = []
         for partition_id in partition_ids:
             self.check_exists(partition_id)
             if not self._disk.exists(self._directory_of(partition_id)):
-                new.append(partition_id)
-        if new:
-            self._disk.make_directories(self.directory, [str(each) for each in new])
-            self._durable_names.update(new)
-            self._control.set_flags_of(new, FLAG_ASSIGNED | FLAG_AVAILABLE)
+                new_partitions.append(partition_id)
+        if new_partitions:
+            self._disk.make_directories(
+                self.directory, [str(new_partition) for new_partition in new_partitions]
+            )
+            self._durable_names.update(new_partitions)
+            self._control.set_flags_of(new_partitions, FLAG_ASSIGNED | FLAG_AVAILABLE)
 
     def log(self, partition_id: PartitionId) -> PartitionLog:
         """Return the open log of a partition.
@@ -254,7 +256,11 @@ class StorageEngine:
     def _open_assigned(self, for_each: ForEach) -> None:
         for_each(
             self._try_open,
-            [each for each in self.assigned_partitions() if each not in self.open_errors],
+            [
+                partition_id
+                for partition_id in self.assigned_partitions()
+                if partition_id not in self.open_errors
+            ],
         )
 
     def _try_open(self, partition_id: PartitionId) -> None:
@@ -380,8 +386,8 @@ class StorageEngine:
     def append_copy(self, copy: Copy) -> TransactionId:
         """Append complete batches of another replica to an unserved log; return the last ID.
 
-        The method truncates nothing and sets no mark: it does not change the replica's evidence of
-        what it has acknowledged. It does not use the reserve (`disk_space.py`, rule 2).
+        The method truncates nothing and sets no mark, so the replica still shows which records it
+        has acknowledged. It does not use the reserve (`disk_space.py`, rule 2).
 
         Raises:
             NoSpace: there is not enough space without the reserve; no record was written.
@@ -398,11 +404,11 @@ class StorageEngine:
                 f"{provisional.session_id}"
             )
         lengths = raw_records.lengths_from_wire(copy.lengths, len(copy.records))
-        found = crc32(copy.records)
-        if found != copy.records_crc:
+        found_crc = crc32(copy.records)
+        if found_crc != copy.records_crc:
             raise ChecksumMismatch(
                 f"copied records from {copy.first}: expected CRC {copy.records_crc:08x}, "
-                f"found {found:08x}"
+                f"found {found_crc:08x}"
             )
         size = append_bytes(len(copy.records), int(lengths.size), len(copy.lineage))
         self.space.check_append(size)
@@ -414,7 +420,7 @@ class StorageEngine:
                 copy.records,
                 Chain(copy.chain_before),
                 copy.lineage,
-                records_crc=found,
+                records_crc=found_crc,
             )
         except NoSpace:
             self.space.note_shortage(size)

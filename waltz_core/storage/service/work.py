@@ -11,9 +11,9 @@ Rules:
     4. If an append of a group fails, the later appends are rejected with it, because they follow it
        in the log.
     5. Appends for which there is no space are rejected before the first byte is written. Other work
-       that finds no space is repeated with the space of the reserve (`disk_space.py`). If a log
-       could not write the files of a new start, it would fail until it is opened again; so the
-       space is checked before a reset begins.
+       that finds no space is repeated with the space of the reserve (`disk_space.py`). The space
+       for a reset is checked before the reset begins: if the log could not write its new files, it
+       would reject all calls until it is opened again.
     6. If any work finds damage, its result contains it.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
@@ -179,7 +179,7 @@ class Work:
         """
         result = self._execute(clock_s)
         space = self._space
-        needs_space = any(isinstance(each, NoSpace) for each in result.outcomes)
+        needs_space = any(isinstance(outcome, NoSpace) for outcome in result.outcomes)
         if needs_space and space is not None:
             if self.is_append:
                 space.note_shortage(self._append_bytes())
@@ -190,7 +190,7 @@ class Work:
         return result
 
     def _append_bytes(self) -> int:
-        return sum(_size_of_append(each.message) for each in self.requests)
+        return sum(_size_of_append(request.message) for request in self.requests)
 
     def _execute(self, clock_s: Callable[[], float]) -> WorkResult:
         result = WorkResult()
@@ -209,8 +209,8 @@ class Work:
                 if self._space is not None and isinstance(self.requests[0].message, ResetLog):
                     self._space.check_files_fit()
                 result.outcomes.append(self._execute_request(self.requests[0].message, result))
-        except WaltzError as found:
-            error = self._cause_of(found)
+        except WaltzError as caught_error:
+            error = self._cause_of(caught_error)
             self._note_error(error, result)
             if isinstance(self.piece, ScrubPiece):
                 # If the scrub cannot read a record, the next pass or another reader must find the
@@ -221,8 +221,8 @@ class Work:
                 result.scrub_result = ScrubResult(next_segment_first, 0, str(error))
             elif isinstance(self.piece, ArchivePiece):
                 result.archive_read = ArchiveRead(error=str(error))
-            missing = len(self.requests) - len(result.outcomes)
-            result.outcomes += [error] * missing
+            missing_count = len(self.requests) - len(result.outcomes)
+            result.outcomes += [error] * missing_count
         assert len(result.outcomes) == len(self.requests)
         result.files_error = self.log.files_error
         if self.log.damaged is not known_damage:
@@ -249,12 +249,12 @@ class Work:
             result.failure = error
 
     def _cause_of(self, error: WaltzError) -> WaltzError:
-        """Return the cause of an error: calls on deleted files fail although the disk works."""
+        """Return MissingSegment in place of a disk error if the files were deleted or replaced."""
         if isinstance(error, DiskFailed):
             try:
                 self.log.check_files()
-            except WaltzError as found:
-                return found
+            except WaltzError as files_error:
+                return files_error
         return error
 
     def _execute_request(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
@@ -355,11 +355,11 @@ def _append(log: PartitionLog, append: AppendRaw) -> None:
 
 
 def _check_crc(what: str, message: AppendRaw | Repair) -> None:
-    found = crc32(message.records)
-    if found != message.records_crc:
+    found_crc = crc32(message.records)
+    if found_crc != message.records_crc:
         raise ChecksumMismatch(
             f"{what} from transaction {message.first} on: expected CRC "
-            f"{message.records_crc:08x} over {len(message.records)} bytes, found {found:08x}"
+            f"{message.records_crc:08x} over {len(message.records)} bytes, found {found_crc:08x}"
         )
 
 
@@ -396,18 +396,18 @@ def _apply_change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
 
 
 def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:
-    report = log.prepare(SessionId(message.session_id), message.nonce)
+    replica_report = log.prepare(SessionId(message.session_id), message.nonce)
     return Prepared(
         *_response_prefix(message),
         storage_id=storage_id,
-        last_session=report.last_session,
-        low_water_mark=report.low_water_mark,
-        mark_confirmed=report.mark_confirmed,
-        synced_max=report.synced_max,
-        chain=report.chain,
-        suspect=report.suspect,
-        damaged=np.array(report.damaged, dtype=">i8").tobytes(),
-        engaged_session=report.engaged_session,
+        last_session=replica_report.last_session,
+        low_water_mark=replica_report.low_water_mark,
+        mark_confirmed=replica_report.mark_confirmed,
+        synced_max=replica_report.synced_max,
+        chain=replica_report.chain,
+        suspect=replica_report.suspect,
+        damaged=np.array(replica_report.damaged, dtype=">i8").tobytes(),
+        engaged_session=replica_report.engaged_session,
     )
 
 
