@@ -11,7 +11,7 @@ archive of a storage process; it imports the Parquet library only if an archive 
 each open object, it keeps an index of the object's batches (`object_index.py`). All readers of a
 process share one cache (`archive_cache.py`). `archive_check.py` verifies every file of a partition.
 
-`saved_manifest.py` has the files of a manifest in a backup. `restored_manifest.py` writes the
-manifest of a partition that is restored from a backup. `pins.py` prevents that the objects of a
-restored partition are deleted.
+`saved_manifest.py` stores the files of a manifest in a backup. `restored_manifest.py` writes the
+manifest of a partition that is restored from a backup. `pins.py` prevents the deletion of objects
+that a restored cluster uses.
 """

@@ -63,7 +63,7 @@ _WAIT_S_MAX: Final = 1.0
 
 
 class ListedFile(NamedTuple):
-    """A file in the store. `modified_ms` is by the store's clock; 0 if the store has no time."""
+    """A file in the store. `modified_ms` is a time of the store's clock, 0 if it is not known."""
 
     name: str
     byte_count: int

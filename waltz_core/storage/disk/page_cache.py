@@ -12,10 +12,10 @@ Rules:
        may need them.
     3. Pages are dropped in large steps, so that small appends have no additional cost.
     4. The system drops only whole folios. A folio is a group of pages of up to 2 MiB that begins at
-       a multiple of its size. A reader that must read from the disk reads a file piece by piece.
-       Before each piece, it drops the 2 MiB blocks that begin within the piece. So each block is
-       dropped only once. If the next piece dropped the same block again, the bytes that the system
-       has read ahead would be lost.
+       a multiple of its size. A reader that must not read from the page cache reads a file piece by
+       piece. Before each piece, it drops the 2 MiB blocks that begin within the piece. So each
+       block is dropped only once. A second drop, before the next piece, would also drop the bytes
+       that the system has read ahead.
 """
 
 from typing import Final

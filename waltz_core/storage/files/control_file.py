@@ -153,7 +153,7 @@ class ControlFile:
         )
 
     def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
-        """Reset the state of a partition durably, except for these flags."""
+        """Reset the state of a partition durably, and set these flags."""
         return self._write(partition_id, NEW_PARTITION_INFOS[0]._replace(flags=flags))
 
     def close(self) -> None:

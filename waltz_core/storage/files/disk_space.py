@@ -1,7 +1,7 @@
 """The space on a disk: how much is reserved, and when appends are rejected.
 
 A full disk must not prevent truncations and repairs. So appends never use the last part of the
-disk. Only this class decides whether an append has space.
+disk. Only `DiskSpace` decides whether an append has space.
 
 Rules (docs/design/correctness.md 2.4, row 9):
     1. The reserve is a file that allocates space for truncations, repairs, marks and slots. When

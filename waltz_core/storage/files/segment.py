@@ -486,7 +486,7 @@ class Segment:
 
         `last_synced` is the last ID that is known to have been synced. In the last segment, the
         acked marker or an entry states it. In the other segments, it is the ID before the next
-        segment. Raises MissingSegment if the records in between do not fit into one file.
+        segment. Raises MissingSegment if more records are missing than fit into one file.
         """
         file, index, _ = self._open_files()
         file_size = file.size()

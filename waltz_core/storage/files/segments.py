@@ -1,7 +1,7 @@
 """The segments of one partition, as one sequence of records and one sequence of batches.
 
-A batch, a read or a truncation may cross the border between two segments. This class handles the
-borders for the log and for the single segments.
+A batch, a read or a truncation may cross the border between two segments. `Segments` divides such
+an operation, so that neither the log nor a single segment depends on borders.
 
 Rules:
     1. Segment i ends where segment i+1 begins. The first segment begins at or before the first

@@ -1,7 +1,8 @@
 """The files of one partition's log: writes, syncs, and the state after a failure.
 
-`PartitionLog` decides what may be written; this class writes it. It also tracks the reported end
-of the log, which is before the end of the records while records are covered (`covered_records.py`).
+`PartitionLog` decides on all writes, and `LogFiles` executes them. `LogFiles` also tracks the
+reported end of the log. This end is before the end of the records while records are covered
+(`covered_records.py`).
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
@@ -71,7 +72,7 @@ class LogFiles:
         self.is_half_truncated = False  # rule 4: the disk was full
         self.files_error: MissingSegment | None = None  # rule 5
         self._settings = settings
-        self._unmarked_ms = 0  # when the first unmarked sync was; 0: the marker is current
+        self._unmarked_ms = 0  # the time of the first sync after the marker; 0 if there is none
         self.replace_files(segments, slots)
 
     def replace_files(self, segments: Segments, slots: SlotFile) -> None:

@@ -10,8 +10,8 @@ Rules:
        IDs: the acked marker, the synced ID in the entry of a later batch, and the end of the last
        batch in the older segments.
     3. After these bytes, a record belongs to the log if its batch is complete, has an entry, and
-       matches the hash chain. All other bytes were never acknowledged, and are truncated: a crash
-       may have written only some of their sectors.
+       matches the hash chain. All other bytes were never acknowledged: a crash may have written
+       only some of their sectors. They are truncated, except in the cases of rule 4.
     4. Waltz 0.13 writes records without batches. To *adopt* records is to create batches for them.
        The opening adopts records in three cases:
        - Waltz 0.13 has written to the directory after this version. The replica is not suspect. The
@@ -310,8 +310,8 @@ class _LogOpening:
                 f"{self._directory}: expected that the oldest segment begins at transaction "
                 f"{start.transaction_id + 1} or earlier, found {firsts[0]}"
             )
-        # A batch that ends at or before the start may cross the beginning of the oldest segment. In
-        # this case only that segment has the chain hash before its first batch.
+        # A batch that ends at or before the start may cross the beginning of the oldest segment.
+        # Then only the `.chn` file of this segment states the chain hash before its first batch.
         is_exact = not firsts or firsts[0] == start.transaction_id + 1
         chain = start.chain if is_exact else None
         for position, first in enumerate(firsts):

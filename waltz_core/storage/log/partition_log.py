@@ -1,6 +1,6 @@
 """The log of one partition on one replica: its promise, low-water marks, records and damage.
 
-This class decides which state of the replica is trusted when a session recovers the partition.
+`PartitionLog` decides which state of the replica is trusted when a session recovers the partition.
 `LogFiles` writes and syncs. The engine opens the logs of all partitions, and the service executes
 requests on them.
 

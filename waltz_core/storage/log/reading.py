@@ -171,7 +171,7 @@ class LogReader:
     def _first_unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
         """Return the first records of a range that the disk cannot read.
 
-        None if it can read all.
+        Return None if the disk can read the complete range.
         """
         low, high = int(first), int(last)
         if self._is_readable(low, high):

@@ -3,9 +3,12 @@
 Only this code deletes acknowledged data on purpose. `admin.py` decides whether the removal is
 allowed. A removal cannot be undone.
 
-Order of the steps: write the intent (`waltz-x.wipe`); clear the partition in the control file;
-delete the files of the log, the newest first; clear the slots; delete the intent. Each step is
-durable before the next.
+Each of these steps is durable before the next step:
+    - write the intent (`waltz-x.wipe`)
+    - clear the partition in the control file
+    - delete the files of the log, the newest first
+    - clear the slots
+    - delete the intent
 
 Rules:
     1. Before the intent is durable, nothing has changed. Once it is durable, the removal is carried

@@ -15,7 +15,7 @@ Rules:
        never removed, because the storage would immediately create it again, empty. ZooKeeper is
        queried for each request.
     3. Records are copied only to an offline partition, and only up to the confirmed low-water mark
-       of the source: only settled records may make a log longer.
+       of the source, because later records may still be truncated.
     4. A request for several partitions ends at the first partition for which it is rejected. The
        error lists the partitions that are done.
     5. A change is durable before it is answered. A change that has begun is completed even if the

@@ -1,8 +1,8 @@
 """A storage as a state machine: requests of servers in, answers out. No sockets, no threads.
 
-Acknowledged data depends on the session rules of a storage, and on the moment when an answer is
-sent. As a state machine, the same code runs with threads in the daemon, and without them in the
-simulator.
+The safety of acknowledged data depends on the session rules of a storage, and on the moment when an
+answer is sent. As a state machine, the same code runs with threads in the daemon, and without
+threads in the simulator.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
 piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. Requests
@@ -18,8 +18,8 @@ Rules:
     3. A later session ends earlier sessions at once: their queued requests are rejected, and their
        connections are closed. It begins when PREPARE arrives, not when PREPARE is answered.
     4. No change is answered as done before the engine has made it durable (`work.py`, rule 2).
-    5. A reader (not the owner) is answered only while the partition is engaged in the session that
-       the reader names, and only up to the last synced ID.
+    5. A reader (not the owner) is answered only while this replica is engaged in the session that
+       the reader states, and only up to the last synced ID.
     6. After a failed write or sync, the partition leaves its session. After a second failure, the
        process exits.
     7. The queues are bounded: a connection that sends more is not read until there is space

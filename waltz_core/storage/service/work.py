@@ -14,7 +14,7 @@ Rules:
        that finds no space is repeated with the space of the reserve (`disk_space.py`). The space
        for a reset is checked before the reset begins: if the log could not write its new files, it
        would reject all calls until it is opened again.
-    6. If any work finds damage, its result contains it.
+    6. If any work finds damage, the result of the work contains the damage.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
 
@@ -243,7 +243,7 @@ class Work:
 
     def _note_error(self, error: WaltzError, result: WorkResult) -> None:
         """Note in the result whether an error means an unreadable record or a failed disk."""
-        if isinstance(error, ReadFailed):  # The disk has kept the bytes that were written.
+        if isinstance(error, ReadFailed):  # A failed read loses no written bytes.
             result.failed_reads.append(str(error))
         elif isinstance(error, DiskFailed):
             result.failure = error

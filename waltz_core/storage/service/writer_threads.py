@@ -2,7 +2,7 @@
 
 An append crosses from the event loop to a thread and back. A `ThreadPoolExecutor` would create a
 future with a condition and a lock for each append, and check its state twice. For an append that is
-alone in flight, this is a tenth of a storage's total work. `WriterThreads` has only a queue and a
+alone in flight, this is a tenth of a storage's total work. `WriterThreads` uses only a queue and a
 call.
 
 Rules:
