@@ -137,12 +137,14 @@ class ArchiveCheck:
             return
         if self.next_id < manifest.first:
             self.next_id, self._chain = manifest.first, None
-        self._pages.extend(each for each in manifest.pages if self._is_in_range(each))
+        self._pages.extend(
+            page_entry for page_entry in manifest.pages if self._is_in_range(page_entry)
+        )
         self._newest = manifest.newest_objects
 
     def _check_manifest(self, manifest: Manifest, recorded: RecordedArchive) -> None:
-        expected = (*self._identity, recorded.first, recorded.last, recorded.chain)
-        found = (
+        expected_values = (*self._identity, recorded.first, recorded.last, recorded.chain)
+        found_values = (
             manifest.cluster_key,
             manifest.partition_id,
             manifest.first,
@@ -150,7 +152,9 @@ class ArchiveCheck:
             manifest.chain,
         )
         names = ("cluster key", "partition", "first ID", "last ID", "chain")
-        for name, expected_value, found_value in zip(names, expected, found, strict=True):
+        for name, expected_value, found_value in zip(
+            names, expected_values, found_values, strict=True
+        ):
             _expect(
                 f"the {name} (recorded in ZooKeeper)",
                 _format_value(expected_value),

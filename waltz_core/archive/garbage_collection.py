@@ -121,7 +121,7 @@ def collect_garbage(
             rolled back (rule 9).
     """
     manifest = job.recorded_manifest.read(store, cluster_key)
-    listed = _names_to_keep(store, job, manifest, now_ms, on_progress)
+    names_to_keep = _names_to_keep(store, job, manifest, now_ms, on_progress)
     folders = (
         objects_folder(cluster_key, job.partition_id),
         manifests_folder(cluster_key, job.partition_id),
@@ -130,11 +130,11 @@ def collect_garbage(
     for folder in folders:
         files += store.list_files(folder)
         on_progress()
-    _check_listed_files_exist(listed, files, folders)
+    _check_listed_files_exist(names_to_keep, files, folders)
     _check_versions(files)
     deletable_folders = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
     on_progress()
-    replaced = _recently_replaced(files, now_ms)
+    replaced_names = _recently_replaced(files, now_ms)
     garbage: list[ListedFile] = []
     unknown_count = 0
     for file in files:
@@ -144,7 +144,7 @@ def collect_garbage(
             continue
         _check_origin(file.name, origin, job)
         is_ended = origin.session_id < job.session_id or origin.attempt < job.attempt
-        is_garbage = is_ended and file.name not in listed and file.name not in replaced
+        is_garbage = is_ended and file.name not in names_to_keep and file.name not in replaced_names
         if is_garbage and file.name.startswith(deletable_folders):
             garbage.append(file)
     sizes: list[int] = []
@@ -169,14 +169,14 @@ def _names_to_keep(
 ) -> set[str]:
     """Return the names of files that must be kept: manifest, pages, objects (rules 1 and 8)."""
     entries = list(manifest.newest_objects)
-    listed = {job.recorded_manifest.name}
+    names = {job.recorded_manifest.name}
     for page_entry in manifest.pages:
         page = decode_page(page_entry, store.read(page_entry.name))
-        listed.add(page_entry.name)
+        names.add(page_entry.name)
         entries += page.entries
         on_progress()
     end = manifest.deletable_below(now_ms)
-    return listed | {entry.name for entry in entries if entry.last >= end}
+    return names | {entry.name for entry in entries if entry.last >= end}
 
 
 def _check_listed_files_exist(

@@ -85,7 +85,7 @@ class ManifestPage(NamedTuple):
     def to_bytes(self) -> bytes:
         """Return the content of the page's file."""
         return encode_with_crc(
-            {"format": FORMAT_VERSION, "objects": [_entry_to_json(e) for e in self.entries]}
+            {"format": FORMAT_VERSION, "objects": [_entry_to_json(entry) for entry in self.entries]}
         )
 
     def to_entry(self, name: str) -> PageEntry:
@@ -199,15 +199,15 @@ class Manifest:
         """
         assert self.first <= first <= self.last + 1
         end = self.deletable_below(now_ms)
-        expiries = [each for each in self.expiries if each.first >= end]
+        expiries = [listed for listed in self.expiries if listed.first >= end]
         if first > self.first:
             expiries.append(Expiry(first, now_ms))
         return replace(
             self,
             version=self.version + 1,
             first=first,
-            pages=tuple(each for each in self.pages if each.last >= end),
-            newest_objects=tuple(each for each in self.newest_objects if each.last >= end),
+            pages=tuple(listed for listed in self.pages if listed.last >= end),
+            newest_objects=tuple(listed for listed in self.newest_objects if listed.last >= end),
             expiries=tuple(expiries),
         )
 
@@ -221,11 +221,11 @@ class Manifest:
             "first": self.first,
             "last": self.last,
             "chain": self.chain.hex(),
-            "pages": [each._asdict() for each in self.pages],
-            "objects": [_entry_to_json(each) for each in self.newest_objects],
+            "pages": [listed._asdict() for listed in self.pages],
+            "objects": [_entry_to_json(listed) for listed in self.newest_objects],
         }
         if self.expiries:
-            values["expiries"] = [each._asdict() for each in self.expiries]
+            values["expiries"] = [listed._asdict() for listed in self.expiries]
         return encode_with_crc(values)
 
     @classmethod
@@ -244,8 +244,10 @@ class Manifest:
                 TransactionId(_parse_whole_number(values["first"])),
                 TransactionId(_parse_whole_number(values["last"])),
                 Chain(_parse_hex(values["chain"])),
-                tuple(_page_from_json(each, name) for each in _list_of(values, "pages", name)),
-                tuple(_entry_from_json(each, name) for each in _list_of(values, "objects", name)),
+                tuple(_page_from_json(listed, name) for listed in _list_of(values, "pages", name)),
+                tuple(
+                    _entry_from_json(listed, name) for listed in _list_of(values, "objects", name)
+                ),
                 _expiries_in(values, name),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -256,7 +258,9 @@ class Manifest:
         return manifest
 
     def _check_consistency(self, name: str) -> None:
-        bounds = [each[2:4] for each in self.pages] + [each[1:3] for each in self.newest_objects]
+        bounds = [listed[2:4] for listed in self.pages] + [
+            listed[1:3] for listed in self.newest_objects
+        ]
         listed_last = bounds[0][0] - 1 if bounds else self.last
         for first, last in bounds:
             if first != listed_last + 1 or last < first:
@@ -302,8 +306,8 @@ class RecordedManifest(NamedTuple):
 
     def check_matches(self, manifest: Manifest, cluster_key: bytes) -> None:
         """Raise BadFormat unless a manifest has the recorded partition, last ID and chain hash."""
-        found = (manifest.cluster_key, manifest.partition_id, manifest.last, manifest.chain)
-        if found != (cluster_key, self.partition_id, self.last, self.chain):
+        found_state = (manifest.cluster_key, manifest.partition_id, manifest.last, manifest.chain)
+        if found_state != (cluster_key, self.partition_id, self.last, self.chain):
             raise BadFormat(
                 f"manifest {self.name or '(none)'} is not the one that ZooKeeper records: "
                 f"expected partition {self.partition_id} of cluster {cluster_key.hex()} up to "
@@ -321,12 +325,12 @@ def decode_page(page_entry: PageEntry, data: bytes) -> ManifestPage:
     check_crc(page_entry.name, data, page_entry.file_crc)
     page = ManifestPage.from_bytes(data, page_entry.name)
     entries = page.entries
-    found = f"{entries[0].first}..{entries[-1].last}" if entries else "no entries"
-    expected = f"{page_entry.first}..{page_entry.last}"
-    if found != expected:
+    found_ids = f"{entries[0].first}..{entries[-1].last}" if entries else "no entries"
+    expected_ids = f"{page_entry.first}..{page_entry.last}"
+    if found_ids != expected_ids:
         raise BadFormat(
-            f"manifest page {page_entry.name}: expected the transaction IDs {expected}, found "
-            f"{found}"
+            f"manifest page {page_entry.name}: expected the transaction IDs {expected_ids}, found "
+            f"{found_ids}"
         )
     return page
 
@@ -364,9 +368,9 @@ def decode_with_crc(data: bytes, what: str) -> dict[str, Any]:
         values = strict_json.from_json(body)
     except ValueError as error:
         raise BadFormat(f"{what}: {error}") from error
-    found = values.get("format") if isinstance(values, dict) else None
-    if not isinstance(values, dict) or found != FORMAT_VERSION:
-        raise BadFormat(f"{what}: expected file format {FORMAT_VERSION}, found {found!r}")
+    found_format = values.get("format") if isinstance(values, dict) else None
+    if not isinstance(values, dict) or found_format != FORMAT_VERSION:
+        raise BadFormat(f"{what}: expected file format {FORMAT_VERSION}, found {found_format!r}")
     return values
 
 

@@ -48,11 +48,11 @@ class ObjectIndex:
         self.name = archive_object.name
         self.metadata: ObjectMetadata = archive_object.metadata
         self.footer: Any = archive_object.footer
-        bounds = np.array([each[:4] for each in lineage], dtype=np.int64).reshape(-1, 4)
+        bounds = np.array([item[:4] for item in lineage], dtype=np.int64).reshape(-1, 4)
         self._firsts, self._lasts, self._sessions, self._stamps = np.ascontiguousarray(bounds.T)
-        self._chains = b"".join(each.chain for each in lineage)
-        self._group_firsts = np.array([each.first for each in outlines], dtype=np.int64)
-        self._group_crcs = [crc32(each.crcs) for each in outlines]
+        self._chains = b"".join(item.chain for item in lineage)
+        self._group_firsts = np.array([item.first for item in outlines], dtype=np.int64)
+        self._group_crcs = [crc32(item.crcs) for item in outlines]
 
     def check_matches(self, manifest: Manifest, entry: ObjectEntry) -> None:
         """Raise BadFormat or ChecksumMismatch unless this is the object that a manifest lists."""

@@ -196,7 +196,7 @@ def _columns_from_records(part: ArchivedRecords) -> list[pa.Array]:
     values_by_column["data_crc"] = prefixes["data_crc"].astype(np.uint32)
     crcs = np.frombuffer(raw_records.record_crcs(records, lengths), ">u4")
     values_by_column["record_crc"] = crcs.astype(np.uint32)
-    bounds = np.array([each[:4] for each in part.batches], dtype=np.int64).reshape(-1, 4)
+    bounds = np.array([batch[:4] for batch in part.batches], dtype=np.int64).reshape(-1, 4)
     batch_indexes = bounds[:, 1].searchsorted(ids)
     assert (bounds[batch_indexes, 0] <= ids).all(), "a record outside of the batches"
     for column, name in enumerate(("batch_first", "batch_last", "session_id", "commit_time")):

@@ -195,15 +195,15 @@ class ArchiveReader:
         committed_id = TransactionId(manifest.first - 1)
         if not starts:
             return committed_id
-        chosen: ObjectEntry | None = None
+        newest_entry: ObjectEntry | None = None
         for entry in self._entries_from(max(starts[-1], manifest.first)):
             if entry.commit_ms_min >= time_ms:
                 break
             if entry.commit_ms_min:
-                chosen = entry
-        if chosen is not None:
-            last = self._index_of(chosen).last_committed_before(time_ms)
-            committed_id = max(committed_id, min(last, chosen.last))
+                newest_entry = entry
+        if newest_entry is not None:
+            last = self._index_of(newest_entry).last_committed_before(time_ms)
+            committed_id = max(committed_id, min(last, newest_entry.last))
         return committed_id
 
     def _check_bounds(self, first: TransactionId, last: TransactionId) -> None:

@@ -80,26 +80,28 @@ class RestoredRange:
         self._store = store
         entries = [entry for entry in saved.entries() if entry.last >= saved.manifest.first]
         own_folder = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
-        existing = _existing_names(store, entries, own_folder)
-        entries = [_intact_entry(store, entry, existing, own_folder) for entry in entries]
+        existing_names = _existing_names(store, entries, own_folder)
+        entries = [_intact_entry(store, entry, existing_names, own_folder) for entry in entries]
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: cannot restore partition {saved.manifest.partition_id}, "
                 "because all of its archived objects have expired"
             )
-        if not existing:
+        if not existing_names:
             raise ObjectMissing(
                 f"archive {store.url}: found no objects of partition "
                 f"{saved.manifest.partition_id} of cluster "
                 f"{UUID(bytes=saved.manifest.cluster_key)}. Hint: check that this is the URL "
                 "of the archive of that cluster."
             )
-        usable = tuple(entries)
+        usable_entries = tuple(entries)
         if may_have_expired:
-            usable = tuple(dropwhile(lambda entry: entry.name not in existing, entries))
-        missing = [entry for entry in usable if entry.name not in existing]
-        if missing or not usable:
-            missing_entry = (missing or entries)[0]
+            usable_entries = tuple(
+                dropwhile(lambda entry: entry.name not in existing_names, entries)
+            )
+        missing_entries = [entry for entry in usable_entries if entry.name not in existing_names]
+        if missing_entries or not usable_entries:
+            missing_entry = (missing_entries or entries)[0]
             raise ObjectMissing(
                 f"archive {store.url}: object {missing_entry.name} with transactions "
                 f"{missing_entry.first}..{missing_entry.last} does not exist. Hint: if the "
@@ -108,8 +110,10 @@ class RestoredRange:
         # The files of `write_manifest`, which are garbage if the restore fails.
         self.written_files: list[str] = []
         manifest = saved.manifest
-        self.first = max(manifest.first, usable[0].first)
-        self._manifest = replace(manifest, first=self.first, pages=(), newest_objects=usable)
+        self.first = max(manifest.first, usable_entries[0].first)
+        self._manifest = replace(
+            manifest, first=self.first, pages=(), newest_objects=usable_entries
+        )
 
     @property
     def last(self) -> TransactionId:
@@ -195,9 +199,9 @@ class RestoredRange:
             ObjectMissing: an object does not exist any more.
             ArchiveUnavailable: the store did not execute a request.
         """
-        existing = _existing_names(self._store, self._manifest.newest_objects)
+        existing_names = _existing_names(self._store, self._manifest.newest_objects)
         for entry in self._manifest.newest_objects:
-            if entry.name not in existing:
+            if entry.name not in existing_names:
                 raise ObjectMissing(
                     f"archive {self._store.url}: object {entry.name} with transactions "
                     f"{entry.first}..{entry.last} was deleted while the restore ran. Hint: run "
@@ -228,16 +232,16 @@ def _intact_entry(
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
     starts = (f"{folder}/{first}-{last}-", f"{own_folder}/{entry.first}-{entry.last}-")
-    others = [
+    other_names = [
         other_name
         for other_name in existing
         if other_name.startswith(starts) and other_name.endswith(".parquet")
     ]
     if entry.name in existing:
-        others = [other_name for other_name in others if other_name != entry.name]
-        if not others or crc32(store.read(entry.name)) == entry.file_crc:
+        other_names = [other_name for other_name in other_names if other_name != entry.name]
+        if not other_names or crc32(store.read(entry.name)) == entry.file_crc:
             return entry
-    for other_name in sorted(others):
+    for other_name in sorted(other_names):
         data = store.read(other_name)
         with suppress(BadFormat, ChecksumMismatch):
             archive_object = ArchiveObject(io.BytesIO(data), other_name)

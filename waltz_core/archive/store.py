@@ -352,10 +352,10 @@ class StoreSink:
     def write(self, data: Buffer) -> int:
         """Write the next bytes; return their number."""
         with _translate_errors("write", self._location):
-            written = int(self._file.write(data))
+            written_bytes = int(self._file.write(data))
         if self._rate_limit is not None:
-            self._rate_limit.throttle(written)
-        return written
+            self._rate_limit.throttle(written_bytes)
+        return written_bytes
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
@@ -433,9 +433,9 @@ def _complete_url(url: str, environment: Mapping[str, str]) -> str:
     """
     parts = urlsplit(url)
     options = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
-    added = ""
+    added_option = ""
     if parts.scheme in ("gs", "gcs") and "retry_limit_seconds" not in options:
-        added = f"retry_limit_seconds={GCS_RETRY_S}"
+        added_option = f"retry_limit_seconds={GCS_RETRY_S}"
     if parts.scheme in ("abfs", "abfss"):
         secrets = [option for option in _AZURE_SECRETS if option in options]
         if secrets:
@@ -443,10 +443,10 @@ def _complete_url(url: str, environment: Mapping[str, str]) -> str:
                 f"archive {url.partition('?')[0]}: expected a URL without secrets, found "
                 f"{', '.join(secrets)}. Hint: set {AZURE_SAS_VARIABLE} in the environment."
             )
-        added = environment.get(AZURE_SAS_VARIABLE, "").lstrip("?")
-    if not added:
+        added_option = environment.get(AZURE_SAS_VARIABLE, "").lstrip("?")
+    if not added_option:
         return url
-    return f"{url}{'&' if '?' in url else '?'}{added}"
+    return f"{url}{'&' if '?' in url else '?'}{added_option}"
 
 
 def _error_reason(error: Exception) -> str:

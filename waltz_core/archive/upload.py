@@ -116,18 +116,18 @@ def _replace_object(
         entries = decode_page(page_entry, store.read(page_entry.name)).entries
         on_progress()
     content_key = (job.first, job.end.last, job.end.chain)
-    old = next((entry for entry in entries if entry[1:4] == content_key), None)
-    if old is None:
+    old_entry = next((entry for entry in entries if entry[1:4] == content_key), None)
+    if old_entry is None:
         raise BadFormat(
             f"manifest {job.manifest}: expected an object with transactions "
             f"{job.first}..{job.end.last} and the chain hash {job.end.chain.hex()} of this "
             "log, found none"
         )
-    if old.name != replaced.name:
+    if old_entry.name != replaced.name:
         return None
     new_entry = _write_object(store, current.cluster_key, job, origin, on_progress)
     on_progress()
-    new_entries = tuple(new_entry if entry is old else entry for entry in entries)
+    new_entries = tuple(new_entry if entry is old_entry else entry for entry in entries)
     if page_entry is None:
         return current.with_newest_objects(new_entries)
     page = ManifestPage(new_entries)

@@ -165,10 +165,10 @@ def select_partitions(directory: Path, partitions: list[int] | None) -> list[int
     Raises BadRequest if a given partition does not exist.
     """
     existing = partitions_in(directory)
-    missing = [number for number in partitions or [] if number not in existing]
-    if missing:
+    missing_partitions = [number for number in partitions or [] if number not in existing]
+    if missing_partitions:
         raise BadRequest(
-            f"{directory} has no partition {missing[0]}; it has "
+            f"{directory} has no partition {missing_partitions[0]}; it has "
             f"{', '.join(map(str, existing)) or 'none'}"
         )
     return existing if partitions is None else sorted(set(partitions))

@@ -70,15 +70,15 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResu
         file = disk.open(segment)
         open_files.callback(file.close)
         header = _checked_header(file, segment, first)
-        old = _OldIndex()
+        old_index = _OldIndex()
         if disk.exists(path):
             old_file = disk.open(path)
             open_files.callback(old_file.close)
-            old = _OldIndex(old_file)
+            old_index = _OldIndex(old_file)
         # The records are read twice, so that the index need not fit into memory.
-        result = _compare_with_old(path, header, _new_entries(file, first, old), old)
+        result = _compare_with_old(path, header, _new_entries(file, first, old_index), old_index)
         if not result.is_valid and not dry_run:
-            _write_index(disk, path, header, _new_entries(file, first, old))
+            _write_index(disk, path, header, _new_entries(file, first, old_index))
         return result
 
 

@@ -150,15 +150,15 @@ def decode_control_entry(data: Bytes, position: int) -> ControlEntry:
 
 
 def _decode_info(data: bytes) -> ControlInfo:
-    session, mark, local, flags, sequence, stated_crc = struct.unpack(">qqqiiI", data)
+    session, mark, local_mark, flags, sequence, stated_crc = struct.unpack(">qqqiiI", data)
     errors: list[str] = []
     _expect_crc(errors, data[:-4], stated_crc)
-    for what, value in (("session", session), ("mark", mark), ("local mark", local)):
+    for what, value in (("session", session), ("mark", mark), ("local mark", local_mark)):
         if value < -1:
             errors.append(f"expected a {what} of at least -1, found {value}")
     if flags & ~(AVAILABLE | ASSIGNED):
         errors.append(f"expected only the flags {AVAILABLE} and {ASSIGNED}, found {flags:#x}")
-    return ControlInfo(session, mark, local, flags, sequence, tuple(errors))
+    return ControlInfo(session, mark, local_mark, flags, sequence, tuple(errors))
 
 
 def decode_storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:

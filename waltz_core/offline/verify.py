@@ -69,11 +69,13 @@ def _verify_storage(
 ) -> dict[int, FoundLog]:
     control = read_control(directory / CONTROL_NAME)
     check_control_file(control, findings)
-    present = partitions_in(directory)
-    has_slots = any((directory / str(number) / SLOTS_NAME).exists() for number in present)
+    existing_partitions = partitions_in(directory)
+    has_slots = any(
+        (directory / str(number) / SLOTS_NAME).exists() for number in existing_partitions
+    )
     check_storage_id(directory, findings, has_slots=has_slots)
     if control is not None and partitions is None:
-        _check_assignment(control, present, findings)
+        _check_assignment(control, existing_partitions, findings)
     logs = {}
     for number in select_partitions(directory, partitions):
         logs[number] = _verify_log_of(directory, number, control, findings)
@@ -119,9 +121,9 @@ def _verify_log_of(
     directory: Path, number: int, control: DecodedControlFile | None, findings: VerificationFindings
 ) -> FoundLog:
     expected = expected_log(directory, number, control, findings)
-    seen = verify_log(directory / str(number), expected, findings)
+    found_log = verify_log(directory / str(number), expected, findings)
     entry = None
     if control is not None and number < len(control.entries):
         entry = control.entries[number]
-    compare_log_with_control_files(expected, entry, seen, findings)
-    return seen
+    compare_log_with_control_files(expected, entry, found_log, findings)
+    return found_log

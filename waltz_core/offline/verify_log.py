@@ -40,19 +40,19 @@ def verify_log(directory: Path, expected: ExpectedLog, findings: VerificationFin
 
 def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
     """Verify one segment; its batches are not verified, which would need the preceding segment."""
-    seen = FoundLog()
+    found_log = FoundLog()
     SegmentCheck(
         path.parent,
         int(path.stem),
         next_first=None,
         expected=ExpectedLog(partition=None, key=None),
         findings=findings,
-        seen=seen,
+        seen=found_log,
         chain=None,
         is_error_at=lambda _: True,
         is_index_error_at=lambda _: True,
     ).run()
-    return seen
+    return found_log
 
 
 def has_batches(directory: Path) -> bool:

@@ -328,10 +328,10 @@ class Segment:
         an entry for the rest of the batch.
         """
         file, index, lineage = self._open_files()
-        keep = max(0, last_to_keep - self.first + 1)
-        if keep < self.next_id - self.first:
-            self.size_bytes = int(self.bounds(self.first + keep, self.first + keep)[0])
-            self.next_id = TransactionId(self.first + keep)
+        kept_count = max(0, last_to_keep - self.first + 1)
+        if kept_count < self.next_id - self.first:
+            self.size_bytes = int(self.bounds(self.first + kept_count, self.first + kept_count)[0])
+            self.next_id = TransactionId(self.first + kept_count)
         self._records_dirty = True
         self._lineage_dirty = True
         file.truncate(self.size_bytes)
@@ -562,17 +562,17 @@ class Segment:
 
     def _has_index_of_hole(self, pieces: Sequence[tuple[int, int]], offset: int, end: int) -> bool:
         """Whether the index has ascending offsets for a hole from `offset` to `end`."""
-        before = offset - 1
+        previous_offset = offset - 1
         for piece_position, size in pieces:
             starts = self.index.try_read(piece_position, size)
-            is_rising = starts.size == size and before < starts[0]
+            is_rising = starts.size == size and previous_offset < starts[0]
             # Compare instead of subtracting: the difference may not fit into 64 bits.
             if not is_rising or not (starts[1:] > starts[:-1]).all():
                 return False
-            if before == offset - 1 and starts[0] != offset:
+            if previous_offset == offset - 1 and starts[0] != offset:
                 return False
-            before = int(starts[-1])
-        return before < max(end, offset + 1)
+            previous_offset = int(starts[-1])
+        return previous_offset < max(end, offset + 1)
 
     def _has_index_of(self, transaction_id: TransactionId, file_size: int) -> bool:
         start = self.index.read(transaction_id - self.first, 1)

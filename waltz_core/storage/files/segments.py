@@ -214,10 +214,10 @@ class Segments:
         Their creation failed after the file had its final name.
         """
         names = self._disk.list(self.directory)
-        unfinished = [
+        unfinished_ids = [
             first for first in map(first_id_in_name, names) if first not in {None, *self._firsts}
         ]
-        for first in unfinished:
+        for first in unfinished_ids:
             assert first is not None
             header = self._header_template._replace(first=first)
             Segment(self._disk, self.directory, header).remove()
@@ -373,8 +373,8 @@ class Segments:
                 return self.all[index].lineage.entry(position - 1)
             index -= 1
             position = self.all[index].lineage.count if index >= 0 else 0
-        before = TransactionId(self.all[0].first - 1)
-        return LineageEntry(before, before, SessionId(0), 0, self.oldest_chain())
+        last_before = TransactionId(self.all[0].first - 1)
+        return LineageEntry(last_before, last_before, SessionId(0), 0, self.oldest_chain())
 
     def oldest_chain(self) -> Chain:
         """Return the chain hash before the first batch of the oldest segment."""
@@ -548,7 +548,7 @@ def first_invalid_record(
     """Return the index of the first record that is incomplete, wrong or in the wrong place."""
     count, size = _size_before_short_record(lengths)
     run = memoryview(records)[:size]
-    invalid = [
+    invalid_positions = [
         position
         for position in (
             raw_records.first_bad_record(run, lengths[:count]),
@@ -556,8 +556,8 @@ def first_invalid_record(
         )
         if position is not None
     ]
-    if invalid:
-        return min(invalid)
+    if invalid_positions:
+        return min(invalid_positions)
     return count if count < lengths.size else None
 
 
@@ -570,6 +570,6 @@ def _size_before_short_record(lengths: I64) -> tuple[int, int]:
                 return count, size
             size += length
         return int(lengths.size), size
-    short = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
-    count = int(short[0]) if short.size else int(lengths.size)
+    short_positions = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
+    count = int(short_positions[0]) if short_positions.size else int(lengths.size)
     return count, int(lengths[:count].sum())

@@ -335,7 +335,7 @@ class _LogOpening:
         """
         header = self._header_template._replace(first=first)
         lineage = self._open_lineage(header)
-        rebuilt = lineage is None
+        is_rebuilt = lineage is None
         if lineage is None:
             if not self._is_adopting:
                 self._mark_suspect()
@@ -356,7 +356,7 @@ class _LogOpening:
             # The preceding segment may have lost its last batches.
             self._rebuilt_segments.extend(self.opened[-2:-1])
         end = segment.lineage.trim_invalid()
-        if rebuilt:
+        if is_rebuilt:
             self._rebuilt_segments.append(segment)
         return segment, end
 
@@ -443,8 +443,8 @@ class _LogOpening:
     def _last_complete(self, segments: Segments) -> TransactionId:
         """Return the last ID above the marker whose record is where the index states."""
         current = segments.current
-        lowest = max(current.first, self._marker_id + 1, current.last - _TORN_RECORDS_MAX)
-        for candidate_id in range(current.last, lowest - 1, -1):
+        lowest_id = max(current.first, self._marker_id + 1, current.last - _TORN_RECORDS_MAX)
+        for candidate_id in range(current.last, lowest_id - 1, -1):
             with suppress(ChecksumMismatch):
                 if (
                     segments.record_crcs(TransactionId(candidate_id), TransactionId(candidate_id))
@@ -502,8 +502,8 @@ class _LogOpening:
         """Return the last batch end up to which all batches after `last_trusted` are valid."""
         end = last_trusted
         try:
-            after = TransactionId(last_trusted + 1)
-            chain, batches = segments.entries(after, after, 1)
+            first_untrusted = TransactionId(last_trusted + 1)
+            chain, batches = segments.entries(first_untrusted, first_untrusted, 1)
             end = TransactionId(batches[0].first - 1) if batches else self._lineage_end_id(segments)
             for entry in segments.entries_from(TransactionId(end + 1)):
                 if entry.last > segments.last_id or not self._is_batch_valid(

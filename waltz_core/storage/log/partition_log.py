@@ -457,9 +457,9 @@ class PartitionLog:
                 "session, found another one"
             )
         self._check_session(session)
-        covers = last_to_keep < self.max_id and self._covered_records.must_cover_records()
+        covers_records = last_to_keep < self.max_id and self._covered_records.must_cover_records()
         if last_to_keep < self.start.transaction_id or (
-            last_to_keep < self.slot.low_water_mark and not covers
+            last_to_keep < self.slot.low_water_mark and not covers_records
         ):
             raise DataLoss(
                 f"partition {self.partition_id}: cannot truncate after transaction "
@@ -472,7 +472,7 @@ class PartitionLog:
                 f"transaction {base}, found "
                 f"{found_chain.hex() if found_chain is not None else 'no batch end there'}"
             )
-        if covers:
+        if covers_records:
             self._covered_records.cover(last_to_keep)
         else:
             files.sync()

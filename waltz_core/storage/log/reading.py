@@ -270,13 +270,13 @@ class LogReader:
             if first < damaged.first < end_id:
                 end_id = damaged.first
         if whole_batches and end_id <= self._segments.last_id:
-            entry, after = (
+            entry, entry_at_end = (
                 self._segments.entry_of(first),
                 self._segments.entry_of(TransactionId(end_id)),
             )
             assert entry is not None
-            assert after is not None
-            end_id = max(entry.last + 1, after.first)
+            assert entry_at_end is not None
+            end_id = max(entry.last + 1, entry_at_end.first)
         return TransactionId(end_id - 1)
 
     def read_headers(

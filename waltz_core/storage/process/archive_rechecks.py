@@ -36,10 +36,12 @@ async def recheck(
     loop = asyncio.get_running_loop()
     for location in access.damaged_locations:
         partition_id, first = location
-        mark = marks.get(PartitionId(partition_id))
-        if mark is None or first > mark.last:
+        archived_mark = marks.get(PartitionId(partition_id))
+        if archived_mark is None or first > archived_mark.last:
             continue
-        read = partial(access.find_damage_at, location, mark.manifest, mark.manifest_crc)
+        read = partial(
+            access.find_damage_at, location, archived_mark.manifest, archived_mark.manifest_crc
+        )
         try:
             damage = await loop.run_in_executor(threads, read)
         except WaltzError:

@@ -122,11 +122,11 @@ class ServedReplicas:
     @property
     def unserved_reasons(self) -> dict[str, str]:
         """The error of each partition that should be served but is not, by partition."""
-        failed = self._engine.open_errors
+        open_errors = self._engine.open_errors
         return {
-            str(partition_id): str(failed[partition_id])
+            str(partition_id): str(open_errors[partition_id])
             for partition_id in self.unserved_partitions
-            if partition_id in failed
+            if partition_id in open_errors
         }
 
     def _wanted_partitions(self) -> tuple[PartitionId, ...]:
@@ -292,9 +292,9 @@ class ServedReplicas:
 
     async def _drop_partition(self, partition_id: PartitionId) -> None:
         """Stop serving a partition; its files stay open until administration changes them."""
-        idle = self._idle_events[partition_id] = asyncio.Event()
+        idle_event = self._idle_events[partition_id] = asyncio.Event()
         self._post(service.PartitionDropped(partition_id))
-        await idle.wait()
+        await idle_event.wait()
         del self._idle_events[partition_id]
         del self.logs[partition_id]
         self._on_dropped(partition_id)

@@ -484,9 +484,9 @@ class StorageDaemon:
 
     async def _until_one_of(self, events: Sequence[asyncio.Event], tasks: TaskGroup) -> None:
         """Wait for one of the events; raise the error if one stops the process first."""
-        waiting = tasks.create_task(_wait_for_one_of(events))
-        await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        waiting_task = tasks.create_task(_wait_for_one_of(events))
+        await asyncio.wait((waiting_task, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        waiting_task.cancel()
         if self._failure.done():
             self._failure.result()
 

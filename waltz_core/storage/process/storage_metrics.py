@@ -64,11 +64,11 @@ class StorageMetrics:
 
     def register_log(self, log: PartitionLog) -> None:
         """Register the gauges of a partition's log; they read the current state when queried."""
-        where = {"partition": log.partition_id}
+        labels = {"partition": log.partition_id}
         set_source = self._metrics.set_source
-        set_source("waltz_storage_last_transaction", lambda: log.synced_max, **where)
-        set_source("waltz_storage_low_water_mark", lambda: log.low_water_mark, **where)
-        set_source("waltz_storage_damaged_transactions", lambda: count_ids(log.damaged), **where)
+        set_source("waltz_storage_last_transaction", lambda: log.synced_max, **labels)
+        set_source("waltz_storage_low_water_mark", lambda: log.low_water_mark, **labels)
+        set_source("waltz_storage_damaged_transactions", lambda: count_ids(log.damaged), **labels)
 
     def count(self, work: Work, result: WorkResult) -> None:
         """Count the results of a piece of work."""

@@ -289,8 +289,10 @@ class AdminService:
     # ------------------------------------------------------------------ requests
 
     def _create_script(self, message: AdminMessage) -> Script:
-        make: Callable[..., Script] = self._script_makers.get(type(message), self._reject_kind)
-        return make(message)
+        make_script: Callable[..., Script] = self._script_makers.get(
+            type(message), self._reject_kind
+        )
+        return make_script(message)
 
     def _reject_kind(self, message: AdminMessage) -> Script:
         yield from ()

@@ -116,15 +116,19 @@ class ArchiveReads:
             return error
         if not isinstance(message, RangeRaw | LineageRequest) or _is_copy(message):
             return error
-        mark = self.marks.get(PartitionId(message.partition_id))
-        if mark is not None and _needed_id(message) <= mark.last and _is_form_supported(message):
-            return self._query(ArchiveQuery(request, mark, error))
-        if mark is None and isinstance(error, BeforeLogStart):
+        archived_mark = self.marks.get(PartitionId(message.partition_id))
+        if (
+            archived_mark is not None
+            and _needed_id(message) <= archived_mark.last
+            and _is_form_supported(message)
+        ):
+            return self._query(ArchiveQuery(request, archived_mark, error))
+        if archived_mark is None and isinstance(error, BeforeLogStart):
             reason = "but the server that owns the partition has not sent the archived mark yet"
             if not self._has_archive:
                 reason = "but this storage has no setting `archive_url`"
             return ArchiveUnavailable(f"{error}; earlier transactions are in the archive, {reason}")
-        if mark is None and self._has_archive and isinstance(message, RangeRaw):
+        if archived_mark is None and self._has_archive and isinstance(message, RangeRaw):
             reason = (
                 "the server that owns the partition has not reported yet whether the archive "
                 "has these records"
@@ -195,15 +199,15 @@ def answer_from_archive(reader: RangeReader, read: ArchiveQuery) -> WorkOutcome:
 
 def _read_error(log_error: WaltzError, archive_error: WaltzError) -> WaltzError:
     """Return the error for the reader; its cause is the error of the archive (rule 5)."""
-    text, kind = str(archive_error), type(archive_error)
+    text, error_class = str(archive_error), type(archive_error)
     if isinstance(log_error, ChecksumMismatch):
         text = f"{log_error}; in the archive: {text}"
     if isinstance(archive_error, ARCHIVE_DAMAGE_ERRORS):
         text = f"{text}. {_HINT}"
-        kind = type(log_error) if isinstance(log_error, ChecksumMismatch) else kind
+        error_class = type(log_error) if isinstance(log_error, ChecksumMismatch) else error_class
     elif not isinstance(log_error, ChecksumMismatch):
         return archive_error
-    read_error = kind(text)
+    read_error = error_class(text)
     read_error.__cause__ = archive_error
     return read_error
 

@@ -78,9 +78,9 @@ class Retention:
         for partition_id, size in self._sizes.items():
             if size is None:
                 return self._begin(partition_id, removes_oldest=False)
-        chosen = self._next_removal()
-        if chosen is not None:
-            return self._begin(chosen, removes_oldest=True)
+        chosen_partition = self._next_removal()
+        if chosen_partition is not None:
+            return self._begin(chosen_partition, removes_oldest=True)
         self._sizes = dict.fromkeys(self._sizes)
         self._due_ms = now_ms + INTERVAL_MS if self._marks else None
         return None

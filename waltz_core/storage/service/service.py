@@ -412,15 +412,15 @@ class StorageService:
                 "unknown, because a control slot was lost. Hint: the replica accepts "
                 f"sessions from {promise.session_id + 1} on."
             )
-        requested = Promise(session, message.nonce)
-        if session <= promise.session_id and requested != promise:
+        requested_promise = Promise(session, message.nonce)
+        if session <= promise.session_id and requested_promise != promise:
             raise SessionFenced(
                 f"partition {message.partition_id}: store session {session} is rejected, "
                 f"because the replica has promised session {promise.session_id} to another "
                 "server"
             )
         error: WaltzError = SessionFenced(f"a later store session, {session}, was prepared")
-        if requested == promise:  # rule 10
+        if requested_promise == promise:  # rule 10
             error = ConnectionSuperseded(
                 f"a later connection of the same server, for store session {session}, has "
                 "replaced this one"
@@ -428,7 +428,7 @@ class StorageService:
             if lane.owner is not None and request.connection < lane.owner:
                 raise error
         # Set the promise first: rejected owners must receive this session in the error.
-        lane.promise = requested
+        lane.promise = requested_promise
         self._fence(lane, error, keep=request.connection)
         lane.owner = request.connection
         self._queue_request(lane, lane.writes, request)
@@ -684,8 +684,8 @@ class StorageService:
             lane.engaged_session = SessionId(message.session_id)
         elif isinstance(message, SetArchived):
             self._archive_reads.set_mark(message)
-            mark = AckedMarker(TransactionId(message.last), Chain(message.chain))
-            self._retention.on_archived(partition_id, mark, now_ms)
+            archived_mark = AckedMarker(TransactionId(message.last), Chain(message.chain))
+            self._retention.on_archived(partition_id, archived_mark, now_ms)
         elif isinstance(answer, Prepared):
             lane.prepared_max = TransactionId(answer.synced_max)
         elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:

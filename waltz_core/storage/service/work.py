@@ -309,8 +309,8 @@ def _append_group(
     clock_s: Callable[[], float],
 ) -> None:
     """Write all appends, sync once, and answer all of them (group commit)."""
-    written: list[AppendRaw] = []
-    rejected: WaltzError | None = None
+    written_appends: list[AppendRaw] = []
+    rejection: WaltzError | None = None
     for request in requests:
         append = request.message
         assert isinstance(append, AppendRaw)
@@ -319,18 +319,18 @@ def _append_group(
         except DiskFailed:
             raise
         except WaltzError as error:
-            rejected = error
+            rejection = error
             break
-        written.append(append)
-    if written:
+        written_appends.append(append)
+    if written_appends:
         started_s = clock_s()
         synced_max = log.sync()
         result.sync_s = clock_s() - started_s
-        log.lock_file.append([append.locks for append in written if append.locks])
-        for append in written:
+        log.lock_file.append([append.locks for append in written_appends if append.locks])
+        for append in written_appends:
             result.outcomes.append(_append_answer(append, synced_max, result))
-    if rejected is not None:
-        result.outcomes += [rejected] * (len(requests) - len(written))
+    if rejection is not None:
+        result.outcomes += [rejection] * (len(requests) - len(written_appends))
 
 
 def _append_answer(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
