@@ -18,20 +18,20 @@ Rules (docs/decisions/047, AR 16):
        collection deletes nothing. Such a file has one of three causes: ZooKeeper was rolled back,
        another cluster uses the archive, or a later owner has fenced this owner.
     5. A file whose name contains no attempt (`file_names.py`) is counted, but not deleted.
-    6. A replaced manifest is kept for `REPLACED_GRACE_MS` after the next version was written:
-       clients and lagging replicas may have only the name of the replaced manifest. After this
-       time, they find that the file is missing, and need the name of the present manifest
-       (`reader.py`, rule 3).
+    6. A replaced manifest is kept for `REPLACED_GRACE_MS` after the next version was written.
+       During this time, clients and lagging replicas may still use its name. After this time, they
+       find that the file is missing, and need the name of the present manifest (`reader.py`,
+       rule 3).
     7. While a restored cluster uses objects of this cluster (`pins.py`), no object is deleted. The
        restored cluster may list objects that expiry has removed from this cluster's manifest. A
        restore may begin during a collection, so the pins are read again before each object is
        deleted.
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
     9. The collection deletes nothing if a later session has written a lower version of the manifest
-       than an earlier session: for example, session 5 version 12, and session 6 version 10. Each
-       owner continues from the recorded manifest, so this happens only if ZooKeeper was rolled
-       back. Backups may list objects of the higher version. The files stay, and so does the sign of
-       the rollback, until an operator deletes the manifest.
+       than an earlier session. Example: session 5 has written version 12, and session 6 version 10.
+       Each owner continues from the recorded manifest, so this happens only if ZooKeeper was rolled
+       back. Backups may list objects of the higher version. All files stay, as a sign of the
+       rollback, until an operator deletes the manifest.
 
 The collection of a fenced owner may still run while a later owner works. It deletes no file that
 the later owner needs:

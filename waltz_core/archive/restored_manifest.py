@@ -9,9 +9,8 @@ Rules (docs/decisions/055):
        - If the caller allows it, the oldest objects may be missing, because expiry has deleted them
          after the backup. In this case the restored partition begins after them.
        - If an object is missing or corrupt, another object with the same IDs and chain hash is used
-         instead: the cluster of the backup may have replaced the object after the backup. The
-         cluster writes a replacement below its own key, even if the old object is below the key of
-         another cluster.
+         instead. The cluster of the backup may have written this replacement after the backup. It
+         is below the cluster's own key, even if the old object is below the key of another cluster.
        An object is read, to find corruption, only if another object with the same IDs exists.
     3. The end of the restored partition is a batch end. The object that contains this end is read.
        Its hash chain is verified from the first to the last batch, and must match the manifest. So

@@ -176,8 +176,9 @@ class ArchiveStore:
     def _open(self, name: str, operation: str) -> Any:  # noqa: ANN401 - as pyarrow's
         """Open a file for reads (rule 4).
 
-        If the store has no file of the cluster at all, the archive is not damaged, but unavailable:
-        its directory is not mounted, the bucket is missing, or the URL belongs to another archive.
+        If the store has no file of the cluster at all, raise ArchiveUnavailable instead of
+        ObjectMissing. In this case, the archive is not damaged: its directory is not mounted, the
+        bucket is missing, or the URL belongs to another archive.
         """
         try:
             with _translate_errors(operation, self._full_path(name)):

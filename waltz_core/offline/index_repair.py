@@ -6,11 +6,12 @@ a simulated `Disk` loses power at every step.
 Rules:
     1. The new index is written completely under another name, synced, and renamed over the old
        index. The directory is synced last. A crash leaves the old index or the new index.
-    2. No index is written if the present index is already correct, or if the segment's header does
-       not match its name: an operator must examine the segment first.
-    3. If a record is unreadable, its old index entry is kept if the entry is plausible: the entry
-       may be the only information about the record's position. Otherwise the new entry contains the
-       offset at which the damage begins.
+    2. No index is written if the present index is already correct. No index is written, either, if
+       the segment's header does not match its name, because an operator must examine the segment
+       first.
+    3. The old index entry of an unreadable record is kept if it is plausible. This entry may be the
+       only information about the record's position. Otherwise the new entry contains the offset at
+       which the damage begins.
 """
 
 from collections.abc import Iterator
@@ -98,8 +99,12 @@ def hold_exclusive_locks(disk: Disk, path: Path) -> Iterator[None]:
                 continue
             file = disk.open(directory / name)
             locks.callback(file.close)
-            is_old = name == CONTROL_NAME
-            if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_old else file.lock_whole_file()):
+            is_control_file = name == CONTROL_NAME
+            if not (
+                file.lock_range(0, CONTROL_HEADER_BYTES)
+                if is_control_file
+                else file.lock_whole_file()
+            ):
                 raise DiskFailed(
                     f"{directory}: another process, such as a storage, uses the directory "
                     f"and holds the lock on {name}. Hint: stop that process first."

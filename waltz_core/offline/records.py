@@ -6,9 +6,9 @@ that stopped at the first wrong byte would find only one fault.
 Rules:
     1. A `RecordRun` contains consecutive records with the expected IDs. The caller verifies their
        checksums if it needs to.
-    2. Between two runs there may be a `Gap`: bytes that are not a record, or a record that has a
-       wrong CRC and does not end where another record begins. A gap ends at the next record with a
-       valid CRC.
+    2. Between two runs there may be a `Gap`. It begins with bytes that are not a record, or with a
+       record that has a wrong CRC and does not end where another record begins. It ends at the next
+       record with a valid CRC.
     3. At most a few blocks of a file are in memory at any time.
 """
 

@@ -4,9 +4,9 @@ These files state what the logs must contain. So they are read first, and compar
 afterwards.
 
 Rules:
-    1. Each partition has two structures in the control file, and two slots in its own file. If one
-       of the two is wrong, it is reported, and the check uses the other one, as a start of the
-       storage does.
+    1. Each partition has two structures in the control file, and two slots in its own file. A wrong
+       structure or slot is reported. The check then uses the second structure or slot, as a start
+       of the storage does.
     2. The structure in the 0.13 control file is written after the slot, so after a crash it may be
        older than the slot. Its marks may be higher, because a truncation does not lower them. A
        write of 0.13 has happened only if the structure has a greater sequence than the slot states,

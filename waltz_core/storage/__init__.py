@@ -24,11 +24,11 @@ Durability (what each call makes durable before it returns):
       or the log closes. The acked marker moves at most once a second.
     - `set_low_water_mark`, `engage`, `truncate`, `repair`: their changes, on return.
 
-After a crash, the storage trusts all bytes that are known to have been synced: the bytes up to the
-acked marker, and up to the synced ID that a batch entry states. If such bytes are unreadable, they
-are damage. If they are missing, the replica is suspect. After these bytes, a batch is trusted if it
-is complete, has its entry and matches the hash chain. All other bytes were never acknowledged, and
-a crash may have written only some of their sectors.
+After a crash, the storage trusts all bytes that are known to have been synced. The acked marker and
+the synced IDs in batch entries show which bytes these are. If such bytes are unreadable, they are
+damage. If they are missing, the replica is suspect. After these bytes, a batch is trusted if it is
+complete, has its entry and matches the hash chain. All other bytes were never acknowledged, and a
+crash may have written only some of their sectors.
 
 Known limit: if the last group of appends that was synced before a crash is corrupted later, it
 looks like a torn tail, and the storage truncates it. A quorum of other replicas has the

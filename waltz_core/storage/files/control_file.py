@@ -8,8 +8,8 @@ Rules:
        on, the written copy is the current copy.
     2. While the storage runs, it holds an exclusive lock on bytes 0..127 of `waltz-storage.ctl`.
        Waltz 0.13 uses the same lock (docs/design/disk-format.md 2).
-    3. Partitions share no state in the control file, so each partition may be written by another
-       thread. The threads share syncs: a sync serves all threads that have written before it began.
+    3. Partitions share no state in the control file, so several threads may write the state of
+       different partitions. They share syncs: a sync serves all threads that have written before.
        If a sync fails, these threads and all later threads receive the error. The system reports a
        failed sync only once, but the lost bytes may belong to many partitions.
     4. If only one slot of a partition is valid, it may be the older slot, and a promise may be

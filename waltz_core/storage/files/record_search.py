@@ -5,10 +5,10 @@ This code only recognizes records. The caller decides which of them belong to th
 Rules:
     1. Bytes are a record if their ID, length and CRC match. The position alone proves nothing.
     2. A *hole* is a range of bytes that are not records. After a hole, there may be several
-       candidates for the next record: a misdirected write leaves valid records in wrong places, and
-       the data of a record may contain other records. The search prefers the first candidate at the
-       position that the index states. An earlier candidate wins only if it is followed by valid
-       records up to this position, without a gap.
+       candidates for the next record. The reasons: a misdirected write leaves valid records in
+       wrong places, and the data of a record may contain other records. The search prefers the
+       first candidate at the position that the index states. An earlier candidate wins only if
+       valid records follow it up to this position, without a gap.
     3. The tail of the last segment may be truncated, so bytes that the disk cannot read are an
        error there. In older segments, they count as a hole (`PartlyReadableFile`) if the index is
        readable. Without the index, a candidate after the hole may be inside a record's data.

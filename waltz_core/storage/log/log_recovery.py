@@ -6,9 +6,9 @@ of a replica are made by a store session; only this code decides without a sessi
 Rules:
     1. The intent of a truncation is carried out before any other check.
     2. Bytes that are known to have been synced are never truncated. If such bytes are wrong, they
-       are damage. If they are missing, the replica is suspect. They end at the highest of three
-       IDs: the acked marker, the synced ID in the entry of a later batch, and the end of the last
-       batch in the older segments.
+       are damage. If they are missing, the replica is suspect. These bytes end at the acked marker,
+       the greatest synced ID in a batch entry, or the last batch in the older segments, whichever
+       is last.
     3. After these bytes, a record belongs to the log if its batch is complete, has an entry, and
        matches the hash chain. All other bytes were never acknowledged: a crash may have written
        only some of their sectors. They are truncated, except in the cases of rule 4.
@@ -40,13 +40,13 @@ Rules:
        in between would leave files without any sign of an error.
     7. Bytes that a killed process has written may be readable, but not durable. So these bytes and
        the file names are synced before they are trusted. Bytes that no marker or entry covers are
-       also written again before the sync: after a failed sync, the page cache may contain bytes
-       that the disk does not have, and treats them as clean. For an index, only the marker shows
-       which bytes are durable.
-    8. If the directory of a partition is missing or empty, but the control file has a session for
-       the partition, the log and its promise are lost. The new log is empty and suspect, and
-       rejects sessions as in rule 5. The first slot of the new log contains this state. If a log is
-       deleted on purpose, the control file is cleared first (`removal.py`).
+       also written again before the sync. The reason: after a failed sync, the page cache may
+       contain bytes that the disk does not have, and treats them as clean. For an index, only the
+       marker shows which bytes are durable.
+    8. A log and its promise are lost if its directory is missing or empty, although the control
+       file has a session of the partition. The new log is empty and suspect, and rejects sessions
+       as in rule 5. The first slot of the new log contains this state. If a log is deleted on
+       purpose, the control file is cleared first (`removal.py`).
     9. A storage may open a thousand logs, so an opening omits unnecessary syncs. It does not sync
        the files that it has created, or records and index up to the marker: they are durable. It
        does not sync the newer slot if a crash may return to the older slot without harm

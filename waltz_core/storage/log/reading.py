@@ -11,8 +11,8 @@ Rules:
     5. A reader on this machine may receive file positions instead of records. Such a reader does
        the checks of rule 1 itself, and requests wrong records again through the storage
        (`client/read/local_reader.py`).
-    6. A read that looks for damage first drops the records from the page cache, which may have the
-       right bytes although the bytes on the disk are wrong.
+    6. A read that looks for damage first drops the records from the page cache. The page cache may
+       contain the right bytes although the bytes on the disk are wrong.
 """
 
 from collections.abc import Callable, Sequence

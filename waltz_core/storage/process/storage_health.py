@@ -3,8 +3,8 @@
 Rules:
     1. Known damage that waits for its repair is reported, but does not make the storage unhealthy.
     2. A storage with a full disk is not healthy, but ready: it answers readers and owners.
-    3. A disk that hangs blocks neither the event loop nor a page: the disk is reported with an
-       error after `DISK_STATUS_S_MAX`, and no further query of it begins.
+    3. A disk that hangs blocks neither the event loop nor a page. After `DISK_STATUS_S_MAX`, the
+       disk is reported with an error. No further query of the disk begins before the first ends.
 """
 
 import asyncio

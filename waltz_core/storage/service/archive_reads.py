@@ -1,12 +1,11 @@
 """Answers requests for records that only the archive has, because they were removed or damaged.
 
 Rules (docs/decisions/054):
-    1. The log is read first. The archive is read if two conditions hold: the log has removed the
-       records, or they are damaged; and the request begins at or below the session's archived mark.
-    2. The archive is read with the mark and manifest that the session's owner has sent (AR 9), and
-       only if the log has the same chain hash at the mark. Otherwise the archive may belong to
-       another log, for example after a rollback of ZooKeeper, and its records must not be returned
-       as records of this log.
+    1. The log is read first. If the log has removed the records, or they are damaged, the archive
+       is read. The request must begin at or below the session's archived mark.
+    2. The archive is read with the mark and manifest that the session's owner has sent (AR 9). The
+       log must have the same chain hash at the mark. Otherwise the archive may belong to another
+       log, for example after a rollback of ZooKeeper.
     3. If the owner requests whole batches, it wants to copy them to another replica. Such a copy
        begins above the archived mark (AR 13), so the archive is not read.
     4. A request that waits for the archive does not wait in its partition's lane. It is answered

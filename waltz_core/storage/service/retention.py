@@ -5,8 +5,8 @@ This file only chooses segments. `service.py` runs the pieces in the partitions'
 
 Rules:
     1. A round measures all logs, one after the other. After that, segments are removed, one at a
-       time: first segments over the age limit, then segments of the largest log, until all logs
-       together are within the size limit.
+       time. First, segments over the age limit are removed. Then segments of the largest log are
+       removed, until all logs together are within the size limit.
     2. The archived mark of a partition belongs to the present session. It is in memory only (AR 9).
     3. A round begins when a mark was set, and `INTERVAL_MS` after the last round. If no limit is
        set, there is no round. If a mark is set during a round, only the log of this mark is

@@ -16,9 +16,9 @@ Rules:
     6. If the control file has a greater sequence than the slot states, Waltz 0.13 has written to
        the directory (`format.Slot`). So before this version writes to the control file, it writes
        the new sequence to the slot.
-    7. File names are made durable before the content of the files is trusted: the process that
-       created the files may have been killed before it synced them. One sync covers the directories
-       of all partitions.
+    7. File names are made durable before the content of the files is trusted. The process that has
+       created the files may have been killed before it synced their names. One sync covers the
+       directories of all partitions.
     8. If the files of an open partition were deleted or replaced, this process does not open the
        partition again until administration has emptied or removed it. The new files may lack a
        promise, which the opened log still has.
