@@ -1,10 +1,13 @@
 """The names of the files in an archive.
 
-Below the URL of the store, a partition has `CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet`
-and `CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`. The name of a page of a manifest ends with
-`-page.json`. P is the partition, CLUSTER is the cluster key, and N is the number of the owner's
-attempt. So each name occurs once (docs/decisions/047, AR 2), and shows which owner has requested
-the file.
+Below the URL of the store, the files of a partition have these names:
+
+    CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet     an object
+    CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json         the head of a manifest
+    CLUSTER/P/manifests/VERSION-SESSION-NONCE-N-page.json    a page of a manifest
+
+CLUSTER is the cluster key, P is the partition, and N is the number of the owner's attempt. So each
+name occurs once (docs/decisions/047, AR 2), and shows which owner has requested the file.
 
 If the store is a directory, a file has the suffix `.tmp` until it is complete.
 """

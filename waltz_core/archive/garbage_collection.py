@@ -29,9 +29,9 @@ Rules (docs/decisions/047, AR 16):
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
     9. The collection deletes nothing if a later session has written a lower version of the manifest
        than an earlier session. Example: session 5 has written version 12, and session 6 version 10.
-       Each owner continues from the recorded manifest, so this happens only if ZooKeeper was rolled
-       back. Backups may list objects of the higher version. All files stay, as a sign of the
-       rollback, until an operator deletes the manifest.
+       The version of a manifest is one above the recorded version, so this happens only if
+       ZooKeeper was rolled back. Then backups may list objects of version 12. All files stay, and
+       so the rollback can be detected, until an operator deletes the manifest with version 12.
 
 The collection of a fenced owner may still run while a later owner works. It deletes no file that
 the later owner needs:

@@ -1,8 +1,8 @@
 """The index of an archive object in memory: its batches with their chain hashes, and row groups.
 
 The chain hash before a range is computed from all batches before the range. So a single range
-cannot be verified without the index. The index is created when an object is opened, from those
-columns of the object that are needed for the chain hashes.
+cannot be verified without the index. The index is created once, when an object is opened, from the
+columns with the record CRCs and the batches.
 """
 
 from typing import Any, Final, NamedTuple

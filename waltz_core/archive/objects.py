@@ -16,8 +16,8 @@ Rules (docs/decisions/047):
        object is not damaged.
     6. PyArrow's threads never read a Python file: if such a thread releases the file while the
        process exits, the process aborts. So the threads read `StoreFile.native`, a file of PyArrow.
-       Its errors do not show whether the store has failed or the object is damaged. So a failed
-       read is repeated without threads, which raises the right error (rule 5).
+       The errors of this file do not show whether the store has failed or the object is damaged.
+       So a failed read is repeated without threads, which raises the right error (rule 5).
 """
 
 import json
@@ -72,8 +72,8 @@ _REQ_ID_COLUMNS: Final = {
 }
 # Columns with statistics for pruning; statistics of payloads and checksums would only cost space.
 _STATISTICS_COLUMNS: Final = ["transaction_id", "commit_time", "header"]
-# The columns from which the hash chain is verified. They are adjacent in each row group. The IDs
-# are not needed: they are consecutive.
+# The columns for an index of the object: its batches, and the record CRCs for the hash chain. They
+# are adjacent in each row group. The IDs are not needed, because they are consecutive.
 _INDEX_COLUMNS: Final = ["record_crc", "commit_time", "session_id", "batch_first", "batch_last"]
 _ASCENDING_COLUMNS: Final = ("transaction_id", "sequence", "batch_first", "batch_last")
 _READ_ERRORS: Final = (

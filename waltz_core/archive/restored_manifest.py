@@ -5,13 +5,15 @@ lists them in a new manifest.
 
 Rules (docs/decisions/055):
     1. The saved manifest is verified (`saved_manifest.py`).
-    2. Each object must exist and be intact, with two exceptions:
+    2. Each object must exist, with two exceptions:
        - If the caller allows it, the oldest objects may be missing, because expiry has deleted them
          after the backup. In this case the restored partition begins after them.
-       - If an object is missing or corrupt, another object with the same IDs and chain hash is used
-         instead. The cluster of the backup may have written this replacement after the backup. It
-         is below the cluster's own key, even if the old object is below the key of another cluster.
-       An object is read, to find corruption, only if another object with the same IDs exists.
+       - The cluster of the backup may have replaced a corrupt object after the backup. So if an
+         object is missing or corrupt, another object with the same IDs and chain hash is used
+         instead. This replacement is below the cluster's own key, even if the old object is below
+         the key of another cluster.
+       Corrupt objects are found only if another object with the same IDs exists. Otherwise the
+       object is not read.
     3. The end of the restored partition is a batch end. The object that contains this end is read.
        Its hash chain is verified from the first to the last batch, and must match the manifest. So
        the chain hash at the end is the chain hash of the source's log.

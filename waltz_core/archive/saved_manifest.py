@@ -1,7 +1,8 @@
 """The files of a manifest in a backup.
 
-A backup needs them because a cluster deletes manifests that it has replaced. Each file must have
-the CRC-32 that ZooKeeper or the head states, and the objects must follow one another.
+A backup contains these files, because a cluster deletes manifests that it has replaced. The head
+must have the CRC-32 that ZooKeeper states, and each page the CRC-32 that the head states. The
+objects must be consecutive.
 """
 
 from itertools import pairwise

@@ -4,8 +4,8 @@ A check adds findings; `VerificationFindings` counts and limits them.
 
 Rules:
     1. An error (`is_error`) is a state that no storage leaves on its disk, not even after a crash.
-       A note is a state that the next start of the storage handles, such as the traces of a crash
-       or a change that was begun.
+       All other findings are notes. Most notes describe a state that the storage handles by itself,
+       such as the traces of a crash, or a change that was begun.
     2. The first `limit` findings are kept; the others are only counted.
 """
 

@@ -105,7 +105,8 @@ class ControlInfo(NamedTuple):
 class ControlEntry(NamedTuple):
     """The control file's entry of one partition.
 
-    `current` is the index of the valid structure with the greater sequence; None if there is none.
+    `current` is the index of the valid structure with the greater sequence. It is None if no
+    structure is valid, or if both have the same sequence.
     """
 
     number: int
@@ -115,7 +116,7 @@ class ControlEntry(NamedTuple):
 
     @property
     def info(self) -> ControlInfo | None:
-        """The current structure; None if neither is valid."""
+        """The current structure; None if there is none."""
         return None if self.current is None else self.infos[self.current]
 
 

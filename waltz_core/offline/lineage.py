@@ -1,7 +1,7 @@
 """Compares the batches of a partition with the hash chain of its records.
 
-Records and batches are stored in different files, and a batch may begin in an earlier segment than
-it ends. `ChainCheck` receives the records in order, and reads batch entries when it needs them.
+Records and batches are stored in different files, and a batch may begin in one segment and end in a
+later one. `ChainCheck` receives the records in order, and reads batch entries when it needs them.
 
 Rules:
     1. The chain hash after a batch is a BLAKE2b hash of 16 bytes. It covers the chain hash before

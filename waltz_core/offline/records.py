@@ -114,7 +114,7 @@ def walk_records(
 
 
 def _read_run(file: ReadableFile, expected_id: int, offset: int, size: int) -> RecordRun:
-    """Return the records of one block, up to one that another record or the file's end follows."""
+    """Return the consecutive records of one block, without a last record of a wrong length."""
     end = _record_end(file, expected_id, offset, size)
     data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
     bounds = _record_bounds(data, expected_id)
@@ -122,8 +122,8 @@ def _read_run(file: ReadableFile, expected_id: int, offset: int, size: int) -> R
         end = offset + bounds[-1]
         is_continued = end == size or _record_end(file, expected_id + len(bounds) - 1, end, size)
         # If no record follows the run, there are two cases. Either the following record is broken,
-        # or the last record of the run has a wrong length. Only in the second case, the CRC of the
-        # last record is wrong.
+        # or the last record of the run has a wrong length. In the second case, the CRC of the last
+        # record is wrong, too.
         if not is_continued and not has_valid_crc(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
     return RecordRun(expected_id, offset, data, bounds)

@@ -5,13 +5,14 @@ afterwards.
 
 Rules:
     1. Each partition has two structures in the control file, and two slots in its own file. A wrong
-       structure or slot is reported. The check then uses the second structure or slot, as a start
-       of the storage does.
+       structure or slot is reported. The check then uses the valid one of the two, as a start of
+       the storage does.
     2. The structure in the 0.13 control file is written after the slot, so after a crash it may be
-       older than the slot. Its marks may be higher, because a truncation does not lower them. A
-       write of 0.13 has happened only if the structure has a greater sequence than the slot states,
-       or a later session than the slot. The session proves nothing if the slot has no session: such
-       a log was started again after the structure was written.
+       older than the slot. Its marks may be higher than those of the slot, because a truncation
+       does not lower them. Waltz 0.13 has written the structure only if it has a greater sequence
+       than the slot states, or a later session than the slot. If the slot has no session, the
+       session of the structure proves nothing: the log was begun again after the structure was
+       written.
     3. After a clean stop, the acked marker is at the end of the log. After any other stop, the log
        may be longer.
     4. Records may have no batches until the next start of the storage. In this state, the acked

@@ -9,9 +9,9 @@ Rules:
        - the records up to the acked marker
        - the records up to the synced ID in the entry of a later batch
        - all segments except the last one
-       If the storage was not closed, all other bytes may be missing or incomplete (a torn tail).
-       A fault in them is only a note. If the partition has no control slot, a torn tail cannot be
-       distinguished from damage, so every fault is an error.
+       If the storage was not closed cleanly, all other bytes may be missing or incomplete (a torn
+       tail). A fault in them is only a note. If the partition has no control slot, a torn tail
+       cannot be distinguished from damage, so every fault is an error.
     2. Waltz 0.13 writes records without batches. If 0.13 has written to a log after this version,
        the old batches may describe records that 0.13 has truncated. So a fault in a batch is only
        a note. The next start of the storage creates new batches.
@@ -152,7 +152,8 @@ class _LogCheck:
         later_first_ids = self._first_ids[self._first_ids.index(segment) + 1 :]
         if later_first_ids:
             # After a failed write, a log truncates its last file and continues in a new file. The
-            # truncation may not be durable, so a crash may restore the truncated bytes.
+            # truncation may not be durable, so a crash may restore the truncated bytes. Such bytes
+            # have IDs of the next segment.
             return not self._is_dirty or transaction_id < later_first_ids[0]
         return not self._is_dirty or transaction_id <= stated_last
 

@@ -8,9 +8,9 @@ Rules:
        record.
     2. Every entry of the index is compared with the position of its record, except for unreadable
        records, whose position is unknown.
-    3. If a storage was not closed, bytes that are not known to be synced may be torn. They were
-       never acknowledged, and the next start truncates them. So a fault in these bytes is a note.
-       Any other fault is an error.
+    3. If a storage was not closed cleanly, bytes that are not known to be synced may be torn. Torn
+       bytes were never acknowledged, and the next start truncates them. So a fault in these bytes
+       is a note. Any other fault is an error.
     4. The creation times have no checksum and no effect. If one of the three files of a segment has
        another creation time, this is a note, because a crash can cause it, too.
 """

@@ -24,13 +24,22 @@ Durability (what each call makes durable before it returns):
       or the log closes. The acked marker moves at most once a second.
     - `set_low_water_mark`, `engage`, `truncate`, `repair`: their changes, on return.
 
-After a crash, the storage trusts all bytes that are known to have been synced. The acked marker and
-the synced IDs in batch entries show which bytes these are. If such bytes are unreadable, they are
-damage. If they are missing, the replica is suspect. After these bytes, a batch is trusted if it is
-complete, has its entry and matches the hash chain. All other bytes were never acknowledged, and a
-crash may have written only some of their sectors.
+After a crash, the storage trusts all bytes that are known to have been synced:
+    - the bytes up to the acked marker
+    - the bytes up to the *synced ID* in the entry of a later batch: the last ID that was durable
+      when the entry was written
+    - the batches in all segments except the last one
 
-Known limit: if the last group of appends that was synced before a crash is corrupted later, it
-looks like a torn tail, and the storage truncates it. A quorum of other replicas has the
-acknowledged part of it.
+If such bytes are unreadable, they are damage. If they are missing, the replica is suspect. After
+these bytes, a batch is trusted if it is complete, has its entry and matches the hash chain. All
+other bytes are a torn tail: the crash may have left any of their sectors on the disk, and they
+were never acknowledged.
+
+Known limit: the last group of appends that was synced before a crash may be after all these bytes.
+If the group is corrupted on the disk before the next start, it looks like a torn tail. The storage
+truncates it, and the replica is not suspect. This loses no acknowledged transaction if a quorum of
+*other* replicas has the group. But if this replica belonged to the quorum that acknowledged the
+group, fewer other replicas may have it, and the next recovery may decide on a log without it. For
+example, only A and B of three replicas have ID 7, and A truncates it. If all three replicas answer,
+the recovery decides that the log ends at ID 6 (docs/guarantees.md 1).
 """

@@ -415,7 +415,7 @@ def _damage_file(
     is_at_rest: bool = False,
     is_plausible: bool = False,
 ) -> bool:
-    """DamageFile a file of a storage with `how`; return whether the budget has allowed it.
+    """Damage a file of a storage with `how`; return whether the budget has allowed it.
 
     No component can detect a loss at the end of a log, or `is_plausible` data, which is valid but
     old.

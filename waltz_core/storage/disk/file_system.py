@@ -22,8 +22,9 @@ Rules:
     7. `prefetch` is a hint: the system reads the named bytes from the disk ahead of time, many at
        a time. Correctness does not depend on it.
     8. If a block is unreadable, a write to a part of the block fails, too, because the system must
-       first read the rest of the block. In this case `overwrite` calls `discard_unreadable`, which
-       replaces the block by zeros, and writes again. No other call discards bytes.
+       first read the rest of the block. In this case, `overwrite` calls `discard_unreadable`, which
+       replaces the block by zeros. Then `overwrite` writes again. Only `discard_unreadable` gives
+       up unreadable bytes in this way.
     9. The page cache keeps only the newest part of the synced bytes of a real file
        (`page_cache.py`).
    10. A read from the page cache does not show that the bytes on the disk are wrong. So before a
@@ -178,8 +179,9 @@ def make_with_parents(
 def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
     """Create files with their complete content, durably, and replace older files (rule 4).
 
-    After a crash, some of the files may exist only under a temporary name. If the last file has its
-    final name, all other files have theirs, too: the directory is synced before the last rename.
+    After a crash, some of the files may be missing, or have only their temporary names. If the last
+    file has its final name, all other files have theirs, too: the directory is synced before the
+    last rename.
     """
     temporary_paths = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
     for path, (_, content) in zip(temporary_paths, files, strict=True):
@@ -591,7 +593,7 @@ class RealDisk:
         self.sync_directory(directory)
 
     def _sync_existing(self, directory: Path) -> None:
-        """Sync a directory, unless it is unreadable: this process has created nothing in it."""
+        """Sync a directory; skip it if this process may not read it, and so has not created it."""
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)
 

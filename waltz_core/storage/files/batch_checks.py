@@ -7,8 +7,8 @@ Rules:
     1. A batch is valid if all its records exist and are valid, and the chain hash in its entry
        follows from the previous chain hash and the CRCs of the records.
     2. This code changes nothing. The caller decides what to do with an invalid batch.
-    3. A batch with the session `RECONSTRUCTED` replaces a lost batch. Its chain hash and the chain
-       hash of the next batch prove nothing about the records of these batches.
+    3. A batch with the session `RECONSTRUCTED` replaces a batch whose entry was lost. Its chain
+       hash and the chain hash of the next batch prove nothing about the records of these batches.
 """
 
 from collections.abc import Sequence

@@ -9,16 +9,17 @@ Rules:
     2. While the storage runs, it holds an exclusive lock on bytes 0..127 of `waltz-storage.ctl`.
        Waltz 0.13 uses the same lock (docs/design/disk-format.md 2).
     3. Partitions share no state in the control file, so several threads may write the state of
-       different partitions. They share syncs: a sync serves all threads that have written before.
-       If a sync fails, these threads and all later threads receive the error. The system reports a
-       failed sync only once, but the lost bytes may belong to many partitions.
+       different partitions at the same time. The threads share syncs: a sync serves all threads
+       whose write was complete when the sync began. If a sync fails, these threads and all later
+       threads receive the error. The reason: the system reports a failed sync only once, but the
+       lost bytes may contain the sessions of many partitions.
     4. If only one slot of a partition is valid, it may be the older slot, and a promise may be
        lost. So the caller is notified (`has_lost_newer_slot`). A slot with an even sequence belongs
        in block 1, and a slot with an odd sequence in block 0. A slot in the wrong block, or of
        another partition, is invalid.
-    5. The control file is created only in a directory without partitions. It contains the list of
-       the storage's partitions, and their sessions and marks. So a new file must never replace a
-       lost one.
+    5. The control file is created only in a directory without partitions. It states which
+       partitions the storage holds, and their sessions and marks. These would be lost if a new file
+       replaced a missing one.
     6. Bytes that an earlier process has written may be readable, but not durable. If a sync of that
        process failed, another sync would succeed and do nothing. So the same bytes are written
        again and synced before they are trusted.

@@ -1,8 +1,8 @@
 """The layout of every byte that a storage has on disk: files of Waltz 0.13, and new files.
 
 A file outlives the program that wrote it, and Waltz 0.13 and this version read the same bytes. So
-each layout is declared once, is checked when it is read, and has golden bytes in
-`tests/golden/disk/`. docs/design/disk-format.md has the tables of these declarations.
+each layout is declared once and is checked when it is read. Tests compare it with the stored bytes
+in `tests/golden/disk/`. docs/design/disk-format.md contains these declarations as tables.
 
     waltz-storage.ctl   of 0.13: cluster, partitions, session and water marks
     waltz-x.id          new: the storage ID
@@ -271,9 +271,9 @@ def first_id_in_name(name: str) -> TransactionId | None:
 # .chn: the header, and one entry for each batch whose last record is in the segment.
 #
 # "chain before" is the chain hash before the first entry of the file. "synced ID" is the last ID
-# that was durable when the entry was written: a crash cannot have torn records up to this ID. If a
-# wrong entry is above all synced IDs and the acked marker, the log ends before this entry. Any
-# other wrong entry makes the replica suspect. No entry crosses a sector boundary.
+# that was durable when the entry was written: a crash cannot have torn records up to this ID. If
+# the batch of a wrong entry is above all synced IDs and the acked marker, the log ends before this
+# batch. Any other wrong entry makes the replica suspect. No entry crosses a sector boundary.
 #
 # The CRC of an entry also covers the header of its segment and the number of the entry in the file.
 # So if a disk has written other bytes to the place of an entry, a reader rejects them, even if they
@@ -464,9 +464,9 @@ class Promise(NamedTuple):
 
     See docs/design/correctness.md 2.4.
 
-    A replica that has lost its promise creates a new promise: for a session above every session
-    that it has seen, with a nonce that no owner has. So the replica rejects all sessions that it
-    has seen, because it may have promised any of them to another owner.
+    A replica that has lost its promise creates a new one: for the session after the latest session
+    that it has seen, with a nonce that no owner has. So the replica rejects all sessions up to this
+    one, because the lost promise may have been for any of them.
     """
 
     session_id: SessionId = NO_SESSION
@@ -553,7 +553,8 @@ class Slot:
     def has_legacy_writes(self, info: PartitionInfo) -> bool:
         """Return whether `info` shows that Waltz 0.13 has written after this slot.
 
-        Its sequence is greater than this slot states, or its session is later.
+        In this case, `info` has a greater sequence than this slot states, or a later session than
+        this slot.
         """
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.control_file_sequence

@@ -7,11 +7,13 @@ Rules:
     2. A *hole* is a range of bytes that are not records. After a hole, there may be several
        candidates for the next record. The reasons: a misdirected write leaves valid records in
        wrong places, and the data of a record may contain other records. The search prefers the
-       first candidate at the position that the index states. An earlier candidate wins only if
-       valid records follow it up to this position, without a gap.
-    3. The tail of the last segment may be truncated, so bytes that the disk cannot read are an
-       error there. In older segments, they count as a hole (`PartlyReadableFile`) if the index is
-       readable. Without the index, a candidate after the hole may be inside a record's data.
+       first candidate at a position that the index states. An earlier candidate wins only if valid
+       records follow it up to this position, without a gap. If no candidate is at such a position,
+       the first candidate wins.
+    3. Some bytes may be unreadable on the disk. If the search decides where a torn tail is
+       truncated, they are an error. In all other searches, they are treated as a hole
+       (`PartlyReadableFile`), but only if the index can be read. Without the index, a candidate
+       after the hole may be inside a record's data.
 """
 
 from collections.abc import Iterator
@@ -152,8 +154,8 @@ def _candidate_lengths(data: bytes, next_id: int, stop_id: int | None) -> I64:
 class FoundRecord(NamedTuple):
     """A record and its position.
 
-    `is_confirmed` states that the index has this position, or that records lead from here to a
-    position in the index.
+    `is_confirmed` is set if the index states this position, or if valid records follow without a
+    gap up to a position that the index states.
     """
 
     transaction_id: TransactionId

@@ -1,7 +1,7 @@
 """One segment: records back to back in a `.seg` file, with its `.idx` and `.chn`.
 
 This file implements the layout of records in one segment, and distinguishes a torn tail from
-damage. It does not depend on sessions, marks and other segments.
+damage. It does not depend on sessions, marks or other segments.
 
 Rules:
     1. A segment exists when its `.seg` file has its final name. `.idx` and `.chn` receive their
@@ -10,8 +10,8 @@ Rules:
     3. Bytes that are not a record are damage, and stay, if these bytes or later bytes are known to
        have been synced. Otherwise they are a torn tail (docs/design/correctness.md 2.5). The acked
        marker, a later segment and the entry of a later batch show which bytes were synced. A valid
-       record shows nothing about the bytes before it, because a crash may have written any sectors
-       of unsynced data.
+       record does not show that the bytes before it were synced, because a crash may leave any
+       sectors of unsynced data on the disk.
     4. Damaged records keep their offsets in the index, so that a repair can write the records to
        the same place. To find the end of damage, the search uses the index first
        (`record_search.py`).

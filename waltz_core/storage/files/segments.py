@@ -1,7 +1,7 @@
 """The segments of one partition, as one sequence of records and one sequence of batches.
 
-A batch, a read or a truncation may cross the border between two segments. `Segments` divides such
-an operation, so that neither the log nor a single segment depends on borders.
+A batch, a read or a truncation may cross the border between two segments. Only `Segments` handles
+these borders: the log sees one sequence, and a segment sees only its own part.
 
 Rules:
     1. Segment i ends where segment i+1 begins. The first segment begins at or before the first

@@ -35,7 +35,7 @@ class ArchivePiece(NamedTuple):
 
     Unless `chain_before` is None, the log must have this chain hash before `first`. If the complete
     range has at most `bytes_min` bytes, it is read only if its oldest batch is at least
-    `age_ms_min` old. When the read of a range has begun, both limits are 0 in the next pieces.
+    `age_ms_min` old. After the first piece of a range, both limits are 0.
     """
 
     first: TransactionId

@@ -17,8 +17,8 @@ they are equal, only batches are written.
 Rules (decision 043):
     1. A truncation covers records in two cases:
        - The newest batch was adopted. Then the confirmed mark does not limit the truncation,
-         because 0.13 has set this mark for records, not for batches. In PREPARED, field
-         `mark_confirmed` is False.
+         because 0.13 has set this mark for records, not for batches. So in the message PREPARED,
+         the field `mark_confirmed` is False.
        - A 0.13 server has set the last mark, through an earlier version of this storage
          (`log_recovery.py`, rule 4). Then another replica may have the same records in adopted
          batches.

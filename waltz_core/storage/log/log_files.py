@@ -193,8 +193,8 @@ class LogFiles:
         if self.covered_end is not None:
             return
         self._unmarked_ms = 0
-        # After a failed sync of the index, another sync would wrongly succeed. After a truncation
-        # that found no space, the marker is already set.
+        # After a failed sync of the index, another sync would wrongly succeed. A truncation that
+        # found no space has set the marker already.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
             self.sync_index()
             marker = AckedMarker(self.synced_max, self.synced_chain)
@@ -317,7 +317,7 @@ class LogFiles:
                 # not acknowledged.
                 self.write_slot(replace(self.slot, acked=AckedMarker(last, chain)))
             self.segments.truncate(last, None)
-        except WaltzError as error:  # not only DiskFailed: the index may be unreadable
+        except WaltzError as error:  # also ChecksumMismatch: the index may be wrong
             failure = self.mark_broken(f"the records written after {last} cannot be truncated")
             self.write_slot(replace(self.slot, suspect=True))
             raise failure from error

@@ -1,17 +1,18 @@
 """Opens a log: decides which bytes to trust, truncates a torn tail, adopts records of Waltz 0.13.
 
-The order of the steps matters (docs/design/correctness.md 2.5). All other decisions about the bytes
-of a replica are made by a store session; only this code decides without a session.
+The order of the steps matters (docs/design/correctness.md 2.5). Normally, a store session decides
+which bytes of a replica to trust. Only this code decides without a session.
 
 Rules:
     1. The intent of a truncation is carried out before any other check.
     2. Bytes that are known to have been synced are never truncated. If such bytes are wrong, they
        are damage. If they are missing, the replica is suspect. These bytes end at the acked marker,
        the greatest synced ID in a batch entry, or the last batch in the older segments, whichever
-       is last.
+       is last. (A *synced ID* is the last ID that was durable when the entry was written.)
     3. After these bytes, a record belongs to the log if its batch is complete, has an entry, and
-       matches the hash chain. All other bytes were never acknowledged: a crash may have written
-       only some of their sectors. They are truncated, except in the cases of rule 4.
+       matches the hash chain. All other bytes were never acknowledged, because a crash may leave
+       any sectors of unsynced data on the disk. They are truncated, unless this opening creates
+       batches for them. For an exception, see "Known limit" in `waltz_core/storage/__init__.py`.
     4. Waltz 0.13 writes records without batches. To *adopt* records is to create batches for them.
        The opening adopts records in three cases:
        - Waltz 0.13 has written to the directory after this version. The replica is not suspect. The
@@ -33,9 +34,9 @@ Rules:
     5. If only one slot is valid, it may be the older slot, and a promise may be lost. So the
        replica is suspect. It rejects all sessions that the directory has seen, and the next
        session: after session 6, it rejects sessions up to 7. This is made durable before anything
-       else is written, because the next opening finds two valid slots again. The older slot does
-       not show which version wrote last, either: an apparent write of 0.13 may be a write of this
-       version.
+       else is written, because the next opening finds two valid slots again, and no sign of the
+       loss. The older slot does not show which version wrote last, either: an apparent write of
+       0.13 may be a write of this version.
     6. The state "suspect" is made durable before the evidence for it is repaired. Otherwise a crash
        in between would leave files without any sign of an error.
     7. Bytes that a killed process has written may be readable, but not durable. So these bytes and
@@ -48,10 +49,10 @@ Rules:
        as in rule 5. The first slot of the new log contains this state. If a log is deleted on
        purpose, the control file is cleared first (`removal.py`).
     9. A storage may open a thousand logs, so an opening omits unnecessary syncs. It does not sync
-       the files that it has created, or records and index up to the marker: they are durable. It
-       does not sync the newer slot if a crash may return to the older slot without harm
-       (`may_return_to_older_slot`). It syncs all bytes that it has changed, and all bytes that no
-       marker or entry covers.
+       files that it has just created durably, or records and index up to the marker, which are
+       durable already. It does not sync the newer slot if a crash may return to the older slot
+       without harm (`may_return_to_older_slot`). It syncs all bytes that it has changed, and all
+       bytes that no marker or entry covers.
    10. A new start of the log is written to the slot before the segments up to the start are
        removed. If the removal was interrupted, the opening finishes it, oldest segment first. If
        the log ends before its start, a reset was interrupted. In this case, the opened log begins
@@ -516,10 +517,10 @@ class _LogOpening:
         return end
 
     def _end_before_gap(self, segments: Segments, end: TransactionId) -> TransactionId:
-        """Return the end of the batches that stay in an adoption (rule 4).
+        """Return the end of the existing batches that an adoption keeps (rule 4).
 
-        An adoption drops batches at the log's end that an earlier adoption has created with other
-        bounds, and all batches after them.
+        At the end of the log, an earlier adoption may have created batches with other bounds. They
+        are dropped, with all batches after them.
         """
         first = TransactionId(end + 1)
         with suppress(BadFormat, ChecksumMismatch):  # an unreadable entry stays as it is
@@ -695,9 +696,10 @@ class _LogOpening:
         marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
         slot = _slot_from_0_13(self.slot, self._info) if self._has_legacy_writes else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
-            # No owner can compare this end with its own log. So an owner must be able to truncate
-            # the reconstructed batches, and to copy records from there. The same holds after a
-            # crash between the creation of such batches and this write of the slot.
+            # No owner can compare the chain hash of a reconstructed batch with another log. So an
+            # owner must be able to truncate these batches, and to copy their records from another
+            # replica. This code also runs if an earlier opening has created the batches, and a
+            # crash came before its write of the slot.
             intact_end = _last_intact_batch_end(segments)
             mark = min(slot.low_water_mark, intact_end)
             provisional = slot.provisional if intact_end >= slot.low_water_mark else None

@@ -3,7 +3,7 @@
 Only this code deletes acknowledged data on purpose. `admin.py` decides whether the removal is
 allowed. A removal cannot be undone.
 
-Each of these steps is durable before the next step:
+The steps, in this order; each step is durable before the next step:
     - write the intent (`waltz-x.wipe`)
     - clear the partition in the control file
     - delete the files of the log, the newest first
@@ -14,9 +14,9 @@ Rules:
     1. Before the intent is durable, nothing has changed. Once it is durable, the removal is carried
        out. If the process dies, the next opening of the directory carries it out.
     2. Each step may be repeated: an interrupted removal starts again from its intent.
-    3. A storage may still hold a replica after its log was deleted. This replica is suspect, has no
-       mark, and keeps its promise. So an owner takes it neither for a replica that never had data,
-       nor for a replica that still has its acknowledged data.
+    3. If a storage still holds a replica after its log was deleted, this replica is suspect, has no
+       mark, and keeps its promise. So an owner never treats it as a new replica, or as a replica
+       that still has the data that it has acknowledged.
     4. Only the files of a log are removed; other files in the directory are not touched.
 """
 

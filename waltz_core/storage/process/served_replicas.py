@@ -233,7 +233,7 @@ class ServedReplicas:
         )
 
     async def _leaving_partitions(self) -> list[PartitionId]:
-        """Return the unassigned partitions that are still in the metadata of a session."""
+        """Return the unassigned partitions whose metadata still names this storage (rule 1)."""
         leaving: list[PartitionId] = []
         if self._coordinator is None:
             return leaving

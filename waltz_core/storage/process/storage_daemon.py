@@ -15,10 +15,11 @@ Rules:
        the error that the storage does not have the partition, and would retry only after a long
        pause.
     5. At shutdown, the process stops reading requests, finishes running work, syncs, and marks the
-       directory as clean. It leaves the directory as it is if the disk has failed, running work
-       does not end in time, or a call whose caller was cancelled still changes a file. In these
-       cases, files and locks stay open until the process exits, so that no other process can start
-       on the directory before. A disk that hangs does not prevent the exit.
+       directory as clean. If an error such as a failed disk has stopped the process, it leaves the
+       directory as it is. If running work does not end in time, or a call whose caller was
+       cancelled still changes a file, the process also keeps files and locks open until it exits.
+       So no other process can start on the directory before. A disk that hangs does not prevent
+       the exit.
 """
 
 import asyncio
@@ -439,7 +440,11 @@ class StorageDaemon:
         )
 
     async def _register(self, engine: StorageEngine) -> None:
-        """Register this storage for its address; raise StorageIdMismatch if another one has."""
+        """Register this storage for its address.
+
+        Raises:
+            StorageIdMismatch: another storage is registered for this address.
+        """
         coordinator = self._coordinator
         if coordinator is None:
             return

@@ -4,7 +4,7 @@ Rules:
     1. Known damage that waits for its repair is reported, but does not make the storage unhealthy.
     2. A storage with a full disk is not healthy, but ready: it answers readers and owners.
     3. A disk that hangs blocks neither the event loop nor a page. After `DISK_STATUS_S_MAX`, the
-       disk is reported with an error. No further query of the disk begins before the first ends.
+       disk is reported with an error. No further query of the disk begins before this one ends.
 """
 
 import asyncio

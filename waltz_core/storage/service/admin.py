@@ -4,8 +4,9 @@ This code decides whether acknowledged data may be deleted. It has no sockets, t
 so that tests can cover every case. `admin_port.py` executes the decisions on the disk, through
 `storage_engine.py` and `removal.py`.
 
-A task is a query or a change that a request needs. Exactly one `AdminTaskDone` reports its result.
-Each request is executed by a generator (`Script`), which yields tasks and returns the answer.
+A task is a query or a change that a request needs. One `AdminTaskDone` event reports the result of
+each task. Each request is executed by a generator (`Script`), which yields tasks and returns the
+answer.
 
 Rules:
     1. Changes of all connections are made one at a time, in the order of arrival. Queries do not
@@ -15,7 +16,8 @@ Rules:
        never removed, because the storage would immediately create it again, empty. ZooKeeper is
        queried for each request.
     3. Records are copied only to an offline partition, and only up to the confirmed low-water mark
-       of the source, because later records may still be truncated.
+       of the source. Records above this mark may still be truncated, so they must not make another
+       log longer.
     4. A request for several partitions ends at the first partition for which it is rejected. The
        error lists the partitions that are done.
     5. A change is durable before it is answered. A change that has begun is completed even if the

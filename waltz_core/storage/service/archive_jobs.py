@@ -222,7 +222,8 @@ class ArchiveJobs:
             return ArchivePiece(first, TransactionId(message.last), chain)
         assert isinstance(message, RangeToWrite)
         if isinstance(message, ReplaceObject):
-            # The chain hash at the end of the object covers the chain hash before the object.
+            # The chain hash before the object need not be checked here. The upload compares the
+            # chain hash at the end of the object, which depends on it.
             return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(
             TransactionId(message.first),

@@ -1,23 +1,26 @@
 """Answers requests for records that only the archive has, because they were removed or damaged.
 
 Rules (docs/decisions/054):
-    1. The log is read first. If the log has removed the records, or they are damaged, the archive
-       is read. The request must begin at or below the session's archived mark.
+    1. The log is read first. The archive is read only if the log has removed the records, or they
+       are damaged. In addition, the request must begin at or below the session's archived mark. (A
+       request for a lineage must end at or below the mark.)
     2. The archive is read with the mark and manifest that the session's owner has sent (AR 9). The
        log must have the same chain hash at the mark. Otherwise the archive may belong to another
-       log, for example after a rollback of ZooKeeper.
+       log, for example after a rollback of ZooKeeper, and its records must not be returned.
     3. If the owner requests whole batches, it wants to copy them to another replica. Such a copy
        begins above the archived mark (AR 13), so the archive is not read.
     4. A request that waits for the archive does not wait in its partition's lane. It is answered
        even if the session has ended, because archived records do not change.
     5. An answer ends at the archived mark. If local records are damaged and the archive cannot
-       return them, the answer is the error of the damage, with both reasons.
+       return them, the error contains both reasons. It is an error of damage if the files of the
+       archive are damaged, too, and otherwise the error of the archive.
     6. At most QUERIES_MAX requests wait for the archive. Further requests are rejected, and may be
        repeated. `queue_limits.py` does not count these requests: otherwise a store that hangs would
        also stop the owner's connection.
-    7. The same failure is reported once in `REPORT_INTERVAL_MS`. If a file is missing or corrupt,
-       failures are the same if their texts are equal, because the text contains the file's name.
-       Other failures are the same if they have the same class, because they concern all files.
+    7. For each partition, the same failure is reported once in `REPORT_INTERVAL_MS`. If a file is
+       missing or corrupt, failures are the same if their texts are equal, because the text contains
+       the file's name. Other failures concern all files, so they are the same if they have the same
+       class.
 """
 
 from typing import Final, Protocol

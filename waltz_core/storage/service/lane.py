@@ -46,7 +46,7 @@ class Lane:
     """The state of one partition: its session, its waiting requests, and its running work."""
 
     log: PartitionLog
-    # The promise of the latest PREPARE that has arrived (`service.py`, rule 3).
+    # The latest promise. PREPARE raises it on arrival, before it is durable (`service.py`, rule 3).
     promise: Promise
     # The connection that has prepared the session; None if there is none now.
     owner: ConnectionId | None = None

@@ -1,7 +1,8 @@
 """Limits the memory of requests that wait in a storage.
 
 Rules:
-    1. The connection whose request exceeds the limit is not read until half of the memory is free.
+    1. If a new request makes all waiting requests together exceed the limit, its connection is not
+       read until half of the limit is free.
     2. Reads of readers have a separate limit. Otherwise readers, which may be many tenants, could
        stop the appends and heartbeats of sessions.
 """

@@ -13,7 +13,7 @@ Rules:
     1. Only PREPARE raises a partition's session. If a request names another session, the storage
        rejects it, and the error states the promised session.
     2. A request that changes a partition, or reads it for the owner, must arrive on the connection
-       that has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as
+       over which the owner has prepared the session. Administration (`ADMINISTRATION`) may read as
        well.
     3. A later session ends earlier sessions at once: their queued requests are rejected, and their
        connections are closed. It begins when PREPARE arrives, not when PREPARE is answered.
@@ -27,8 +27,8 @@ Rules:
     8. The owner is notified of each damage at once, so that it can repair the records while other
        replicas still have them. The scrub looks for damage between other work.
     9. While appends are rejected for lack of space, the free space is queried repeatedly.
-   10. An owner has one connection at a time, the latest. Late requests from a connection that it
-       has abandoned change nothing, and an owner's earlier connection is never mistaken for another
+   10. An owner has one connection at a time: the latest one. Late requests from its earlier
+       connections change nothing. An earlier connection of the owner is never treated as another
        owner.
    11. If the files of an open partition were deleted or replaced, the storage stops serving the
        partition, and does not open it again, because the new files may lack a promise. Other
@@ -436,7 +436,8 @@ class StorageService:
     def _fence(self, lane: Lane, error: WaltzError, *, keep: ConnectionId | None = None) -> None:
         """End the lane's session: reject its queued requests, and close its connection.
 
-        The error must state the reason: the old owner must not mistake it for a later session.
+        The error must state the reason. If the reason is not a later session, the old owner must
+        not conclude that there is one.
         """
         for request in (*lane.writes, *lane.reads):
             self.queue_limits.subtract(request)
@@ -774,7 +775,8 @@ class StorageService:
     def _send_error(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
-        # A greater session would look to an owner as if ZooKeeper had lost data.
+        # After a lost promise, the promised session may be greater than every session in ZooKeeper.
+        # From such a session, an owner would conclude that ZooKeeper has lost data.
         promised = lane.promise.last_seen_session if lane is not None else NO_SESSION
         self._report_event(
             "storage.request_rejected", request=type(message).__name__, error=type(error).__name__

@@ -22,8 +22,8 @@ Rules:
     8. If the files of an open partition were deleted or replaced, this process does not open the
        partition again until administration has emptied or removed it. The new files may lack a
        promise, which the opened log still has.
-    9. If the control file itself was deleted or replaced, writes to the open file do not survive a
-       restart. So no partition is emptied, and the process exits.
+    9. If the control file itself was deleted or replaced, the next start does not find what is
+       written to the open file. So no partition is emptied, and the process exits.
 """
 
 from collections.abc import Callable, Sequence
@@ -475,7 +475,7 @@ class StorageEngine:
             slots.close()
 
     def _promise(self, partition_id: PartitionId) -> Promise:
-        """Return a replica's promise, as far as its files have it (`log_recovery.py`, rule 5)."""
+        """Return a replica's promise; if it may be lost, a new one (`log_recovery.py`, rule 5)."""
         last_seen_session = self._control.info(partition_id).session_id
         log = self.logs.get(partition_id) or self._lost_logs.get(partition_id)
         if log is not None:

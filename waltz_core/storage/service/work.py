@@ -12,8 +12,8 @@ Rules:
        in the log.
     5. Appends for which there is no space are rejected before the first byte is written. Other work
        that finds no space is repeated with the space of the reserve (`disk_space.py`). The space
-       for a reset is checked before the reset begins. A log that could not write its new files
-       would reject all calls until it is opened again.
+       for a reset is checked before the reset begins. Otherwise the log might be unable to write
+       its new files, and would reject all calls until it is opened again.
     6. If any work finds damage, the result of the work contains the damage.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
