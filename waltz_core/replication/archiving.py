@@ -1,39 +1,45 @@
 """Archives committed batches, one range at a time, and reports the archived mark to replicas.
 
 An engaged replica writes a range of batches to the archive, and reports the new manifest (the list
-of the partition's files in the archive). This module decides which replica does so, and whether its
-result may be recorded in ZooKeeper. The session then writes the result there, together with the
-replica states. Replicas also delete files that no manifest lists.
+of the partition's files in the archive). This module chooses the replica, and decides whether its
+result may be recorded in ZooKeeper. The session then writes the result to ZooKeeper, together with
+the replica states. Replicas also delete files that no manifest lists.
+
+An *attempt* is one such request to a replica: to archive a range, collect garbage, expire objects,
+or replace an object. One attempt runs at a time.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
-    2. Before anything is appended in a session, an engaged replica's log must have the recorded
-       hash chain at the archived mark (AR 8).
-    3. A result counts only when another engaged replica has the same chain at the end of the range.
+    2. The log must be the archived one: before the first append of a session, an engaged replica's
+       log must have the recorded hash chain at the archived mark (AR 8).
+    3. A result counts only if another engaged replica has the same chain at the end of the range.
        If there is only one engaged replica, the result counts without this check.
     4. A failure ends the attempt, never the session. The next attempt waits, and uses another
        replica.
-    5. The archived mark is sent to a replica when ZooKeeper has it, and the replica's own synced
-       log has reached it (AR 9).
-    6. If a replica reports no progress for `NO_PROGRESS_MS_MAX`, its attempt has failed: its object
-       store may hang, or the storage may be stopped. A later result of this attempt is not used.
-    7. When this session has recorded a mark, and then at intervals, an engaged replica collects
-       garbage (AR 16). At that time no attempt of this session may be in progress, and no write of
-       a mark may have an unknown outcome. The collection has a number, like an attempt; attempts
-       with lower numbers have ended. All replicas must be connected. If a replica's log begins
-       above the recorded mark, ZooKeeper was rolled back, and nothing is collected.
-    8. A checkpoint is due when the archived records above the session's mark exceed a limit in
-       bytes (AR 11), because these records cannot be removed from disks yet. The bytes are
-       estimated from the IDs: replicas do not report them.
-    9. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
-       engaged replica writes the new manifest, as in an attempt. The first available ID never
-       decreases (AR 7). It is at most the archived mark + 1, where logs may begin.
-    10. An object is replaced when a client requests it (AR 5). The engaged replicas are tried one
-        after the other until one has the object's records. The recorded mark does not change. There
-        is one replacement at a time. Its outcome is kept until the next request.
+    5. A replica receives the archived mark when ZooKeeper has recorded the mark, and the replica
+       has synced its own log up to the mark (AR 9).
+    6. If a replica reports no progress for `NO_PROGRESS_MS_MAX`, the attempt has failed, because
+       the object store may hang, or the storage may be stopped. A later result of this attempt is
+       ignored.
+    7. An engaged replica collects garbage when this session has recorded a mark, and then at
+       intervals (AR 16). A file that is still needed must not be deleted, so these conditions
+       apply:
+        - No other attempt is in progress, and no write of a mark has an unknown outcome.
+        - All replicas are connected. The request has a number, like every attempt, so that a
+          replica ends attempts with lower numbers.
+        - No replica's log begins above the recorded mark. Otherwise ZooKeeper was rolled back.
+    8. Archived records above the session's mark cannot be removed from disks yet. When their size
+       exceeds a limit, a checkpoint is due (AR 11). The size is estimated from the IDs, because
+       replicas do not report it.
+    9. Objects expire when a client requests it, and at intervals if a retention is set (AR 15). An
+       engaged replica writes the new manifest in an attempt. The first available ID never decreases
+       (AR 7). It is at most the archived mark + 1, where logs may begin.
+    10. An object is replaced when a client requests it (AR 5). The engaged replicas try it one
+        after the other, until one has the object's records. The recorded mark does not change.
+        There is one replacement at a time, and its outcome is kept until the next request.
     11. At its end, an attempt reports the size of the records that were not archived before it. The
-        reported lag is this size plus the size of later appends, at the average size of a record,
-        minus the part that the attempt has archived, by its IDs.
+        reported lag is this size, plus the estimated size of later appends, minus the part that the
+        attempt has archived. Later appends are estimated by the average size of a record.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -85,9 +91,9 @@ _FIRST_ATTEMPT_MS_MAX: Final = 10_000
 
 
 class ExpiryBounds(NamedTuple):
-    """The limits of an expiry: IDs below `before`, or commit times before `before_ms`.
+    """Which objects expire: those with IDs below `before`, or commit times before `before_ms`.
 
-    0 means no limit.
+    0 means that the field sets no limit.
     """
 
     before: TransactionId
@@ -101,8 +107,8 @@ _NO_EXPIRY: Final = ExpiryBounds(TransactionId(0), 0)
 class _Attempt:
     """One attempt of a replica: to archive a range, collect garbage, expire or replace objects.
 
-    `progress_ms` is when the replica last reported progress. `reported_mark` is the mark that the
-    replica has reported after it archived a range, and that must be compared with another replica.
+    `progress_ms` is the time of the replica's last report. `reported_mark` is the end of the range
+    that the replica has archived, to be compared with another replica's log (rule 3).
     """
 
     number: int
@@ -124,7 +130,8 @@ class _Attempt:
 class _Replacement:
     """A replacement that a client has requested.
 
-    `written_by` is the replica that has written the manifest, while ZooKeeper must still record it.
+    `written_by` is the replica that has written the manifest, until ZooKeeper has recorded the
+    manifest.
     """
 
     request: ReplaceArchivedObject
@@ -220,12 +227,12 @@ class SessionArchiver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an attempt is in progress, which the end of the session would waste."""
+        """Whether an attempt is in progress; its work is lost if the session ends now."""
         return self._attempt is not None or self.mark_to_write is not None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to begin the next attempt or collection, or to abandon the attempt in progress."""
+        """When the next attempt is due, or when the attempt in progress times out."""
         if self._attempt is not None:
             return self._attempt.progress_ms + NO_PROGRESS_MS_MAX
         if self.mark_to_write is not None:
@@ -242,8 +249,8 @@ class SessionArchiver:
     def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
         """Compare the recorded archived mark with an engaged replica's log, when the session opens.
 
-        The replicas are informed of the archived mark before this comparison: the batches of an
-        earlier session, which must be settled, may exist only in the archive.
+        The replicas receive the archived mark before this comparison. To settle an earlier session,
+        a replica may need batches that only the archive has.
         """
         self._mark = mark
         self._next_attempt_at_ms = now_ms + min(
@@ -271,7 +278,7 @@ class SessionArchiver:
         self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
     def on_mark_before_log_start(self, now_ms: int) -> None:
-        """The compared replica's log begins after the recorded mark, so it has no chain there."""
+        """The log of the compared replica begins after the recorded mark, so has no chain at it."""
         self._on_mark_mismatch("begins later", now_ms)
 
     def _on_mark_mismatch(self, difference: str, now_ms: int) -> None:
@@ -436,7 +443,7 @@ class SessionArchiver:
     def _on_objects_expired(
         self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
     ) -> None:
-        """A replica has written a manifest for an expiry; without one, nothing has changed."""
+        """A replica has ended an expiry; if `notice` names no manifest, nothing has expired."""
         recorded = self.recorded_mark
         assert recorded is not None
         if notice.error:
@@ -506,7 +513,7 @@ class SessionArchiver:
         )
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
-        """A replica has written an object and a manifest; without the latter, nothing changed."""
+        """A replica has written an object; if `notice` names no manifest, nothing was replaced."""
         current, recorded = self._replacement, self.recorded_mark
         assert current is not None
         assert recorded is not None
@@ -595,8 +602,8 @@ class SessionArchiver:
     ) -> None:
         """Request the chain at the range's end from another replica that has it (rule 3)."""
         others = [peer for peer in engaged if peer.replica != attempt.replica]
-        # Choose another replica with each attempt: a log with a reconstructed batch there has
-        # another chain.
+        # Each attempt compares with another replica, because the chain of a log with a
+        # reconstructed batch differs.
         start = attempt.number % max(1, len(others))
         others = others[start:] + others[:start]
         if not others:
