@@ -168,8 +168,7 @@ class StoreSession:
 
     @property
     def is_open(self) -> bool:
-        """Whether ZooKeeper is known to have this session's states, and the session has not
-        ended."""
+        """Whether ZooKeeper is known to have the session's states, until the session ends."""
         return self.window is not None and self.ending is None
 
     def is_useful(self, now_ms: int) -> bool:

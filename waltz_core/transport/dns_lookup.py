@@ -1,8 +1,8 @@
 """Resolves host names in such a way that a slow lookup delays only its own host.
 
-Both event loops run lookups in a small pool of threads. If the DNS server of a name does not
-answer, the lookup occupies a thread for half a minute, and each retry occupies another thread. When
-all threads are occupied, no connection to any other host can be opened.
+The event loops (uvloop and asyncio's own) run lookups in a small pool of threads. If the DNS server
+of a name does not answer, the lookup occupies a thread for half a minute, and each retry occupies
+another thread. When all threads are occupied, no connection to any other host can be opened.
 
 Rules:
     1. A lookup has a thread of its own. There is at most one lookup for each name; all callers
