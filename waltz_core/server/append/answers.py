@@ -42,7 +42,7 @@ from waltz_core.wire.messages import (
 
 
 class ArchivePosition(NamedTuple):
-    """The state of a partition's archive: its recorded mark, and the backlog not archived yet.
+    """The state of a partition's archive: its recorded mark, and the backlog.
 
     `interval_ms` is the interval between two archive attempts; 0 if the server archives nothing.
     """

@@ -1,8 +1,8 @@
 """Turns requests into records: decodes them, validates their rows by locks, encodes accepted rows.
 
-These steps cost time for each row. They decide nothing about turns, sessions or answers, which
-`pipeline.py` does. A batch, or a piece of one, is validated with whole arrays; single transactions
-are validated in plain Python.
+These are the steps whose cost depends on the number of rows. `pipeline.py` decides about turns,
+sessions and answers. Whole arrays validate a batch, a piece of a batch, or many single
+transactions. Plain Python validates a few single transactions.
 
 Rules:
     1. Only this file sets the IDs, reasons and conflicts of validated rows in their appends.
@@ -34,8 +34,7 @@ from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, RowOutcomeCode
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
-# Up to this number of single transactions are validated in plain Python, which is faster than
-# arrays.
+# Up to this number of single transactions, plain Python is faster than arrays.
 ONE_BY_ONE_MAX: Final = 16
 _ROW_BYTES: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
@@ -44,9 +43,10 @@ class ValidatedPiece(NamedTuple):
     """The result of one validation: the records of the accepted rows, and the appends.
 
     `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
-    the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of its record. It is
-    empty if there are too many rows. `unsettled` appends wait for a transaction in flight, which
-    may be one of these records. `rejected` appends do not wait for a record of this piece.
+    the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of the lock's
+    record. It is empty if there are too many rows for a byte. `unsettled` appends wait for a
+    transaction in flight, possibly a record of this piece. `rejected` appends wait for no
+    transaction.
     """
 
     part: EncodedBatch | None
@@ -57,7 +57,7 @@ class ValidatedPiece(NamedTuple):
 
 
 class InFlightRange(NamedTuple):
-    """The end of the log: the IDs from `high_water_mark + 1` up to `next_id - 1` are in flight."""
+    """The IDs in flight: from `high_water_mark + 1` up to `next_id - 1`."""
 
     high_water_mark: TransactionId
     next_id: TransactionId
