@@ -4,12 +4,13 @@ A host is created and stopped with the assignment of its partition.
 
 Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.
-    2. If the state machine raises an exception, the process exits, because its state can no longer
-       be trusted. Clients get the outcomes of their appends from the next owner.
+    2. If the state machine raises an exception, the process exits, because the machine's state can
+       no longer be trusted. Clients get the outcomes of their appends from the next owner.
     3. A partition that was released is owned again after a pause, if it is still assigned. If it
-       was released because there was no quorum, it is first offered to another server, if possible.
-    4. A session begins only with a permit (`session_open_limit.py`), which ends when the session is
-       open or abandoned.
+       was released because there was no quorum, this server first tries to hand it over to another
+       server.
+    4. A session begins only with a permit (`session_open_limit.py`). The permit ends when the
+       session is open or abandoned.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ _ARCHIVE_GAUGES: Final = (
     "waltz_server_unarchived_bytes",
     "waltz_server_unarchived_seconds",
 )
-# How long a replica must be waited for before it is reported as slow, or as silent.
+# How long a request to a replica must wait before the replica is reported as slow, or as silent.
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
 # The log levels of reports; other reports have level INFO.
@@ -180,7 +181,7 @@ class Host:
         changed = replicas != self._replicas
         self._replicas = replicas
         if not replicas:
-            return  # No storages are assigned yet.
+            return  # The partition has no storages yet.
         if is_new or not self.partition.is_owned:
             self.post(replication.TakeOwnership(generation, replicas))
         elif changed:
@@ -219,7 +220,7 @@ class Host:
                 self._services.tasks.create_task(self._write_metadata(effect))
             case replication.OwnershipReleased():
                 self._on_ownership_released(effect)
-            case _:  # The partition machine consumes the store's other effects.
+            case _:  # The partition's machine processes all other effects of the store itself.
                 raise AssertionError(f"unexpected effect: {effect!r}")
 
     def _on_ownership_released(self, effect: replication.OwnershipReleased) -> None:
@@ -369,7 +370,7 @@ class InSyncReplicaMetric:
 
 
 class ReplicaWaitReporter:
-    """Reports how long a partition waits for each replica; a hanging replica blocks nothing.
+    """Reports how long a partition waits for each replica.
 
     Args:
         waits_ms: maps the present time to the age of each replica's oldest unanswered request.
@@ -408,9 +409,10 @@ class ReplicaWaitReporter:
 
 
 class _PublishedCounters:
-    """The counters and gauges of a partition that were published last; updates only changed ones.
+    """Publishes those counters and gauges of a partition that have changed.
 
-    The update runs every second for up to a thousand partitions, most of which are idle.
+    The update must be cheap: it runs every second for up to a thousand partitions, most of them
+    idle.
     """
 
     def __init__(self) -> None:
@@ -457,7 +459,8 @@ class _PublishedCounters:
         session_id = partition.session_id if partition.is_open else NO_SESSION
         first = partition.first_available
         gauges = (len(partition.engaged), mark, lag, session_id, first)
-        # If these are unchanged, so is the lock table, except for entries in flight.
+        # If these values are unchanged, the lock table is unchanged, too, except for entries in
+        # flight.
         current = (*gauges, partition.pipeline.lock_loader.floor)
         if current == self._gauges:
             return
@@ -466,7 +469,7 @@ class _PublishedCounters:
             metrics.set(name, value, partition=partition_id)
         locks = partition.pipeline.locks
         if locks is not None:
-            # The ratio for a client that lags by a thousand transactions.
+            # The probability for a client that lags by a thousand transactions.
             lagging = TransactionId(max(BEFORE_FIRST, mark - 1_000))
             metrics.set(
                 "waltz_server_false_rejections_ratio",

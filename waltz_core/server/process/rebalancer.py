@@ -7,10 +7,10 @@ Rules:
     1. Only the leader moves partitions, and only with a compare-and-set on the version of the
        assignment that it has read. After a concurrent change it tries again in the next interval.
     2. No other code depends on this module. Failures are retried in the next interval.
-    3. After the set of servers has changed, no partition moves until the loads of a whole window
-       are known.
-    4. A server that cannot open its partitions seems idle. So an unfit server publishes no load,
-       and no partition moves to it or from it.
+    3. After the set of servers has changed, no partition moves until the loads of a whole averaging
+       window are known.
+    4. A server that cannot open its partitions seems idle. So this server publishes no load, and no
+       partition moves to it or from it.
 """
 
 import asyncio

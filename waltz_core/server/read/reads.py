@@ -6,27 +6,28 @@ which storage is queried for a read, and how often.
 Rules:
     1. Nothing above the high-water mark is ever returned or requested.
     2. Equal fetches share one answer. A failed fetch is retried at the next replica, and after the
-       last replica again at the first one. So a single failing replica makes no transaction
+       last replica again at the first replica. So a single failing replica makes no transaction
        unreadable.
-    3. An answer of a storage is checked completely: the first ID, that no ID is missing, and every
-       CRC.
+    3. An answer of a storage is checked completely: its first ID, every CRC, and that no ID is
+       missing.
     4. At most `fetches_max` fetches are in progress; the others wait in order.
     5. If a session ends while a fetch is pending, the fetch is repeated in the next session.
     6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
-    7. A replica that answers slowly may be frozen. So another replica is queried soon, until all
-       were tried. A failed replica is queried last for the next `AVOIDED_FETCH_COUNT` fetches.
-    8. Consecutive requests for single transactions are answered by a read-ahead. If this fails,
-       each request is fetched separately.
-    9. Reads of closed connections and ended feeds are not fetched. Otherwise a client that connects
+    7. A replica that answers slowly may be frozen. So the timeout is short, and another replica is
+       queried next, until all were tried. A failed replica is queried last for the next
+       `AVOIDED_FETCH_COUNT` fetches.
+    8. Consecutive requests for single transactions are answered by a read-ahead. If the read-ahead
+       fails, each transaction is fetched separately.
+    9. Reads for closed connections and ended feeds are dropped. Otherwise a client that connects
        and sends requests again and again would make all others wait.
-    10. If the log begins after the first ID of a fetch, the fetch fails at once. The records are
-        not in the archive, either, and the beginning of the archive is the same for all replicas.
+    10. If the log begins after the first ID of a fetch, the fetch fails at once. The archive does
+        not contain these records either, so no other replica can return them.
     11. A request fails after `ROUNDS_MAX` rounds over all replicas. If a replica has reported
-        damage, the error states the damage. If all replicas of the session have reported damage in
-        the last round, locally and in the archive, the error is not retriable.
-    12. A feed does not fail after `ROUNDS_MAX` rounds: it waits. Exception: if all replicas of the
-        session report damage, and the pause between rounds has grown to `RETRY_MAX_MS`, the feed
-        fails. Its error is retriable, so that the feed continues after a repair.
+        damage, the error states the damage. If in the last round all replicas of the session have
+        reported damage, locally and in the archive, the error is not retriable.
+    12. A feed waits after `ROUNDS_MAX` rounds. It fails only if all replicas of the session report
+        damage, and the pause between rounds has grown to `RETRY_MAX_MS`. Its error is retriable, so
+        that the feed continues after a repair.
 """
 
 from collections import deque
@@ -97,11 +98,12 @@ ROUNDS_MAX: Final = 2
 RETRY_FIRST_MS: Final = 100
 RETRY_MAX_MS: Final = 5_000
 AVOIDED_FETCH_COUNT: Final = 64
-# The number of the newest batches whose lineage entries are kept, in addition to the caches.
+# The number of the newest batches whose lineage entries are kept, even if the caches have dropped
+# the batches.
 KEPT_LINEAGE_ENTRIES_MAX: Final = 16_384
 _UNLIMITED_BYTES: Final = 1 << 62
-# The maximum number of rows in an answer, which has up to 48 bytes of lineage for each row and must
-# fit into a frame.
+# The maximum number of rows in an answer. With up to 48 bytes of lineage for each row, the answer
+# must fit into a frame.
 ROWS_MAX: Final = 65_536
 
 
@@ -136,8 +138,8 @@ class _RangeFetch:
     tried_replicas: list[ReplicaId] = field(default_factory=list)
     round_count: int = 0
     retry_ms: int = RETRY_FIRST_MS
-    # Rules 11 and 12: whether all replicas of the present round report damage, and the last damage
-    # with its code.
+    # For rules 11 and 12: whether all replicas of this round have reported damage, and the last
+    # damage with its code.
     is_damaged_everywhere: bool = True
     damage: str = ""
     damage_code: int = 0
@@ -237,7 +239,7 @@ class Reads:
         waiting = [request for job in self._jobs.values() for request in job.waiting]
         self._jobs.clear()
         self._ready.clear()
-        # Fetches in progress count until they are answered, even after the release.
+        # Fetches in progress count for rule 4 until they are answered, even after the release.
         self._running = dict.fromkeys(self._running)
         self._delayed.clear()
         self._is_open = False
@@ -484,7 +486,7 @@ class Reads:
         return out + self._start_fetches()
 
     def _fetch_separately(self, job: _RangeFetch) -> list[ReadOutcome]:
-        """Fetch each requested transaction separately: later ones may be damaged (rule 8)."""
+        """Fetch each requested transaction separately, because others may be damaged (rule 8)."""
         del self._jobs[job.key]
         self._reading_ahead.pop(job.key, None)
         out: list[ReadOutcome] = []
@@ -495,7 +497,7 @@ class Reads:
         return out
 
     def _ignore_answer(self, token: int) -> list[ReadOutcome]:
-        """Ignore an answer for which no request waits; there is room for another fetch."""
+        """Ignore an answer for which no request waits, and start a waiting fetch."""
         self._running.pop(token, None)
         return self._start_fetches()
 
@@ -565,7 +567,7 @@ class Reads:
         assert isinstance(message, TransactionDataRequest)
         skip = message.transaction_id - range_records.first
         if skip >= range_records.lengths.size:
-            return self.request_data(request, message)  # the read-ahead ended before
+            return self.request_data(request, message)  # the read-ahead ended before this ID
         record, _ = raw_records.slice_records(
             range_records.records, range_records.lengths, skip=skip, count=1
         )
@@ -634,7 +636,7 @@ def _feed_headers_in(range_records: _RangeRecords) -> FeedHeaders:
     headers = record_headers[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
     for entry in reversed(range_records.lineage):
-        # A reconstructed batch of a storage has a chain that no other replica has.
+        # If a storage has reconstructed a batch, no other replica has the chain of this batch.
         if (
             range_records.first <= entry.last <= range_records.last
             and entry.session_id != RECONSTRUCTED
