@@ -2,9 +2,9 @@
 
 Rules:
     1. A counter never decreases, so the counts of a closed client remain.
-    2. A scrape may run on any thread, also on the loop of a client, and so waits for nothing. It
-       starts requests of marks, whose answers the next scrape shows.
-    3. A forked child has no client of its parent, and counts from 0.
+    2. A scrape may run on any thread, even on the loop of a client, so it must not wait. It starts
+       requests for marks, and the next scrape shows their answers.
+    3. A forked child cannot use the clients of its parent, so it counts from 0.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _closed_counts: Final[dict[tuple[str, int], AppendCounts]] = {}
 
 
 def _forget_clients() -> None:
-    """Forget the clients of the parent process (rule 3); one of its threads may have the lock."""
+    """Forget the parent's clients (rule 3), and its lock, which another thread may have held."""
     global _lock  # noqa: PLW0603 - a lock cannot be reset
     _lock = threading.Lock()
     _open_clients.clear()
@@ -41,8 +41,8 @@ os.register_at_fork(after_in_child=_forget_clients)
 def export_metrics(port: int | None = None, host: str = "127.0.0.1") -> None:
     """Export the metrics of all clients of this process to `prometheus_client.REGISTRY`.
 
-    It may be called before or after clients are opened. Call it without a port if the application
-    serves this registry already.
+    Call this function before or after clients are opened. Omit `port` if the application already
+    serves this registry.
 
     Args:
         port: serve the registry at this HTTP port.
@@ -79,13 +79,13 @@ class CountedClient:
                 self.add_counts(_closed_counts)
 
     def add_counts(self, totals: dict[tuple[str, int], AppendCounts]) -> None:
-        """Add its counts to those of other clients."""
+        """Add the counts of this client to `totals`."""
         for number, partition in list(self._partitions.items()):
             total = totals.setdefault((self._cluster, int(number)), AppendCounts())
             total.add(partition.appends.counts)
 
     def add_feed_lags(self, lags: dict[tuple[str, int], int]) -> None:
-        """Add the lags of its feeds, and start requests of the current marks (rule 2)."""
+        """Add the lags of this client's feeds to `lags`, and request the current marks (rule 2)."""
         for number, partition in list(self._partitions.items()):
             applier = partition.applier
             if applier is None or applier.mark is None or not partition.has_feed:

@@ -1,25 +1,28 @@
 """Runs transaction contexts: execute, append, and execute again after a rejection.
 
 If a lock rejects an attempt, the attempt was computed from an old state and is discarded. The
-client applies the transactions that it had not seen, and the context computes a new attempt.
+client applies the transactions that the attempt had not seen, and the context computes a new
+attempt.
 
 Rules:
     1. The client's mark is read before `execute`, so the state that the application reads is at
        least as new as the mark.
     2. A retry begins when the client has applied the conflicting transaction. If the client has no
        feed of the partition, the retry begins when the transaction is known to be in the log.
-    3. Each attempt is final before the next one begins: no context is in the log twice.
-    4. A context has a deadline and a limit of retries, and expires when it reaches one of them.
-       The deadline also ends an `execute` that waits. An `execute` on a thread continues after the
-       deadline, but its result is ignored. If an attempt was appended, the context waits for its
-       outcome beyond the deadline.
+    3. Each attempt is final before the next attempt begins, so no context is in the log twice.
+    4. A context has a deadline and a limit of retries, and expires when it reaches one of them. The
+       deadline also ends an `execute` that waits on the event loop. An `execute` on a thread
+       continues after the deadline, but its result is ignored. If an attempt was already appended,
+       the context waits for its outcome beyond the deadline.
     5. With a feed, `execute` reads the state that the callbacks have computed. While the
-       application has paused the partition, no attempt begins: the callbacks apply no transactions
-       then, and the log's mark would claim that they had applied all of them.
-    6. If a dependent attempt is rejected because of appends in flight, it is repeated at once, on
-       the assumption that these appends commit. The assumption holds for that attempt only, and the
-       callbacks do not apply these appends.
-    7. If a context expires while its view is behind the log, the error has the positions of both.
+       application has paused the partition, the callbacks apply no transactions, so no attempt
+       begins. With the log's mark, an attempt would claim to have seen transactions that the
+       callbacks have not applied.
+    6. If a dependent attempt is rejected because of appends in flight, the context computes a new
+       attempt at once, as if these appends were committed. This applies to the new attempt only;
+       the callbacks do not apply these appends before they are committed.
+    7. If a context expires while its view is behind the log, the error contains the marks of the
+       view and of the log.
 """
 
 import asyncio
@@ -153,7 +156,8 @@ class ContextRun:
         self._began_s = loop.time()
         self._mark_at_start = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
-        # The hooks report the error, so no caller has to retrieve it from the future.
+        # The hooks also report the error, so it is no fault if no caller retrieves it from the
+        # future.
         self.future.add_done_callback(_retrieve_exception)
         self._row: PendingRow | None = None
         # The appends in flight that the next attempt depends on; None if the context is not
@@ -198,7 +202,7 @@ class ContextRun:
         if self._pipelined_state is not None:
             self._pipelined_state = (
                 self._pipelined_state.without_predecessors()
-            )  # the server's answer is valid for one attempt
+            )  # predecessors are valid for one attempt
         executing = self._context.execute(builder)
         is_wanted = await self._await_until_deadline(executing, "execute was still running")
         if not is_wanted:
@@ -264,7 +268,7 @@ class ContextRun:
         except errors.OutcomeUnknown as error:
             await self._finish_failed(error)
             return False
-        except errors.Unavailable as error:  # the row was never sent, so rule 3 holds
+        except errors.Unavailable as error:  # the row is not in the log, so rule 3 holds
             return await self._retry_attempt(error, wait_for=None)
         assert isinstance(outcome, RowOutcome)
         if outcome.reason == RowOutcomeCode.COMMITTED:
@@ -284,13 +288,13 @@ class ContextRun:
     async def _retry_attempt(
         self, error: errors.WaltzError, *, wait_for: TransactionId | None
     ) -> bool:
-        """Try again, after `wait_for` is applied or a delay; False when the context has ended."""
+        """Try again when `wait_for` is applied or after a delay; False if the context has ended."""
         self._retries += 1
         limit = self._context.retries_max
         if limit is not None and self._retries > limit:
             return await self._finish_expired(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
-            # `asyncio.timeout` interrupts only code that suspends.
+            # Check the deadline here, because `asyncio.timeout` interrupts only code that suspends.
             return await self._finish_expired(self._view_behind_error(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
@@ -359,9 +363,9 @@ class ContextRun:
             await self._call_hook("on_application")
 
     def _finish_unsettled(self) -> None:
-        """End the run because the client closes: report what is known about the last attempt."""
+        """End the run because the client closes; report the last attempt's outcome if known."""
         row = self._row
-        # NB: the end of the loop cancels this task, and with it the future that it waits for.
+        # NB: when the loop ends, it cancels this task, and so the future that this task waits for.
         if row is None or not row.future.done() or row.future.cancelled():
             error = errors.OutcomeUnknown(
                 "the client was closed before the outcome of the append was known"

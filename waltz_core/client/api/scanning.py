@@ -4,12 +4,12 @@ Rules:
     1. The high-water marks are determined when `scan` is called, so the stream is a snapshot. It
        has exactly the transactions from `start` to `stop` of each partition, one partition after
        another.
-    2. The stream reads no data before its consumer requests a batch. In memory, it has the chunks
+    2. The stream reads no data before its consumer requests a batch. It keeps in memory the chunks
        of `read_range`, and one batch of at most 8,192 rows or about 8 MiB.
     3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.
     4. If the scan has neither payload columns nor column `data`, only headers are read.
-    5. With encryption keys, if a payload cannot be decrypted, it and its columns are null, and the
-       column `data_error` has the reason.
+    5. If the client has encryption keys but cannot decrypt a payload, the payload and its columns
+       are null, and the column `data_error` has the reason.
 """
 
 import difflib
@@ -301,8 +301,8 @@ def open_scan(
             chunks = client.read_range(
                 partition, start, stop - 1, form=columns.form, replicas=sources[partition]
             )
-            # The range is closed here: a traceback would keep it open until after the client's
-            # close.
+            # Close the range here. After an error, its traceback would keep the range open longer
+            # than the client.
             with closing(chunks):
                 for chunk in chunks:
                     yield from columns.batches(chunk, partition)

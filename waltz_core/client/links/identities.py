@@ -2,14 +2,14 @@
 
 Rules (decision 048, AC 9):
     1. The client requests the ID on the connection of its first mount, from the server of that
-       partition. So the ID belongs to the principal of that connection.
-    2. If that server is older than L 8, another server issues the ID. Only if no server can, the
-       client takes an ID from ZooKeeper, which needs write access there.
-    3. If a server denies an ID, the client replaces it, for all partitions that mount from then on.
-       It does not replace an ID that the application has set, because the application relies on it.
-       An ID without remaining sequence numbers is always replaced.
-    4. Requests to one server wait for each other and share the answer. Requests to another server
-       do not wait for it, because it may be frozen.
+       partition. So the ID belongs to the principal of this connection.
+    2. If this server is older than L 8, another server issues the ID. If no server can issue IDs,
+       the client takes an ID from ZooKeeper, which needs write access to ZooKeeper.
+    3. If a server denies an ID, the client uses a new ID for all partitions that mount from then
+       on. But the client does not replace an ID that the application has set, because the
+       application relies on this ID. An ID whose sequence numbers are used up is always replaced.
+    4. Requests to the same server wait for each other and share the answer. They do not delay
+       requests to other servers, because the server may be frozen.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _NO_CLIENT_ID = -1
 
 
 class ClientIdentities:
-    """Finds the client ID (see the module's rules); `fixed_identity` is set by the application."""
+    """Finds the client ID, by the rules above; the application may set `fixed_identity`."""
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
 """The registry of exactly-once writes for clients: through a server, or in ZooKeeper.
 
 Rules:
-    1. Any server can carry out an operation. The client first tries the server that has answered
-       last. If a server does not answer, the client tries another one, until the request timeout:
-       operations may be repeated (`cluster/write_registry.py`).
-    2. A client uses ZooKeeper itself only if at least one server answers, and no server that
-       answers supports these requests (before L 8). The ZooKeeper session stays open until `close`.
+    1. Any server can carry out an operation, and operations may be repeated
+       (`cluster/write_registry.py`). The client first tries the server that has answered last. If
+       this server does not answer, the client tries other servers, until the request timeout.
+    2. A client uses ZooKeeper itself only if all servers that answer are too old for these requests
+       (before L 8), and at least one server answers. The ZooKeeper session stays open until
+       `close`.
 """
 
 import asyncio
@@ -282,7 +283,7 @@ class WriteRequests:
         try:
             await self._directory.owner(PartitionId(0), after_failure=True)
         except errors.Unavailable:
-            return  # then the next attempt fails, too
+            return  # the next attempt tries the known servers again
 
     async def _open_zookeeper_session(self) -> Coordinator:
         """Return the session with ZooKeeper (rule 2)."""
