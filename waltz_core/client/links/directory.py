@@ -5,7 +5,7 @@ it. A Spark executor gets the owners from the driver (a *fixed* directory), and 
 when these owners may be outdated.
 
 Rules:
-    1. Owners are used only when the assignment names live servers.
+    1. Owners are used only when the assignment was written for exactly the live servers.
     2. `on_change` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
@@ -160,7 +160,7 @@ class ZooKeeperDirectory:
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The owners in the last state in which the assignment named live servers (rule 1)."""
+        """The owners in the last assignment that was usable by rule 1."""
         return self._owners
 
     @property

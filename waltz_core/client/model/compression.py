@@ -14,8 +14,9 @@ this class. The codec is part of Arrow, which every installation has.
 
 Rules:
     1. The first two bytes state the encoding of the rest, so readers do not guess. No msgpack, JSON
-       or UTF-8 begins with 0xC1: a payload without these two bytes was written without this class.
-    2. Decompressed data never exceeds the maximum size of a transaction. If a payload claims a
+       or UTF-8 begins with 0xC1. So a payload without these two bytes was written without this
+       class.
+    2. Decompressed data never exceeds the maximum size of a transaction. If a payload states a
        larger size, it is rejected before memory is allocated.
     3. A payload is compressed only if that makes it smaller.
 """

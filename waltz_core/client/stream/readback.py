@@ -1,17 +1,16 @@
 """Reads parts of the log after a mount, before appends are sent.
 
-Only the log itself answers two questions. Which of the rows in doubt does it contain? Is it still
-the log from which the feed came?
+The client reads the log for two reasons: to find rows in doubt, and to check that the feed came
+from this log.
 
 Rules:
-    1. All headers from the first to the last are read, in as many answers as necessary.
+    1. All headers in the range of the rows in doubt are read, in as many answers as necessary.
     2. The last known chain hash of the feed is compared with the chain hash of the same batch in
-       the log's lineage. If they differ, the log has another history, and the feed must not
-       continue. If the log begins after that batch, there is no chain hash to compare with.
-    3. Rows in doubt that would be below the start of the log can neither be found nor excluded, so
-       their outcome is unknown.
-    4. A server of L 8 returns only the headers of this client's own rows, because a principal may
-       have the permission to append and not the one to read.
+       the log's lineage. If they differ, the feed came from a different log, and must not continue.
+       If the log begins after this batch, there is no chain hash to compare with.
+    3. If rows in doubt may be below the start of the log, their outcome is unknown.
+    4. A server of L 8 returns only the headers of this client's own rows, because the principal may
+       have the permission to append, but not to read.
 """
 
 from waltz_core.client.stream.outcome_tracker import OutcomeTracker
@@ -70,7 +69,7 @@ class ReadBack:
         return self._request
 
     def is_requested(self, req_id: ReqId) -> bool:
-        """Whether this is the ID of the outstanding request."""
+        """Whether this is the ID of the unanswered request."""
         return self._request is not None and self._request.req_id == req_id
 
     def accept_headers(self, message: RangeData, tracker: OutcomeTracker) -> str | None:
@@ -89,7 +88,7 @@ class ReadBack:
         return None
 
     def history_loss(self, message: RangeData) -> DataLoss | None:
-        """Return an error if the log below the feed has changed (rule 2), otherwise None."""
+        """Return an error if the feed came from a different log (rule 2), otherwise None."""
         if self._chain is None:
             return None
         at, chain = self._chain
