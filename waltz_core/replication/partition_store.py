@@ -517,9 +517,9 @@ class PartitionStore:
                 self._on_metadata_written(nodes)
             case MetadataConflict():
                 self._nodes = None
-                check = waiting is _PendingRequest.STATES
+                is_states_write = waiting is _PendingRequest.STATES
                 self._read_metadata(
-                    _PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK
+                    _PendingRequest.STATES_CHECK if is_states_write else _PendingRequest.CLAIM_CHECK
                 )
             case MetadataOutcomeUnknown():
                 self._on_coordinator_unavailable(waiting, event.reason)
@@ -544,18 +544,18 @@ class PartitionStore:
 
     def _on_metadata_read(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
         self._nodes = nodes
-        written = self._nodes_being_written
+        written_nodes = self._nodes_being_written
         if waiting is _PendingRequest.READ:
             self._claim_session(nodes)
             return
-        assert written is not None
-        if (nodes.metadata, nodes.marker) == (written.metadata, written.marker):
+        assert written_nodes is not None
+        if (nodes.metadata, nodes.marker) == (written_nodes.metadata, written_nodes.marker):
             self._on_metadata_written(nodes)
         elif waiting is _PendingRequest.CLAIM_CHECK:
             self._nodes_being_written = None
             self._claim_session(nodes)
-        elif nodes.versions == written.versions:
-            self._write_metadata(written, _PendingRequest.STATES)
+        elif nodes.versions == written_nodes.versions:
+            self._write_metadata(written_nodes, _PendingRequest.STATES)
         else:
             self._nodes_being_written = None
             assert self._session is not None

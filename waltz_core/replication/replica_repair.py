@@ -514,8 +514,10 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
 
 def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
     entries = answer.lineage
-    is_dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
-    if not entries or not is_dense or not entries[-1].first <= last <= entries[-1].last:
+    is_without_gaps = all(
+        entry.last + 1 == next_entry.first for entry, next_entry in pairwise(entries)
+    )
+    if not entries or not is_without_gaps or not entries[-1].first <= last <= entries[-1].last:
         raise RemoteProtocolError(
             f"lineage: expected batches that cover transactions {first}..{last}, found other "
             "batches"
@@ -525,9 +527,9 @@ def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
 def _batch_ends(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
     """Return the batch ends of a lineage and the hash chains there, in order."""
     start = TransactionId(answer.lineage[0].first - 1)
-    points = [(start, Chain(bytes(answer.chain_before)))]
-    points.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
-    return points
+    batch_ends = [(start, Chain(bytes(answer.chain_before)))]
+    batch_ends.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
+    return batch_ends
 
 
 def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
@@ -549,9 +551,9 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
 
 def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
     """Raise if the source has reconstructed batches where the replica has real ones (rule 8)."""
-    real = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
-    for entry in source.lineage if real else ():
+    real_entries = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
+    for entry in source.lineage if real_entries else ():
         if entry.session_id == RECONSTRUCTED and (
-            entry.first <= real[-1].last and real[0].first <= entry.last
+            entry.first <= real_entries[-1].last and real_entries[0].first <= entry.last
         ):
             raise ChecksumMismatch(_LOST_BATCHES_TEXT.format(entry.first, entry.last))

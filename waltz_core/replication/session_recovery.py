@@ -91,7 +91,8 @@ def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> 
         return False
     pairs = memoryview(answer.damaged)
     damaged_lasts = (
-        int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16)
+        int.from_bytes(pairs[offset + 8 : offset + 16], "big")
+        for offset in range(0, len(pairs), 16)
     )
     return all(last <= answer.low_water_mark for last in damaged_lasts)
 

@@ -140,12 +140,12 @@ class StoreSession:
         # The states that ZooKeeper is known to have, and the states in a write in progress.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
         self.pending_states: dict[ReplicaId, ReplicaState] | None = None
-        former = [replica for replica in claim.states if replica not in claim.assigned]
+        former_replicas = [replica for replica in claim.states if replica not in claim.assigned]
         self.replicas = {
             replica: ReplicaSession(
                 replica, claim.session_id, constants.partition_id, outbox=outbox, limits=limits
             )
-            for replica in (*claim.assigned, *former)
+            for replica in (*claim.assigned, *former_replicas)
         }
         self.repairs = RepairRunner(
             self.replicas, self.recovery, claim.archived_mark, outbox=outbox, limits=limits
@@ -646,9 +646,9 @@ class StoreSession:
     def _on_replica_prepared(
         self, peer: ReplicaSession, answer: messages.Prepared, now_ms: int
     ) -> None:
-        registered = self._constants.storage_ids.get(peer.replica, NO_STORAGE_ID)
-        if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
-            found, expected = bytes(answer.storage_id).hex(), registered.hex()
+        registered_id = self._constants.storage_ids.get(peer.replica, NO_STORAGE_ID)
+        if registered_id not in (NO_STORAGE_ID, bytes(answer.storage_id)):
+            found, expected = bytes(answer.storage_id).hex(), registered_id.hex()
             problem = f"expected the storage with ID {expected} at this address, found {found}"
             self._reject_replica(peer, problem, now_ms)
             return
@@ -661,7 +661,7 @@ class StoreSession:
             else:
                 self._reject_replica(peer, reason, now_ms)
             return
-        self.recovery.on_prepared(peer.replica, answer, registered)
+        self.recovery.on_prepared(peer.replica, answer, registered_id)
         if peer.replica in self.recovery.unknown_replicas:
             self._report("replica.untrusted", replica=peer.replica, last=answer.synced_max)
         peer.stage = ReplicaStage.REPAIRING

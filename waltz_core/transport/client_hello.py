@@ -44,8 +44,8 @@ def reject_reason(first: bytes) -> str:
     """
     message = first[_RECORD_HEADER_BYTES:]
     record_bytes = _decode_number(first[3:_RECORD_HEADER_BYTES])
-    is_other = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
-    if first[1:2] != b"\x03" or is_other:
+    is_other_message = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
+    if first[1:2] != b"\x03" or is_other_message:
         return ""
     size = _MESSAGE_HEADER_BYTES + _decode_number(message[1:_MESSAGE_HEADER_BYTES])
     if record_bytes < size:  # its end would be answered without a turn; OpenSSL skips empty records
@@ -54,8 +54,10 @@ def reject_reason(first: bytes) -> str:
     groups = _decode_numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
     is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
     if _TLS_1_3 in _decode_numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
-        shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
-        known_groups = (group for group in shares if group in _FAST_GROUPS or group in _SLOW_GROUPS)
+        key_shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
+        known_groups = (
+            group for group in key_shares if group in _FAST_GROUPS or group in _SLOW_GROUPS
+        )
         # OpenSSL uses the first group that it knows.
         is_slow = next(known_groups, None) not in _FAST_GROUPS
     return (
@@ -66,10 +68,10 @@ def reject_reason(first: bytes) -> str:
 
 
 def _extensions(hello: bytes) -> dict[int, bytes]:
-    at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
+    offset = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
     for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
-        at += size_bytes + _decode_number(hello[at : at + size_bytes])
-    return _parse_elements(hello[at + 2 :])
+        offset += size_bytes + _decode_number(hello[offset : offset + size_bytes])
+    return _parse_elements(hello[offset + 2 :])
 
 
 def _parse_elements(data: bytes) -> dict[int, bytes]:

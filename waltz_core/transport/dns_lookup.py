@@ -34,20 +34,20 @@ async def addresses_of(host: str) -> Addresses:
         OSError: the name is unknown or invalid, or no DNS server answers.
     """
     loop = asyncio.get_running_loop()
-    arrived: asyncio.Future[None] = loop.create_future()
+    answer_arrived: asyncio.Future[None] = loop.create_future()
 
-    def arrive() -> None:
-        if not arrived.done():
-            arrived.set_result(None)
+    def note_arrival() -> None:
+        if not answer_arrived.done():
+            answer_arrived.set_result(None)
 
     def notify(_lookup: Future[Addresses]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(arrive)
+            loop.call_soon_threadsafe(note_arrival)
 
     lookup = begin_lookup(host)
     if not lookup.done():
         lookup.add_done_callback(notify)
-        await arrived
+        await answer_arrived
     return list(lookup.result())
 
 

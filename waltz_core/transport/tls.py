@@ -262,7 +262,9 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         'access = "on"': config.access == "on",
         'tls_transition = ""': not config.tls_transition,
     }
-    missing = " and ".join(condition for condition, is_met in required.items() if not is_met)
+    missing = " and ".join(
+        setting for setting, is_fulfilled in required.items() if not is_fulfilled
+    )
     if not missing:
         return
     if not config.insecure_network:
@@ -281,8 +283,12 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
 
 
 def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
-    is_meant = config.tls == "off"
-    if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
+    is_explicitly_off = config.tls == "off"
+    if (
+        isinstance(config, ServerConfig)
+        and config.tls_require_certificate
+        and not is_explicitly_off
+    ):
         raise BadConfig('setting tls: tls_require_certificate = true requires tls = "on"')
     if config.tls_transition:
         raise BadConfig('setting tls: tls_transition requires tls = "on"')

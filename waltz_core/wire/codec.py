@@ -210,8 +210,8 @@ def message_classes(protocol: WireProtocol) -> list[type[Message]]:
 
 
 def _exists_in_version(message_class: type[Message], version: int) -> bool:
-    until = message_class.until
-    return message_class.since <= version and (until is None or version <= until)
+    last_version = message_class.until
+    return message_class.since <= version and (last_version is None or version <= last_version)
 
 
 def _make_layout(message_class: type[Message], version: int) -> _MessageLayout:
@@ -262,27 +262,29 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
     pack, unpack_from, size = layout.pack, layout.unpack_from, layout.size
     names = [name for name, _ in run]
     get = attrgetter(*names)
-    alone = len(names) == 1
-    packed = [(i, FIXED[kind].to_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].to_wire]
-    unpacked = [
+    is_single = len(names) == 1
+    value_encoders = [
+        (i, FIXED[kind].to_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].to_wire
+    ]
+    value_decoders = [
         (i, FIXED[kind].from_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].from_wire
     ]
 
     def write(message: Message, out: FieldWriter) -> None:
-        if not packed and not alone:
+        if not value_encoders and not is_single:
             out.small_bytes += pack(*get(message))
             return
-        values = [get(message)] if alone else list(get(message))
-        for index, convert in packed:
+        values = [get(message)] if is_single else list(get(message))
+        for index, convert in value_encoders:
             assert convert is not None
             values[index] = convert(values[index])
         out.small_bytes += pack(*values)
 
     def read(view: memoryview, at: int, values: list[Any]) -> int:
         raw_values = unpack_from(view, at)
-        if unpacked:
+        if value_decoders:
             converted = list(raw_values)
-            for index, convert in unpacked:
+            for index, convert in value_decoders:
                 assert convert is not None
                 converted[index] = convert(converted[index])
             values += converted

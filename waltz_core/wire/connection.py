@@ -208,34 +208,34 @@ class Connection:
         self._header_part = b""
 
     def _return_read_buffer(self) -> None:
-        scratch, self._read_buffer = self._read_buffer, None
-        assert scratch is not None
-        self._header_part, self._read_buffer_end = bytes(scratch[: self._read_buffer_end]), 0
-        if len(scratch) == _READ_BUFFER_BYTES and len(self._read_buffers) < _READ_BUFFERS_KEPT_MAX:
-            self._read_buffers.append(scratch)
+        buffer, self._read_buffer = self._read_buffer, None
+        assert buffer is not None
+        self._header_part, self._read_buffer_end = bytes(buffer[: self._read_buffer_end]), 0
+        if len(buffer) == _READ_BUFFER_BYTES and len(self._read_buffers) < _READ_BUFFERS_KEPT_MAX:
+            self._read_buffers.append(buffer)
 
     def _process_read_buffer(self, events: list[ConnectionEvent]) -> None:
         """Process the complete frames in the read buffer; move an incomplete one elsewhere."""
-        scratch, end, at = self._read_buffer, self._read_buffer_end, 0
-        assert scratch is not None, "buffer_updated without get_buffer"
-        while end - at >= FRAME_HEADER.size:
-            header = codec.decode_frame_header(scratch, at)
+        buffer, end, offset = self._read_buffer, self._read_buffer_end, 0
+        assert buffer is not None, "buffer_updated without get_buffer"
+        while end - offset >= FRAME_HEADER.size:
+            header = codec.decode_frame_header(buffer, offset)
             self._check_header(header)
-            at += FRAME_HEADER.size
-            if header.payload_bytes > end - at:
+            offset += FRAME_HEADER.size
+            if header.payload_bytes > end - offset:
                 # NumPy does not clear the memory, which would be most of the cost of a large frame.
                 self._frame = np.empty(header.payload_bytes, dtype=np.uint8).data
-                self._frame_end = end - at
-                self._frame[: end - at] = scratch[at:end]
+                self._frame_end = end - offset
+                self._frame[: end - offset] = buffer[offset:end]
                 self._header = header
-                at = end
+                offset = end
             elif header.payload_bytes:
-                payload = bytes(scratch[at : at + header.payload_bytes])
-                at += header.payload_bytes
+                payload = bytes(buffer[offset : offset + header.payload_bytes])
+                offset += header.payload_bytes
                 self._process_payload(memoryview(payload), events)
-        if at:
-            scratch[: end - at] = bytes(scratch[at:end])
-        self._read_buffer_end = end - at
+        if offset:
+            buffer[: end - offset] = bytes(buffer[offset:end])
+        self._read_buffer_end = end - offset
 
     def _end_frame(self, events: list[ConnectionEvent]) -> None:
         payload = self._frame

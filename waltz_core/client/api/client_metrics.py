@@ -80,27 +80,27 @@ class CountedClient:
 
     def add_counts(self, totals: dict[tuple[str, int], AppendCounts]) -> None:
         """Add the counts of this client to `totals`."""
-        for number, partition in list(self._partitions.items()):
-            total = totals.setdefault((self._cluster, int(number)), AppendCounts())
+        for partition_id, partition in list(self._partitions.items()):
+            total = totals.setdefault((self._cluster, int(partition_id)), AppendCounts())
             total.add(partition.appends.counts)
 
     def add_feed_lags(self, lags: dict[tuple[str, int], int]) -> None:
         """Add the lags of this client's feeds to `lags`, and request the current marks (rule 2)."""
-        for number, partition in list(self._partitions.items()):
+        for partition_id, partition in list(self._partitions.items()):
             applier = partition.applier
             if applier is None or applier.mark is None or not partition.has_feed:
                 continue
-            mark = max(partition.stream.high_water_mark, self._marks.get(number, -1))
-            key = self._cluster, int(number)
+            mark = max(partition.stream.high_water_mark, self._marks.get(partition_id, -1))
+            key = self._cluster, int(partition_id)
             lags[key] = max(lags.get(key, 0), mark - applier.mark)
         with contextlib.suppress(RuntimeError):  # the loop has ended without closing the client
             self._loop.call_soon_threadsafe(self._request_marks)
 
     def _request_marks(self) -> None:
-        for number, partition in self._partitions.items():
-            if partition.has_feed and number not in self._requested_partitions:
-                self._requested_partitions.add(number)
-                self._client.spawn(self._request_mark(number), "metrics")
+        for partition_id, partition in self._partitions.items():
+            if partition.has_feed and partition_id not in self._requested_partitions:
+                self._requested_partitions.add(partition_id)
+                self._client.spawn(self._request_mark(partition_id), "metrics")
 
     async def _request_mark(self, partition: int) -> None:
         try:
@@ -120,16 +120,16 @@ def _add_values(values: "MetricValues") -> None:
         for client in _open_clients:
             client.add_counts(totals)
             client.add_feed_lags(lags)
-    for_cluster: dict[str, AppendCounts] = {}
+    counts_by_cluster: dict[str, AppendCounts] = {}
     for (cluster, partition), counts in sorted(totals.items()):
-        for_cluster.setdefault(cluster, AppendCounts()).add(counts)
+        counts_by_cluster.setdefault(cluster, AppendCounts()).add(counts)
         labels: dict[str, str | int] = {"cluster": cluster, "partition": partition}
         values.add("waltz_client_appended_transactions_total", counts.committed, **labels)
         values.add("waltz_client_retried_transactions_total", counts.retried, **labels)
         for reason, count in sorted(counts.rejected.items()):
             name = "waltz_client_rejected_transactions_total"
             values.add(name, count, reason=reason, **labels)
-    for cluster, counts in for_cluster.items():
+    for cluster, counts in counts_by_cluster.items():
         values.add_histogram(
             "waltz_client_append_seconds", counts.bucket_counts, counts.seconds, cluster=cluster
         )

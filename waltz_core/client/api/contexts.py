@@ -168,8 +168,8 @@ class ContextRun:
         """Make the first attempt; return False if the context has ended with this attempt."""
         try:
             return await self._make_attempt()
-        except _DeadlinePassed as late:
-            return await self._finish_expired(errors.Unavailable(str(late)))
+        except _DeadlinePassed as deadline_error:
+            return await self._finish_expired(errors.Unavailable(str(deadline_error)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` raises
             await self._finish_failed(error)
             return False
@@ -182,8 +182,8 @@ class ContextRun:
         except asyncio.CancelledError:
             self._finish_unsettled()
             raise
-        except _DeadlinePassed as late:
-            await self._finish_expired(errors.Unavailable(str(late)))
+        except _DeadlinePassed as deadline_error:
+            await self._finish_expired(errors.Unavailable(str(deadline_error)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` or a hook raises
             await self._finish_failed(error)
 
@@ -313,26 +313,28 @@ class ContextRun:
         partition, applier = self._partition, self._partition.applier
         if required_mark is None or applier is None or applier.is_paused_by_application:
             return None
-        applied = partition.mark if applier.mark is None else applier.mark
-        if applied >= required_mark:
+        view_mark = partition.mark if applier.mark is None else applier.mark
+        if view_mark >= required_mark:
             return None
-        log = max(required_mark, partition.stream.high_water_mark)
+        log_mark = max(required_mark, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
-        rate_per_s = 0 if self._mark_at_start is None else (applied - self._mark_at_start) / took_s
+        rate_per_s = (
+            0 if self._mark_at_start is None else (view_mark - self._mark_at_start) / took_s
+        )
         hint = "no transaction was applied in that time; check what the callbacks wait for."
         if rate_per_s:
-            left_s = (log - applied) / rate_per_s
+            remaining_s = (log_mark - view_mark) / rate_per_s
             hint = (
-                f"at this rate, the callbacks need {left_s:,.1f} s to apply the rest of the "
+                f"at this rate, the callbacks need {remaining_s:,.1f} s to apply the rest of the "
                 "log; submit the context again then."
             )
         error = errors.ViewBehind(
             f"the context for partition {partition.partition_id} timed out after "
             f"{self._context.timeout_ms} ms (timeout_ms), because the callbacks had not applied "
-            f"the log yet. They are at transaction {applied}, the log is at {log}, and they "
+            f"the log yet. They are at transaction {view_mark}, the log is at {log_mark}, and they "
             f"apply {rate_per_s:,.1f} transactions per second. Hint: {hint}"
         )
-        error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
+        error.applied, error.high_water_mark, error.rate_per_s = view_mark, log_mark, rate_per_s
         return error
 
     async def _wait_until_applied(self, mark: TransactionId) -> None:

@@ -152,9 +152,9 @@ class ScanColumns:
         )
         if not columns_by_name["data"].null_count:
             return columns
-        flags = is_present.to_pylist()
+        is_present_flags = is_present.to_pylist()
         rows = iter(range(len(data)))
-        row_of = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
+        row_of = pa.array([next(rows) if flag else None for flag in is_present_flags], pa.int64())
         return [column.take(row_of) for column in columns]
 
 
@@ -235,8 +235,8 @@ def scan_ranges_of(
     ranges = []
     for partition, source in sorted(sources.items()):
         end = int(source.high_water_mark) + 1
-        available = int(source.archived.first) if source.archived else 0
-        first, last = starts.get(partition, available), stops.get(partition, end)
+        first_available = int(source.archived.first) if source.archived else 0
+        first, last = starts.get(partition, first_available), stops.get(partition, end)
         for name, value in (("start", first), ("stop", last)):
             if value > end:
                 raise DataLoss(
@@ -244,11 +244,11 @@ def scan_ranges_of(
                     f"the log, found {value}. Hint: the ID may come from another cluster, or the "
                     "log was created again."
                 )
-        if first < available or last < available:
+        if first < first_available or last < first_available:
             raise BeforeLogStart(
                 f"partition {partition}: cannot scan from {first} to {last}, because the "
-                f"transactions before {available} have expired",
-                available,
+                f"transactions before {first_available} have expired",
+                first_available,
             )
         if first > last:
             raise BadRequest(

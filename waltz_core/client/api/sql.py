@@ -289,7 +289,7 @@ class SqlCallbacks(BatchCallbacks):
         with self._engine.begin() as connection:
             mark_row = self._read_mark(connection, partition)
         if mark_row is None:
-            beginning = self.marks.insert().values(
+            insert_statement = self.marks.insert().values(
                 application=self._application,
                 partition_id=partition,
                 high_water_mark=int(BEFORE_FIRST),
@@ -297,7 +297,7 @@ class SqlCallbacks(BatchCallbacks):
             )
             try:
                 with self._engine.begin() as connection:
-                    connection.execute(beginning)
+                    connection.execute(insert_statement)
             except IntegrityError:
                 with self._engine.begin() as connection:
                     mark_row = self._read_mark(connection, partition)

@@ -71,9 +71,8 @@ if TYPE_CHECKING:
     from waltz_core.client.stream.appends import ReportOrder
     from waltz_core.client.stream.outcome_tracker import BatchOutcome
 
-# The maximum number of threads for `execute`, and the maximum for hooks and feeds (each running
-# hook or callback uses one). The pools are separate because a callback or a hook may wait for a
-# context.
+# The maximum number of threads for `execute`, and the maximum for hooks and feeds (one for each
+# that runs). The pools are separate because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
 # Timeout for the tasks that are still on the loop when the client closes.
@@ -165,8 +164,7 @@ class WaltzClient:
     def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
         self._is_closed = False
-        # An RLock, because a signal handler may close the client on the thread that it has
-        # interrupted.
+        # An RLock: a signal handler may close the client on the thread that it has interrupted.
         self._closing = threading.RLock()
         self._schedule_lock = threading.RLock()
         self._accepts_calls = True  # rule 4
@@ -447,17 +445,15 @@ class WaltzClient:
     ) -> ArrowReader:
         """Return a `pyarrow.RecordBatchReader` of the committed transactions start..stop-1.
 
-        The reader reads one partition after another (default: all), only as fast as its consumer.
-        `start` and `stop` are IDs, or IDs by partition (default: all transactions that are
-        available now). `schema` names the columns (default: the columns of the log). Columns that
-        the log does not have are unpacked strictly from payloads; `data_format` is "msgpack",
-        "json", or a serializer `Avro` or `Protobuf`. Raises DataLoss for an ID after the end of the
-        log, and BeforeLogStart for an expired ID.
+        It reads one partition after another (default: all), only as fast as its consumer. `start`
+        and `stop` are IDs, or IDs by partition (default: all that is available now). `schema` names
+        the columns (default: the log's). Columns that the log does not have are unpacked strictly
+        from payloads; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`.
+        Raises DataLoss for an ID after the end of the log, and BeforeLogStart for an expired ID.
         """
         partition_ids = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
-        # With given IDs, the mark must be current: a server that has just lost a partition may
-        # return a mark below these IDs.
+        # Without this, a server that has just lost a partition may return a mark below these IDs.
         is_given = start is not None or stop is not None
         sources = self.replica_sets(partition_ids, linearizable=is_given)
         return open_scan(self, scan_ranges_of(sources, start, stop), sources, columns)

@@ -54,8 +54,10 @@ class ClientIdentities:
         With `is_used_up`, `instead_of` has no sequence numbers left; otherwise a server has denied
         it. Raises the errors of the server or of ZooKeeper, and ClientIdDenied by rule 3.
         """
-        is_given = self._fixed_identity is not None and self._fixed_identity.client_id == instead_of
-        if is_given and not is_used_up:
+        is_set_by_application = (
+            self._fixed_identity is not None and self._fixed_identity.client_id == instead_of
+        )
+        if is_set_by_application and not is_used_up:
             raise errors.ClientIdDenied(
                 f"argument client_id: the server at {link.address} rejects ID {instead_of}, "
                 "because it does not belong to the principal of this client"
@@ -64,9 +66,9 @@ class ClientIdentities:
             if self._is_usable(instead_of):
                 assert self.current is not None
                 return self.current
-            issued = await self._obtain_identity(link)
+            new_identity = await self._obtain_identity(link)
             if not self._is_usable(instead_of):
-                self.current = issued
+                self.current = new_identity
             assert self.current is not None
             return self.current
 
@@ -76,14 +78,16 @@ class ClientIdentities:
     async def _obtain_identity(self, link: ServerLink) -> ClientIdentity:
         if link.issues_client_ids:
             return await self._request_from(link)
-        others = {owner.address for owner in self._directory.owners.values()} - {link.address}
-        for address in sorted(others):  # rule 2
+        other_addresses = {owner.address for owner in self._directory.owners.values()} - {
+            link.address
+        }
+        for address in sorted(other_addresses):  # rule 2
             try:
-                other = await self._links.get(address)
+                other_link = await self._links.get(address)
             except (errors.Unavailable, errors.ProtocolError):
                 continue
-            if other.issues_client_ids:
-                return await self._request_from(other)
+            if other_link.issues_client_ids:
+                return await self._request_from(other_link)
         return ClientIdentity(await self._directory.next_client_id())
 
     async def _request_from(self, link: ServerLink) -> ClientIdentity:

@@ -212,7 +212,7 @@ class DataCache:
         records = memoryview(chunk.records)
         ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
         if self._header_values:
-            ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
+            ids = [int.from_bytes(records[offset : offset + 8], "big") for offset in offsets[:-1]]
         cached_chunk = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
         if chunk.first in self._chunks:
             self.drop(chunk.first)

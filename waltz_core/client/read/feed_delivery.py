@@ -289,9 +289,9 @@ class Applier:
         next_id = TransactionId(0 if self._applied is None else self._applied + 1)
         try:
             await self._consumer.on_uncaught_exception(self._partition_id, next_id, error)
-        except Exception as another:  # noqa: BLE001 - any exception of the application
+        except Exception as callback_error:  # noqa: BLE001 - any exception of the application
             _log.exception(
-                "feed.callback_failed partition=%d", self._partition_id, exc_info=another
+                "feed.callback_failed partition=%d", self._partition_id, exc_info=callback_error
             )
 
     async def _apply_run(self, run: DeliveryRun, last: TransactionId) -> bool:
@@ -358,9 +358,9 @@ class Applier:
                     self._partition_id, transaction_id, error
                 )
             )
-        except Exception as another:  # noqa: BLE001 - any exception of the application
+        except Exception as callback_error:  # noqa: BLE001 - any exception of the application
             _log.exception(
-                "feed.callback_failed partition=%d", self._partition_id, exc_info=another
+                "feed.callback_failed partition=%d", self._partition_id, exc_info=callback_error
             )
             return PoisonPolicy.STOP
 

@@ -181,17 +181,20 @@ class LocalReader:
         Raises BlockingIOError if `flags` forbid waiting and the bytes are not in the page cache.
         """
         lengths = grant.lengths[low:high]
-        skip, size = raw_records.total_bytes(grant.lengths[:low]), raw_records.total_bytes(lengths)
+        bytes_to_skip, size = (
+            raw_records.total_bytes(grant.lengths[:low]),
+            raw_records.total_bytes(lengths),
+        )
         records = self._buffers.take(size)
         read_bytes = crc = 0
         for location in grant.places:
-            if skip < location.size and read_bytes < size:
-                count = min(location.size - skip, size - read_bytes)
+            if bytes_to_skip < location.size and read_bytes < size:
+                count = min(location.size - bytes_to_skip, size - read_bytes)
                 part = records[read_bytes : read_bytes + count]
-                start = FileLocation(location.segment, location.offset + skip, count)
+                start = FileLocation(location.segment, location.offset + bytes_to_skip, count)
                 crc = self._read_segment(part, start, grant.ticket, crc, flags)
                 read_bytes += count
-            skip = max(0, skip - location.size)
+            bytes_to_skip = max(0, bytes_to_skip - location.size)
         first = TransactionId(grant.first + low)
         if raw_records.verified_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(

@@ -160,9 +160,9 @@ class RangeChunk:
         ids = raw_records.ids_of(self.records, self.lengths).tolist()
         headers = raw_records.application_headers_of(self.records, self.lengths).tolist()
         start = 0
-        for number, length in enumerate(self.lengths.tolist()):
+        for index, length in enumerate(self.lengths.tolist()):
             data = self.records[start + _PREFIX_BYTES : start + length - _SUFFIX_BYTES]
-            yield RangeRow(TransactionId(ids[number]), headers[number], bytes(data))
+            yield RangeRow(TransactionId(ids[index]), headers[index], bytes(data))
             start += length
 
 
@@ -406,9 +406,9 @@ class ReaderConnection:
 
         Raises the errors of `fetch`, and an error if the storage does not support this request.
         """
-        larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
+        grant_query = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, source = await self._request_range(
-            partition_id, larger, LOCATIONS, session_id, timeout_s
+            partition_id, grant_query, LOCATIONS, session_id, timeout_s
         )
         if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
@@ -417,10 +417,10 @@ class ReaderConnection:
         lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
         try:
             raw_records.lengths_from_wire(answer.lengths, int(lengths.sum()))
-            places = decode_locations(answer.records, int(lengths.sum()))
+            locations = decode_locations(answer.records, int(lengths.sum()))
         except errors.BadFormat as error:
             raise errors.BadFormat(f"{source}: {error}") from error
-        return ReadGrant(query.first, lengths, places, answer.lineage, bytes(answer.ticket))
+        return ReadGrant(query.first, lengths, locations, answer.lineage, bytes(answer.ticket))
 
     async def _request_range(
         self,
@@ -701,17 +701,17 @@ def _verify_chunk(chunk: RangeChunk, source: str, *, is_filtered: bool) -> None:
     ):
         return  # otherwise the checks below find the problem
     if chunk.form is RangeForm.WHOLE:
-        bad = raw_records.first_bad_record(chunk.records, chunk.lengths)
-        if bad is not None:
-            raise errors.ChecksumMismatch(f"{source}: record {bad} of the answer is damaged")
+        bad_index = raw_records.first_bad_record(chunk.records, chunk.lengths)
+        if bad_index is not None:
+            raise errors.ChecksumMismatch(f"{source}: record {bad_index} of the answer is damaged")
         ids = raw_records.ids_of(chunk.records, chunk.lengths)
     else:
         record_headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
         ids = record_headers["transaction_id"].astype(np.int64)
     if is_filtered:
-        steps = np.diff(ids)
-        inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
-        if not inside or bool((steps <= 0).any()):
+        id_steps = np.diff(ids)
+        is_within_chunk = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
+        if not is_within_chunk or bool((id_steps <= 0).any()):
             raise errors.DataLoss(f"{source}: the transaction IDs of the answer are not ascending")
         return
     # Compare the count first, because an array of all stated IDs could be larger than the memory.

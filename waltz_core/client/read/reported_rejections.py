@@ -52,4 +52,4 @@ def decode_rejections(answer: RejectionsResponse) -> list[Rejection]:
 
 
 def _split(data: bytes, width: int) -> list[bytes]:
-    return [data[at : at + width] for at in range(0, len(data), width)]
+    return [data[offset : offset + width] for offset in range(0, len(data), width)]

@@ -395,14 +395,14 @@ class Appends:
         if not self._gathered or self._held_rows:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        for (is_batch, is_alone), run in groupby(rows, _gathering_key):
+        for (is_batch, is_alone), group in groupby(rows, _gathering_key):
             if is_batch:
-                for batch in run:
+                for batch in group:
                     assert isinstance(batch, _BatchSubmission)
                     self._send_batch(batch)
             else:
                 self._send_run(
-                    [row for row in run if isinstance(row, PendingRow)], is_alone=is_alone
+                    [row for row in group if isinstance(row, PendingRow)], is_alone=is_alone
                 )
 
     def _send_batch(self, batch: _BatchSubmission) -> None:
@@ -436,7 +436,7 @@ class Appends:
         self._post(Submission(token, 1, row.mark, single, crc, keeps_order))
 
     def _send_rows(self, rows: list[PendingRow]) -> None:
-        first = rows[0].mark
+        first_mark = rows[0].mark
         marks = [row.mark for row in rows]
         payload = encode_append(
             [row.header for row in rows],
@@ -444,12 +444,12 @@ class Appends:
             write_locks=[row.write_locks for row in rows],
             read_locks=[row.read_locks for row in rows],
             append_locks=[row.append_locks for row in rows],
-            marks=None if marks.count(first) == len(marks) else marks,
+            marks=None if marks.count(first_mark) == len(marks) else marks,
         )
         token = self._next_token()
         self._submissions[token] = rows
         keeps_order = not all(row.is_attempt for row in rows)
-        self._post(Submission(token, len(rows), first, payload, crc32(payload), keeps_order))
+        self._post(Submission(token, len(rows), first_mark, payload, crc32(payload), keeps_order))
 
     def _next_token(self) -> int:
         self._token += 1

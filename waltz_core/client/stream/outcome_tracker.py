@@ -368,7 +368,7 @@ class OutcomeTracker:
         if not own_rows:
             return
         firsts = list(self._pending)
-        hits: dict[int, list[tuple[int, int]]] = {}
+        matches_by_position: dict[int, list[tuple[int, int]]] = {}
         for transaction_id, generation, sequence in own_rows:
             position = bisect_right(firsts, sequence) - 1
             if position < 0:
@@ -376,9 +376,9 @@ class OutcomeTracker:
             pending = self._pending[firsts[position]]
             row = sequence - pending.req_id.sequence
             if row < pending.submission.row_count and generation == pending.req_id.generation:
-                hits.setdefault(position, []).append((row, transaction_id))
-        for position in sorted(hits):
-            rows, ids = np.array(hits[position], dtype=np.int64).T
+                matches_by_position.setdefault(position, []).append((row, transaction_id))
+        for position in sorted(matches_by_position):
+            rows, ids = np.array(matches_by_position[position], dtype=np.int64).T
             _note_found_rows(self._pending[firsts[position]], rows, ids)
 
     def _match(self, ids: I64, req_ids: Structured) -> None:
@@ -397,13 +397,13 @@ class OutcomeTracker:
         for position in np.unique(positions[positions >= 0]).tolist():
             pending = self._pending[int(firsts[position])]
             rows = sequences - pending.req_id.sequence
-            hits = np.flatnonzero(
+            matches = np.flatnonzero(
                 (positions == position)
                 & (rows < pending.submission.row_count)
                 & (req_ids["generation"][own_positions] == pending.req_id.generation)
             )
-            if hits.size:
-                _note_found_rows(pending, rows[hits], ids[own_positions[hits]])
+            if matches.size:
+                _note_found_rows(pending, rows[matches], ids[own_positions[matches]])
 
 
 def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
@@ -411,13 +411,13 @@ def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
         pending.found_ids = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
     earlier_ids = pending.found_ids[rows]
     pending.found_ids[rows] = ids
-    reported = np.where(earlier_ids == BEFORE_FIRST, ids, earlier_ids)
-    contradictions = np.flatnonzero(pending.found_ids[rows] != reported)
+    expected_ids = np.where(earlier_ids == BEFORE_FIRST, ids, earlier_ids)
+    contradictions = np.flatnonzero(pending.found_ids[rows] != expected_ids)
     if contradictions.size:
         position = int(contradictions[0])
         raise errors.DataLoss(
             f"row {rows[position]} of append {pending.req_id} is in the log twice: as "
-            f"transaction {reported[position]} and as transaction "
+            f"transaction {expected_ids[position]} and as transaction "
             f"{pending.found_ids[rows[position]]}"
         )
 

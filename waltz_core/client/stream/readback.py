@@ -91,11 +91,11 @@ class ReadBack:
         """Return an error if the feed came from a different log (rule 2), otherwise None."""
         if self._chain is None:
             return None
-        at, chain = self._chain
+        chain_at, chain = self._chain
         ends = [
             entry
             for entry in message.lineage
-            if entry.last == at and entry.session_id != RECONSTRUCTED
+            if entry.last == chain_at and entry.session_id != RECONSTRUCTED
         ]
         # NB: without the batch's own entry, the chain hashes cannot be compared. The entry is
         # missing if a 0.13 server wrote the batch, or if the entry was lost and reconstructed.
@@ -103,7 +103,7 @@ class ReadBack:
             return None
         return DataLoss(
             f"partition {message.req_id.partition_id}: the log has changed at or before "
-            f"transaction {at}, because its chain hash there differs from that of the feed"
+            f"transaction {chain_at}, because its chain hash there differs from that of the feed"
         )
 
 

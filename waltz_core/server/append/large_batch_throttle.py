@@ -85,8 +85,8 @@ class LargeBatchThrottle:
 
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Record that a small request takes its turn (rule 2)."""
-        is_other = self._large_sender not in {None, connection}
-        if self._is_enabled and is_other and now_ms - self._large_started_ms < SHARED_MS:
+        is_other_client = self._large_sender not in {None, connection}
+        if self._is_enabled and is_other_client and now_ms - self._large_started_ms < SHARED_MS:
             self._shared_until_ms = now_ms + SHARED_MS
 
     def on_small_request_finished(self, received_ms: int, now_ms: int) -> None:

@@ -130,10 +130,12 @@ class Mounts:
                 f"{position.high_water_mark}. Hint: the client may be connected to another "
                 "cluster, or the log has lost transactions."
             )
-        over_limit = self._limit_error(message, connection, position)
+        limit_error = self._limit_error(message, connection, position)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
-        foreign = self._foreign_id_error(client_id, principal)
-        return over_limit or foreign or self._fenced_error(client_id, connection, sequence)
+        foreign_id_error = self._foreign_id_error(client_id, principal)
+        return (
+            limit_error or foreign_id_error or self._fenced_error(client_id, connection, sequence)
+        )
 
     def _foreign_id_error(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
         """Return the error if the client ID belongs to another principal (rule 7)."""

@@ -188,19 +188,21 @@ class LockTable:
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
         estimates = self._estimates(write.concatenate(read), entering, entries)
         accepted, conflicts = _decide_rows(estimates, marks, open_rows, entries)
-        ranks = np.cumsum(accepted)
+        accepted_counts = np.cumsum(accepted)
         # A conflict with a row of this batch contains the row's number. Replace it by the row's ID.
-        in_batch = conflicts >= _IN_BATCH
-        if in_batch.any():
-            conflicts[in_batch] = next_id - 1 + ranks[conflicts[in_batch] - _IN_BATCH]
-        ids = np.where(accepted, next_id - 1 + ranks, REJECTED)
+        is_in_batch = conflicts >= _IN_BATCH
+        if is_in_batch.any():
+            conflicts[is_in_batch] = (
+                next_id - 1 + accepted_counts[conflicts[is_in_batch] - _IN_BATCH]
+            )
+        ids = np.where(accepted, next_id - 1 + accepted_counts, REJECTED)
         self._enter_accepted(*entries, ids)
         return Validation(
             ids=ids,
             conflicts=conflicts,
             ahead=ahead,
             pending=conflicts > high_water_mark,
-            accepted_count=int(ranks[-1]) if count else 0,
+            accepted_count=int(accepted_counts[-1]) if count else 0,
         )
 
     def validate_one(
@@ -320,8 +322,10 @@ class LockTable:
         np.minimum.at(self._slots, entries[1], entries[0] + _IN_BATCH)
         entered = self._slots.take(checked.slots)
         self._slots[entering.slots] = saved_values
-        earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
-        return _Estimates(checked.rows, checked.slots, before, np.where(earlier, entered, before))
+        is_entered_earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
+        return _Estimates(
+            checked.rows, checked.slots, before, np.where(is_entered_earlier, entered, before)
+        )
 
     def _enter_accepted(self, rows: I64, slots: I64, ids: I64) -> None:
         entering = ids[rows]
@@ -396,9 +400,9 @@ def _decide_rows(
 def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
     if rows.size == count and (rows[1:] > rows[:-1]).all():
         return values  # the usual case: one lock in each row
-    greatest = np.full(count, _I64_MIN, dtype=np.int64)
-    np.maximum.at(greatest, rows, values)
-    return greatest
+    highest_values = np.full(count, _I64_MIN, dtype=np.int64)
+    np.maximum.at(highest_values, rows, values)
+    return highest_values
 
 
 class _UndecidedSlots(NamedTuple):
@@ -420,16 +424,16 @@ def _collect_undecided_slots(
     indexes = indexes.reshape(HASH_COUNT, -1)
     slot_values = np.empty(slots.size, dtype=np.int64)
     slot_values[indexes] = estimates.before[:, lock_positions]
-    rows, entered = entries
-    target = np.minimum(np.searchsorted(slots, entered), slots.size - 1)
-    relevant = np.flatnonzero(slots[target] == entered)
-    relevant = relevant[np.argsort(rows[relevant], kind="stable")]
+    rows, entered_slots = entries
+    slot_indexes = np.minimum(np.searchsorted(slots, entered_slots), slots.size - 1)
+    entry_positions = np.flatnonzero(slots[slot_indexes] == entered_slots)
+    entry_positions = entry_positions[np.argsort(rows[entry_positions], kind="stable")]
     return _UndecidedSlots(
         rows=estimates.rows[lock_positions].tolist(),
         indexes=indexes.T.tolist(),
         slot_values=slot_values.tolist(),
-        entering=rows[relevant].tolist(),
-        targets=target[relevant].tolist(),
+        entering=rows[entry_positions].tolist(),
+        targets=slot_indexes[entry_positions].tolist(),
     )
 
 
@@ -442,13 +446,13 @@ def _decide_in_order(
     be fast: it runs for each row of a batch in which all rows write the same lock.
     """
     rows, indexes, values, entering, targets = undecided_slots
-    passed, rejected, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()
+    is_accepted, conflict_ids, row_marks = accepted.tolist(), conflicts.tolist(), marks.tolist()
     lock, lock_count = 0, len(rows)
     entry, entry_count = 0, len(entering)
     while lock < lock_count:
         row = rows[lock]
         while entry < entry_count and entering[entry] < row:
-            if passed[entering[entry]]:
+            if is_accepted[entering[entry]]:
                 values[targets[entry]] = _IN_BATCH + entering[entry]
             entry += 1
         estimate = NO_CONFLICT
@@ -458,10 +462,10 @@ def _decide_in_order(
             lowest = lowest if lowest < values[third] else values[third]  # noqa: FURB136
             estimate = lowest if lowest > estimate else estimate  # noqa: FURB136 - no call per row
             lock += 1
-        if estimate > limits[row]:
-            rejected[row] = estimate
+        if estimate > row_marks[row]:
+            conflict_ids[row] = estimate
         else:
-            passed[row] = True
-            rejected[row] = NO_CONFLICT
-    accepted[:] = passed
-    conflicts[:] = rejected
+            is_accepted[row] = True
+            conflict_ids[row] = NO_CONFLICT
+    accepted[:] = is_accepted
+    conflicts[:] = conflict_ids

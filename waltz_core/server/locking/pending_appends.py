@@ -216,8 +216,8 @@ class PendingBatch:
         start = self.validated_count
         # The minimum size of a record bounds the number of rows that can fit.
         nearest_row = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
-        ends = np.cumsum(self.rows.lengths[start:nearest_row] + RECORD_OVERHEAD_BYTES)
-        return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
+        record_ends = np.cumsum(self.rows.lengths[start:nearest_row] + RECORD_OVERHEAD_BYTES)
+        return start + max(1, int(np.searchsorted(record_ends, piece_bytes, side="right")))
 
     def cost_up_to(self, row: int) -> int:
         """Return the share of `cost_bytes` for the rows before row number `row`."""

@@ -152,10 +152,10 @@ def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
 
 def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
     """Return for each lock of `entered_locks` the number of its row among the accepted rows."""
-    numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
+    row_numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
     writers = []
     for column in (rows.write_locks, rows.append_locks):
-        writer_rows = np.repeat(numbers, column.counts)
+        writer_rows = np.repeat(row_numbers, column.counts)
         writers.append(writer_rows if keep is None else writer_rows[np.repeat(keep, column.counts)])
     return np.concatenate(writers).astype(np.uint8).tobytes()
 
@@ -168,19 +168,21 @@ def validate_singles(
     accepted: list[PendingSingle] = []
     unsettled: list[PendingAppend] = []
     rejected: list[PendingAppend] = []
-    for pending, (transaction_id, conflict) in zip(
+    for pending, (transaction_id, conflict_or_ahead) in zip(
         group, validate(group, table, in_flight), strict=True
     ):
         if transaction_id >= 0:
             pending.transaction_id = transaction_id
             accepted.append(pending)
             unsettled.append(pending)
-        elif conflict == AHEAD:
+        elif conflict_or_ahead == AHEAD:
             pending.reject(RowOutcomeCode.AHEAD)
             rejected.append(pending)
         else:
-            pending.reason, pending.conflict = RowOutcomeCode.LOCK, conflict
-            (unsettled if conflict > in_flight.high_water_mark else rejected).append(pending)
+            pending.reason, pending.conflict = RowOutcomeCode.LOCK, conflict_or_ahead
+            (unsettled if conflict_or_ahead > in_flight.high_water_mark else rejected).append(
+                pending
+            )
     if not accepted:
         return ValidatedPiece(None, unsettled, rejected)
     messages = [pending.message for pending in accepted]
@@ -188,7 +190,7 @@ def validate_singles(
     writers = b""
     if locks and len(accepted) <= DISTANCES_TRANSACTIONS_MAX:
         counts = [len(message.write_locks) + len(message.append_locks) for message in messages]
-        writers = b"".join(_ROW_BYTES[row] * number for row, number in enumerate(counts))
+        writers = b"".join(_ROW_BYTES[row] * lock_count for row, lock_count in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
     return ValidatedPiece(encode_singles(accepted), unsettled, rejected, packed, writers)
 

@@ -654,16 +654,24 @@ class Partition:
         self._opening = None
         queued, in_flight, barriers = self.pipeline.abandon()
         cause = f"{self._position}: {reason}"
-        not_owned = errors.NotOwned(cause)
-        unknown = errors.OutcomeUnknown(f"{cause}; the transaction may or may not be in the log")
-        self._out.extend(answers.append_error_answer(pending, not_owned) for pending in queued)
-        self._out.extend(answers.append_error_answer(pending, unknown) for pending in in_flight)
+        not_owned_error = errors.NotOwned(cause)
+        unknown_outcome_error = errors.OutcomeUnknown(
+            f"{cause}; the transaction may or may not be in the log"
+        )
+        self._out.extend(
+            answers.append_error_answer(pending, not_owned_error) for pending in queued
+        )
+        self._out.extend(
+            answers.append_error_answer(pending, unknown_outcome_error) for pending in in_flight
+        )
         waiting = self._waiting.take_all()
         waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.on_released()
-        self._out.extend(answers.request_error_answer(request, not_owned) for request in waiting)
+        self._out.extend(
+            answers.request_error_answer(request, not_owned_error) for request in waiting
+        )
         assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in barriers)
 
     # -----------------------------------------------------------------------------------------

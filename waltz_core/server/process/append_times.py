@@ -45,10 +45,10 @@ class AppendTimes:
 
     def add(self, replica: ReplicaId, took_ms: Collection[int], now_ms: int) -> None:
         """Add the latencies of appends that a storage has answered."""
-        number = now_ms // 1000
+        second_number = now_ms // 1000
         seconds = self._seconds.setdefault(replica, deque(maxlen=WINDOW_S))
-        if not seconds or seconds[-1].number != number:
-            seconds.append(_Second(number))
+        if not seconds or seconds[-1].number != second_number:
+            seconds.append(_Second(second_number))
         seconds[-1].count += len(took_ms)
         seconds[-1].total_ms += sum(took_ms)
 

@@ -533,18 +533,18 @@ class ClientConnections:
         if isinstance(message, ServerPartitionsRequest):
             answer = ServerPartitionsResponse(message.req_id, tuple(sorted(self._backend.hosts)))
         elif isinstance(message, PartitionsHealthRequest):
-            healthy = tuple(
+            partition_states = tuple(
                 (partition_id, host.is_open)
                 for partition_id, host in sorted(self._backend.hosts.items())
             )
-            answer = PartitionsHealthResponse(message.req_id, healthy)
+            answer = PartitionsHealthResponse(message.req_id, partition_states)
         elif isinstance(message, AppendTimesRequest):
-            times = self._backend.append_times()
+            append_times = self._backend.append_times()
             answer = AppendTimesResponse(
                 message.req_id,
-                tuple(append_time.replica for append_time in times),
-                tuple(append_time.second_count for append_time in times),
-                tuple(append_time.median_us for append_time in times),
+                tuple(append_time.replica for append_time in append_times),
+                tuple(append_time.second_count for append_time in append_times),
+                tuple(append_time.median_us for append_time in append_times),
             )
         elif isinstance(message, CheckConnectivityRequest):
             self._connectivity_requests.append((connection, request))

@@ -391,21 +391,25 @@ class ReplicaWaitReporter:
     def publish(self, now_ms: int) -> None:
         """Update the metrics; log when a replica becomes silent or answers again."""
         waits_ms = self._waits_ms(now_ms)
-        slow = {replica for replica, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
-        for replica in sorted(slow | self._slow):
+        slow_replicas = {
+            replica for replica, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS
+        }
+        for replica in sorted(slow_replicas | self._slow):
             self._metrics.set(
                 "waltz_server_replica_wait_seconds",
-                waits_ms[replica] / 1_000 if replica in slow else 0,
+                waits_ms[replica] / 1_000 if replica in slow_replicas else 0,
                 partition=self._partition_id,
                 replica=replica,
             )
-        silent = {replica for replica in slow if waits_ms[replica] >= SILENT_REPLICA_MS}
-        for replica in sorted(silent - self.silent):
+        silent_replicas = {
+            replica for replica in slow_replicas if waits_ms[replica] >= SILENT_REPLICA_MS
+        }
+        for replica in sorted(silent_replicas - self.silent):
             self._metrics.report(Report("replica.silent", (("replica", replica),)))
             _log.warning("replica.silent partition=%s replica=%s", self._partition_id, replica)
-        for replica in sorted(self.silent - silent):
+        for replica in sorted(self.silent - silent_replicas):
             _log.info("replica.responsive partition=%s replica=%s", self._partition_id, replica)
-        self._slow, self.silent = slow, silent
+        self._slow, self.silent = slow_replicas, silent_replicas
 
 
 class _PublishedCounters:
@@ -432,12 +436,12 @@ class _PublishedCounters:
                 metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
                 self._before[name] = total
         for reason in RowOutcomeCode:
-            more = counters.rejected[reason] - self._rejected_before[reason]
+            new_count = counters.rejected[reason] - self._rejected_before[reason]
             self._rejected_before[reason] = counters.rejected[reason]
-            if more:
+            if new_count:
                 metrics.add(
                     "waltz_server_rejected_transactions_total",
-                    more,
+                    new_count,
                     partition=partition_id,
                     reason=reason.name.lower(),
                 )
@@ -446,9 +450,11 @@ class _PublishedCounters:
         for (cache, outcome), total in partition.reads.cache_reads().items():
             name = f"{cache} {outcome}"
             if total != self._before.get(name):
-                more = total - self._before.get(name, 0)
+                new_count = total - self._before.get(name, 0)
                 self._before[name] = total
-                metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
+                metrics.add(
+                    "waltz_server_cache_reads_total", new_count, cache=cache, outcome=outcome
+                )
         self._publish_gauges(partition_id, partition, metrics)
         self._publish_archive_gauges(partition_id, partition, metrics)
 

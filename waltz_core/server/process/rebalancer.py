@@ -100,19 +100,19 @@ class Rebalancer:
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
             self._paused_until_ms = now_ms + self._times.window_ms
-        published = await self._coordinator.loads.read(
+        published_loads = await self._coordinator.loads.read(
             view.servers.keys() - view.excluded,
             lambda error: _log.info("balance.load_unreadable error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
-        loads = self._averages.update(published, owners)
+        loads = self._averages.update(published_loads, owners)
         if now_ms < self._paused_until_ms:
             self._balancer.reset_history()
             return  # rule 3
         preferred = {
             partition for descriptor in view.servers.values() for partition in descriptor.preferred
         }
-        moves = self._balancer.plan_moves(owners, preferred, loads, published.keys(), now_ms)
+        moves = self._balancer.plan_moves(owners, preferred, loads, published_loads.keys(), now_ms)
         if moves and await self._coordinator.move_partitions(view, moves):
             self._balancer.on_partitions_moved(moves, now_ms)
             for partition_id, target in moves.items():

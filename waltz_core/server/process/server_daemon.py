@@ -229,10 +229,10 @@ class Server:
         try:
             async with self._tasks as tasks:
                 coordinator = self._coordinator
-                follow = follow_despite_bad_nodes(
+                assignment_watch = follow_despite_bad_nodes(
                     coordinator.follow_replica_assignment, self._on_assignments_changed
                 )
-                tasks.create_task(follow)
+                tasks.create_task(assignment_watch)
                 tasks.create_task(
                     follow_permissions(
                         coordinator, self._port_ssl, server_node_name(self._server_id)
@@ -320,7 +320,7 @@ class Server:
         self._tasks.create_task(self._apply_assignments(assignments))
 
     async def _apply_assignments(self, assignments: ReplicaAssignments) -> None:
-        """Read the storage IDs, which change when a storage is replaced; then own the partitions."""
+        """Read the storage IDs, which may have changed; then own the partitions."""
         try:
             await self._storage_id_reads.wait_for_answer()
             await self._refresh_nearby()
@@ -433,8 +433,10 @@ class Server:
     async def _change_preferences(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        in_force = self._preferences.active_preferences_after(added, removed)
-        await self._coordinator.change_preferences(replace(self._descriptor, preferred=in_force))
+        active_preferences = self._preferences.active_preferences_after(added, removed)
+        await self._coordinator.change_preferences(
+            replace(self._descriptor, preferred=active_preferences)
+        )
         self._preferences.change(added, removed)
 
     async def _run_preference_restore(self) -> None:

@@ -393,9 +393,9 @@ class Reads:
         """Retry the delayed fetches that are due."""
         if not self._delayed:
             return []
-        due = [job for at_ms, job in self._delayed if at_ms <= now_ms]
+        due_jobs = [job for at_ms, job in self._delayed if at_ms <= now_ms]
         self._delayed = [(at_ms, job) for at_ms, job in self._delayed if at_ms > now_ms]
-        self._ready.extend(due)
+        self._ready.extend(due_jobs)
         return self._start_fetches()
 
     def on_range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
@@ -525,16 +525,20 @@ class Reads:
         return out
 
     def _create_fetch(self, job: _RangeFetch) -> Fetch:
-        untried = [replica for replica in self.replicas if replica not in job.tried_replicas]
-        untried = untried or list(self.replicas)
-        trusted = [
+        untried_replicas = [
+            replica for replica in self.replicas if replica not in job.tried_replicas
+        ]
+        untried_replicas = untried_replicas or list(self.replicas)
+        trusted_replicas = [
             replica_id
-            for replica_id in untried
+            for replica_id in untried_replicas
             if self._avoided_until.get(replica_id, 0) <= self.fetches
         ]
-        trusted = trusted or untried
-        choice = [replica for replica in trusted if replica in self.nearby] or trusted
-        replica = choice[self._replica_turn % len(choice)]
+        trusted_replicas = trusted_replicas or untried_replicas
+        candidates = [
+            replica for replica in trusted_replicas if replica in self.nearby
+        ] or trusted_replicas
+        replica = candidates[self._replica_turn % len(candidates)]
         self._replica_turn += 1
         self._token += 1
         self.fetches += 1
@@ -609,9 +613,9 @@ def _range_request_error(message: RangeRequest) -> str | None:
             "range request: expected IDs with 0 <= first <= last, found "
             f"{message.first}..{message.last}"
         )
-    forms = [*map(int, RangeForm), OWN_HEADERS]
-    if message.form not in forms:
-        return f"range request: expected one of {forms} in field form, found {message.form}"
+    valid_forms = [*map(int, RangeForm), OWN_HEADERS]
+    if message.form not in valid_forms:
+        return f"range request: expected one of {valid_forms} in field form, found {message.form}"
     if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
         return f"range request: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None

@@ -213,8 +213,8 @@ class ConnectionAccess:
         over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
         try:
             requirement = _requirement_of(message)
-        except BadRequest as unknown:
-            return unknown
+        except BadRequest as requirement_error:
+            return requirement_error
         if isinstance(requirement, Exemption):
             return self._not_a_request_error(message)
         partitions_to_check: Collection[int] = ()

@@ -154,7 +154,7 @@ class Throttle:
     def _process_waiting(self) -> None:
         self._timer = None
         now_ns, pause_ns = self._access.now_ns, 0
-        passed: list[Message] = []
+        passed_requests: list[Message] = []
         while self._waiting:
             message = self._waiting[0]
             wait_ns = 0 if self._is_charged else self._charge_request(message, now_ns)
@@ -162,14 +162,14 @@ class Throttle:
             if self._is_charged:
                 pause_ns = wait_ns
                 break
-            passed.append(self._limit_range(self._waiting.popleft()))
+            passed_requests.append(self._limit_range(self._waiting.popleft()))
         quota = self._access.quota
         if self._has_rejected and not pause_ns and quota is not None:
             pause_ns = quota.rejection_wait_ns(now_ns)
         self._has_rejected = False
         if pause_ns:
             self._timer = self._call_after(pause_ns, self._process_waiting)
-        self._pass_on(passed)
+        self._pass_on(passed_requests)
 
     def _charge_request(self, message: Message, now_ns: int) -> int:
         """Charge a request, or mark it as over a limit.
@@ -251,8 +251,8 @@ class Throttle:
             return
         match answer:
             case RangeBytes(form=form) if form == LOCATIONS:  # the reader opens the files
-                granted = np.frombuffer(answer.lengths, dtype=">i4")
-                quota.charge_sent_bytes(int(granted.sum(dtype=np.int64)), self._access.now_ns)
+                lengths = np.frombuffer(answer.lengths, dtype=">i4")
+                quota.charge_sent_bytes(int(lengths.sum(dtype=np.int64)), self._access.now_ns)
             case RangeData() | RangeBytes():
                 quota.charge_sent_bytes(_range_bytes(answer), self._access.now_ns)
             case FeedBatch():
@@ -293,8 +293,8 @@ class Throttle:
 
     def _retry_charge(self) -> None:
         """Continue when the last share is paid, or when the limits have changed (rule 7)."""
-        quota, limits, paid_ns = self._share
-        wait_ns = paid_ns - self._access.now_ns
+        quota, limits, paid_at_ns = self._share
+        wait_ns = paid_at_ns - self._access.now_ns
         if wait_ns > SLACK_NS and self._access.quota is quota and quota.limits == limits:
             self._wait_for_share(wait_ns)
             return
