@@ -25,8 +25,8 @@ Rules (decision 047):
        intervals (AR 16). A file that is still needed must not be deleted, so these conditions
        apply:
         - No other attempt is in progress, and no write of a mark has an unknown outcome.
-        - All replicas are connected. The request has a number, like every attempt, so that a
-          replica ends attempts with lower numbers.
+        - All replicas are connected. The request has a number, like every attempt. All attempts
+          with lower numbers have ended.
         - No replica's log begins above the recorded mark. Otherwise ZooKeeper was rolled back.
     8. Archived records above the session's mark cannot be removed from disks yet. When their size
        exceeds a limit, a checkpoint is due (AR 11). The size is estimated from the IDs, because

@@ -79,7 +79,7 @@ def begin_lookup(host: str) -> Future[Addresses]:
 def _look_up(host: str, lookup: Future[Addresses]) -> None:
     try:
         check_host(host)
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        address_infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         _remove_lookup(host)
         lookup.set_exception(error)
@@ -88,7 +88,7 @@ def _look_up(host: str, lookup: Future[Addresses]) -> None:
         lookup.set_exception(OSError(f"{host!r} is not a valid host name: {error}"))
     else:
         _remove_lookup(host)
-        lookup.set_result(list(dict.fromkeys(str(address[0]) for *_, address in infos)))
+        lookup.set_result(list(dict.fromkeys(str(address[0]) for *_, address in address_infos)))
 
 
 def _remove_lookup(host: str) -> None:

@@ -22,7 +22,7 @@ Rules:
         - The client's host is dead, and the connection has bytes to send.
     6. A client that sends its whole request before it reads must be able to read an early response.
        So if a response is sent before the whole request has arrived, the rest of the request is
-       read and dropped.
+       dropped.
 """
 
 import asyncio

@@ -275,8 +275,8 @@ class Connection:
             events.append(codec.decode(self.protocol, self.version, payload))
             return
         peer = codec.decode_hello(payload)
-        common = set(peer.versions) & set(self._versions)
-        if not common:
+        common_versions = set(peer.versions) & set(self._versions)
+        if not common_versions:
             raise RemoteProtocolError(
                 "the two sides support no common version of protocol "
                 f"{chr(self.protocol.magic)!r}: this side supports {list(self._versions)}, "
@@ -284,5 +284,5 @@ class Connection:
                 f"{list(peer.versions[:32])}{self._version_hint(peer)}"
             )
         self.peer = peer
-        self.version = max(common)
+        self.version = max(common_versions)
         events.append(HelloReceived(peer, self.version))

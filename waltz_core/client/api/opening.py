@@ -1,8 +1,8 @@
 """A client that is being opened: `await` it, or use it in `async with`.
 
-Users expect that `AsyncWaltzClient.connect` supports both `await` and `async with`, but neither a
-coroutine nor a context manager does. Any other use of an `Opening` raises an error that explains
-these two.
+Users expect that `AsyncWaltzClient.connect` supports both `await` and `async with`. Neither a
+coroutine nor a context manager supports both, but an `Opening` does. Any other use of an `Opening`
+raises an error that explains the two ways.
 """
 
 from collections.abc import Generator

@@ -455,8 +455,8 @@ def is_conflict(error: Exception) -> bool:
 
 
 def _sqlstate(error: Exception) -> str | None:
-    orig = getattr(error, "orig", None)
-    return getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)
+    driver_error = getattr(error, "orig", None)
+    return getattr(driver_error, "sqlstate", None) or getattr(driver_error, "pgcode", None)
 
 
 def is_outage(error: Exception) -> bool:
@@ -486,13 +486,16 @@ def _begin_snapshot(connection: sa.Connection) -> None:
 
 
 def _check_class(callbacks_class: type[SqlCallbacks]) -> None:
-    plain = SqlCallbacks
-    if callbacks_class.apply is plain.apply and callbacks_class.apply_batch is plain.apply_batch:
+    base_class = SqlCallbacks
+    if (
+        callbacks_class.apply is base_class.apply
+        and callbacks_class.apply_batch is base_class.apply_batch
+    ):
         raise errors.BadConfig(
             f"class {callbacks_class.__name__}: expected a method `apply` or `apply_batch`, "
             "found neither"
         )
-    if callbacks_class.apply_transaction is not plain.apply_transaction:
+    if callbacks_class.apply_transaction is not base_class.apply_transaction:
         raise errors.BadConfig(
             f"class {callbacks_class.__name__} overrides `apply_transaction`, which a view never "
             "calls, because it applies transactions in batches. Hint: override `apply`, "

@@ -281,7 +281,7 @@ class ServerLinks:
         """Dial; callers that need the same connection meanwhile share the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dialing[key] = outcome
-        overdue = self._watch_dial(key[0])
+        silence_timer = self._watch_dial(key[0])
         try:
             link = await self._dial(key)
         except errors.WaltzError as error:
@@ -294,7 +294,7 @@ class ServerLinks:
             outcome.set_result(None)
             return link
         finally:
-            overdue.cancel()
+            silence_timer.cancel()
             self._silent_servers.on_wait_ended(
                 key[0], _DIAL_NUMBER, "the attempt to connect was cancelled"
             )  # no effect if the end was reported above

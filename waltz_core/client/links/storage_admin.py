@@ -76,15 +76,17 @@ class StorageAdmin:
         self._link.send(message)
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
-                answer, *more = await self._link.receive()
+                answer, *other_messages = await self._link.receive()
         except TimeoutError:
             raise Unreachable(
                 f"{self.address} did not answer within {ANSWER_S_MAX:.0f} s"
             ) from None
         assert isinstance(answer, AdminMessage)
         # A storage of 0.13 always answers OPEN with sequence number -1.
-        is_open = not self.is_current and isinstance(answer, Done) and answer.sequence == -1
-        if more or (answer.sequence != message.sequence and not is_open):
+        is_answer_to_open = (
+            not self.is_current and isinstance(answer, Done) and answer.sequence == -1
+        )
+        if other_messages or (answer.sequence != message.sequence and not is_answer_to_open):
             raise RemoteProtocolError(
                 f"{self.address}: expected an answer to request {message.sequence}, found {answer}"
             )

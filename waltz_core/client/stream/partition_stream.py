@@ -465,9 +465,9 @@ class PartitionStream:
         self, message: messages.RangeData, now_ms: int, effects: list[Effect]
     ) -> None:
         assert self.phase is Phase.SETTLING
-        loss = self._readback.history_loss(message)
-        if loss is not None:
-            self._stop_stream(loss, effects)
+        history_loss = self._readback.history_loss(message)
+        if history_loss is not None:
+            self._stop_stream(history_loss, effects)
             return
         error_text = self._readback.accept_headers(message, self._tracker)
         if error_text is not None:

@@ -1,6 +1,6 @@
 """The newest rejections of a partition, which clients can request.
 
-They show operators which requests were rejected, and because of which transactions.
+These rejections show operators which requests were rejected, and because of which transactions.
 
 Rules:
     1. A rejection is recorded only if the server would reject the same row again: LOCK, AHEAD and

@@ -9,7 +9,7 @@ hash chain.
 Rules:
     1. The *floor* is an ID in the log. The table knows every writer above the floor; all other
        locks count as written at the floor. The floor starts at the session's high-water mark and
-       then only decreases. This is the *descent*.
+       then only decreases. This process is called the *descent*.
     2. A block lowers the floor only if it ends at the floor and contains the log's hash chain at
        the floor. If the next block is missing, old, torn or incomplete, the descent stops. This
        causes only additional rejections.

@@ -427,14 +427,14 @@ class _PublishedCounters:
 
     def publish(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
         counters = partition.pipeline.counters
-        for name, total in (
+        for name, count in (
             ("waltz_server_appended_transactions_total", counters.committed),
             ("waltz_server_appended_bytes_total", counters.committed_bytes),
             ("waltz_server_appended_batches_total", counters.batches),
         ):
-            if total != self._before.get(name):
-                metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
-                self._before[name] = total
+            if count != self._before.get(name):
+                metrics.add(name, count - self._before.get(name, 0), partition=partition_id)
+                self._before[name] = count
         for reason in RowOutcomeCode:
             new_count = counters.rejected[reason] - self._rejected_before[reason]
             self._rejected_before[reason] = counters.rejected[reason]
@@ -447,11 +447,11 @@ class _PublishedCounters:
                 )
         while counters.took_ms:
             metrics.observe("waltz_server_append_seconds", counters.took_ms.popleft() / 1000)
-        for (cache, outcome), total in partition.reads.cache_reads().items():
+        for (cache, outcome), count in partition.reads.cache_reads().items():
             name = f"{cache} {outcome}"
-            if total != self._before.get(name):
-                new_count = total - self._before.get(name, 0)
-                self._before[name] = total
+            if count != self._before.get(name):
+                new_count = count - self._before.get(name, 0)
+                self._before[name] = count
                 metrics.add(
                     "waltz_server_cache_reads_total", new_count, cache=cache, outcome=outcome
                 )

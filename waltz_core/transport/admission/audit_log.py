@@ -279,13 +279,13 @@ class AuditFile:
 
     def _open_again(self) -> None:
         try:
-            opened = _OpenAuditFile(self._file.path)
+            new_file = _OpenAuditFile(self._file.path)
         except OSError as error:  # the lines are written to the file that is open
             _log.error("audit.open_failed path=%s error=%s", self._file.path, error.strerror)
             return
         self._file.close()
-        self._file = opened
-        _log.info("audit.opened path=%s", opened.path)
+        self._file = new_file
+        _log.info("audit.opened path=%s", new_file.path)
 
 
 class AuditedRequest:
