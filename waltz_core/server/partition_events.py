@@ -199,10 +199,9 @@ class FetchAnswered:
 class FetchFailed:
     """A fetch has failed at one storage; another storage may still answer it.
 
-    `first_available`: the first ID of the log, if it is above the requested first ID, so that no
-    storage can answer the fetch; -1 if this ID is not known. `damage_code`: the code of the error
-    if the storage can read the records neither on its disk nor in the archive, because both copies
-    are damaged; otherwise 0.
+    `first_available`: the first ID of the log, or -1 if it is not known. If the fetch begins below
+    this ID, no storage can answer it. `damage_code`: the code of the error if this storage's copies
+    of the records are damaged, on its disk and in the archive; otherwise 0.
     """
 
     token: int

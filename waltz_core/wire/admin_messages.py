@@ -315,8 +315,9 @@ class CopyRequest(AdminMessage):
 class Copy(AdminMessage):
     """Whole batches of a log.
 
-    As an answer to 72, the message is empty if `first` is above the confirmed low-water mark. As a
-    request, it appends the batches to the log of a replica that is offline.
+    The message is an answer or a request. As an answer to `CopyRequest`, it is empty if `first` is
+    above the confirmed low-water mark. As a request, it appends the batches to the log of a replica
+    that is offline.
     """
 
     code = 73

@@ -132,8 +132,7 @@ class ServerLink:
         is_waiting: IsWaiting,
         prove: ProveCallback,
     ) -> None:
-        """Pass messages of a partition to its stream from now on, except answers to `request`
-        calls.
+        """Pass messages of a partition to its stream from now on, but no answers to `request`.
 
         `prove` checks whether the server owns the partition now; it is used only for a 0.13 server.
         """

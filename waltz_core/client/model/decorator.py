@@ -66,9 +66,9 @@ def transactional(
 
     Args:
         bare: detects a decorator without parentheses; never pass it.
-        partition: the partition of every transaction; or
-        partition_by: a function of the same arguments that returns a lock; the transaction goes to
-            the partition of this lock.
+        partition: the partition of every transaction.
+        partition_by: instead of `partition`, a function of the same arguments that returns a lock;
+            the transaction goes to the partition of this lock.
         retries_max: number of retries; None for no limit.
         timeout_ms: timeout for all attempts together; None for no limit.
         pipelined: whether the function uses `builder.predecessors`.

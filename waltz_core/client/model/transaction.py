@@ -134,7 +134,7 @@ class TransactionBuilder:
         self.append_locks: tuple[int, ...] = ()
 
     def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
-        """Return the transactions that wrote its locks and are missing in a state at this mark.
+        """Return the transactions that wrote its own locks and that a state at `mark` lacks.
 
         This method is for a context that is `pipelined`. Compute from the state as if it contained
         all of the returned transactions, in the order of their IDs. Read the mark together with the
@@ -283,9 +283,7 @@ def items_of(description: str, items: Iterable[T]) -> tuple[T, ...]:
 
 
 def check_range(partition: PartitionId, first: int, last: int) -> None:
-    """Raise BadRequest for a range with a negative first ID, with a last ID before the first, or
-    with ends that are not transaction IDs.
-    """
+    """Raise BadRequest unless both are transaction IDs, and 0 <= first <= last + 1."""
     for name, end in (("first", first), ("last", last)):
         if isinstance(end, bool) or not isinstance(end, SupportsIndex):
             raise errors.BadRequest(

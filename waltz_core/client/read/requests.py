@@ -62,7 +62,8 @@ LEGACY_ANSWER_TIMEOUT_S: dict[type[ClientMessage], float] = {
 }
 # Requests without appends need no client ID (docs/design/wire-format.md 2.1).
 NO_CLIENT_ID = -1
-# An attempt with less than this part of the request timeout left does not count (rule 2).
+# If an attempt had less than this part of the request timeout left, its error is not raised
+# (rule 2).
 _ATTEMPT_SHARE_MIN: Final = 0.1
 
 

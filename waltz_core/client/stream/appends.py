@@ -339,8 +339,8 @@ class Appends:
         order: ReportOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch that has reserved its space in the window; return its future."""
-        # NB: read the count now. If the writer processes a loss only while the batch waits, the
-        # batch was still appended before that.
+        # NB: read the count now. The writer may process a loss while the batch waits, but then it
+        # has appended the batch before, and the batch must be reported LOST.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         if self._tracer is not None:

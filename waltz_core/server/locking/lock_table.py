@@ -267,7 +267,7 @@ class LockTable:
     def refine(
         self, floor: TransactionId, lower_floor: TransactionId, locks: I32, ids: I64
     ) -> None:
-        """Enter all locks that the transactions above `lower_floor`, up to `floor`, have written.
+        """Lower the floor: enter all locks that transactions lower_floor + 1..floor have written.
 
         `floor` is the minimum of all slots, because writers at or below `floor` were not known.
         `ids` has the ID of each lock's writer, or a higher ID.

@@ -66,11 +66,7 @@ class LinearizableRequests(Generic[RequestT]):
             self.proved_ms = at_ms
 
     def wait_for_proof(self, request: RequestT, now_ms: int) -> list[ProveMark]:
-        """Queue a request until a proof that starts now or later; return the proof to start, if
-        any.
-
-        No proof is returned while another one is in progress (rule 2).
-        """
+        """Queue a request for the next proof; return the proof to start now, if any (rule 2)."""
         self._waiting.append(request)
         return self._begin(now_ms)
 

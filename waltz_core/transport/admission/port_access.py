@@ -181,7 +181,8 @@ class PortAccess:
     def invalid_token_reason(self, token_hash: str) -> str:
         """Return why a token is not valid.
 
-        The text may contain the token's ID, because only a peer that has the token receives it.
+        The text may contain the token's ID, because only a peer that has the token receives the
+        text.
         """
         token = self.find_token(token_hash)
         if token is None:
