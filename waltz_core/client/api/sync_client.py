@@ -453,8 +453,7 @@ class WaltzClient:
         """
         partition_ids = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
-        # Given IDs need a current mark: a server that has lost the partition may return a lower
-        # one.
+        # Given IDs need a current mark: a server that lost the partition may return a lower one.
         is_given = start is not None or stop is not None
         sources = self.replica_sets(partition_ids, linearizable=is_given)
         return open_scan(self, scan_ranges_of(sources, start, stop), sources, columns)
