@@ -368,11 +368,13 @@ class SessionArchiver:
         """Request a garbage collection if the state of all replicas permits it (rule 7)."""
         recorded = self.recorded_mark
         assert recorded is not None
-        known = [peer for peer in replicas if peer.supports_archiving and peer.repair is not None]
-        if len(known) < len(replicas) or not capable:
+        prepared_peers = [
+            peer for peer in replicas if peer.supports_archiving and peer.repair is not None
+        ]
+        if len(prepared_peers) < len(replicas) or not capable:
             self._next_collection_at_ms = now_ms + self._limits.archive_interval_ms
             return
-        for peer in known:
+        for peer in prepared_peers:
             assert peer.repair is not None
             if peer.repair.start > recorded.last:
                 reason = (
@@ -481,47 +483,53 @@ class SessionArchiver:
 
         While a replacement is in progress, a different request is ignored; it must be repeated.
         """
-        current = self._replacement
-        if current is None or (current.outcome is not None and current.request != request):
+        replacement = self._replacement
+        if replacement is None or (
+            replacement.outcome is not None and replacement.request != request
+        ):
             self._replacement = _Replacement(request)
 
     def replacement_outcome(self, request: ReplaceArchivedObject) -> ReplacementOutcome | None:
         """Return the outcome of a replacement request; None if there is none yet."""
-        current = self._replacement
-        return None if current is None or current.request != request else current.outcome
+        replacement = self._replacement
+        return (
+            None if replacement is None or replacement.request != request else replacement.outcome
+        )
 
     def _replace_object(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
         """Request the replacement from a replica that has not failed."""
-        current, recorded = self._replacement, self.recorded_mark
-        if current is None or current.outcome is not None:
+        replacement, recorded = self._replacement, self.recorded_mark
+        if replacement is None or replacement.outcome is not None:
             return
-        untried = [peer for peer in capable if peer.replica not in current.failures]
+        untried = [peer for peer in capable if peer.replica not in replacement.failures]
         if not untried or recorded is None:
-            reasons = current.failure_reasons or (
+            reasons = replacement.failure_reasons or (
                 "no storage whose replica is in sync can archive",
             )
-            current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
+            replacement.outcome = ReplacementOutcome(
+                is_replaced=False, replica=None, failures=reasons
+            )
             return
-        peer, request = self._next_replica(untried), current.request
+        peer, request = self._next_replica(untried), replacement.request
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_replacement=True)
-        old = (request.first, request.last, request.name)
+        old_object = (request.first, request.last, request.name)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
-        fields = (number, *old, *mark)
+        fields = (number, *old_object, *mark)
         peer.send_request(
             ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
         """A replica has written an object; if `notice` names no manifest, nothing was replaced."""
-        current, recorded = self._replacement, self.recorded_mark
-        assert current is not None
+        replacement, recorded = self._replacement, self.recorded_mark
+        assert replacement is not None
         assert recorded is not None
         if notice.error:
             self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt = None
-            current.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
+            replacement.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
         elif (notice.last, notice.chain) != recorded[:2]:
             expected = f"{recorded.last} with chain hash {recorded.chain.hex()}"
             found = f"{notice.last} with chain hash {bytes(notice.chain).hex()}"
@@ -531,7 +539,7 @@ class SessionArchiver:
                 now_ms,
             )
         else:
-            self._attempt, current.written_by = None, attempt.replica
+            self._attempt, replacement.written_by = None, attempt.replica
             self.mark_to_write = recorded._replace(
                 manifest=notice.manifest, manifest_crc=notice.manifest_crc
             )

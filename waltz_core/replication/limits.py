@@ -94,7 +94,7 @@ class SessionLimits:
     archived_bytes_max: int = 64 * MIB
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             minimum = 0 if name in _ZERO_ALLOWED_FIELDS else 1
             assert getattr(self, name) >= minimum, name
         assert self.retry_ms_min <= self.retry_ms_max

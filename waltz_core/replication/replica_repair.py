@@ -465,10 +465,10 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
         )
     gap_index = raw_records.first_gap(answer.records, lengths, TransactionId(first))
     if gap_index is not None:
-        found = raw_records.ids_of(answer.records, lengths)[gap_index]
+        found_id = raw_records.ids_of(answer.records, lengths)[gap_index]
         raise BadFormat(
             f"copied records from {first}: expected transaction ID {first + gap_index}, "
-            f"found {found}"
+            f"found {found_id}"
         )
 
 
@@ -540,7 +540,8 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
     """
     packed = bytes(damaged)
     values = [
-        TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
+        TransactionId(int.from_bytes(packed[offset : offset + 8], "big"))
+        for offset in range(0, len(packed), 8)
     ]
     if len(values) % 2:
         raise RemoteProtocolError(

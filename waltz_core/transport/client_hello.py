@@ -85,7 +85,7 @@ def _parse_elements(data: bytes) -> dict[int, bytes]:
 
 
 def _decode_numbers(data: bytes) -> set[int]:
-    return {_decode_number(data[at : at + 2]) for at in range(0, len(data), 2)}
+    return {_decode_number(data[offset : offset + 2]) for offset in range(0, len(data), 2)}
 
 
 def _decode_number(data: bytes) -> int:

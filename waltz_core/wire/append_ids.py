@@ -56,14 +56,14 @@ def _runs_of_requests(append: AppendRaw, count_max: int) -> list[str]:
     ids = req_ids_of(append.records, lengths_from_wire(append.lengths, len(append.records)))
     rows = [tuple(row) for row in ids.tolist()]
     starts = [
-        at
-        for at, (before, row) in enumerate(pairwise(rows), start=1)
+        index
+        for index, (before, row) in enumerate(pairwise(rows), start=1)
         if row[:3] != before[:3] or row[3] != before[3] + 1
     ]
-    bounds = [*pairwise([0, *starts, len(rows)])]
+    run_bounds = [*pairwise([0, *starts, len(rows)])]
     return [
         ".".join(map(str, rows[first][:3])) + "." + _run(rows[first][3], rows[end - 1][3])
-        for first, end in bounds[:count_max]
+        for first, end in run_bounds[:count_max]
     ]
 
 

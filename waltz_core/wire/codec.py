@@ -76,14 +76,14 @@ def decode_hello(payload: Buffer) -> Hello:
     view = memoryview(payload)
     values: list[Any] = []
     try:
-        count, at = read_count(view, 0, _SHORT.size)
-        versions = struct.unpack_from(f">{count}h", view, at)
-        at = read_text(view, at + count * _SHORT.size, values)
+        count, offset = read_count(view, 0, _SHORT.size)
+        versions = struct.unpack_from(f">{count}h", view, offset)
+        offset = read_text(view, offset + count * _SHORT.size, values)
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"the hello message cannot be decoded: {error}") from error
-    if at != len(view):
+    if offset != len(view):
         raise RemoteProtocolError(
-            f"hello message: expected no bytes after its last field, found {len(view) - at}"
+            f"hello message: expected no bytes after its last field, found {len(view) - offset}"
         )
     return Hello(versions=versions, text=values[0])
 
@@ -127,21 +127,21 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
             f"{payload[0]}"
         )
     values: list[Any] = []
-    at = 1
+    offset = 1
     try:
         for read in layout.readers:
-            at = read(payload, at, values)
+            offset = read(payload, offset, values)
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(
-            f"{layout.name}, version {version}, cannot be decoded at byte {at} of "
+            f"{layout.name}, version {version}, cannot be decoded at byte {offset} of "
             f"{len(payload)}: {error}"
         ) from error
     except RemoteProtocolError as error:
         raise RemoteProtocolError(f"{layout.name}, version {version}: {error}") from error
-    if at != len(payload):
+    if offset != len(payload):
         raise RemoteProtocolError(
             f"{layout.name}, version {version}: expected no bytes after its last field, "
-            f"found {len(payload) - at}"
+            f"found {len(payload) - offset}"
         )
     message: Message = layout.make(*values)
     return message

@@ -245,12 +245,12 @@ class ContextRun:
         self, answer: "Awaitable[ResultT]", description: str
     ) -> ResultT:
         """Return the awaited result; at the deadline raises _DeadlinePassed with `description`."""
-        limit = asyncio.timeout_at(self._deadline_s)
+        deadline_timeout = asyncio.timeout_at(self._deadline_s)
         try:
-            async with limit:
+            async with deadline_timeout:
                 return await answer
         except TimeoutError:
-            if not limit.expired():
+            if not deadline_timeout.expired():
                 raise  # the TimeoutError of `execute` itself
             partition = self._partition
             failure = "" if partition.is_ready else f" ({partition.stream.failure})"

@@ -159,10 +159,10 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
         )
     for name in _HOOKS:
         if not hasattr(callbacks, name):
-            base = "AsyncCallbacks" if is_async else "Callbacks"
+            base_name = "AsyncCallbacks" if is_async else "Callbacks"
             raise errors.UsageError(
                 f"{type(callbacks).__name__}: expected a method {name}, found none. Hint: "
-                f"derive the class from {base}, which has such a method, and override it."
+                f"derive the class from {base_name}, which has such a method, and override it."
             )
     for name in () if is_async else ("apply_transaction", *_HOOKS):
         if inspect.iscoroutinefunction(getattr(callbacks, name, None)):

@@ -166,7 +166,7 @@ class PipelinedState:
         `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
         predecessors that do not follow the mark.
         """
-        earlier, base = (self.received, self.base) if self.has_seen else ((), mark)
+        earlier_predecessors, base = (self.received, self.base) if self.has_seen else ((), mark)
         received = list(_predecessors_in(message))
         ids = [mark, *(predecessor.transaction_id for predecessor in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
@@ -174,9 +174,9 @@ class PipelinedState:
                 f"predecessors of append {message.req_id}: expected ascending "
                 f"transaction IDs from {mark} to {message.last}, found {ids[1:]}"
             )
-        if len(earlier) + len(received) > PREDECESSORS_MAX:
+        if len(earlier_predecessors) + len(received) > PREDECESSORS_MAX:
             return self.without_predecessors()
-        all_predecessors = (*earlier, *received)
+        all_predecessors = (*earlier_predecessors, *received)
         return PipelinedState(
             SessionId(message.session_id),
             message.req_id.partition_id,

@@ -292,8 +292,8 @@ class OwnerRequests:
 
     async def _check_owner(self, reader: OwnerLink) -> None:
         """Check that the owner has not changed (rule 4); raises NotOwned."""
-        now = await self._directory.owner_now(reader.partition_id)
-        if now != reader.owner:
+        current_owner = await self._directory.owner_now(reader.partition_id)
+        if current_owner != reader.owner:
             raise errors.NotOwned(
                 f"{reader.owner.address} no longer owns partition {reader.partition_id}"
             )

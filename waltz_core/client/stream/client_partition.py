@@ -369,12 +369,12 @@ class ClientPartition:
 
     async def _verify_owner(self, expected_owner: Owner, on_result: Callable[[bool], None]) -> None:
         """Report whether the owner is unchanged, because a 0.13 server cannot prove this itself."""
-        now: Owner | None = None
+        current_owner: Owner | None = None
         try:
-            now = await self._services.directory.owner_now(self.partition_id)
+            current_owner = await self._services.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
             _log.info("client.owner_read_failed partition=%d error=%s", self.partition_id, error)
-        on_result(now == expected_owner)
+        on_result(current_owner == expected_owner)
 
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:

@@ -304,9 +304,9 @@ class OutcomeTracker:
             return False
         record_headers = np.frombuffer(headers, dtype=HEADER_DTYPE)
         ids = record_headers["transaction_id"].astype(np.int64)
-        bounds = np.concatenate(([first - 1], ids, [last + 1]))
+        bounded_ids = np.concatenate(([first - 1], ids, [last + 1]))
         is_own = bool((record_headers["req_id"]["client_id"] == self._client_id).all())
-        if not is_own or (np.diff(bounds) <= 0).any():
+        if not is_own or (np.diff(bounded_ids) <= 0).any():
             return False
         self._match(ids, record_headers["req_id"])
         return True

@@ -77,8 +77,8 @@ class ReadBack:
         request = self._request
         assert request is not None
         self._request = None
-        fits = message.form == request.form and message.first == request.first
-        if not fits or not _match_own_rows(message, request, tracker):
+        is_expected_range = message.form == request.form and message.first == request.first
+        if not is_expected_range or not _match_own_rows(message, request, tracker):
             range_text = f"transactions {request.first}..{request.last}"
             return f"the server's answer for {range_text} has headers that were not requested"
         if self._chain is not None:
@@ -92,14 +92,14 @@ class ReadBack:
         if self._chain is None:
             return None
         chain_at, chain = self._chain
-        ends = [
+        batch_entries = [
             entry
             for entry in message.lineage
             if entry.last == chain_at and entry.session_id != RECONSTRUCTED
         ]
         # NB: without the batch's own entry, the chain hashes cannot be compared. The entry is
         # missing if a 0.13 server wrote the batch, or if the entry was lost and reconstructed.
-        if not ends or ends[0].chain == chain:
+        if not batch_entries or batch_entries[0].chain == chain:
             return None
         return DataLoss(
             f"partition {message.req_id.partition_id}: the log has changed at or before "

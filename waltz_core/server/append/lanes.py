@@ -155,15 +155,15 @@ class Lanes(Generic[WaitingT]):
 
     def _first_entry(self, *, with_large: bool) -> _LaneEntry | None:
         """Remove stale entries; return the entry of the next lane, or None."""
-        small = self._drop_stale_entries(self._small, is_large=False) if self._small else None
-        large = (
+        small_entry = self._drop_stale_entries(self._small, is_large=False) if self._small else None
+        large_entry = (
             self._drop_stale_entries(self._large, is_large=True)
             if with_large and self._large
             else None
         )
-        if small is None or large is None:
-            return small or large
-        return min(small, large)
+        if small_entry is None or large_entry is None:
+            return small_entry or large_entry
+        return min(small_entry, large_entry)
 
     def _drop_stale_entries(self, heap: list[_LaneEntry], *, is_large: bool) -> _LaneEntry | None:
         while heap:

@@ -297,8 +297,8 @@ class LockTable:
         Such a lock is rejected if all its three slots contain an ID above the mark. The function
         estimates the proportion of these slots from a sample.
         """
-        step = max(1, self._slots.size // _SAMPLE_SLOTS)
-        return float(np.mean(self._slots[::step] > mark)) ** HASH_COUNT
+        sample_step = max(1, self._slots.size // _SAMPLE_SLOTS)
+        return float(np.mean(self._slots[::sample_step] > mark)) ** HASH_COUNT
 
     # -----------------------------------------------------------------------------------------
     # implementation

@@ -203,7 +203,7 @@ class Reads:
         """A session has opened: start all waiting fetches in it (rule 5)."""
         self._session_id, self._high_water_mark = session_id, high_water_mark
         self._is_open = True
-        self._ready.extend(job for _, job in self._delayed)
+        self._ready.extend(range_fetch for _, range_fetch in self._delayed)
         self._delayed.clear()
         return self._start_fetches()
 
@@ -236,7 +236,9 @@ class Reads:
 
     def abandon(self) -> list[RequestReceived]:
         """The server releases the partition: remove and return all waiting requests."""
-        waiting = [request for job in self._jobs.values() for request in job.waiting]
+        waiting = [
+            request for range_fetch in self._jobs.values() for request in range_fetch.waiting
+        ]
         self._jobs.clear()
         self._ready.clear()
         # Fetches in progress count for rule 4 until they are answered, even after the release.
@@ -308,8 +310,10 @@ class Reads:
 
     def close(self, connection: ConnectionId, awaited_firsts: Container[TransactionId]) -> None:
         """Drop the requests of a closed connection, as in `on_feeds_ended` (rule 9)."""
-        for job in self._jobs.values():
-            job.waiting = [request for request in job.waiting if request.connection != connection]
+        for range_fetch in self._jobs.values():
+            range_fetch.waiting = [
+                request for request in range_fetch.waiting if request.connection != connection
+            ]
         self.on_feeds_ended(awaited_firsts)
 
     def on_feeds_ended(self, awaited_firsts: Container[TransactionId]) -> None:
@@ -317,14 +321,18 @@ class Reads:
 
         `awaited_firsts` are the first IDs of the headers for which the remaining feeds wait.
         """
-        running = {job.key for job in self._running.values() if job is not None}
+        running = {
+            range_fetch.key for range_fetch in self._running.values() if range_fetch is not None
+        }
         dropped: set[_FetchKey] = set()
-        for key, job in self._jobs.items():
-            job.is_for_feed = job.is_for_feed and key.first in awaited_firsts
-            if not (job.waiting or job.is_for_feed or key in running):
+        for key, range_fetch in self._jobs.items():
+            range_fetch.is_for_feed = range_fetch.is_for_feed and key.first in awaited_firsts
+            if not (range_fetch.waiting or range_fetch.is_for_feed or key in running):
                 dropped.add(key)
         if dropped:
-            self._ready = deque(job for job in self._ready if job.key not in dropped)
+            self._ready = deque(
+                range_fetch for range_fetch in self._ready if range_fetch.key not in dropped
+            )
             self._delayed = [entry for entry in self._delayed if entry[1].key not in dropped]
         for key in dropped:
             del self._jobs[key]
@@ -393,104 +401,116 @@ class Reads:
         """Retry the delayed fetches that are due."""
         if not self._delayed:
             return []
-        due_jobs = [job for at_ms, job in self._delayed if at_ms <= now_ms]
-        self._delayed = [(at_ms, job) for at_ms, job in self._delayed if at_ms > now_ms]
-        self._ready.extend(due_jobs)
+        due_fetches = [range_fetch for at_ms, range_fetch in self._delayed if at_ms <= now_ms]
+        self._delayed = [
+            (at_ms, range_fetch) for at_ms, range_fetch in self._delayed if at_ms > now_ms
+        ]
+        self._ready.extend(due_fetches)
         return self._start_fetches()
 
     def on_range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
         """A storage has sent a range: check it, and answer the requests that wait for it."""
-        job = self._running.get(token)
-        if job is None:
+        range_fetch = self._running.get(token)
+        if range_fetch is None:
             return self._ignore_answer(token)
         try:
-            range_records = _check_range(message, job.key)
+            range_records = _check_range(message, range_fetch.key)
         except WaltzError as error:
             return self.on_fetch_failed(FetchFailed(token, str(error)), now_ms)
-        del self._running[token], self._jobs[job.key]
-        if job.key in self._reading_ahead:
-            del self._reading_ahead[job.key]
+        del self._running[token], self._jobs[range_fetch.key]
+        if range_fetch.key in self._reading_ahead:
+            del self._reading_ahead[range_fetch.key]
             self._ahead.keep(range_records.first, range_records.lengths, range_records.records)
-        elif job.key == _single_fetch_key(range_records.first):
+        elif range_fetch.key == _single_fetch_key(range_records.first):
             self._ahead.note_fetched_up_to(range_records.last)
         out: list[ReadOutcome] = []
-        if job.is_for_feed:
+        if range_fetch.is_for_feed:
             out.append(_feed_headers_in(range_records))
-        for request in job.waiting:
+        for request in range_fetch.waiting:
             out += self._range_answers(request, range_records)
         return out + self._start_fetches()
 
     def on_fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
         """A fetch has failed: retry it, or reject its requests (rules 2 and 10 to 12)."""
-        job = self._running.get(event.token)
-        if job is None:
+        range_fetch = self._running.get(event.token)
+        if range_fetch is None:
             return self._ignore_answer(event.token)
         del self._running[event.token]
-        if event.first_available > job.key.first:
-            return self._reject_expired(job, event.first_available)
+        if event.first_available > range_fetch.key.first:
+            return self._reject_expired(range_fetch, event.first_available)
         self.failed_fetches += 1
-        self._avoided_until[job.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
-        if job.key.is_ahead:
-            return self._fetch_separately(job)
-        job.is_damaged_everywhere &= event.damage_code != 0
+        self._avoided_until[range_fetch.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
+        if range_fetch.key.is_ahead:
+            return self._fetch_separately(range_fetch)
+        range_fetch.is_damaged_everywhere &= event.damage_code != 0
         if event.damage_code:
-            job.damage, job.damage_code = event.reason, event.damage_code
+            range_fetch.damage, range_fetch.damage_code = event.reason, event.damage_code
         out: list[ReadOutcome] = []
-        if all(replica in job.tried_replicas for replica in self.replicas):
-            out = self._on_round_ended(job, event.reason)
-        if not job.waiting and not job.is_for_feed:
-            del self._jobs[job.key]
-        elif job.tried_replicas:
-            self._ready.append(job)
+        if all(replica in range_fetch.tried_replicas for replica in self.replicas):
+            out = self._on_round_ended(range_fetch, event.reason)
+        if not range_fetch.waiting and not range_fetch.is_for_feed:
+            del self._jobs[range_fetch.key]
+        elif range_fetch.tried_replicas:
+            self._ready.append(range_fetch)
         else:
-            self._delayed.append((now_ms + job.retry_ms, job))
-            job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
+            self._delayed.append((now_ms + range_fetch.retry_ms, range_fetch))
+            range_fetch.retry_ms = min(2 * range_fetch.retry_ms, RETRY_MAX_MS)
         return out + self._start_fetches()
 
-    def _on_round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
+    def _on_round_ended(self, range_fetch: _RangeFetch, reason: str) -> list[ReadOutcome]:
         """Reject the requests for which all replicas have failed often enough (rules 11 and 12)."""
-        job.tried_replicas.clear()
-        job.round_count += 1
+        range_fetch.tried_replicas.clear()
+        range_fetch.round_count += 1
         text = (
             f"no replica of partition {self._partition_id} returned transactions "
-            f"{job.key.first}..{job.key.last}: {job.damage or reason}"
+            f"{range_fetch.key.first}..{range_fetch.key.last}: {range_fetch.damage or reason}"
         )
         error = Unreachable(text)
         out: list[ReadOutcome] = []
-        if job.round_count >= ROUNDS_MAX and job.waiting:
-            final = error_from_code(job.damage_code, text) if job.is_damaged_everywhere else error
-            out.extend(request_error_answer(request, final) for request in job.waiting)
-            job.waiting.clear()
-            job.round_count = 0
-        if job.is_for_feed and job.is_damaged_everywhere and job.retry_ms >= RETRY_MAX_MS:
-            out.append(FeedFailed(job.key.first, error))
-            job.is_for_feed = False
-        job.is_damaged_everywhere = True
+        if range_fetch.round_count >= ROUNDS_MAX and range_fetch.waiting:
+            final = (
+                error_from_code(range_fetch.damage_code, text)
+                if range_fetch.is_damaged_everywhere
+                else error
+            )
+            out.extend(request_error_answer(request, final) for request in range_fetch.waiting)
+            range_fetch.waiting.clear()
+            range_fetch.round_count = 0
+        if (
+            range_fetch.is_for_feed
+            and range_fetch.is_damaged_everywhere
+            and range_fetch.retry_ms >= RETRY_MAX_MS
+        ):
+            out.append(FeedFailed(range_fetch.key.first, error))
+            range_fetch.is_for_feed = False
+        range_fetch.is_damaged_everywhere = True
         return out
 
     def _reject_expired(
-        self, job: _RangeFetch, first_available: TransactionId
+        self, range_fetch: _RangeFetch, first_available: TransactionId
     ) -> list[ReadOutcome]:
         """Reject the requests for records below the start of the log (rule 10)."""
-        if job.key.is_ahead:
-            return self._fetch_separately(job)
-        del self._jobs[job.key]
+        if range_fetch.key.is_ahead:
+            return self._fetch_separately(range_fetch)
+        del self._jobs[range_fetch.key]
         error = BeforeLogStart(
             f"partition {self._partition_id}: the log begins at transaction "
-            f"{first_available}, so {job.key.first} is not available",
+            f"{first_available}, so {range_fetch.key.first} is not available",
             first_available,
         )
-        out: list[ReadOutcome] = [request_error_answer(request, error) for request in job.waiting]
-        if job.is_for_feed:
-            out.append(FeedFailed(job.key.first, error))
+        out: list[ReadOutcome] = [
+            request_error_answer(request, error) for request in range_fetch.waiting
+        ]
+        if range_fetch.is_for_feed:
+            out.append(FeedFailed(range_fetch.key.first, error))
         return out + self._start_fetches()
 
-    def _fetch_separately(self, job: _RangeFetch) -> list[ReadOutcome]:
+    def _fetch_separately(self, range_fetch: _RangeFetch) -> list[ReadOutcome]:
         """Fetch each requested transaction separately, because others may be damaged (rule 8)."""
-        del self._jobs[job.key]
-        self._reading_ahead.pop(job.key, None)
+        del self._jobs[range_fetch.key]
+        self._reading_ahead.pop(range_fetch.key, None)
         out: list[ReadOutcome] = []
-        for request in job.waiting:
+        for request in range_fetch.waiting:
             assert isinstance(request.message, TransactionDataRequest)
             transaction_id = TransactionId(request.message.transaction_id)
             out += self._request_fetch(_single_fetch_key(transaction_id), request)
@@ -502,14 +522,14 @@ class Reads:
         return self._start_fetches()
 
     def _request_fetch(self, key: _FetchKey, request: RequestReceived | None) -> list[ReadOutcome]:
-        job = self._jobs.get(key)
-        if job is None:
-            job = self._jobs[key] = _RangeFetch(key)
-            self._ready.append(job)
+        range_fetch = self._jobs.get(key)
+        if range_fetch is None:
+            range_fetch = self._jobs[key] = _RangeFetch(key)
+            self._ready.append(range_fetch)
         if request is None:
-            job.is_for_feed = True
+            range_fetch.is_for_feed = True
         else:
-            job.waiting.append(request)
+            range_fetch.waiting.append(request)
         return self._start_fetches()
 
     def _start_fetches(self) -> list[ReadOutcome]:
@@ -520,13 +540,13 @@ class Reads:
             and self.replicas
             and len(self._running) < self._limits.fetches_max
         ):
-            job = self._ready.popleft()
-            out.append(self._create_fetch(job))
+            range_fetch = self._ready.popleft()
+            out.append(self._create_fetch(range_fetch))
         return out
 
-    def _create_fetch(self, job: _RangeFetch) -> Fetch:
+    def _create_fetch(self, range_fetch: _RangeFetch) -> Fetch:
         untried_replicas = [
-            replica for replica in self.replicas if replica not in job.tried_replicas
+            replica for replica in self.replicas if replica not in range_fetch.tried_replicas
         ]
         untried_replicas = untried_replicas or list(self.replicas)
         trusted_replicas = [
@@ -542,9 +562,9 @@ class Reads:
         self._replica_turn += 1
         self._token += 1
         self.fetches += 1
-        job.tried_replicas.append(replica)
-        self._running[self._token] = job
-        key = job.key
+        range_fetch.tried_replicas.append(replica)
+        self._running[self._token] = range_fetch
+        key = range_fetch.key
         message = RangeRaw(
             self._session_id,
             self._token,
@@ -556,7 +576,7 @@ class Reads:
             whole_batches=False,
             reader=True,
         )
-        is_urgent = job.round_count == 0 and len(self.replicas) > 1
+        is_urgent = range_fetch.round_count == 0 and len(self.replicas) > 1
         return Fetch(self._token, replica, message, is_urgent)
 
     # -----------------------------------------------------------------------------------------

@@ -348,9 +348,9 @@ class _Denials:
 
         Otherwise this method counts the denial as repeated or omitted.
         """
-        earlier = self.recorded.get(kind)
-        if earlier is not None:
-            earlier.repeated_count += 1
+        recorded_denial = self.recorded.get(kind)
+        if recorded_denial is not None:
+            recorded_denial.repeated_count += 1
             return False
         keys = ("principal", kind.principal), ("host", kind.host)
         is_over = any(self._counts[key] >= DENIALS_PER_PEER_MAX for key in keys)

@@ -182,9 +182,9 @@ class ConnectionAccess:
                 self._end(str(error))
                 return
             self.principal, self.expires_ms = token.principal, token.expires_ms
-        earlier, self._granted = self._granted, self._grants()
+        earlier_grants, self._granted = self._granted, self._grants()
         # The client IDs of the mounts belong to the earlier principal (rule 7).
-        is_changed = self.principal != principal or not self._granted.includes(earlier)
+        is_changed = self.principal != principal or not self._granted.includes(earlier_grants)
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} were changed")
         elif is_first and not self.has_permission:
