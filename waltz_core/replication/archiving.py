@@ -10,8 +10,8 @@ or replace an object. One attempt runs at a time.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
-    2. The log must be the archived one: before the first append of a session, an engaged replica's
-       log must have the recorded hash chain at the archived mark (AR 8).
+    2. The log must be the log that was archived. So before the first append of a session, an
+       engaged replica's log must have the recorded hash chain at the archived mark (AR 8).
     3. A result counts only if another engaged replica has the same chain at the end of the range.
        If there is only one engaged replica, the result counts without this check.
     4. A failure ends the attempt, never the session. The next attempt waits, and uses another
@@ -25,9 +25,10 @@ Rules (decision 047):
        intervals (AR 16). A file that is still needed must not be deleted, so these conditions
        apply:
         - No other attempt is in progress, and no write of a mark has an unknown outcome.
-        - All replicas are connected. The request has a number, like every attempt. All attempts
-          with lower numbers have ended.
+        - All replicas are connected.
         - No replica's log begins above the recorded mark. Otherwise ZooKeeper was rolled back.
+       The request has a number, like every attempt. So the storage knows that all attempts of this
+       session with lower numbers have ended, and that their files may be garbage.
     8. Archived records above the session's mark cannot be removed from disks yet. When their size
        exceeds a limit, a checkpoint is due (AR 11). The size is estimated from the IDs, because
        replicas do not report it.
@@ -610,7 +611,7 @@ class SessionArchiver:
     ) -> None:
         """Request the chain at the range's end from another replica that has it (rule 3)."""
         others = [peer for peer in engaged if peer.replica != attempt.replica]
-        # Each attempt compares with another replica, because the chain of a log with a
+        # Successive attempts compare with different replicas, because the chain of a log with a
         # reconstructed batch differs.
         start = attempt.number % max(1, len(others))
         others = others[start:] + others[:start]

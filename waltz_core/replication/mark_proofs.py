@@ -1,4 +1,4 @@
-"""Proofs of a session's high-water mark: a quorum confirms that there is no later session.
+"""Proofs of a session's high-water mark: a quorum confirms that it has promised no later one.
 
 A proof shows that the session was still the newest one when the proof was requested. It changes
 nothing in the log.

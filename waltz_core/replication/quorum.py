@@ -4,7 +4,7 @@ Appends, recovery and proofs of the high-water mark must use the same definition
 
 Invariants:
     1. A quorum is a strict majority, so two disjoint groups of replicas cannot both be a quorum.
-    2. If the replicas' marks only increase, so does the mark that a quorum has reached.
+    2. If no replica's mark decreases, the mark that a quorum has reached does not decrease.
     3. A replica that has voted is never counted as lost. The results COMMITTED and LOST are final.
 """
 

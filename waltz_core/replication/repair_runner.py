@@ -9,8 +9,8 @@ Rules:
     1. Each replica has one step at a time. A step is dropped if the connection to its target or to
        its source is lost.
     2. A source must have records that are certain to be right:
-        - Until the target is marked, the source is marked itself, or its log ends exactly at the
-          goal (the decided log).
+        - Until the target is marked, the source is a marked replica, or a replica whose log ends
+          exactly at the goal (the decided high-water mark).
         - Later, the source is engaged, and has synced all requested records.
         - For damage above the mark, in the running session, the source is any marked replica that
           has synced the records.
@@ -19,8 +19,8 @@ Rules:
     3. If a source fails, it is not used for this target for `answer_ms_max`. The repair continues
        with another source.
     4. If a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old,
-       and nothing is truncated from this log. The reason is that only opened sessions have batches,
-       and that ZooKeeper records each session before it opens.
+       and nothing is truncated from this log. This is a proof, because only opened sessions have
+       batches, and ZooKeeper records each session before it opens.
     5. The goal's hash chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
     6. Damage is repaired in the session in which it is found. It does not stop a marked replica,

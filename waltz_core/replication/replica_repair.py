@@ -229,7 +229,7 @@ class ReplicaRepair:
     ) -> RepairStep | None:
         """The log is a prefix of the goal's log: repair damage, complete the log, set its mark."""
         assert self.last <= mark
-        # A truncation may have removed a part of a damaged range, which needs no repair.
+        # A truncation may have removed a part of a damaged range. This part needs no repair.
         self.damaged = [
             (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
         ]

@@ -6,9 +6,10 @@ requests to ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
     1. Never claim if ZooKeeper has a later generation than this server.
-    2. Never claim if ZooKeeper has lost data. There are two signs: a partition that was opened
-       before has no replica states, or storages have promised a session that ZooKeeper does not
-       know. With the second sign, a claim is still allowed if the other storages are a quorum.
+    2. Never claim if ZooKeeper has lost data. There are two signs:
+        - A partition that was opened before has no replica states.
+        - Storages have promised a session that ZooKeeper does not know, and the other storages are
+          fewer than a quorum.
     3. Never claim if the replicas that are new in the assignment are a quorum by themselves.
     4. Two servers can claim the same session ID. So only the session ID and the nonce together
        identify a claim.

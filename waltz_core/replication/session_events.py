@@ -92,7 +92,7 @@ class SubmitToSession:
 
 @value(frozen=True, slots=True)
 class ProveMark:
-    """Confirm by heartbeats to a quorum that the session is still the newest."""
+    """Prove that the session is still the newest: a quorum must answer heartbeats."""
 
     token: int
 
@@ -352,7 +352,7 @@ class CheckpointDue:
 
 @value(frozen=True, slots=True)
 class MarkProved:
-    """A quorum has confirmed that there is no later session, so `high_water_mark` is current."""
+    """A quorum has promised no later session, so `high_water_mark` is current."""
 
     token: int
     high_water_mark: TransactionId

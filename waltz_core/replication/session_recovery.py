@@ -169,11 +169,11 @@ class Recovery:
         return self._synced_last.get(replica) is not None
 
     def has_foreign_records(self, answer: Prepared) -> bool:
-        """Whether a replica has records although the partition is new (rule 4)."""
+        """Whether a replica has records although the partition must have none (rule 4)."""
         if self.origin is HistoryOrigin.RECORDED or answer.synced_max == BEFORE_FIRST:
             return False
-        # A log without records may begin later after a reset, but only where the restored log
-        # begins.
+        # After a reset, a log without records begins where the restored log begins. Any other log
+        # that ends above `BEFORE_FIRST` contains records.
         end = answer.synced_max, bytes(answer.chain)
         return answer.start != answer.synced_max or end != self._log_begin
 
@@ -210,7 +210,7 @@ class Recovery:
     def on_prepared(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
-            return  # The replica was not engaged in the last session, so it has no say in the mark.
+            return  # A replica that was not engaged in the last session does not affect the mark.
         credible = is_credible(answer, self.states[replica], registered_id)
         synced_max = TransactionId(answer.synced_max)
         if replica in self._synced_last:

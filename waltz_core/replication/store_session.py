@@ -7,8 +7,8 @@ Rules (docs/design/correctness.md 2.1, letters C to K):
     2. Nothing on a replica is changed before the high-water mark is decided (E).
     3. The session opens only when ZooKeeper is known to have its states (`on_metadata_written`; G,
        H).
-    4. The acknowledgements of a replica count only while ZooKeeper records it as engaged. The same
-       holds for uncommitted batches, which only engaged replicas receive (I).
+    4. The acknowledgements of a replica count only while ZooKeeper records it as engaged. Only
+       engaged replicas receive uncommitted batches (I).
     5. The committed mark is the highest ID that a quorum of engaged replicas has synced (J).
     6. The session ends when it loses an engaged replica, or a replica that ZooKeeper may have
        recorded as engaged (K). The loss of any other replica does not end the session.
@@ -75,7 +75,8 @@ if TYPE_CHECKING:
 # `RepairRunner` chooses the correlation IDs of its requests. The ID of a heartbeat is the token of
 # the proof. The settlement and the archive have constant IDs.
 
-# Each step compares with these members many times, and to look up a member of an enum is slow.
+# These are constants because each step compares with them many times, and to look up a member of an
+# enum is slow.
 _ABSENT: Final = ReplicaStage.ABSENT
 _ENGAGED: Final = ReplicaStage.ENGAGED
 _READY: Final = ReplicaStage.READY
@@ -100,7 +101,7 @@ class EndCause(Enum):
     FENCED = auto()  # a storage is bound to a later session
     REPLICA_RETURNED = auto()  # a replica has returned that cannot join this session again
     STALLED = auto()  # no quorum within the timeout
-    REJECTED = auto()  # the session would be unsafe
+    REJECTED = auto()  # to continue would be unsafe
 
 
 class SessionEnd(NamedTuple):
@@ -573,7 +574,7 @@ class StoreSession:
         reason: str,
         now_ms: int,
     ) -> bool:
-        """Process the rejection of an archive request, without an end of the session if possible.
+        """Process the rejection of an archive request; most rejections do not end the session.
 
         Return False if the request was no archive request, or if the replica must be rejected.
         """

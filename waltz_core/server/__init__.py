@@ -21,8 +21,8 @@ Life of an append
        server stops reading the connection (`flow_control`). The request waits in the lane of its
        connection (`lanes`).
     2. When a store session is settled and the limit of appends in flight permits it, the pipeline
-       takes a slice of requests (`pipeline.process_slice`). It begins with the lane that was served
-       least. It takes small requests together, and a large request alone.
+       takes a slice of requests (`pipeline.process_slice`). The lane that was served least is
+       always next. The pipeline takes small requests together, and a large request alone.
     3. `admission` checks the mount, the generation and the checksums. It rejects rows that fail
        these checks, each with a reason.
     4. The lock table validates the rows in order (`validation`). Accepted rows get IDs, which are

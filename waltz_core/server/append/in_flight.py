@@ -69,7 +69,7 @@ class BatchDraft:
     size_bytes: int = 0  # the size of the records; a field, because every turn reads it
 
     def add(self, part: EncodedBatch, locks: bytes, writers: bytes) -> None:
-        """Add records that have IDs, with their locks and the row of each lock in the part."""
+        """Add records that have IDs, with their locks and, for each lock, the row of its writer."""
         self.parts.append(part)
         self.locks.append(locks)
         self.writers.append(writers)

@@ -1,6 +1,6 @@
 """Fair queues of appends: one lane (queue) for each connection, with start-time fair queueing.
 
-Only this module decides about fairness between clients. A client that floods the server delays only
+Only this module decides about fairness between clients. A client that floods the server waits in
 its own lane. A client with few requests never waits for more than one request of each other client.
 
 Rules:

@@ -14,10 +14,12 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
     3. The fences of at most `limit` disconnected clients are remembered. Above this limit, the
        client that disconnected first is forgotten. So a fence can fail only after `limit` other
        clients have disconnected.
-    4. A client's appends must not overtake each other. So if a client has lost a row, it must mount
-       again, on the same connection or on another one. Until then, its later appends are rejected.
-       The client must also mount again if one of its appends was rejected because the queue was
-       full, or because its principal was over a limit.
+    4. A client's appends must not overtake each other. So after one of these events, the client's
+       later appends are rejected until the client mounts again, on the same connection or on
+       another one:
+        - The client has lost a row.
+        - An append was rejected because the queue was full, or because the client's principal was
+          over a limit.
     5. Each mount has its own number, even a repeated mount on the same connection. So an append
        that was sent under an earlier mount does not enter the log under a later one.
     6. A peer must not exhaust memory. So at most `CLIENTS_MAX` clients are mounted on one

@@ -32,9 +32,9 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        the session (`completions.py`).
     10. A dependent append (`dependent_appends.py`) is validated as if its predecessors were in the
         log. If the predecessors were not in flight in this same session, the append is rejected.
-        While a batch is in flight, admitted dependent appends are gathered. They are submitted when
-        this batch is committed. If other writers then wait, they are submitted at the earliest
-        `GATHER_MS` after this batch was submitted.
+        While a batch is in flight, admitted dependent appends are gathered, and submitted when this
+        batch is committed. If other writers then wait, the gathered appends are submitted at the
+        earliest `GATHER_MS` after this batch was submitted.
 """
 
 from collections.abc import Iterable
@@ -304,7 +304,7 @@ class AppendPipeline:
             self._mounts.note_rejected_append(req_id.client_id, connection)
             self._completions.answer_error(
                 pending, over_limit, out
-            )  # The request is rejected without decoding it.
+            )  # not decoded, because this would be wasted work
             return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             self._mounts.note_rejected_append(req_id.client_id, connection)

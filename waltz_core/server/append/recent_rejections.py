@@ -62,8 +62,7 @@ class _AppendRejections(NamedTuple):
 class RecentRejections:
     """The newest `REJECTIONS_MAX` rejections of a partition, by the module's rules.
 
-    `wall_ms` is the wall clock time of the rows that are added next; the user of this class sets
-    it.
+    `wall_ms` is the wall clock time of the rows that are added next; the caller sets `wall_ms`.
     """
 
     def __init__(self) -> None:

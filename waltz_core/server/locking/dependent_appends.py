@@ -11,8 +11,9 @@ Rules (decision 017):
        last admitted one, that has entered one of its locks. If the predecessors are not known, or
        are over the limit, the answer contains none of them.
     3. Rejected writers wait in `lock_queues.py`. One writer is notified when a transaction with its
-       locks is admitted, or after a timeout. Until the notified writer sends its next attempt,
-       other writers join the queue.
+       locks is admitted, or after a timeout. The notified writer is expected to send its next
+       attempt. Until this attempt is admitted or the timeout ends, all other rejected writers join
+       the queue.
     4. No writer waits for longer than rule 3 of `lock_queues.py` permits.
     5. Only transactions admitted in the open session are remembered.
 """
@@ -161,9 +162,10 @@ class DependentAppends:
     def on_session_opened(self, session_id: SessionId) -> None:
         """A session accepts appends.
 
-        If this process has already had a session with this ID, dependent appends are not possible.
-        Predecessors from the earlier session would be mistaken for transactions in flight in this
-        one. The IDs repeat only if ZooKeeper's data was restored from a backup.
+        Dependent appends are possible only if `session_id` is higher than the IDs of all earlier
+        sessions of this process. Otherwise predecessors from an earlier session with the same ID
+        would be mistaken for transactions in flight in this session. The IDs repeat only if
+        ZooKeeper's data was restored from a backup.
         """
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id
@@ -174,7 +176,7 @@ class DependentAppends:
         self._admitted.end()
 
     def knows_predecessors(self, message: AppendFollowing, last: TransactionId) -> bool:
-        """Whether an append names this session as the session of its predecessors."""
+        """Whether the predecessors of an append are, or were, in flight in the open session."""
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
 

@@ -8,9 +8,9 @@ Rules:
     1. Only final rejections wait here. The queue changes only the time at which a writer receives
        its rejection.
     2. Single appends with exactly the same locks form a queue. The first writer in the queue is
-       notified when a transaction with these locks is committed. For dependent appends
-       (`dependent_appends.py`), it is notified when such a transaction is admitted. It is also
-       notified at the latest some time after the previous writer.
+       notified when a transaction with these locks is committed. In a queue of dependent appends
+       (`dependent_appends.py`), it is notified when such a transaction is admitted. If there is no
+       such transaction for some time, it is notified, too (`NOTIFY_FACTOR`).
     3. No writer waits for longer than `WAIT_MS_MAX`, or beyond the end of the session.
     4. The rejection names the last committed transaction with the queue's locks.
 """

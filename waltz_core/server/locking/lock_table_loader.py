@@ -194,7 +194,7 @@ class LockTableLoader:
         return [self._fetch]
 
     def _finish(self, name: str) -> list[Fetch | Report]:
-        """Stop, and report the first ID from which on the table knows all writers."""
+        """Stop, and report the ID from which on the table knows all writers."""
         self.stop()
         return [Report(name, (("known_from", self._floor.last + 1), ("mark", self._mark)))]
 

@@ -125,7 +125,7 @@ class PendingSingle:
     def settle(
         self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
     ) -> bool:
-        """Mark the append as lost if rule 2 requires it, and return True; `last` is the mark."""
+        """Mark the append as lost by rule 2, with the mark `last`; return whether it is lost."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
             self.reject(loss_reason)

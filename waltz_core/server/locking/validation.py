@@ -1,8 +1,8 @@
 """Turns requests into records: decodes them, validates their rows by locks, encodes accepted rows.
 
 These are the steps whose cost depends on the number of rows. `pipeline.py` decides about turns,
-sessions and answers. Whole arrays validate a batch, a piece of a batch, or many single
-transactions. Plain Python validates a few single transactions.
+sessions and answers. A batch, a piece of a batch, or many single transactions are validated as
+arrays. A few single transactions are validated in plain Python, which is then faster.
 
 Rules:
     1. Only this file sets the IDs, reasons and conflicts of validated rows in their appends.

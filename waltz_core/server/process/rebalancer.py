@@ -9,8 +9,8 @@ Rules:
     2. No other code depends on this module. Failures are retried in the next interval.
     3. After the set of servers has changed, no partition moves until the loads of a whole averaging
        window are known.
-    4. A server that cannot open its partitions seems idle. So this server publishes no load, and no
-       partition moves to it or from it.
+    4. A server that cannot open its partitions seems idle. So such a server publishes no load, and
+       no partition moves to it or from it.
 """
 
 import asyncio
