@@ -1,4 +1,4 @@
-"""Proofs of a session's high-water mark: a quorum confirms that it has promised no later one.
+"""Proofs of a session's high-water mark: a quorum confirms that it knows no later session.
 
 A proof shows that the session was still the newest one when the proof was requested. It changes
 nothing in the log.

@@ -15,7 +15,7 @@ Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
        no session if ZooKeeper has lost data. Signs of this loss are an opened partition without
        replica states, and storages that have promised a later session than that in ZooKeeper.
     5. Batches in doubt stay in doubt until a later session is settled.
-    6. After each failure there is a pause, and each pause is longer than the previous one.
+    6. After each failure there is a pause. The pauses become longer, up to a limit.
 """
 
 from collections.abc import Mapping
@@ -227,7 +227,7 @@ class PartitionStore:
     @property
     def wake_at_ms(self) -> int | None:
         """When the driver must send the next `Wakeup`; None for never."""
-        return self._wake_at_ms  # cached: read more often than changed
+        return self._wake_at_ms  # cached, because it is read more often than it changes
 
     def _wake_times(self) -> list[int]:
         times = [] if self._session is None else self._session.wake_times(self._now_ms)

@@ -352,7 +352,7 @@ class CheckpointDue:
 
 @value(frozen=True, slots=True)
 class MarkProved:
-    """A quorum has promised no later session, so `high_water_mark` is current."""
+    """A quorum has confirmed that it knows no later session: `high_water_mark` is current."""
 
     token: int
     high_water_mark: TransactionId

@@ -98,7 +98,7 @@ class EndCause(Enum):
     """Why a session ended; the pause before the next session depends on it."""
 
     REPLICA_LOST = auto()  # an engaged replica was lost, or rejected a request
-    FENCED = auto()  # a storage is bound to a later session
+    FENCED = auto()  # a storage has promised a later session
     REPLICA_RETURNED = auto()  # a replica has returned that cannot join this session again
     STALLED = auto()  # no quorum within the timeout
     REJECTED = auto()  # to continue would be unsafe

@@ -12,8 +12,8 @@ Rules:
        KiB.
     4. uvicorn logs nothing. Otherwise a peer could fill the log with warnings of bad requests, or
        with the exceptions that a bad request causes after its response.
-    5. With `keep_alive_connections_max`, rules 1 and 2 do not apply. There are at most this many
-       connections, and a connection carries any number of requests, of any duration. It is closed
+    5. With `keep_alive_connections_max`, this number replaces `CONNECTIONS_MAX` in rule 2, and rule
+       1 does not apply. A connection carries any number of requests, of any duration. It is closed
        in these cases:
         - The head or the body of a request does not arrive within `RECEIVE_S_MAX`.
         - There is no request for `IDLE_S_MAX`.

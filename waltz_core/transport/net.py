@@ -13,7 +13,8 @@ Rules:
        pauses.
     3. Above `WRITE_BACKLOG_BYTES_HIGH` unsent bytes a link is congested. A listener then stops
        reading the link, so that a client that does not read answers cannot send more requests. A
-       dialer continues to read, because otherwise a congested listener could send no answers.
+       dialer continues to read, because a congested listener reads again only when its answers
+       were read.
     4. If a link exceeds its hard limit of unsent bytes, it is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.

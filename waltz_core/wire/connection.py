@@ -223,7 +223,7 @@ class Connection:
             self._check_header(header)
             offset += FRAME_HEADER.size
             if header.payload_bytes > end - offset:
-                # NumPy does not clear the memory, which would be most of the cost of a large frame.
+                # NumPy does not clear this memory: that would be most of the cost of a large frame.
                 self._frame = np.empty(header.payload_bytes, dtype=np.uint8).data
                 self._frame_end = end - offset
                 self._frame[: end - offset] = buffer[offset:end]

@@ -526,9 +526,9 @@ class AppendResult(ClientMessage):
 class AppendFollowing(AppendRequest):
     """Append one transaction that may depend on appends in flight.
 
-    The request's mark may be above the log's high-water mark. In this case, an earlier
-    `Predecessors` answer must have reported the appends in flight up to this mark, in store session
-    `session_id`. Otherwise `session_id` is -1. If a lock rejects the append, the answer is
+    `session_id` is -1 if the writer has used no `Predecessors`. Otherwise it is their store
+    session, and the request's mark may be above the log's high-water mark: the writer has then
+    received the appends in flight up to this mark. If a lock rejects the append, the answer is
     `Predecessors` where possible, otherwise an `AppendResult`.
     """
 
@@ -1294,10 +1294,10 @@ class RangeArchived(StorageMessage):
     changed. Then there are not enough records yet, the object had already been replaced or, with an
     `error`, the attempt failed.
 
-    The other fields describe the range that was not archived before the attempt. `unarchived_last`
-    is its last ID, or -1 if the log could not be read. `unarchived_bytes` is the size of its
-    records. `unarchived_age_ms` is the time since its oldest batch was committed, or -1 if this
-    time is not known.
+    The three `unarchived_` fields describe the range that was not archived before the attempt.
+    `unarchived_last` is its last ID, or -1 if the log could not be read. `unarchived_bytes` is the
+    size of its records. `unarchived_age_ms` is the time since its oldest batch was committed, or -1
+    if this time is not known.
     """
 
     code = 84
@@ -1386,9 +1386,9 @@ class ExpireObjects(StorageMessage):
     """Expire whole objects: write a manifest with a later first available ID (rule AR 5).
 
     The recorded manifest ends at `last` with the hash chain `chain`. An object expires if all its
-    IDs are below `before`, if all its commit times are before `before_ms`, or if all of them are
-    older than `retention_ms`. A limit of 0 is not used. The storage reports the end with
-    `ObjectsExpired`.
+    IDs are below `before`, if all its commit times are before `before_ms`, or if all its
+    transactions are older than `retention_ms`. A limit of 0 is not used. The storage reports the
+    end with `ObjectsExpired`.
     """
 
     code = 90

@@ -439,9 +439,10 @@ class AsyncWaltzClient(OpenedByConnect):
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's high-water mark.
 
-        These appends are at or below the mark. If the partition moved during the call, another
-        server may have committed transactions above the mark in the last two seconds. For a mark
-        that is not older than the call, use `high_water_mark(partition, linearizable=True)`.
+        The committed ones of these appends are at or below the mark. If the partition moved during
+        the call, another server may have committed transactions above the mark in the last two
+        seconds. For a mark that is not older than the call, use `high_water_mark(partition,
+        linearizable=True)`.
         """
         partition_id = self._check_partition(partition)
         client_partition = self._partitions.get(partition_id)
@@ -652,8 +653,8 @@ class AsyncWaltzClient(OpenedByConnect):
         """Yield the committed transactions first..last in verified chunks, in order, without gaps.
 
         With `replicas` (from method `replicas`), the transactions come from a storage that is in
-        sync, otherwise from the server. Raises DataLoss if the log ends before `last`. With the
-        setting `encryption_keys`, `RangeChunk.rows` decrypts the data.
+        sync and has all of them, otherwise from the server. Raises DataLoss if the log ends before
+        `last`. With the setting `encryption_keys`, `RangeChunk.rows` decrypts the data.
         """
         partition_id = self._check_partition(partition)
         check_range(partition_id, first, last)

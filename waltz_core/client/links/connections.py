@@ -140,7 +140,7 @@ class ServerLink:
         self._waiting_checks[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
-        """The partition's stream now uses another link; it still receives late answers of this."""
+        """The stream now uses another link, but still receives late answers on this link."""
         self._waiting_checks.pop(partition_id, None)
         self._close_if_unused()
 

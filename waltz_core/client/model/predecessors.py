@@ -153,7 +153,7 @@ class PipelinedState:
     def without_predecessors_at(
         self, mark: TransactionId
     ) -> tuple[TransactionId, "PipelinedState"]:
-        """Return mark and state to send for a row that has a lock not covered (rule 4)."""
+        """Return mark and state to send for a row that is checked only at `mark` (rule 4)."""
         if not self.has_seen:
             return mark, self.without_predecessors()
         return mark, replace(self, base=mark, mark=mark, received=(), locks=frozenset())

@@ -283,7 +283,7 @@ def items_of(description: str, items: Iterable[T]) -> tuple[T, ...]:
 
 
 def check_range(partition: PartitionId, first: int, last: int) -> None:
-    """Raise BadRequest unless both are transaction IDs, and 0 <= first <= last + 1."""
+    """Raise BadRequest unless both ends are transaction IDs, and 0 <= first <= last + 1."""
     for name, end in (("first", first), ("last", last)):
         if isinstance(end, bool) or not isinstance(end, SupportsIndex):
             raise errors.BadRequest(

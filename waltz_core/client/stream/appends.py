@@ -7,9 +7,9 @@ Rules:
     1. The window (the limit of appends in flight) counts every row from `append` until its outcome
        is reported. When the limit is reached, callers wait in order. No row is dropped.
     2. Rows are sent in the order in which they were appended.
-    3. If a row is not in the log for a temporary reason, the client sends it again until its
-       deadline, because the row is still valid. This applies to rows of `append`. A row that a lock
-       has rejected and a pipelined dependent append are never sent again.
+    3. If a row of `append` is known not to be in the log, for a temporary reason, the client sends
+       the row again until its deadline, because the row is still valid. A row that a lock has
+       rejected and a pipelined dependent append are never sent again.
     4. Rule 2 also holds for rows that are sent again (held rows). They wait until every submission
        that was in flight with them has its outcome. All rows and batches that were appended since
        then wait for the held rows. If the stream has not sent a submission yet, it returns this

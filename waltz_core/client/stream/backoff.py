@@ -1,6 +1,7 @@
 """The delay before the next attempt: it doubles with each failure, with jitter.
 
-Without the jitter, all clients of a dead server would connect again at the same time.
+Without the delay, a client would retry without pauses. Without the jitter, all clients of a dead
+server would connect again at the same time.
 """
 
 from typing import TYPE_CHECKING

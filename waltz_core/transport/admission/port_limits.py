@@ -12,7 +12,8 @@ Rules:
        tenant may have at most a quarter of all links. Otherwise it could keep servers from
        connecting.
     4. The memory for incomplete frames of all links is limited. Above the limit, the port selects
-       the principal that uses most of this memory, and closes the largest link of this principal.
+       the principal that uses most of this memory, and closes the link of this principal that
+       uses most of it.
        So a peer with many links cannot cause the port to close links of other peers with large
        frames. Reading a link more slowly would not free its memory.
     5. Handshakes begin one at a time, and hosts take turns. After the begin of a handshake, the
