@@ -87,7 +87,7 @@ EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
 # The maximum pause before the first attempt of a session. Even a session that ends at its first
-# checkpoint, 10 s after its begin, must begin an attempt.
+# checkpoint, 10 s after its start, must begin an attempt.
 _FIRST_ATTEMPT_MS_MAX: Final = 10_000
 
 

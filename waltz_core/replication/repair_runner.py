@@ -18,9 +18,9 @@ Rules:
           reads the records from the archive.
     3. If a source fails, it is not used for this target for `answer_ms_max`. The repair continues
        with another source.
-    4. If a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old,
-       and nothing is truncated from this log. This is a proof, because only opened sessions have
-       batches, and ZooKeeper records each session before it opens.
+    4. Only opened sessions have batches, and ZooKeeper records each session before it opens. So if
+       a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old, and
+       nothing is truncated from this log.
     5. The goal's hash chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
     6. Damage is repaired in the session in which it is found. It does not stop a marked replica,

@@ -11,9 +11,9 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
        log, even if this server's clock is behind it.
     3. A batch that a replica has reconstructed has neither session nor stamp. So it does not prove
        that a batch of a session is missing from the log.
-    4. If the IDs in doubt have expired in the archive, their outcome is unknown (AR 15 of decision
-       047). It is also unknown if only the archive has these IDs and no engaged replica can read
-       them there now, because the partition does not wait for an object store.
+    4. If the batches in doubt have expired from the archive, their outcome is unknown (AR 15 of
+       decision 047). It is also unknown if only the archive has these batches and no engaged
+       replica can read them there now, because the partition does not wait for an object store.
 """
 
 from collections.abc import Sequence

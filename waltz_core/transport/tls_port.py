@@ -173,7 +173,7 @@ class TlsPort:
     async def _wait_for_turn(
         self, accepted: socket.socket, host: str, deadline: asyncio.Timeout
     ) -> float:
-        """Wait until the socket is readable, then for its turn; return the latter's seconds."""
+        """Wait until the socket is readable, then for its turn; return the second wait in s."""
         turn_future, readable_s = self._loop.create_future(), 0.0
 
         def is_readable() -> None:

@@ -163,7 +163,7 @@ class MetricsRequest(AdminMessage):
 class MetricsResponse(AdminMessage):
     """The storage's gauges as JSON, with the structure and names of 0.13.
 
-    The field is no `Text`, because the JSON may exceed the maximum length of a `Text`.
+    The field is not a `Text`, because the JSON may exceed the maximum length of a `Text`.
     """
 
     code = 12

@@ -1291,7 +1291,7 @@ class RangeArchived(StorageMessage):
 
     The new manifest contains all batches up to `last`, where the hash chain is `chain`. `stamp_ms`
     is the commit stamp of the last batch that was written. If `manifest` is empty, nothing has
-    changed. Then there are not enough records yet, the object had already been replaced or, with an
+    changed: there were not enough records yet, the object had already been replaced or, with an
     `error`, the attempt failed.
 
     The three `unarchived_` fields describe the range that was not archived before the attempt.

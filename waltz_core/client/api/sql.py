@@ -445,7 +445,7 @@ class SqlCallbacks(BatchCallbacks):
 
 
 def is_conflict(error: Exception) -> bool:
-    """Whether a database rejected a transaction because of another transaction; retry it."""
+    """Whether a database rejected a transaction because of another; a retry may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     state = _sqlstate(error)
@@ -537,7 +537,7 @@ class _Guard(threading.local):
 
 _guard = _Guard()
 # `_commit_impl` is private to SQLAlchemy. With SQLAlchemy's public event for a commit, each
-# statement on a guarded connection would take half as long again.
+# statement on a guarded connection would take 50 % longer.
 assert hasattr(sa.Connection, "_commit_impl")
 
 

@@ -11,9 +11,10 @@ Rules:
     3. Callers that need a connection to the same address share one attempt to connect. If the
        caller that started the attempt is cancelled, one of the waiting callers starts another
        attempt.
-    4. Large answers use a second connection. On the same connection, a range in transit would delay
-       every message after it. Also, a server reads no appends from a client that does not read its
-       answers. Each of the two connections is opened when it is first needed (docs/decisions/014).
+    4. Large answers use a second connection. On a shared connection, a range in transit would delay
+       every message after it. Also, a server reads no appends from a connection whose answers the
+       client does not read. Each of the two connections is opened when it is first needed
+       (docs/decisions/014).
     5. For a 0.13 server, this module translates the messages of streams between stream and socket
        (`legacy/legacy_server_link.py`). Other requests are not translated: their senders check the
        server's version.

@@ -14,9 +14,10 @@ Rules (decision 017):
        again (`outbox.py`).
     3. If a row that depends on predecessors is lost, it is not sent again, for the same reason
        (`appends.py`).
-    4. The predecessors cover only the locks of the author's earlier attempts. If an attempt has
-       another lock, it is sent with the mark of the author's own state. It also contains the
-       session, because it was computed from transactions that may be lost with the session.
+    4. The predecessors cover only the locks of the author's last rejected attempt. If the next
+       attempt has another lock, it is sent with the mark of the author's own state. It also
+       contains the session, because it was computed from transactions that may be lost with the
+       session.
 """
 
 import struct

@@ -1,10 +1,10 @@
 """Loads the lock table after a partition has moved, from the lock blocks that storages keep.
 
-A new owner does not know which transaction has written a lock last, only that it is not above the
-high-water mark. Without lock blocks, it would reject every client below this mark once. But the
-storages keep lock blocks: recent locks and their writers (`lock_blocks.py`). This module requests
-the lock blocks and checks them, piece by piece. The table uses only blocks that match the log's
-hash chain.
+A new owner does not know which transaction has written a lock last. It knows only that the ID of
+this transaction is not above the high-water mark. Without lock blocks, it would reject every client
+below this mark once. But the storages keep lock blocks: recent locks and their writers
+(`lock_blocks.py`). This module requests the lock blocks and checks them, piece by piece. The table
+uses only blocks that match the log's hash chain.
 
 Rules:
     1. The *floor* is an ID in the log. The table knows every writer above the floor; all other

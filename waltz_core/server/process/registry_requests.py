@@ -9,7 +9,7 @@ Rules (decision 048, AC 14):
     2. With `access = "report"`, an operation on the write of another principal is logged and
        carried out. The number of writes is not limited, because all writes without tokens belong to
        `anonymous`.
-    3. ZooKeeper keeps the registry in memory, so these are limited:
+    3. ZooKeeper keeps the registry in memory, so the following is limited:
         - the size of a name, of the name of a run, and of the arguments
         - the tasks of a write (`TASKS_MAX`)
         - the time for which a write is kept (a year)

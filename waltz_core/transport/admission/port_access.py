@@ -22,9 +22,10 @@ Rules:
        (`server/append/mounts.py`). When a revision no longer accepts 0.13, connections with such
        IDs end.
     8. A connection counts towards the connection limit of its principal from its first message on
-       (`register_connection`). If it sends no message, it counts after a while. If a revision
-       lowers a limit, the connections above the limit end. If a revision introduces a limit of
-       feeds, all connections of the principal end, because their present feeds were not counted.
+       (`register_connection`). If it sends no message, it counts from `UNAUTHORIZED_S_MAX`
+       (`net.py`) on. If a revision lowers a limit, the connections above the limit end. If a
+       revision introduces a limit of feeds, all connections of the principal end, because their
+       present feeds were not counted.
 """
 
 import asyncio

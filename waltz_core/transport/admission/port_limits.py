@@ -6,18 +6,17 @@ Rules:
     2. A link is unauthorized if its principal has no permission. At most a quarter of all links may
        be unauthorized, and at most half of this quarter may come from one host. A client with a
        token is also unauthorized until the port has accepted the token. Without these limits, peers
-       without permissions could keep it from connecting. A port without access control, or with
-       "report", has no unauthorized links.
+       without permissions could keep this client from connecting. A port without access control, or
+       with "report", has no unauthorized links.
     3. A tenant is a principal without the verb `replicate` and without a limit of connections. A
        tenant may have at most a quarter of all links. Otherwise it could keep servers from
        connecting.
-    4. The memory for incomplete frames of all links is limited. Above the limit, the port selects
-       the principal that uses most of this memory, and closes the link of this principal that
-       uses most of it.
-       So a peer with many links cannot cause the port to close links of other peers with large
-       frames. Reading a link more slowly would not free its memory.
-    5. Handshakes begin one at a time, and hosts take turns. After the begin of a handshake, the
-       next one waits for `HANDSHAKE_PAUSE_S`, so that open connections can use most of the time of
+    4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
+       the principal with the most such bytes, and closes the link of this principal with the most
+       such bytes. So a peer with many links cannot cause the port to close links of other peers
+       with large frames. Reading a link more slowly would not free its memory.
+    5. Handshakes begin one at a time, and hosts take turns. After a handshake has begun, the next
+       handshake waits for `HANDSHAKE_PAUSE_S`, so that open connections can use most of the time of
        the event loop.
 """
 
