@@ -48,7 +48,7 @@ def reject_reason(first: bytes) -> str:
     if first[1:2] != b"\x03" or is_other_message:
         return ""
     size = _MESSAGE_HEADER_BYTES + _decode_number(message[1:_MESSAGE_HEADER_BYTES])
-    if record_bytes < size:  # its end would be answered without a turn; OpenSSL skips empty records
+    if record_bytes < size:  # OpenSSL would answer later, without a turn; it skips empty records
         return "expected a complete TLS ClientHello in one record, found a part of one"
     extensions = _extensions(message[:size])
     groups = _decode_numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])

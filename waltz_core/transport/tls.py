@@ -90,8 +90,8 @@ _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 class _Handshake(ssl.SSLObject):
     """One end of a TLS connection; if the handshake fails, the error contains the alert.
 
-    Both event loops drop unsent bytes when a handshake fails, so the peer would not receive the
-    alert.
+    The alert is kept in the error because the event loops (uvloop and asyncio's own) drop unsent
+    bytes when a handshake fails, so that the peer would not receive the alert.
     """
 
     outgoing: ssl.MemoryBIO
@@ -345,8 +345,8 @@ def alert_of(error: Exception) -> bytes:
 def tls_value_in(connect: str) -> str:
     """Return the value of ?tls= in a connect string; empty if it has none.
 
-    A connect string without ?tls= is not checked: a storage without ZooKeeper may have any text,
-    and connecting reports errors in it.
+    A connect string without ?tls= is not checked. A storage without ZooKeeper may have any text as
+    its connect string, and an attempt to connect reports errors in the text.
     """
     return parse_connect_string(connect).tls if "tls=" in connect else ""
 

@@ -1182,7 +1182,7 @@ class Repair(StorageMessage):
 class LineageResponse(StorageMessage):
     """The requested batches in order, and the chain before them.
 
-    If not all fit, these are the newest.
+    If not all of them fit, the response contains the newest batches.
     """
 
     code = 76

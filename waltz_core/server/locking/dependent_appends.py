@@ -1,9 +1,9 @@
 """Pipelined dependent appends: a writer may use transactions that are still in flight.
 
-Without dependent appends, every attempt on a contended lock waits for the disks. With them, a
-rejected writer receives its predecessors although they are not durable yet. These are the admitted
-transactions that the writer has not seen. The writer computes its transaction again. The new
-transaction is admitted after its predecessors, and is lost if one of them is lost.
+Without dependent appends, every attempt on a contended lock waits for the disks. With dependent
+appends, a rejected writer receives its predecessors (the admitted transactions that the writer has
+not seen) before these are durable. The writer computes its transaction again. The new transaction
+is admitted after its predecessors, and is lost if one of them is lost.
 
 Rules (decision 017):
     1. Only rejections wait here. They are final: a rejected append is never admitted.

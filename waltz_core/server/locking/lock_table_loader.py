@@ -53,7 +53,8 @@ SLICE_BLOCKS_MAX: Final = 1_024
 SLICE_LOCKS_MAX: Final = 65_536
 # The maximum number of requests without an answer, including those of sessions that have ended.
 IN_FLIGHT_MAX: Final = 4
-# The number of tokens for each session. They are negative; the tokens of `reads.py` are not.
+# The number of fetch tokens for each session. These tokens are negative, so that they differ from
+# those of `reads.py`.
 _TOKENS_PER_SESSION: Final = 1 << 16
 
 

@@ -574,7 +574,7 @@ class Partition:
 
         The end of a session also ends a running archive attempt, whose work is lost. Therefore
         checkpoints are rarer while an attempt is running. Otherwise no attempt would succeed under
-        continuous load.
+        continuous load. A slow attempt delays the checkpoint, but does not prevent it.
         """
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark

@@ -129,7 +129,8 @@ class RegistryRequests:
             except errors.PermissionDenied as error:
                 if not access.is_only_reported(error, request):
                     raise
-        # Without a proof, because a proof would stay valid when such requests are denied later.
+        # Without a proof (rule 2), because a proof would stay valid when such requests are denied
+        # later.
         return await self._carry_out_operation(request, self._writes, None, is_closed)
 
     async def _carry_out_operation(
