@@ -34,8 +34,9 @@ class SessionLimits:
           ready.
 
     Timeouts:
-        - `answer_ms_max`: answer timeout of a replica. Before the session is settled, the session
-          drops a replica that exceeds it. Later, another source replaces a slow source.
+        - `answer_ms_max`: answer timeout of a replica. The session drops a replica that exceeds it,
+          until the session is settled and the replica has answered PREPARE. Later, another source
+          replaces a slow source.
         - `quorum_ms_max`: how long the owner keeps a partition without a quorum; 0 for no limit.
         - `proof_ms_max`: timeout of a proof of the high-water mark (a confirmation by a quorum).
 
