@@ -3,10 +3,14 @@
     with WaltzClient("zk1:2181/waltz/payments") as client:
         transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
 
-This is the public API; other names may change from release to release. The packages, from the top:
-`api` (the clients, contexts, subscriptions and SQL views), `read` (feeds, ranges and their cache),
-`stream` (appends and mounts of one partition, a pure protocol), `links` (connections, and the
-directory of owners), and `model` (transactions, callbacks, serializers).
+The names in `__all__` are the public API; other names may change from release to release. The
+packages, from the top:
+
+    api      the clients, contexts, subscriptions and SQL views
+    read     feeds, ranges and their cache
+    stream   appends and mounts of one partition, as a state machine
+    links    connections, and the directory of owners
+    model    transactions, callbacks, serializers
 """
 
 from waltz_core.client.api.async_client import AsyncWaltzClient

@@ -1,39 +1,46 @@
 """Archives committed batches, one range at a time, and reports the archived mark to replicas.
 
 An engaged replica writes a range of batches to the archive, and reports the new manifest (the list
-of the partition's files in the archive). This module decides which replica does so, and whether its
-result may be recorded in ZooKeeper. The session then writes the result there, together with the
-replica states. Replicas also delete files that no manifest lists.
+of the partition's files in the archive). This module chooses the replica, and decides whether its
+result may be recorded in ZooKeeper. The session then writes the result to ZooKeeper, together with
+the replica states. Replicas also delete files that no manifest lists.
+
+An *attempt* is one such request to a replica: to archive a range, collect garbage, expire objects,
+or replace an object. One attempt runs at a time.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
-    2. Before anything is appended in a session, an engaged replica's log must have the recorded
-       hash chain at the archived mark (AR 8).
-    3. A result counts only when another engaged replica has the same chain at the end of the range.
+    2. The log must be the log that was archived. So before the first append of a session, an
+       engaged replica's log must have the recorded hash chain at the archived mark (AR 8).
+    3. A result counts only if another engaged replica has the same chain at the end of the range.
        If there is only one engaged replica, the result counts without this check.
     4. A failure ends the attempt, never the session. The next attempt waits, and uses another
        replica.
-    5. The archived mark is sent to a replica when ZooKeeper has it, and the replica's own synced
-       log has reached it (AR 9).
-    6. If a replica reports no progress for `NO_PROGRESS_MS_MAX`, its attempt has failed: its object
-       store may hang, or the storage may be stopped. A later result of this attempt is not used.
-    7. When this session has recorded a mark, and then at intervals, an engaged replica collects
-       garbage (AR 16). At that time no attempt of this session may be in progress, and no write of
-       a mark may have an unknown outcome. The collection has a number, like an attempt; attempts
-       with lower numbers have ended. All replicas must be connected. If a replica's log begins
-       above the recorded mark, ZooKeeper was rolled back, and nothing is collected.
-    8. A checkpoint is due when the archived records above the session's mark exceed a limit in
-       bytes (AR 11), because these records cannot be removed from disks yet. The bytes are
-       estimated from the IDs: replicas do not report them.
-    9. Objects expire when a client requests it and, with a retention, at intervals (AR 15). An
-       engaged replica writes the new manifest, as in an attempt. The first available ID never
-       decreases (AR 7). It is at most the archived mark + 1, where logs may begin.
-    10. An object is replaced when a client requests it (AR 5). The engaged replicas are tried one
-        after the other until one has the object's records. The recorded mark does not change. There
-        is one replacement at a time. Its outcome is kept until the next request.
+    5. A replica receives the archived mark when ZooKeeper has recorded the mark, and the replica
+       has synced its own log up to the mark (AR 9).
+    6. If a replica reports no progress for `NO_PROGRESS_MS_MAX`, the attempt has failed, because
+       the object store may hang, or the storage may be stopped. A later result of this attempt is
+       ignored.
+    7. An engaged replica collects garbage when this session has recorded a mark, and then at
+       intervals (AR 16). A file that is still needed must not be deleted, so these conditions
+       apply:
+        - No other attempt is in progress, and no write of a mark has an unknown outcome.
+        - All replicas are connected.
+        - No replica's log begins above the recorded mark. Otherwise ZooKeeper was rolled back.
+       The request has a number, like every attempt. So the storage knows that all attempts of this
+       session with lower numbers have ended, and that their files may be garbage.
+    8. Archived records above the session's mark cannot be removed from disks yet. When their size
+       exceeds a limit, a checkpoint is due (AR 11). The size is estimated from the IDs, because
+       replicas do not report it.
+    9. Objects expire when a client requests it, and at intervals if a retention is set (AR 15). An
+       engaged replica writes the new manifest in an attempt. The first available ID never decreases
+       (AR 7). It is at most the archived mark + 1, where logs may begin.
+    10. An object is replaced when a client requests it (AR 5). The engaged replicas try it one
+        after the other, until one has the object's records. The recorded mark does not change.
+        There is one replacement at a time, and its outcome is kept until the next request.
     11. At its end, an attempt reports the size of the records that were not archived before it. The
-        reported lag is this size plus the size of later appends, at the average size of a record,
-        minus the part that the attempt has archived, by its IDs.
+        reported lag is this size, plus the estimated size of later appends, minus the part that the
+        attempt has archived. Later appends are estimated by the average size of a record.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -79,15 +86,15 @@ NO_PROGRESS_MS_MAX: Final = 300_000
 EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
-# The maximum pause before the first attempt of a session. A session that ends at the next
-# checkpoint, 10 s after its begin, must begin an attempt.
+# The maximum pause before the first attempt of a session. Even a session that ends at its first
+# checkpoint, 10 s after its start, must begin an attempt.
 _FIRST_ATTEMPT_MS_MAX: Final = 10_000
 
 
 class ExpiryBounds(NamedTuple):
-    """The limits of an expiry: IDs below `before`, or commit times before `before_ms`.
+    """Which objects expire: those with IDs below `before`, or commit times before `before_ms`.
 
-    0 means no limit.
+    0 means that the field sets no limit.
     """
 
     before: TransactionId
@@ -101,8 +108,8 @@ _NO_EXPIRY: Final = ExpiryBounds(TransactionId(0), 0)
 class _Attempt:
     """One attempt of a replica: to archive a range, collect garbage, expire or replace objects.
 
-    `progress_ms` is when the replica last reported progress. `reported_mark` is the mark that the
-    replica has reported after it archived a range, and that must be compared with another replica.
+    `progress_ms` is the time of the replica's last report. `reported_mark` is the end of the range
+    that the replica has archived, to be compared with another replica's log (rule 3).
     """
 
     number: int
@@ -124,7 +131,8 @@ class _Attempt:
 class _Replacement:
     """A replacement that a client has requested.
 
-    `written_by` is the replica that has written the manifest, while ZooKeeper must still record it.
+    `written_by` is the replica that has written the manifest, until ZooKeeper has recorded the
+    manifest.
     """
 
     request: ReplaceArchivedObject
@@ -220,12 +228,12 @@ class SessionArchiver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an attempt is in progress, which the end of the session would waste."""
+        """Whether an attempt is in progress; its work is lost if the session ends now."""
         return self._attempt is not None or self.mark_to_write is not None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to begin the next attempt or collection, or to abandon the attempt in progress."""
+        """When the next attempt is due, or when the attempt in progress times out."""
         if self._attempt is not None:
             return self._attempt.progress_ms + NO_PROGRESS_MS_MAX
         if self.mark_to_write is not None:
@@ -242,8 +250,8 @@ class SessionArchiver:
     def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
         """Compare the recorded archived mark with an engaged replica's log, when the session opens.
 
-        The replicas are informed of the archived mark before this comparison: the batches of an
-        earlier session, which must be settled, may exist only in the archive.
+        The replicas receive the archived mark before this comparison. To settle an earlier session,
+        a replica may need batches that only the archive has.
         """
         self._mark = mark
         self._next_attempt_at_ms = now_ms + min(
@@ -271,7 +279,7 @@ class SessionArchiver:
         self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
     def on_mark_before_log_start(self, now_ms: int) -> None:
-        """The compared replica's log begins after the recorded mark, so it has no chain there."""
+        """The log of the compared replica begins after the recorded mark, so has no chain at it."""
         self._on_mark_mismatch("begins later", now_ms)
 
     def _on_mark_mismatch(self, difference: str, now_ms: int) -> None:
@@ -361,11 +369,13 @@ class SessionArchiver:
         """Request a garbage collection if the state of all replicas permits it (rule 7)."""
         recorded = self.recorded_mark
         assert recorded is not None
-        known = [peer for peer in replicas if peer.supports_archiving and peer.repair is not None]
-        if len(known) < len(replicas) or not capable:
+        prepared_peers = [
+            peer for peer in replicas if peer.supports_archiving and peer.repair is not None
+        ]
+        if len(prepared_peers) < len(replicas) or not capable:
             self._next_collection_at_ms = now_ms + self._limits.archive_interval_ms
             return
-        for peer in known:
+        for peer in prepared_peers:
             assert peer.repair is not None
             if peer.repair.start > recorded.last:
                 reason = (
@@ -436,7 +446,7 @@ class SessionArchiver:
     def _on_objects_expired(
         self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
     ) -> None:
-        """A replica has written a manifest for an expiry; without one, nothing has changed."""
+        """A replica has ended an expiry; if `notice` names no manifest, nothing has expired."""
         recorded = self.recorded_mark
         assert recorded is not None
         if notice.error:
@@ -474,47 +484,53 @@ class SessionArchiver:
 
         While a replacement is in progress, a different request is ignored; it must be repeated.
         """
-        current = self._replacement
-        if current is None or (current.outcome is not None and current.request != request):
+        replacement = self._replacement
+        if replacement is None or (
+            replacement.outcome is not None and replacement.request != request
+        ):
             self._replacement = _Replacement(request)
 
     def replacement_outcome(self, request: ReplaceArchivedObject) -> ReplacementOutcome | None:
         """Return the outcome of a replacement request; None if there is none yet."""
-        current = self._replacement
-        return None if current is None or current.request != request else current.outcome
+        replacement = self._replacement
+        return (
+            None if replacement is None or replacement.request != request else replacement.outcome
+        )
 
     def _replace_object(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
         """Request the replacement from a replica that has not failed."""
-        current, recorded = self._replacement, self.recorded_mark
-        if current is None or current.outcome is not None:
+        replacement, recorded = self._replacement, self.recorded_mark
+        if replacement is None or replacement.outcome is not None:
             return
-        untried = [peer for peer in capable if peer.replica not in current.failures]
+        untried = [peer for peer in capable if peer.replica not in replacement.failures]
         if not untried or recorded is None:
-            reasons = current.failure_reasons or (
+            reasons = replacement.failure_reasons or (
                 "no storage whose replica is in sync can archive",
             )
-            current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
+            replacement.outcome = ReplacementOutcome(
+                is_replaced=False, replica=None, failures=reasons
+            )
             return
-        peer, request = self._next_replica(untried), current.request
+        peer, request = self._next_replica(untried), replacement.request
         number, first = self._attempt_count, TransactionId(self.last + 1)
         self._attempt = _Attempt(number, peer.replica, first, now_ms, is_replacement=True)
-        old = (request.first, request.last, request.name)
+        old_object = (request.first, request.last, request.name)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
-        fields = (number, *old, *mark)
+        fields = (number, *old_object, *mark)
         peer.send_request(
             ReplaceObject, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
-        """A replica has written an object and a manifest; without the latter, nothing changed."""
-        current, recorded = self._replacement, self.recorded_mark
-        assert current is not None
+        """A replica has written an object; if `notice` names no manifest, nothing was replaced."""
+        replacement, recorded = self._replacement, self.recorded_mark
+        assert replacement is not None
         assert recorded is not None
         if notice.error:
             self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt = None
-            current.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
+            replacement.outcome = ReplacementOutcome(is_replaced=True, replica=None, failures=())
         elif (notice.last, notice.chain) != recorded[:2]:
             expected = f"{recorded.last} with chain hash {recorded.chain.hex()}"
             found = f"{notice.last} with chain hash {bytes(notice.chain).hex()}"
@@ -524,7 +540,7 @@ class SessionArchiver:
                 now_ms,
             )
         else:
-            self._attempt, current.written_by = None, attempt.replica
+            self._attempt, replacement.written_by = None, attempt.replica
             self.mark_to_write = recorded._replace(
                 manifest=notice.manifest, manifest_crc=notice.manifest_crc
             )
@@ -595,8 +611,8 @@ class SessionArchiver:
     ) -> None:
         """Request the chain at the range's end from another replica that has it (rule 3)."""
         others = [peer for peer in engaged if peer.replica != attempt.replica]
-        # Choose another replica with each attempt: a log with a reconstructed batch there has
-        # another chain.
+        # Successive attempts compare with different replicas, because the chain of a log with a
+        # reconstructed batch differs.
         start = attempt.number % max(1, len(others))
         others = others[start:] + others[:start]
         if not others:

@@ -1,9 +1,7 @@
 """Invariants of a partition's state machine, checked from outside between any two steps.
 
-The checks need the whole state at once, which no single part of the machine has. The simulator runs
-the checks after every step; production does not.
-
-The names of the checks are those in `docs/replication.md`.
+The checks compare the states of all parts of the machine. The simulator runs them after every step;
+production does not. `docs/replication.md` describes each check under the same name.
 """
 
 from typing import Final
@@ -46,7 +44,7 @@ def _check_untouched(session: StoreSession) -> None:
 def _check_engaged_only(session: StoreSession, engaged: list[ReplicaSession]) -> None:
     """Check the invariant EngagedOnly: only replicas that ZooKeeper records as engaged count.
 
-    In an open session, these are a quorum.
+    The engaged replicas of an open session are a quorum.
     """
     claim, states = session.claim, session.states
     for peer in engaged:
@@ -61,7 +59,7 @@ def _check_engaged_only(session: StoreSession, engaged: list[ReplicaSession]) ->
 def _check_commit_quorum(
     store: PartitionStore, session: StoreSession, engaged: list[ReplicaSession]
 ) -> None:
-    """Check the invariant CommitQuorum: a quorum has synced up to the mark, the end of a batch."""
+    """Check the invariant CommitQuorum: the mark ends a batch, and a quorum has synced up to it."""
     window = session.window
     if window is None:
         return

@@ -1,11 +1,10 @@
 """The numeric limits of the replication state machines.
 
-The state machines have no configuration, only the few numbers that they need. The process sets
-these from its settings.
+The state machines read no configuration. The process sets these limits from its settings.
 
 Rules:
-    1. No number affects safety. A number that is wrong by a factor of a hundred costs time or
-       memory, but never data.
+    1. No limit affects safety. A limit that is wrong by a factor of a hundred costs time or memory,
+       but never data.
 """
 
 from dataclasses import dataclass, fields
@@ -24,35 +23,50 @@ _ZERO_ALLOWED_FIELDS = (
 class SessionLimits:
     """The limits of a session, all in milliseconds, bytes or counts; `0 < ..._min <= ..._max`.
 
-    `first_retry_ms_max`: limit of the random pause after the first failed session. Later pauses
-    start at `retry_ms_min` and double up to `retry_ms_max`. So do the pauses between requests to an
-    unavailable coordinator. `redial_ms_...`: pauses between dials of an absent storage.
-    `rejected_retry_ms`: pause after a storage or the metadata was rejected, when an operator may
-    have to act. `opening_grace_ms`: how long a session that could open waits for replicas that are
-    nearly ready.
+    Pauses:
+        - `first_retry_ms_max`: maximum of the random pause after the first failed session. Later
+          pauses start at `retry_ms_min` and double up to `retry_ms_max`. The pauses between
+          requests to an unavailable coordinator double in the same way.
+        - `redial_ms_...`: pauses between dials of a storage without a connection.
+        - `rejected_retry_ms`: pause after a storage or the metadata was rejected, when an operator
+          may have to act.
+        - `opening_grace_ms`: how long a session that could open waits for replicas that are nearly
+          ready.
 
-    `answer_ms_max`: answer timeout of a replica. After this time, the session drops the replica if
-    the session is not settled yet; later, another source replaces a slow one. `quorum_ms_max`: how
-    long a partition without a quorum is kept before it is released; 0 for no limit. `proof_ms_max`:
-    timeout of a proof of the high-water mark (a confirmation by a quorum).
+    Timeouts:
+        - `answer_ms_max`: answer timeout of a replica. The session drops a replica that exceeds it,
+          until the session is settled and the replica has answered PREPARE. Later, another source
+          replaces a slow source.
+        - `quorum_ms_max`: how long the owner keeps a partition without a quorum; 0 for no limit.
+        - `proof_ms_max`: timeout of a proof of the high-water mark (a confirmation by a quorum).
 
-    `stable_session_ms`: if a session lasted this long, its end does not count as a failure.
-    `useful_session_ms`: the same holds if a session accepted appends for this time and then lost a
-    storage, as in a rolling restart. `rejoin_session_age_ms_min`: minimum age of an open session
-    before a returning replica starts a new session. `exclusion_ms_...`: how long a replica that
-    rejected appends is left out. `lost_races_max`: number of sessions lost to other servers before
-    the partition is released.
+    Lifetimes:
+        - `stable_session_ms`: if a session lasted this long, its end does not count as a failure.
+        - `useful_session_ms`: if a session accepted appends for this long and then lost a storage,
+          its end does not count as a failure either. A rolling restart causes such ends.
+        - `rejoin_session_age_ms_min`: minimum age of an open session before a returning replica
+          starts a new session.
+        - `exclusion_ms_...`: how long a replica that rejected appends is left out.
+        - `lost_races_max`: number of sessions lost to other servers before the partition is
+          released.
 
-    `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory for
-    slow replicas. `lag_count_max`: limit of the number of these requests and batches, because each
-    uses more memory than its bytes. `range_bytes_max`: size of one copied range. `slow_append_ms`:
-    an append is reported as slow if an engaged replica takes this long; 0 for never.
+    Appends and catch-up:
+        - `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory
+          for slow replicas.
+        - `lag_count_max`: limit of the number of these appends and batches, because each uses
+          memory in addition to its bytes.
+        - `range_bytes_max`: size of one copied range.
+        - `slow_append_ms`: an append is reported as slow if an engaged replica takes this long; 0
+          for never.
 
-    `archive_interval_ms`: pause between attempts to archive committed batches, doubled after each
-    failure; 0: nothing is archived. `archived_bytes_max`: size of the archived records above the
-    confirmed mark from which on the owner is notified that a checkpoint is due.
-    `archive_retention_ms`: age at which archived objects expire; 0: never.
-    `collection_interval_ms`: pause between two collections of the archive's garbage in a session.
+    Archive:
+        - `archive_interval_ms`: pause between attempts to archive committed batches, doubled after
+          each failure; 0: nothing is archived.
+        - `archived_bytes_max`: if the archived records above the confirmed mark exceed this size,
+          the owner is notified that a checkpoint is due.
+        - `archive_retention_ms`: age at which archived objects expire; 0: never.
+        - `collection_interval_ms`: pause between two collections of the archive's garbage in a
+          session.
     """
 
     first_retry_ms_max: int = 20
@@ -81,7 +95,7 @@ class SessionLimits:
     archived_bytes_max: int = 64 * MIB
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             minimum = 0 if name in _ZERO_ALLOWED_FIELDS else 1
             assert getattr(self, name) >= minimum, name
         assert self.retry_ms_min <= self.retry_ms_max

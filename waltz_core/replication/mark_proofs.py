@@ -1,7 +1,7 @@
-"""Proofs of a session's high-water mark: a quorum confirms that it knows of no later session.
+"""Proofs of a session's high-water mark: a quorum confirms that it knows no later session.
 
-A proof changes nothing in the log. It only shows that the session was still the newest one when the
-proof was requested.
+A proof shows that the session was still the newest one when the proof was requested. It changes
+nothing in the log.
 
 Rules:
     1. The proved mark is the high-water mark that was committed when the proof was requested.
@@ -53,7 +53,7 @@ class MarkProofs:
                 peer.send_request(messages.Heartbeat, now_ms=now_ms, correlation_id=token)
 
     def on_confirmed(self, token: int, replica: ReplicaId) -> None:
-        """Count the confirmation of a replica that knows of no later session."""
+        """Count the confirmation of a replica that has promised no later session."""
         proof = self._proofs.get(token)
         if proof is None:
             return

@@ -1,21 +1,21 @@
 """Opens the store sessions of one partition, one after the other.
 
-This module has the state that outlives a session: the committed mark, the batches in doubt, and the
-misbehaving replicas. It also makes all requests to ZooKeeper, so that every compare-and-set of the
-protocol is in one file.
+This module keeps the state that outlives a session: the committed mark, the batches in doubt, and
+the replicas that rejected appends. It also makes all requests to ZooKeeper, so that every
+compare-and-set of the protocol is in one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write is conditional on the versions that were read, and has its own attempt number.
        Outcomes of other attempts are dropped.
     2. If the outcome of a write is unknown, the nodes are read again. A claim has succeeded only if
-       the node has its own session and nonce. A write of replica states is repeated, unchanged,
-       until a read shows the outcome.
+       the node contains the claim's own session and nonce. A write of replica states is repeated,
+       unchanged, until a read shows the outcome.
     3. A session ID is claimed once. After a failed claim, the next claim has another ID.
-    4. There is no claim for a generation older than that in ZooKeeper, and none if ZooKeeper has
-       lost data. Signs of such a loss are an opened partition without replica states, and storages
-       that have promised a later session than that in ZooKeeper.
+    4. A server never claims a session for a generation older than that in ZooKeeper. It also claims
+       no session if ZooKeeper has lost data. Signs of this loss are an opened partition without
+       replica states, and storages that have promised a later session than that in ZooKeeper.
     5. Batches in doubt stay in doubt until a later session is settled.
-    6. After each failure there is a pause, and each pause is longer than the previous one.
+    6. After each failure there is a pause. The pauses become longer, up to a limit.
 """
 
 from collections.abc import Mapping
@@ -185,7 +185,7 @@ class PartitionStore:
 
     @property
     def is_archiving(self) -> bool:
-        """Whether an archive attempt is in progress, which the end of the session would waste."""
+        """Whether an archive attempt is in progress; its work is lost if the session ends now."""
         return self._session is not None and self._session.is_archiving
 
     @property
@@ -227,7 +227,7 @@ class PartitionStore:
     @property
     def wake_at_ms(self) -> int | None:
         """When the driver must send the next `Wakeup`; None for never."""
-        return self._wake_at_ms  # cached: read more often than changed
+        return self._wake_at_ms  # cached, because it is read more often than it changes
 
     def _wake_times(self) -> list[int]:
         times = [] if self._session is None else self._session.wake_times(self._now_ms)
@@ -330,7 +330,7 @@ class PartitionStore:
         self._generation, self._replicas = generation, replicas
         self._final_rejection = None
         self._lost_race_count = self._failure_count = 0
-        # The first claim sets this time: among many partitions, one may wait long for its turn.
+        # The time starts with the first claim, because a partition may wait long for its turn.
         self._no_quorum_since_ms = None
         self._claim_after(0)
 
@@ -427,7 +427,7 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
-            # Not after a session that only opened, because the owner does not know its log.
+            # If the session was opened but not settled, the owner does not know its log.
             self._follows_own_session = True
             in_doubt = InDoubtIds(session.claim.session_id, window.committed, window.last)
             self._in_doubt = in_doubt if window.last > window.committed else None
@@ -517,9 +517,9 @@ class PartitionStore:
                 self._on_metadata_written(nodes)
             case MetadataConflict():
                 self._nodes = None
-                check = waiting is _PendingRequest.STATES
+                is_states_write = waiting is _PendingRequest.STATES
                 self._read_metadata(
-                    _PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK
+                    _PendingRequest.STATES_CHECK if is_states_write else _PendingRequest.CLAIM_CHECK
                 )
             case MetadataOutcomeUnknown():
                 self._on_coordinator_unavailable(waiting, event.reason)
@@ -538,23 +538,24 @@ class PartitionStore:
         self._retry_at_ms = self._now_ms + self._backoff_ms(self._unavailable_count)
         self._unavailable_count += 1
         if self._no_quorum_since_ms is not None:
-            # Probably other servers do not reach ZooKeeper either, so a release would not help.
+            # A release would not help, because other servers probably do not reach ZooKeeper
+            # either.
             self._no_quorum_since_ms = self._now_ms
 
     def _on_metadata_read(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
         self._nodes = nodes
-        written = self._nodes_being_written
+        written_nodes = self._nodes_being_written
         if waiting is _PendingRequest.READ:
             self._claim_session(nodes)
             return
-        assert written is not None
-        if (nodes.metadata, nodes.marker) == (written.metadata, written.marker):
+        assert written_nodes is not None
+        if (nodes.metadata, nodes.marker) == (written_nodes.metadata, written_nodes.marker):
             self._on_metadata_written(nodes)
         elif waiting is _PendingRequest.CLAIM_CHECK:
             self._nodes_being_written = None
             self._claim_session(nodes)
-        elif nodes.versions == written.versions:
-            self._write_metadata(written, _PendingRequest.STATES)
+        elif nodes.versions == written_nodes.versions:
+            self._write_metadata(written_nodes, _PendingRequest.STATES)
         else:
             self._nodes_being_written = None
             assert self._session is not None
@@ -596,7 +597,7 @@ class PartitionStore:
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         new_nodes = claimed_nodes(nodes, self._generation, self._replicas, nonce)
-        # Only this machine knows whether another owner had a session since this machine's last one.
+        # If the last claim is not this machine's, another owner may have written the log since.
         self._follows_own_session = (
             self._follows_own_session and nodes.last_claim in self._own_claims
         )

@@ -4,9 +4,8 @@ Appends, recovery and proofs of the high-water mark must use the same definition
 
 Invariants:
     1. A quorum is a strict majority, so two disjoint groups of replicas cannot both be a quorum.
-    2. A mark that a quorum has reached stays reached while no mark decreases.
-    3. A replica that has voted is not also counted as lost. The results COMMITTED and LOST are
-       final.
+    2. If no replica's mark decreases, the mark that a quorum has reached does not decrease.
+    3. A replica that has voted is never counted as lost. The results COMMITTED and LOST are final.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ def quorum_size(replica_count: int) -> int:
 
 
 def quorum_mark(marks: Sequence[TransactionId], quorum: int) -> TransactionId | None:
-    """Return the highest ID that `quorum` of the marks have reached; None for too few marks."""
+    """Return the highest ID that `quorum` marks have reached; None if there are fewer marks."""
     assert quorum > 0
     if len(marks) < quorum:
         return None
@@ -50,7 +49,7 @@ class Tally:
 
     @property
     def result(self) -> VoteResult:
-        """The result so far; OPEN until there are enough votes or losses."""
+        """The result so far; OPEN until enough replicas have voted or are lost."""
         if len(self._voters) >= self._quorum:
             return VoteResult.COMMITTED
         if len(self._replicas) - len(self._lost_replicas) < self._quorum:

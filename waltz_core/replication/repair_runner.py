@@ -1,26 +1,31 @@
 """Carries out the repairs of a session's replicas, and copies batches to replicas that lag.
 
-A repair needs two replicas: the replica that lacks records, and a source that has them. This module
-chooses the source and handles its failures. There are two uses: before a replica is marked
-(`ReplicaRepair`), and later, when the replica lacks batches that are no longer in memory.
+A repair needs two replicas: the replica that lacks records (the target), and a source that has
+them. This module chooses the source and handles its failures. It repairs a replica before the
+replica is marked (`ReplicaRepair`), and copies batches to a marked replica that are no longer in
+memory.
 
 Rules:
-    1. Each replica has one step at a time. A step is dropped if either of its connections is lost.
-    2. A source must have records that are certain to be right. Until the replica is marked, the
-       source is marked itself, or its log ends exactly at the goal. Later, the source is engaged,
-       and has synced all requested records. Damage above the mark, in the running session, is
-       repaired from any marked replica that has synced the records. Archived damage that no log can
-       repair is repaired from the archive, which any other engaged replica can read.
-    3. If a source fails, it is not used for that replica for `answer_ms_max`. The repair continues
+    1. Each replica has one step at a time. A step is dropped if the connection to its target or to
+       its source is lost.
+    2. A source must have records that are certain to be right:
+        - Until the target is marked, the source is a marked replica, or a replica whose log ends
+          exactly at the goal (the decided high-water mark).
+        - Later, the source is engaged, and has synced all requested records.
+        - For damage above the mark, in the running session, the source is any marked replica that
+          has synced the records.
+        - For archived damage that no log can repair, the source is any other engaged replica, which
+          reads the records from the archive.
+    3. If a source fails, it is not used for this target for `answer_ms_max`. The repair continues
        with another source.
-    4. If a log has a batch of a session that ZooKeeper does not know, nothing is truncated from it.
-       Only opened sessions have batches, and ZooKeeper records each session before it opens. So
-       ZooKeeper's data is too old.
+    4. Only opened sessions have batches, and ZooKeeper records each session before it opens. So if
+       a log has a batch of a session that ZooKeeper does not know, ZooKeeper's data is too old, and
+       nothing is truncated from this log.
     5. The goal's hash chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
     6. Damage is repaired in the session in which it is found. It does not stop a marked replica,
-       even if the repair fails. Only damage above the replica's previous mark prevents the replica
-       from being marked, until it has received the records from another replica.
+       even if the repair fails. But a replica with damage above its previous mark is not marked
+       until it has received the records from another replica.
 """
 
 from collections.abc import Mapping
@@ -76,7 +81,7 @@ class RunningStep(NamedTuple):
 
 
 class RepairRunner:
-    """Runs the repairs of one session, by the module's rules; the session owns the connections."""
+    """Runs the repairs of one session by the rules above; the session owns the connections."""
 
     def __init__(
         self,
@@ -169,16 +174,16 @@ class RepairRunner:
     def _goal_of(self, target: ReplicaSession, goal: RepairGoal, now_ms: int) -> RepairGoal:
         """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
 
-        A replica that a session needs is not reset: until ZooKeeper has this session's states, the
-        next session would need a trusted replica. A replica is also not reset if its storage has an
-        older version, which does not support the request.
+        A credible replica is not reset before ZooKeeper has this session's states, because the next
+        session may need the replica for its decision. A replica is also not reset if its storage
+        has an older version, which does not support the request.
         """
         is_needed = not self.is_open and self._recovery.is_credible(target.replica)
         archived = self.archived
         if archived is not None and archived.last > goal.mark:
-            # The batches after the goal's mark belong to this session, and are copied to a marked
-            # replica. So a log that begins again begins at the mark, up to which everything is
-            # archived, too.
+            # A reset log begins again after the goal's mark, although more is archived: batches
+            # after the mark belong to this session, and are copied to the replica when it is
+            # marked.
             chain = goal.chain
             archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
         if archived is None or is_needed or not target.supports_archiving:
@@ -281,7 +286,7 @@ class RepairRunner:
     def _choose_source(
         self, target: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
-        """Return a replica with the goal's log and no known damage in a range (rule 2); or None."""
+        """Return a source without known damage in first..last (rule 2); None if there is none."""
         assert self.goal is not None
         for other in self._possible_sources(target, now_ms):
             if other.repair is None:
@@ -345,9 +350,9 @@ class RepairRunner:
         reason: str,
         now_ms: int,
     ) -> bool:
-        """A source has rejected a request for another replica: drop the step.
+        """A source has rejected a step's request: drop the step.
 
-        Return False if the request was not such a step.
+        Return False if the request was not a read from a source.
         """
         running = self._running.get(correlation_id)
         if running is None or running.source is not source or running.target is source:
@@ -357,7 +362,7 @@ class RepairRunner:
             and self.archived is not None
             and source.repair is not None
         ):
-            # The source has removed archived segments meanwhile; how many is not known.
+            # The source has removed archived segments meanwhile, at most up to the archived mark.
             source.repair.start = self.archived.last
             self._drop_step(correlation_id)
             return True
@@ -367,9 +372,9 @@ class RepairRunner:
     def on_overwrite_rejected(
         self, correlation_id: int, peer: ReplicaSession, reason: str, now_ms: int
     ) -> bool:
-        """A replica has rejected the repair of damage, and continues (rule 6).
+        """A replica has rejected records that replace damaged ones; it stays usable (rule 6).
 
-        Return False if the rejected request was not such a repair.
+        Return False if the rejected request was a different one.
         """
         running = self._running.get(correlation_id)
         if running is None or not isinstance(running.step, OverwriteDamage):

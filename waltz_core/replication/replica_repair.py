@@ -1,26 +1,30 @@
 """Makes one replica's log equal to the decided log: truncate, copy, repair damage, set the mark.
 
-Only this module removes records. It processes one replica and the goal (the decided log). Its owner
-(`repair_runner.py`) chooses the sources and has the connections.
+Only this module removes records. It processes one replica and the goal (the decided log).
+`repair_runner.py` chooses the sources and has the connections.
 
 Rules (docs/design/correctness.md 2.1 F):
-    1. A repair starts only after the high-water mark is decided. Below, it is called the mark.
+    1. A repair starts only after the high-water mark is decided. In this module, "the mark" is this
+       high-water mark.
     2. Records above the mark were never acknowledged and are truncated.
-    3. Below the mark, the log is truncated only if its hash chain differs from the goal's. It is
-       truncated to the last batch end where both have the same chain, and never below the replica's
-       own confirmed low-water mark.
-    4. Copied records are checked by their CRCs and by the chain before they are passed on.
-    5. The mark is set only when the log ends there with the goal's chain.
-    6. Before the log is truncated, its newest batch must be known: the owner first checks that
-       ZooKeeper knows the session of this batch.
-    7. Some logs cannot be completed, because no source has the missing records. These are empty
-       logs that end below the archived mark, and logs that have no batch end in common with a
-       source at or above the lowest start of the sources. Such a log begins again after the
-       archived mark (AR 12 in decision 047).
-    8. A source that could not read its batches has reconstructed other batches, and marks them.
-       Reconstructed batches are never copied, and no other log is truncated to match them.
+    3. Below the mark, the log is truncated only if its hash chain differs from the goal's chain. It
+       is truncated to the last batch end where both chains are equal. It is never truncated below
+       the replica's own confirmed low-water mark.
+    4. Copied records are checked by their CRCs and by the chain before they are sent to the
+       replica.
+    5. The mark is set only when the log ends at the mark with the goal's chain.
+    6. Before a truncation, the repair requests the log's newest batch. `repair_runner.py` then
+       checks that ZooKeeper knows the session of this batch.
+    7. If no source has the missing records, a log cannot be completed. It begins again after the
+       archived mark (AR 12 in decision 047). There are two such cases:
+        - The log is empty and ends below the archived mark.
+        - At or above the lowest start of the sources, the log has no batch end in common with a
+          source.
+    8. A source that cannot read its batch entries reconstructs batches, and marks these as
+       reconstructed. They may differ from the original batches, so they are never copied, and no
+       other log is truncated to match them.
 
-The steps. The next step follows from the known state; one step is in flight at a time:
+The next step follows from the known state of the log. One step is in flight at a time:
 
     longer than the mark    own lineage at the mark, and its newest batch -> Truncation
     below all starts        its newest batch -> ReplicaReset (rule 7)
@@ -57,9 +61,8 @@ _LOST_BATCHES_TEXT = "the source replica has lost the batches of transactions {}
 class RepairGoal(NamedTuple):
     """The decided mark, and the log's hash chain there.
 
-    `chain` is None until a log ends at the mark. `archived_mark` is set only if
-    the log may be reset (rule 7).
-    `lowest_source_start` is the lowest ID after which a source's log begins.
+    `chain` is None until a log ends at the mark. `archived_mark` is set only if the log may be
+    reset (rule 7). `lowest_source_start` is the lowest ID after which a source's log begins.
     """
 
     mark: TransactionId
@@ -155,7 +158,7 @@ class ReplicaRepair:
         self.is_mark_set = False
         self.start = TransactionId(max(answer.start, BEFORE_FIRST))
         self._start_chain = Chain(bytes(answer.start_chain))
-        # An unconfirmed mark protects nothing, and the answer does not contain an older one.
+        # A provisional mark protects no records, and the answer contains no older mark.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._confirmed_mark = TransactionId(confirmed)
         self._old_mark = answer.low_water_mark
@@ -163,8 +166,7 @@ class ReplicaRepair:
         # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
         self._is_aligned = False
         self._goal_chain: Chain | None = None
-        # The session of the newest batch of this log, once known, and whether it must be requested
-        # now.
+        # The session of this log's newest batch (None: not known), and whether to request it now.
         self.newest_session: SessionId | None = None
         self._needs_newest_session = False
         self._own_lineage: LineageResponse | None = None
@@ -183,7 +185,7 @@ class ReplicaRepair:
     def next_step(self, goal: RepairGoal, *, has_source: HasSource) -> RepairStep | None:
         """Return the next step; None if the repair is done or must wait.
 
-        It waits for the goal's chain, or for a replica that has the damaged records.
+        The repair waits for the goal's chain, or for a source with the damaged records.
         """
         if self.is_mark_set:
             return None
@@ -227,7 +229,7 @@ class ReplicaRepair:
     ) -> RepairStep | None:
         """The log is a prefix of the goal's log: repair damage, complete the log, set its mark."""
         assert self.last <= mark
-        # A truncation may have removed a part of a damaged range; no source has that part.
+        # A truncation may have removed a part of a damaged range. This part needs no repair.
         self.damaged = [
             (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
         ]
@@ -242,7 +244,7 @@ class ReplicaRepair:
         return SetMark(mark, chain)
 
     def _blocks_marking(self, last: TransactionId) -> bool:
-        # Records up to the previous mark are on other replicas, too, so they block no session.
+        # Other replicas also have the records up to the previous mark, so this damage can wait.
         return not self.is_mark_set and last > self._old_mark
 
     def _truncation_step(self, mark: TransactionId) -> RepairStep:
@@ -258,9 +260,9 @@ class ReplicaRepair:
         )
 
     def _check_aligned(self) -> bool:
-        """Return whether the log's end is known to be a batch end of the source's log."""
+        """Whether the log's end is known to be a batch end of the source's log."""
         if self._source_lineage is not None:
-            # This also holds if another point was requested first, and the source did not have it.
+            # An earlier request may have been for another point, so search the whole answer.
             if (self.last, self.chain) in _batch_ends(self._source_lineage):
                 self._discard_answers()
                 self._is_aligned = True
@@ -271,9 +273,8 @@ class ReplicaRepair:
     def _align_step(self, lowest_source_start: TransactionId) -> RepairStep:
         """Find the last batch end that both logs have, and return the truncation to it (rule 3)."""
         if self._search_end is None:
-            # Usually the log is a prefix of the source's log: its end is a batch end there. If it
-            # ends where the source's log starts, the chain there is the chain before the source's
-            # first batch.
+            # Usually the log is a prefix of the source's log, so its end is a batch end of both. If
+            # the source's log starts at this end, its first batch contains the chain before it.
             point = TransactionId(self.last + (self.last == lowest_source_start))
             return FetchSourceLineage(point, point)
         lowest = TransactionId(self._confirmed_mark + 1)
@@ -282,8 +283,8 @@ class ReplicaRepair:
         if self._own_lineage is None:
             return FetchOwnLineage(lowest, self._search_end)
         if self._search_end <= lowest_source_start:
-            # No source has batches there: truncate to the point that no session may lose, and then
-            # reset.
+            # No source has batches there. So first truncate to the confirmed low-water mark, and
+            # then reset the log.
             batch_end, chain = _batch_ends(self._own_lineage)[0]
             if batch_end < self._confirmed_mark:
                 raise self._divergence_error()
@@ -298,7 +299,7 @@ class ReplicaRepair:
                 if last < self._confirmed_mark:
                     raise self._lost_batches_error(self._own_lineage)
                 return Truncation(last, last, chain)
-        # The last common batch end is before both answers: continue further down.
+        # The last common batch end is before both answers: request earlier parts of the lineages.
         oldest_seen = max(self._own_lineage.lineage[0].first, self._source_lineage.lineage[0].first)
         self._search_end = TransactionId(oldest_seen - 1)
         self._own_lineage = self._source_lineage = None
@@ -353,7 +354,7 @@ class ReplicaRepair:
                 f"truncation: expected that the log ends at transaction {step.last_to_keep}, "
                 f"found {last}"
             )
-        # The known lineages are those of the longer log. The truncation may be inside a batch.
+        # The truncation may end inside a batch, and the known lineage is that of the longer log.
         is_batch_end = step.base == last and step.base_chain == chain
         was_aligning = self._search_end is not None
         self._discard_answers()
@@ -397,8 +398,7 @@ class ReplicaRepair:
     def on_overwrite_rejected(self, step: OverwriteDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
 
-        The replica may have reported other damage since. If the range can wait, it is ignored until
-        the replica reports it again.
+        If the damage can wait, it is ignored until the replica reports it again.
         """
         rejected = [damage for damage in self.damaged if damage[0] == step.fetched_range.first]
         is_needed = any(self._blocks_marking(last) for _, last in rejected)
@@ -408,7 +408,7 @@ class ReplicaRepair:
         return is_needed
 
     def on_mark_written(self) -> None:
-        """The session and the low-water mark are durable: the replica is ready."""
+        """The replica has stored the session and the low-water mark durably, so it is ready."""
         self.is_mark_set = True
 
     def restart(self) -> None:
@@ -465,10 +465,10 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
         )
     gap_index = raw_records.first_gap(answer.records, lengths, TransactionId(first))
     if gap_index is not None:
-        found = raw_records.ids_of(answer.records, lengths)[gap_index]
+        found_id = raw_records.ids_of(answer.records, lengths)[gap_index]
         raise BadFormat(
             f"copied records from {first}: expected transaction ID {first + gap_index}, "
-            f"found {found}"
+            f"found {found_id}"
         )
 
 
@@ -514,8 +514,10 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
 
 def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
     entries = answer.lineage
-    is_dense = all(entry.last + 1 == other.first for entry, other in pairwise(entries))
-    if not entries or not is_dense or not entries[-1].first <= last <= entries[-1].last:
+    is_without_gaps = all(
+        entry.last + 1 == next_entry.first for entry, next_entry in pairwise(entries)
+    )
+    if not entries or not is_without_gaps or not entries[-1].first <= last <= entries[-1].last:
         raise RemoteProtocolError(
             f"lineage: expected batches that cover transactions {first}..{last}, found other "
             "batches"
@@ -525,9 +527,9 @@ def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
 def _batch_ends(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
     """Return the batch ends of a lineage and the hash chains there, in order."""
     start = TransactionId(answer.lineage[0].first - 1)
-    points = [(start, Chain(bytes(answer.chain_before)))]
-    points.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
-    return points
+    batch_ends = [(start, Chain(bytes(answer.chain_before)))]
+    batch_ends.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
+    return batch_ends
 
 
 def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
@@ -538,7 +540,8 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
     """
     packed = bytes(damaged)
     values = [
-        TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
+        TransactionId(int.from_bytes(packed[offset : offset + 8], "big"))
+        for offset in range(0, len(packed), 8)
     ]
     if len(values) % 2:
         raise RemoteProtocolError(
@@ -549,9 +552,9 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
 
 def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
     """Raise if the source has reconstructed batches where the replica has real ones (rule 8)."""
-    real = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
-    for entry in source.lineage if real else ():
+    real_entries = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
+    for entry in source.lineage if real_entries else ():
         if entry.session_id == RECONSTRUCTED and (
-            entry.first <= real[-1].last and real[0].first <= entry.last
+            entry.first <= real_entries[-1].last and real_entries[0].first <= entry.last
         ):
             raise ChecksumMismatch(_LOST_BATCHES_TEXT.format(entry.first, entry.last))

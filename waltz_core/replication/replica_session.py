@@ -1,15 +1,16 @@
 """One storage in one store session: its connection, unanswered requests, stage and synced log.
 
-This module has all state of the connection, and drops it with the connection. It makes no decisions
-about the partition.
+This module has all state of the connection, and drops this state when the connection ends. It makes
+no decisions about the partition.
 
 Rules:
     1. There is one connection at a time. An answer is matched to its request by sequence number and
        type.
     2. Appends are pipelined in ID order, up to a limit of bytes.
-    3. If a connection is lost while a request that changes the storage is unanswered, the replica
-       does not return to the session, because the request may still arrive later. The same holds
-       for a marked replica, since its log may have grown beyond the mark.
+    3. A replica does not return to the session if its log may have changed in an unknown way. So it
+       does not return if its connection was lost while a request that changes the storage was
+       unanswered: this request may still arrive later. It also does not return if it was marked,
+       because its log may have grown beyond the mark.
     4. Records count as synced when the storage reports it, never when they are sent.
 """
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from waltz_core.replication.replica_repair import ReplicaRepair
 
 NO_CORRELATION_ID: Final = -1
-# The maximum number of append latencies kept for the metrics, which remove them every second.
+# The maximum number of append latencies kept for the metrics, which take them every second.
 LATENCIES_MAX: Final = 4_096
 # A stalled replica answers hundreds of late appends at once; one report per second is enough.
 SLOW_APPEND_REPORT_INTERVAL_MS: Final = 1_000
@@ -100,7 +101,7 @@ class SessionRequest:
 
 
 class ReplicaSession:
-    """One replica in one session, by the module's rules; the store session reads its fields."""
+    """One replica in one session, by the rules above; the store session reads its fields."""
 
     def __init__(
         self,
@@ -124,10 +125,10 @@ class ReplicaSession:
         self.next_id = TransactionId(0)
         self.next_chain: Chain = GENESIS_CHAIN
         self.unanswered_bytes = 0
-        # The latencies of appends while engaged, from sending to answer. The metrics remove them.
+        # The append latencies while engaged, from sending to answer, until the metrics take them.
         self.append_latencies_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
         self._slow_appends = SlowAppends()  # since the last report
-        self.slow_report_at_ms: int | None = None  # when they are reported; None: there are none
+        self.slow_report_at_ms: int | None = None  # when to report the slow appends, if any
         self._next_slow_report_ms = 0
         self._session_id = session_id
         self._partition_id = partition_id
@@ -175,7 +176,7 @@ class ReplicaSession:
         self._outbox.append(OpenReplica(self._session_id, self.replica))
 
     def close(self) -> None:
-        """Close the connection, or stop dialing; report slow appends that wait for the interval."""
+        """Close the connection, or stop dialing; report the slow appends not reported yet."""
         if self.slow_report_at_ms is not None:
             self.report_slow_appends(self.slow_report_at_ms)
         if self.stage is not ReplicaStage.ABSENT:
@@ -285,7 +286,7 @@ class ReplicaSession:
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
     def record_latency(self, append: messages.AppendRaw, latency_ms: int, now_ms: int) -> None:
-        """Record an append's latency; slow appends are reported, together once in an interval."""
+        """Record an append's latency; report slow appends together, once in an interval."""
         self.append_latencies_ms.append(latency_ms)
         if not 0 < self._limits.slow_append_ms <= latency_ms:
             return
@@ -307,8 +308,7 @@ class ReplicaSession:
         """The storage has synced an append (rule 4).
 
         Raises:
-            RemoteProtocolError: the synced ID is below this append, or above all that was ever
-                sent.
+            RemoteProtocolError: the synced ID is below this append, or above all IDs ever sent.
         """
         last = request.lineage[-1].last
         if not last <= answer.synced_max < self.next_id:

@@ -1,16 +1,18 @@
 """The conditions of a session claim, and the values that it writes to ZooKeeper.
 
-If the first compare-and-set of a session treats an existing partition as a new one, the log can be
-lost. So the conditions of this write are together in this module, separate from the requests to
-ZooKeeper.
+The claim is the first compare-and-set of a session. If it treats an existing partition as a new
+one, the log can be lost. So this module contains all conditions of the claim, separate from the
+requests to ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
     1. Never claim if ZooKeeper has a later generation than this server.
-    2. Never claim if a partition that was opened before has no replica states. Never claim if some
-       storages have promised a session that ZooKeeper does not know, and the others are fewer than
-       a quorum.
+    2. Never claim if ZooKeeper has lost data. There are two signs:
+        - A partition that was opened before has no replica states.
+        - Storages have promised a session that ZooKeeper does not know, and the other storages are
+          fewer than a quorum.
     3. Never claim if the replicas that are new in the assignment are a quorum by themselves.
-    4. A claim has a session ID and a nonce. Only both together identify it.
+    4. Two servers can claim the same session ID. So only the session ID and the nonce together
+       identify a claim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,7 @@ from waltz_core.replication.session_recovery import (
 
 
 class PartitionNodes(NamedTuple):
-    """Both ZooKeeper nodes of a partition, with their versions; to write: those to replace."""
+    """Both ZooKeeper nodes of a partition; for a write, with the versions to be replaced."""
 
     metadata: PartitionMetadata
     metadata_version: int
@@ -61,7 +63,7 @@ class PartitionNodes(NamedTuple):
 
 
 class InDoubtIds(NamedTuple):
-    """The IDs submitted to an earlier session that are not final: those above `committed`."""
+    """The IDs of an earlier session without a final outcome: those above `committed`."""
 
     session_id: SessionId
     committed: TransactionId
@@ -73,7 +75,7 @@ class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
     `highest_committed` is the highest ID that this owner ever saw committed. `excluded_until_ms`
-    has the replicas that rejected appends recently, each with the time until which it is excluded.
+    maps each replica that rejected appends recently to the end of its exclusion.
     `later_promises` are the replicas that have promised a session that ZooKeeper does not know.
     `archived_mark` is the mark that ZooKeeper records; None if there is none.
     """

@@ -4,11 +4,11 @@ The server, the driver and the simulator use only these to communicate with repl
 `docs/replication.md` describes the protocol; the letters A-K below are its steps.
 
 Rules:
-    1. Every event and effect of a store session has its session ID. A machine drops an event of
-       another session, so nothing needs to be cancelled.
-    2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica ends once:
-       by `ReplicaLost`, or by `CloseReplica`, after which none of its events follows.
-    3. An effect for ZooKeeper has an attempt number, and has one outcome with the same number.
+    1. Every event and effect of a store session contains the session ID. A machine drops an event
+       of another session, so nothing needs to be cancelled.
+    2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica ends once,
+       by `ReplicaLost` or by `CloseReplica`. No event of this replica follows a `CloseReplica`.
+    3. An effect for ZooKeeper contains an attempt number. It has one outcome, with the same number.
     4. `SessionOpened`, `SessionSettled` and `TransactionsCommitted` of a session are sent only when
        its second compare-and-set is known to have succeeded (invariant GateCAS2).
     5. `SessionSettled` follows once after each `SessionOpened`, before anything is appended in the
@@ -28,8 +28,8 @@ class ArchiveBacklog(NamedTuple):
     """The committed transactions that are not archived.
 
     `byte_count` is their approximate size, None if it is not known. `since_ms` is the time at which
-    the oldest of them was committed, by the clock of the session. It is approximate until the next
-    attempt.
+    the oldest of these transactions was committed, by the clock of the session. This time is
+    approximate until the next archive attempt.
     """
 
     transaction_count: int
@@ -43,8 +43,8 @@ class Batch(NamedTuple):
     `lengths` (big-endian int32) and `record_crcs` (big-endian uint32) have one number per record.
     `records_crc` is the CRC-32 of all bytes in `records`. `stamp_ms` is the commit stamp; it never
     decreases in a partition. `locks` are the write and append locks of all records, big-endian
-    int32; None if they are unknown. `distances` has one byte per lock: the distance of its record
-    from `last`. It is empty for larger batches.
+    int32; None if they are unknown. `distances` has one byte per lock: the distance of the lock's
+    record from `last`. It is empty for batches with too many records for one byte.
     """
 
     first: TransactionId
@@ -92,7 +92,7 @@ class SubmitToSession:
 
 @value(frozen=True, slots=True)
 class ProveMark:
-    """Prove by heartbeats of a quorum that the session is still the newest."""
+    """Prove that the session is still the newest: a quorum must answer heartbeats."""
 
     token: int
 
@@ -190,7 +190,7 @@ class ExpireArchive:
 class ReplaceArchivedObject:
     """Replace an archived object that is corrupt or missing; the manifest lists it with these IDs.
 
-    `token` identifies the attempt: the event may be repeated with it.
+    `token` identifies the request, so the event may be sent again with the same token.
     """
 
     name: str
@@ -203,8 +203,8 @@ class ReplaceArchivedObject:
 class ReplacementOutcome:
     """The outcome of a `ReplaceArchivedObject`.
 
-    `failures` has the reason for each replica that could not write the object. `replica` has
-    written the new object; it is None if the object had already been replaced.
+    `failures` has the reason for each replica that could not write the object. `replica` is the
+    replica that has written the new object; None if the object had already been replaced.
     """
 
     is_replaced: bool
@@ -291,7 +291,7 @@ class SessionOpened:
     """The session accepts appends from `high_water_mark + 1` on (H).
 
     `follows_own_session`: the previous session also belonged to this machine, so no other owner can
-    have written in between. The owner's state of the log up to its mark is still valid.
+    have written in between. What the owner knows of the log up to its mark is still valid.
     """
 
     session_id: SessionId
@@ -305,10 +305,10 @@ class SessionOpened:
 class SessionSettled:
     """Of the IDs submitted to earlier sessions, those up to `committed_last` are in the log.
 
-    All later IDs are lost: they are not in the log and never will be. `stamp_ms` is the last commit
-    stamp of the log if another owner may have written it; otherwise 0. `has_unknown_outcomes`:
-    whether later IDs are in the log is unknown, because a part of the log no longer exists or
-    cannot be read now.
+    All later submitted IDs are lost: they are not in the log and never will be. With
+    `has_unknown_outcomes`, it is unknown whether they are in the log, because a part of the log no
+    longer exists or cannot be read now. `stamp_ms` is the last commit stamp of the log if another
+    owner may have written it; otherwise 0.
     """
 
     session_id: SessionId
@@ -343,8 +343,8 @@ class SessionClosed:
 class CheckpointDue:
     """A checkpoint is due: too many records are archived above the confirmed low-water marks.
 
-    Storages remove archived segments only up to these marks (AR 11 of decision 047). Sent once in a
-    session.
+    A checkpoint is a new session, which raises these marks. Storages remove archived segments only
+    up to the marks (AR 11 of decision 047). This effect is sent once in a session.
     """
 
     session_id: SessionId
@@ -352,7 +352,7 @@ class CheckpointDue:
 
 @value(frozen=True, slots=True)
 class MarkProved:
-    """A quorum has confirmed that no later session exists; `high_water_mark` is current."""
+    """A quorum has confirmed that it knows no later session: `high_water_mark` is current."""
 
     token: int
     high_water_mark: TransactionId

@@ -1,20 +1,20 @@
 """Recovery: which replicas to trust, how much of the log to keep, which states to write.
 
-This module decides whether acknowledged transactions survive. It has no connections and no clock,
-so tests can cover each case by itself.
+These decisions determine whether acknowledged transactions survive. The module has no connections
+and no clock, so tests can cover each case by itself.
 
 Rules (docs/design/correctness.md 2.1, C to E and G):
     1. A missing answer never means that a replica has no records. A replica without an answer, with
        an older session, or with a wiped or suspect disk is UNKNOWN for the whole session.
     2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
     3. Otherwise the high-water mark is the highest ID that a quorum could have acknowledged.
-    4. A partition counts as new only if its marker in ZooKeeper states it and no answering replica
-       has records. The marker of a restored partition has an archived mark. Then the log begins
-       after this mark, and so does the log of a replica that was reset by a session that never
-       opened (decision 055).
+    4. A partition is new only if its marker in ZooKeeper states so, and no replica that answers has
+       records. The marker of a restored partition contains an archived mark, and the log begins
+       after this mark. A replica may already have been reset to this beginning, by a session that
+       never opened (decision 055).
     5. If a replica was engaged in a session later than all sessions in ZooKeeper, ZooKeeper's data
-       was rolled back. Outcomes that were reported in that session may be missing on other
-       replicas. So no session opens with such a replica.
+       was rolled back. Other replicas may lack transactions that were acknowledged in that later
+       session. So no session opens with this replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class HistoryOrigin(Enum):
     RECORDED = auto()  # ZooKeeper has the replicas and their states
     NEW = auto()  # created by `cluster create` or `restore`, never opened
     ADOPTED = auto()  # no marker and no states: every replica must report that it is empty
-    LOST = auto()  # a session was opened once, but the replica states are missing in ZooKeeper
+    LOST = auto()  # a session was opened before, but ZooKeeper has no replica states
 
 
 def history_origin_of(
@@ -75,8 +75,8 @@ def states_to_claim(
 ) -> dict[ReplicaId, ReplicaState]:
     """Return the replica states of the first compare-and-set: unchanged, except for an adoption.
 
-    If an adopted partition has no states, all replicas are recorded as unanswered. So a later
-    session still knows that all of them must answer.
+    If an adopted partition has no states, all replicas are recorded as unanswered. The record
+    ensures that a later session also requires answers of all replicas.
     """
     if origin is HistoryOrigin.ADOPTED and not states:
         return dict.fromkeys(assigned, _UNANSWERED)
@@ -91,7 +91,8 @@ def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> 
         return False
     pairs = memoryview(answer.damaged)
     damaged_lasts = (
-        int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16)
+        int.from_bytes(pairs[offset + 8 : offset + 16], "big")
+        for offset in range(0, len(pairs), 16)
     )
     return all(last <= answer.low_water_mark for last in damaged_lasts)
 
@@ -102,8 +103,8 @@ def decided_mark(
     """Return the highest ID that could have been acknowledged; None while it cannot be known.
 
     `synced_lasts` are the last synced IDs of the credible replicas. `unknown_count` is the number
-    of the other engaged replicas. An unknown replica may have had any ID, so it counts for every
-    ID.
+    of the other engaged replicas. An unknown replica may have acknowledged any ID, so the function
+    assumes that it has acknowledged every ID.
     """
     assert unknown_count >= 0
     assert len(synced_lasts) + unknown_count >= quorum, "fewer engaged replicas than a quorum"
@@ -144,12 +145,12 @@ class Recovery:
 
     @property
     def newest_session(self) -> SessionId:
-        """The last session that has opened, and so could write batches, according to ZooKeeper."""
+        """The last session that has opened, according to ZooKeeper; no later one wrote batches."""
         return max((state.session_id for state in self.states.values()), default=NO_SESSION)
 
     @property
     def known_chain(self) -> Chain | None:
-        """The chain at the decided mark if a log begins there; otherwise replicas report it."""
+        """The chain at the decided mark if the log begins there; otherwise None."""
         last, chain = self._log_begin
         return chain if self.mark == last else None
 
@@ -168,10 +169,11 @@ class Recovery:
         return self._synced_last.get(replica) is not None
 
     def has_foreign_records(self, answer: Prepared) -> bool:
-        """Whether a replica has records although the partition can have none (rule 4)."""
+        """Whether a replica has records although the partition must have none (rule 4)."""
         if self.origin is HistoryOrigin.RECORDED or answer.synced_max == BEFORE_FIRST:
             return False
-        # Only after a reset, a log without records can end above its begin.
+        # After a reset, a log without records begins where the restored log begins. Any other log
+        # that ends above `BEFORE_FIRST` contains records.
         end = answer.synced_max, bytes(answer.chain)
         return answer.start != answer.synced_max or end != self._log_begin
 
@@ -197,17 +199,18 @@ class Recovery:
     def is_needed(self, replica: ReplicaId) -> bool:
         """Return whether a decision needs this replica.
 
-        A replica outside ZooKeeper's last session has no information about that session. If it
-        knows a later session, so does every replica that has synced an append in the later session:
-        a quorum of the assignment. While the assignment is the same, no session opens without one
-        of these replicas.
+        It needs only the replicas that were engaged in the last session according to ZooKeeper.
+        Another replica may know of a later session that ZooKeeper has lost. But then a quorum of
+        the assignment has synced the appends of this later session. As long as the assignment is
+        the same, no session opens without one replica of this quorum, and that replica reports the
+        later session.
         """
         return self.origin is not HistoryOrigin.RECORDED or replica in self.engaged
 
     def on_prepared(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
-            return  # Not in the last session: records above its closing mark do not count.
+            return  # A replica that was not engaged in the last session does not affect the mark.
         credible = is_credible(answer, self.states[replica], registered_id)
         synced_max = TransactionId(answer.synced_max)
         if replica in self._synced_last:

@@ -1,8 +1,9 @@
 """Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
-A new session does this before any append. It queries the lineage (the list of batches with their
-sessions) of one engaged replica, whose log up to the high-water mark is the decided one. If that
-replica has lost the batches, the session queries the next replica.
+A new session settles the earlier ones before its first append. It requests the lineage (the list of
+batches with their sessions) of one engaged replica. The log of an engaged replica up to the
+high-water mark is the decided log. If this replica has lost the batches, the session queries the
+next replica.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     1. Batches of an earlier session are recognized by their session in the lineage, never by IDs.
@@ -10,10 +11,9 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
        log, even if this server's clock is behind it.
     3. A batch that a replica has reconstructed has neither session nor stamp. So it does not prove
        that a batch of a session is missing from the log.
-    4. Batches that have expired in the archive can neither be found nor excluded, so their outcome
-       is unknown (AR 15 of decision 047). The outcome is also unknown for batches that only the
-       archive has, if no engaged replica can read them there now: the partition does not wait for
-       an object store.
+    4. If the batches in doubt have expired from the archive, their outcome is unknown (AR 15 of
+       decision 047). It is also unknown if only the archive has these batches and no engaged
+       replica can read them there now, because the partition does not wait for an object store.
 """
 
 from collections.abc import Sequence
@@ -58,11 +58,11 @@ class Settlement:
             and claim.archived_mark is not None
             and claim.archived_mark.last == mark
         ):
-            self._stamp_ms = claim.archived_mark.stamp_ms  # a log may begin after this mark
+            self._stamp_ms = claim.archived_mark.stamp_ms  # the log may begin after this mark
         self._entries_in_doubt: list[LineageEntry] = []
 
     def begin(self, now_ms: int) -> None:
-        """Send the first or next query; set the outcome at once if no query is necessary."""
+        """Send the next query; if no query is necessary, set the outcome at once."""
         if self._stamp_ms is None:
             self._replicas[0].send_request(
                 LineageRequest,
@@ -117,8 +117,8 @@ class Settlement:
     def on_batches_unreadable(self, error: WaltzError, now_ms: int) -> bool:
         """A replica cannot return the batches in doubt (rule 4); return False for other errors.
 
-        Expired batches are lost for all replicas. Other batches are first requested from the next
-        replica.
+        No replica has expired batches, so the outcome is unknown at once. Other batches are
+        requested from the next replica.
         """
         in_doubt = self._claim.in_doubt
         if self._stamp_ms is None or in_doubt is None:

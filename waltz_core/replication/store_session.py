@@ -7,14 +7,14 @@ Rules (docs/design/correctness.md 2.1, letters C to K):
     2. Nothing on a replica is changed before the high-water mark is decided (E).
     3. The session opens only when ZooKeeper is known to have its states (`on_metadata_written`; G,
        H).
-    4. A replica counts, and gets uncommitted batches, only while ZooKeeper records it as engaged
-       (I).
+    4. The acknowledgements of a replica count only while ZooKeeper records it as engaged. Only
+       engaged replicas receive uncommitted batches (I).
     5. The committed mark is the highest ID that a quorum of engaged replicas has synced (J).
-    6. The session ends when it loses an engaged replica, or a replica that may be recorded as
-       engaged (K). The loss of any other replica does not end the session.
-    7. A slow replica gets batches from memory, then from another replica's log. It blocks nothing,
-       and has no time limit for joining. But until earlier sessions are settled, every replica must
-       answer within `answer_ms_max`.
+    6. The session ends when it loses an engaged replica, or a replica that ZooKeeper may have
+       recorded as engaged (K). The loss of any other replica does not end the session.
+    7. A slow replica blocks nothing, and has no time limit for joining. It gets batches from
+       memory, and older ones from another replica's log. But until earlier sessions are settled,
+       every replica must answer within `answer_ms_max`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,11 +72,11 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-# `RepairRunner` chooses the correlation IDs of requests, except those of heartbeats (the token of
-# the proof) and of the settlement and the archive.
+# `RepairRunner` chooses the correlation IDs of its requests. The ID of a heartbeat is the token of
+# the proof. The settlement and the archive have constant IDs.
 
-# These are constants because each step compares with them many times, and enum members are slow to
-# look up.
+# These are constants because each step compares with them many times, and to look up a member of an
+# enum is slow.
 _ABSENT: Final = ReplicaStage.ABSENT
 _ENGAGED: Final = ReplicaStage.ENGAGED
 _READY: Final = ReplicaStage.READY
@@ -95,19 +95,19 @@ class PartitionConstants(NamedTuple):
 
 
 class EndCause(Enum):
-    """The kind of cause for which a session ended; it decides when the next session begins."""
+    """Why a session ended; the pause before the next session depends on it."""
 
     REPLICA_LOST = auto()  # an engaged replica was lost, or rejected a request
-    FENCED = auto()  # a storage is bound to a later session
+    FENCED = auto()  # a storage has promised a later session
     REPLICA_RETURNED = auto()  # a replica has returned that cannot join this session again
-    STALLED = auto()  # no quorum within the time limit
-    REJECTED = auto()  # To continue would be unsafe.
+    STALLED = auto()  # no quorum within the timeout
+    REJECTED = auto()  # to continue would be unsafe
 
 
 class SessionEnd(NamedTuple):
     """Why a session ended, with the replica at fault and the session that it has promised, if any.
 
-    `is_final`: no other session must be tried, although it might not meet the same obstacle.
+    `is_final`: no other session may be tried, even if its replicas do not show the problem.
     """
 
     cause: EndCause
@@ -120,7 +120,7 @@ class SessionEnd(NamedTuple):
 
 
 class StoreSession:
-    """One store session, by the module's rules. It appends effects to the outbox, in order."""
+    """One store session, by the rules above. It appends effects to the outbox, in order."""
 
     def __init__(
         self,
@@ -138,16 +138,15 @@ class StoreSession:
         self.opened_ms: int | None = None
         self.is_settled = False
         self.ending: SessionEnd | None = None
-        # The states that ZooKeeper is known to have, and the states that a write in progress would
-        # set.
+        # The states that ZooKeeper is known to have, and the states in a write in progress.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
         self.pending_states: dict[ReplicaId, ReplicaState] | None = None
-        former = [replica for replica in claim.states if replica not in claim.assigned]
+        former_replicas = [replica for replica in claim.states if replica not in claim.assigned]
         self.replicas = {
             replica: ReplicaSession(
                 replica, claim.session_id, constants.partition_id, outbox=outbox, limits=limits
             )
-            for replica in (*claim.assigned, *former)
+            for replica in (*claim.assigned, *former_replicas)
         }
         self.repairs = RepairRunner(
             self.replicas, self.recovery, claim.archived_mark, outbox=outbox, limits=limits
@@ -170,11 +169,11 @@ class StoreSession:
 
     @property
     def is_open(self) -> bool:
-        """Whether ZooKeeper is known to have this session's states, and it has not ended."""
+        """Whether ZooKeeper is known to have the session's states, until the session ends."""
         return self.window is not None and self.ending is None
 
     def is_useful(self, now_ms: int) -> bool:
-        """Whether the session has accepted appends for long enough that its end is no failure."""
+        """Whether the session has accepted appends for `useful_session_ms` (`limits.py`)."""
         opened_ms = self.opened_ms if self.is_settled else None
         return opened_ms is not None and now_ms - opened_ms >= self._limits.useful_session_ms
 
@@ -190,7 +189,7 @@ class StoreSession:
         return [peer.replica for peer in engaged]
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return the age of each replica's oldest unanswered request; it may exceed the timeout."""
+        """Return the age of each replica's oldest unanswered request, in ms."""
         return {
             peer.replica: now_ms - peer.oldest_sent_ms
             for peer in self.replicas.values()
@@ -224,8 +223,8 @@ class StoreSession:
             archive_at_ms = self._archiver.wake_at_ms
             if archive_at_ms is not None:
                 times.append(archive_at_ms)
-        # These times affect only `states_to_write`, which every step evaluates, so past ones are
-        # skipped.
+        # These times affect only `states_to_write`. Every step evaluates it, so past times are
+        # omitted.
         opening_times = [*self.claim.excluded_until_ms.values()]
         if self._quorum_since_ms is not None and self.window is None:
             opening_times.append(self._quorum_since_ms + self._limits.opening_grace_ms)
@@ -432,7 +431,7 @@ class StoreSession:
     ) -> dict[ReplicaId, ReplicaState] | None:
         """Return the states that engage late replicas; None if no replica can join (I).
 
-        A late replica joins if its log lacks at most batches that are in memory.
+        A late replica joins as soon as all batches that it lacks are in memory.
         """
         ready = [peer for peer in self.replicas.values() if peer.stage is _READY]
         if not ready:
@@ -464,7 +463,7 @@ class StoreSession:
         self._report("replica.rejected", replica=peer.replica, reason=reason)
         wait_ms = self._limits.rejected_retry_ms
         if error_code in (UnknownPartition.code, PermissionsNotLoaded.code):
-            # The storage has just started, and still reads ZooKeeper.
+            # The storage has just started, and is still reading from ZooKeeper.
             wait_ms = self._limits.redial_ms_max
         self._drop_replica(peer, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
@@ -477,7 +476,7 @@ class StoreSession:
         wait_ms: int = 0,
         error_code: int = 0,
     ) -> None:
-        """Drop a replica; end the session if the replica counted (rule 6).
+        """Drop a replica; end the session if the replica was, or may be, engaged (rule 6).
 
         `wait_ms` is the pause after a rejection; 0 without one.
         """
@@ -504,16 +503,16 @@ class StoreSession:
     def _has_no_timeout(self, peer: ReplicaSession) -> bool:
         """Whether a replica may take any time to answer.
 
-        Until the session is settled, every replica has a timeout. If a slow replica were dropped
-        later, each of its returns would end the session again.
+        Until the session is settled, every replica has a timeout. Later, a replica that has
+        answered PREPARE has none: if it were dropped, each of its returns would end the session.
         """
         return self.is_settled and peer.stage in _PREPARED_STAGES
 
     def _on_excluded_replica_returned(self, peer: ReplicaSession, now_ms: int) -> None:
-        """A replica that cannot rejoin has connected: it needs a new session.
+        """A replica that cannot rejoin (`replica_session.py`, rule 3) has connected again.
 
-        The current session ends when it is old enough; until then, the replica waits (rule 3 of
-        `replica_session.py`).
+        Only a new session can use this replica. The current session ends as soon as it is old
+        enough; until then, the replica waits.
         """
         peer.close()
         earliest_ms = now_ms
@@ -577,7 +576,7 @@ class StoreSession:
     ) -> bool:
         """Process the rejection of an archive request; most rejections do not end the session.
 
-        Return False if the request was not one, or if the replica must be rejected.
+        Return False if the request was no archive request, or if the replica must be rejected.
         """
         if request.correlation_id != ARCHIVE_CORRELATION_ID:
             return False
@@ -591,7 +590,7 @@ class StoreSession:
         return True
 
     def _on_mark_checked(self) -> None:
-        """A replica's log was compared with the recorded archived mark; others may follow."""
+        """One replica's log was compared with the recorded archived mark: settle, or end."""
         if self._archiver.contradiction is not None:
             self.end(SessionEnd(EndCause.REJECTED, self._archiver.contradiction))
         else:
@@ -627,7 +626,7 @@ class StoreSession:
     def _continue_without_batches(
         self, request: SessionRequest, error: WaltzError, now_ms: int
     ) -> bool:
-        """Settle without a replica that cannot return batches; return False if impossible."""
+        """Settle without a replica that cannot return batches; return False if that fails."""
         if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
             return False
         return self._settlement.on_batches_unreadable(error, now_ms)
@@ -648,9 +647,9 @@ class StoreSession:
     def _on_replica_prepared(
         self, peer: ReplicaSession, answer: messages.Prepared, now_ms: int
     ) -> None:
-        registered = self._constants.storage_ids.get(peer.replica, NO_STORAGE_ID)
-        if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
-            found, expected = bytes(answer.storage_id).hex(), registered.hex()
+        registered_id = self._constants.storage_ids.get(peer.replica, NO_STORAGE_ID)
+        if registered_id not in (NO_STORAGE_ID, bytes(answer.storage_id)):
+            found, expected = bytes(answer.storage_id).hex(), registered_id.hex()
             problem = f"expected the storage with ID {expected} at this address, found {found}"
             self._reject_replica(peer, problem, now_ms)
             return
@@ -663,7 +662,7 @@ class StoreSession:
             else:
                 self._reject_replica(peer, reason, now_ms)
             return
-        self.recovery.on_prepared(peer.replica, answer, registered)
+        self.recovery.on_prepared(peer.replica, answer, registered_id)
         if peer.replica in self.recovery.unknown_replicas:
             self._report("replica.untrusted", replica=peer.replica, last=answer.synced_max)
         peer.stage = ReplicaStage.REPAIRING
@@ -741,7 +740,7 @@ class StoreSession:
         self._settle_if_done()
 
     def _settle_if_done(self) -> None:
-        """Settle the session if earlier ones are settled and the log is the archived one."""
+        """Settle the session if the earlier ones have outcomes and the archive matches the log."""
         assert self._settlement is not None
         is_done = self._settlement.outcome is not None and self._archiver.is_checked
         if is_done and not self.is_settled:

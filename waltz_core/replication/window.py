@@ -1,7 +1,7 @@
 """The recent batches of a session, in memory: those in flight, and those that slow replicas lack.
 
-This module computes the hash chain, once for each batch. Replicas that are behind or join later get
-the same bytes and the same chain.
+This module computes the hash chain once for each batch. So a replica that lags or joins later gets
+the same bytes and the same chain as the others.
 
 Invariants:
     1. The batches in memory are consecutive, without a gap, and end at `last`.

@@ -4,11 +4,11 @@ The state machine of a partition, its host and the server process communicate on
 with the events of `replication/session_events.py`.
 
 Rules:
-    1. Every request ends with exactly one `SendToClient`, unless its connection closes first. The
-       `cost_bytes` of this effect is the size of the request. Earlier answers (the feed) have
-       `cost_bytes` 0.
-    2. If there is no other answer to a request, the answer is an `ErrorResponse`. No request is
-       dropped.
+    1. Every request ends with exactly one final `SendToClient`, unless its connection closes first.
+       The `cost_bytes` of this effect is the size of the request. Earlier messages for the request,
+       such as parts of a feed, have `cost_bytes` 0.
+    2. No request is dropped. If there is no other answer to a request, the answer is an
+       `ErrorResponse`.
     3. `Fetch` has one outcome with the same token: `FetchAnswered` or `FetchFailed`.
     4. `ConnectionDrained` follows every `ConnectionCongested`, and may come without one.
 """
@@ -53,20 +53,20 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class PartitionLimits:
-    """The limits of a partition. All must be positive, except those that may be 0 as stated.
+    """The limits of a partition. All must be positive, except those for which 0 has a meaning.
 
-    `high_water_mark_staleness_ms_max`: how long the server reports high-water marks without another
-    proof after a quorum last answered in the session. `session_wait_ms_max`: how long a request
-    other than an append waits for a store session before it is rejected. `fences_max`: number of
-    disconnected clients whose highest connection sequence is kept.
-
-    `checkpoint_interval_count`: number of transactions after which a new session starts, at most
-    every `checkpoint_interval_ms`, to raise the low-water marks. The session starts earlier if the
-    store reports that a checkpoint is due, and later while the store archives.
-
-    `lock_load_count_max`: number of transactions whose locks a new owner requests; 0 for none.
-    `lock_tail_bytes_max`: size limit of a storage's answer to that request. `archive_interval_ms`:
-    the interval of archive attempts, for the doctor; 0 if nothing is archived.
+    - `high_water_mark_staleness_ms_max`: how long after an answer of a quorum the server reports
+      high-water marks without another proof.
+    - `session_wait_ms_max`: how long a request other than an append waits for a store session
+      before it is rejected.
+    - `fences_max`: number of disconnected clients whose highest connection sequence is kept.
+    - `checkpoint_interval_count`: number of transactions after which a new session starts, at most
+      every `checkpoint_interval_ms`, to raise the low-water marks. The session starts earlier if
+      the store reports that a checkpoint is due, and later while the store archives.
+    - `lock_load_count_max`: number of transactions whose locks a new owner requests; 0 for none.
+    - `lock_tail_bytes_max`: size limit of a storage's answer to a request for locks.
+    - `archive_interval_ms`: the interval of archive attempts, for the doctor; 0 if nothing is
+      archived.
     """
 
     lock_slot_count: int
@@ -117,7 +117,7 @@ class Store(Protocol):
 
     @property
     def is_archiving(self) -> bool:
-        """Whether an archive attempt is running, which the end of the session would waste."""
+        """Whether an archive attempt is running; its work is lost if the session ends now."""
 
     @property
     def archive_backlog(self) -> replication.ArchiveBacklog | None:
@@ -152,7 +152,7 @@ class PartitionIdentity:
 class RequestReceived:
     """A client's request for this partition has arrived; it uses `cost_bytes` of memory.
 
-    `wall_ms` is the wall clock time: it becomes a commit stamp, and no decision depends on it.
+    `wall_ms` is the wall clock time for the commit stamp; no decision depends on it.
     `principal`: the principal to which a mount binds its client ID (`mounts.py`, rule 7); empty for
     other requests. `over_limit`: if the principal of an append is over a limit, the error with
     which the append must be rejected.
@@ -199,9 +199,9 @@ class FetchAnswered:
 class FetchFailed:
     """A fetch has failed at one storage; another storage may still answer it.
 
-    `first_available`: if the log begins with this later ID, no storage can answer the fetch; -1 if
-    this is not known. `damage_code`: the code of the error if this storage's copies of the records,
-    on its disk and in the archive, are damaged; otherwise 0.
+    `first_available`: the first ID of the log, or -1 if it is not known. If the fetch begins below
+    this ID, no storage can answer it. `damage_code`: the code of the error if this storage's copies
+    of the records are damaged, on its disk and in the archive; otherwise 0.
     """
 
     token: int
@@ -239,8 +239,8 @@ Event: TypeAlias = (
 class SendToClient:
     """Send a message to a client; see rule 1.
 
-    `request` is the request that an error answers, for the adapter of 0.13 clients. It is also set
-    for every administrative request, for the audit log.
+    `request` is the answered request. It is set for errors, for the adapter of 0.13 clients, and
+    for administrative requests, for the audit log.
     """
 
     connection: ConnectionId
@@ -251,7 +251,7 @@ class SendToClient:
 
 @value(frozen=True, slots=True)
 class Fetch:
-    """Read from a storage, over a connection that is independent of the session's.
+    """Read from a storage, over another connection than that of the store session.
 
     `is_urgent`: use a shorter timeout, after which another storage is queried.
     """
@@ -272,13 +272,13 @@ class FeedHeaders(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of transactions whose headers these are."""
+        """The number of transactions."""
         return len(self.headers) // FEED_HEADER_BYTES
 
 
 @value(frozen=True, slots=True)
 class FeedFailed:
-    """There are no feed headers from `first` on: the log begins later, or they are damaged."""
+    """No feed headers can be read from `first` on: the log begins later, or they are damaged."""
 
     first: TransactionId
     error: BeforeLogStart | Unreachable

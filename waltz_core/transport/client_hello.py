@@ -1,11 +1,11 @@
 """Checks whether a peer's first bytes are a ClientHello that a port can answer with little work.
 
 Rules:
-    1. OpenSSL receives a ClientHello only when it is complete and in one record. The answer uses
-       most of the CPU time of a handshake. Otherwise OpenSSL would compute the answer later,
-       without a turn (`tls_port.py`).
-    2. The key exchange is X25519 or P-256: OpenSSL needs 170 ms for ffdhe8192, and Python 3.11
-       cannot restrict a context to several groups.
+    1. OpenSSL receives a ClientHello only when it is complete and in one record, so that OpenSSL
+       computes the answer at once. The answer uses most of the CPU time of a handshake, and must be
+       computed during the handshake's turn (`tls_port.py`).
+    2. The key exchange must use X25519 or P-256, because OpenSSL needs 170 ms for ffdhe8192. The
+       port checks this itself, because Python 3.11 cannot restrict a context to several groups.
 """
 
 import struct
@@ -44,18 +44,20 @@ def reject_reason(first: bytes) -> str:
     """
     message = first[_RECORD_HEADER_BYTES:]
     record_bytes = _decode_number(first[3:_RECORD_HEADER_BYTES])
-    is_other = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
-    if first[1:2] != b"\x03" or is_other:
+    is_other_message = record_bytes > 0 and message[:1] != bytes((_CLIENT_HELLO,))
+    if first[1:2] != b"\x03" or is_other_message:
         return ""
     size = _MESSAGE_HEADER_BYTES + _decode_number(message[1:_MESSAGE_HEADER_BYTES])
-    if record_bytes < size:  # its end would be answered without a turn; OpenSSL skips empty records
+    if record_bytes < size:  # OpenSSL would answer later, without a turn; it skips empty records
         return "expected a complete TLS ClientHello in one record, found a part of one"
     extensions = _extensions(message[:size])
     groups = _decode_numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
     is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
     if _TLS_1_3 in _decode_numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
-        shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
-        known_groups = (group for group in shares if group in _FAST_GROUPS or group in _SLOW_GROUPS)
+        key_shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
+        known_groups = (
+            group for group in key_shares if group in _FAST_GROUPS or group in _SLOW_GROUPS
+        )
         # OpenSSL uses the first group that it knows.
         is_slow = next(known_groups, None) not in _FAST_GROUPS
     return (
@@ -66,10 +68,10 @@ def reject_reason(first: bytes) -> str:
 
 
 def _extensions(hello: bytes) -> dict[int, bytes]:
-    at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
+    offset = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
     for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
-        at += size_bytes + _decode_number(hello[at : at + size_bytes])
-    return _parse_elements(hello[at + 2 :])
+        offset += size_bytes + _decode_number(hello[offset : offset + size_bytes])
+    return _parse_elements(hello[offset + 2 :])
 
 
 def _parse_elements(data: bytes) -> dict[int, bytes]:
@@ -83,7 +85,7 @@ def _parse_elements(data: bytes) -> dict[int, bytes]:
 
 
 def _decode_numbers(data: bytes) -> set[int]:
-    return {_decode_number(data[at : at + 2]) for at in range(0, len(data), 2)}
+    return {_decode_number(data[offset : offset + 2]) for offset in range(0, len(data), 2)}
 
 
 def _decode_number(data: bytes) -> int:

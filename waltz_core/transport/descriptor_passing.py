@@ -3,14 +3,14 @@
 The receiver reads the file from the page cache, without a copy through a socket.
 
 Rules:
-    1. The socket has an abstract name. The socket disappears when its process exits, leaves no
-       file, and cannot be reached from other machines or network namespaces.
+    1. The socket has an abstract name. So it disappears when its process exits, leaves no file, and
+       cannot be reached from other machines or network namespaces.
     2. A connection carries one request of a fixed size and one answer: an open file, or nothing.
     3. The file is open for reading only.
-    4. Abstract names exist on Linux only. On other systems, nothing is offered or received.
-    5. Only processes of the same user and of root receive files: a file contains more than the
-       requested data, and these processes could open it by its path as well. Also, a receiver
-       accepts files from these users only, because any other process may occupy the name first and
+    4. Abstract names exist on Linux only. On other systems, no files are passed.
+    5. Only processes of the same user and of root receive files, because a file contains more than
+       the requested data. These processes could also open the file by its path. A receiver accepts
+       files from these users only, because a process of another user may occupy the name first and
        pass a forged file.
 """
 
@@ -45,8 +45,8 @@ OpenFile = Callable[[bytes], Awaitable[int]]
 async def serve_descriptors(name: str, request_bytes: int, open_requested: OpenFile) -> None:
     """Serve descriptors of files under a socket name until cancelled.
 
-    Return if the system does not support abstract names or the name is taken: readers then use the
-    storage's connection.
+    Return if the system does not support abstract names, or if the name is taken. Readers then use
+    their connections to the storage.
     """
     if not IS_SUPPORTED:
         return
@@ -143,7 +143,7 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
                     if not part:
                         return
                     request += part
-            # NB: not under the timeout: a file that a thread opens after it would never be closed.
+            # NB: not under the timeout. A file that a thread opened after it would never be closed.
             descriptor = await open_requested(request)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("segment.sharing_denied error=%s", error)

@@ -1,8 +1,8 @@
 """Resolves host names in such a way that a slow lookup delays only its own host.
 
-Both event loops run lookups in a small pool of threads. If the DNS server of a name does not
-answer, the lookup occupies a thread for half a minute, and each retry occupies another thread. When
-all threads are occupied, no connection to any other host can be opened.
+The event loops (uvloop and asyncio's own) run lookups in a small pool of threads. If the DNS server
+of a name does not answer, the lookup occupies a thread for half a minute, and each retry occupies
+another thread. When all threads are occupied, no connection to any other host can be opened.
 
 Rules:
     1. A lookup has a thread of its own. There is at most one lookup for each name; all callers
@@ -34,20 +34,20 @@ async def addresses_of(host: str) -> Addresses:
         OSError: the name is unknown or invalid, or no DNS server answers.
     """
     loop = asyncio.get_running_loop()
-    arrived: asyncio.Future[None] = loop.create_future()
+    answer_arrived: asyncio.Future[None] = loop.create_future()
 
-    def arrive() -> None:
-        if not arrived.done():
-            arrived.set_result(None)
+    def note_arrival() -> None:
+        if not answer_arrived.done():
+            answer_arrived.set_result(None)
 
     def notify(_lookup: Future[Addresses]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(arrive)
+            loop.call_soon_threadsafe(note_arrival)
 
     lookup = begin_lookup(host)
     if not lookup.done():
         lookup.add_done_callback(notify)
-        await arrived
+        await answer_arrived
     return list(lookup.result())
 
 
@@ -79,7 +79,7 @@ def begin_lookup(host: str) -> Future[Addresses]:
 def _look_up(host: str, lookup: Future[Addresses]) -> None:
     try:
         check_host(host)
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        address_infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         _remove_lookup(host)
         lookup.set_exception(error)
@@ -88,7 +88,7 @@ def _look_up(host: str, lookup: Future[Addresses]) -> None:
         lookup.set_exception(OSError(f"{host!r} is not a valid host name: {error}"))
     else:
         _remove_lookup(host)
-        lookup.set_result(list(dict.fromkeys(str(address[0]) for *_, address in infos)))
+        lookup.set_result(list(dict.fromkeys(str(address[0]) for *_, address in address_infos)))
 
 
 def _remove_lookup(host: str) -> None:

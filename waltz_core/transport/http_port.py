@@ -5,20 +5,24 @@ process if the address is in use. So this file uses only uvicorn's connections (
 
 Rules:
     1. A connection carries one request. It is closed `REQUEST_S_MAX` after it was opened, whether
-       the client or the page is slow. Unsent bytes do not stay in memory.
-    2. There are at most `CONNECTIONS_MAX` connections, and requests whose client has disconnected
-       count, too. Further connections are closed at once.
+       the client or the page is slow. Its unsent bytes are then dropped.
+    2. There are at most `CONNECTIONS_MAX` connections. A request whose client has disconnected also
+       counts. Further connections are closed at once.
     3. The buffer for an incomplete request head has `HEAD_BYTES_MAX`, and the buffer for a body 64
        KiB.
-    4. uvicorn logs nothing: a peer could fill the log with its warnings of bad requests, or with
-       the exceptions that a bad request causes after its response.
-    5. With `keep_alive_connections_max` there are that many connections, and a connection has any
-       number of requests, of any duration. It is closed if the head or the body of a request does
-       not arrive within `RECEIVE_S_MAX`, if there is no request for `IDLE_S_MAX`, or if the client
-       takes no byte of a response for `STALLED_S_MAX`. A TLS handshake takes `RECEIVE_S_MAX` at
-       most. A connection to a dead host is closed while it has bytes to send.
-    6. If a response is sent before the whole request has arrived, the rest is dropped: a client
-       that sends its whole request first must be able to read the response.
+    4. uvicorn logs nothing. Otherwise a peer could fill the log with warnings of bad requests, or
+       with the exceptions that a bad request causes after its response.
+    5. With `keep_alive_connections_max`, this number replaces `CONNECTIONS_MAX` in rule 2, and rule
+       1 does not apply. A connection carries any number of requests, of any duration. It is closed
+       in these cases:
+        - The head or the body of a request does not arrive within `RECEIVE_S_MAX`.
+        - There is no request for `IDLE_S_MAX`.
+        - The client takes no byte of a response for `STALLED_S_MAX`.
+        - The TLS handshake takes longer than `RECEIVE_S_MAX`.
+        - The client's host is dead, and the connection has bytes to send.
+    6. A client that sends its whole request before it reads must be able to read an early response.
+       So if a response is sent before the whole request has arrived, the rest of the request is
+       dropped.
 """
 
 import asyncio
@@ -195,7 +199,7 @@ class _KeepAliveConnection(_SilentConnection):
 
     def _is_receiving(self) -> bool:
         """Return whether the connection waits for the rest of a head or a body."""
-        if self.timeout_keep_alive_task is not None:  # uvicorn closes an idle connection
+        if self.timeout_keep_alive_task is not None:  # idle: uvicorn closes the connection
             return False
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is None or cycle.more_body or cycle.response_complete

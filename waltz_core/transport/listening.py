@@ -27,7 +27,7 @@ async def listen(
     """Listen on an address, and call `on_connection` with each link after both hellos.
 
     Port 0 selects a free port; `Listener.port` has its number. If `ssl` (`tls.listen_context`) is
-    given, a peer without TLS receives an alert, and each link has the principal of its peer. Raises
+    given, each link has the principal of its peer, and a peer without TLS receives an alert. Raises
     BadConfig if it is not possible to listen on the address.
     """
     listener = Listener(protocol, on_connection, limits or LinkLimits())

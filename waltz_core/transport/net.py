@@ -12,21 +12,22 @@ Rules:
     2. Messages that arrive before `start` wait in an inbox. Above `_INBOX_BYTES_MAX`, reading
        pauses.
     3. Above `WRITE_BACKLOG_BYTES_HIGH` unsent bytes a link is congested. A listener then stops
-       reading the link: a client that does not read answers may not send requests. A dialer
-       continues to read, because answers make space.
+       reading the link, so that a client that does not read answers cannot send more requests. A
+       dialer continues to read, because a congested listener reads again only when its answers
+       were read.
     4. If a link exceeds its hard limit of unsent bytes, it is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.
-    7. A dialer with a token sends the token first, and passes the link to its user when the peer
-       has accepted the token. On the listener's side, the link has the principal of its peer. If
-       the listener does not accept the token, it closes the link.
-    8. The user of a listener's link processes a request only after `denial` or `permitted`. Before
-       that, requests of a principal with limits wait in `throttle.py`.
+    7. A dialer with a token sends the token first. It passes the link to its user when the peer has
+       accepted the token. If the listener does not accept the token, it closes the link. On the
+       listener's side, `principal` of the link is the principal of the peer.
+    8. The user of a listener's link processes a request only if `denial` or `filter_permitted`
+       permits it. Before this check, requests of a principal with limits wait in `throttle.py`.
     9. A peer whose principal has no permission may send small frames only, and is disconnected
-       after `UNAUTHORIZED_S_MAX`. Until then its requests are answered with denials, because 0.13
-       clients would connect again at once after a disconnect.
+       after `UNAUTHORIZED_S_MAX`. It is not disconnected at once, because a 0.13 client would
+       immediately connect again. Until then, its requests are answered with denials.
     10. The same rules hold with TLS. Bytes that TLS has passed to the socket do not count as
-        unsent. So the socket may hold as many bytes again as rules 3 and 4 permit.
+        unsent. So there may be twice as many bytes in memory as rules 3 and 4 permit.
 """
 
 import asyncio
@@ -120,13 +121,15 @@ async def dial(
 ) -> "Link":
     """Connect to "host:port", and return the link after both hellos.
 
-    If `ssl` (`tls.dial_context`) is given, the link uses TLS, and presents the token of `ssl` to a
+    If `ssl` (`tls.dial_context`) is given, the link uses TLS, and sends the token of `ssl` to a
     peer whose version has access control.
 
-    Raises Unreachable if there is no connection within `timeout_s` seconds, TlsFailed if only one
-    side uses TLS, or a certificate is not accepted, AuthenticationFailed if the token cannot be
-    read or is not accepted, Overloaded if the token's principal has too many connections at the
-    peer, RemoteProtocolError if the peer speaks another protocol.
+    Raises:
+        Unreachable: there is no connection within `timeout_s` seconds.
+        TlsFailed: only one side uses TLS, or a certificate is not accepted.
+        AuthenticationFailed: the token cannot be read or is not accepted.
+        Overloaded: the token's principal has too many connections at the peer.
+        RemoteProtocolError: the peer speaks another protocol.
     """
     host, port = split_address(address)
     token = await dialing.read_token(address, ssl)
@@ -165,8 +168,7 @@ async def dial(
             raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
         dialing.log_rejection(address, error)
-        # NB: the caller may be cancelled when the link is already ready; only this code can close
-        # it.
+        # NB: the caller may be cancelled when the link is ready; then only this code can close it.
         link.abort("the attempt to connect was cancelled")
         raise
     return link
@@ -203,7 +205,7 @@ class Link:
         # The access of a listener's peer; None without access control.
         self.access: ConnectionAccess | None = None
         self.closed_reason: str | None = None
-        # More unsent bytes than this close the link (rule 4); its user may change the limit.
+        # The hard limit of unsent bytes (rule 4); the user of the link may change it.
         self.write_backlog_bytes_max = write_backlog_bytes_max
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -280,7 +282,7 @@ class Link:
 
     @property
     def is_congested(self) -> bool:
-        """Whether so many bytes are unsent that the user should not produce more (rule 3)."""
+        """Whether there are too many unsent bytes, so the user should not produce more (rule 3)."""
         return not self._drained.is_set()
 
     @property
@@ -309,7 +311,7 @@ class Link:
         return None if self.access is None else self.access.denial(request, self.version)
 
     def on_feeds_ended(self, partition_id: int) -> None:
-        """Stop counting the feeds of a partition, which have ended, for the principal's limit."""
+        """The feeds of a partition have ended: stop counting them for the principal's limit."""
         if self._throttle is not None:
             self._throttle.on_feeds_ended(partition_id)
 
@@ -643,7 +645,7 @@ class Link:
             or (self._is_listener and self.is_congested)
         )
         if is_wanted and not self._is_reading:
-            self._tick_was_inside_frame = False  # the peer was not slow, this side did not read
+            self._tick_was_inside_frame = False  # this side did not read, so the peer was not slow
             transport.resume_reading()
         elif self._is_reading and not is_wanted:
             transport.pause_reading()

@@ -16,12 +16,12 @@ async def publish_quotas(metrics: Metrics, area: str, port: ListenContext | None
     """
     if port is None or port.access is None:
         return
-    quotas, published = port.access.quotas, set[str]()
+    quotas, published_labels = port.access.quotas, set[str]()
     prefix = f"waltz_{area}_principal"
     while True:
-        for label in published - quotas.usage.keys():
+        for label in published_labels - quotas.usage.keys():
             metrics.forget(principal=label)
-        published = set(quotas.usage)
+        published_labels = set(quotas.usage)
         for label, usage in quotas.usage.items():
             interval_usage = usage.take()
             metrics.add(f"{prefix}_bytes_total", interval_usage.bytes, principal=label)

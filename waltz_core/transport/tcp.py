@@ -1,8 +1,8 @@
 """Reads from the kernel whether a peer has closed a TCP connection, and whether its host answers.
 
-The socket option `TCP_USER_TIMEOUT` is not suitable: it also ends a connection whose peer does not
-read. The kernel counts the time in which data waits for a full receive window, although the peer's
-host answers every probe.
+The socket option `TCP_USER_TIMEOUT` is not suitable, because it also ends a connection whose peer
+does not read. The peer's receive window is then full. The kernel counts the time in which data
+waits for this window, although the peer's host answers every probe.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ class Socket(Protocol):
 
 
 def silence_ms(sock: Socket) -> int | None:
-    """Return the ms since the last acknowledgement of the peer's host, if it must be dead.
+    """Return the ms since the last acknowledgement of the peer's host, if the host seems dead.
 
     Return None if the host answers, if no packet waits for an acknowledgement, or if the system
-    does not report it.
+    does not report these values.
     """
     option = getattr(socket, "TCP_INFO", None)
     if option is None:
@@ -61,7 +61,7 @@ def silence_in(info: bytes) -> int | None:
 def has_peer_closed(sock: Socket) -> bool:
     """Whether the peer has closed its side, even if not all of its bytes were read yet.
 
-    Return False if the system does not report it.
+    Return False if the system does not report the state of the connection.
     """
     option = getattr(socket, "TCP_INFO", None)
     return option is not None and sock.getsockopt(socket.IPPROTO_TCP, option, 1)[0] in _CLOSED

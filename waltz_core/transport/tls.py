@@ -4,29 +4,31 @@ Daemons, clients and commands use this file. It uses only `ssl` of the standard 
 "TLS" of docs/operations.md describes the certificate files.
 
 Rules:
-    1. `tls = "off"` overrides everything. Otherwise `?tls=` of the connect string overrides
-       defaults, and an explicit setting overrides the same setting of `?tls=`. If authorities are
-       set explicitly, peers are verified with them even if the connect string has
-       `?tls=unverified`.
-    2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
-       relative to it. ?tls=on trusts the system's authorities, and ?tls=unverified trusts any peer.
+    1. `tls = "off"` disables TLS, whatever else is set. Otherwise an explicit setting overrides
+       `?tls=` of the connect string, and `?tls=` overrides the defaults. So explicit authorities
+       verify peers even with `?tls=unverified`.
+    2. ?tls=FILE names a file with the authorities. ?tls=FILE.toml names a file with settings of
+       kind "tls"; file names in it are relative to this file. ?tls=on trusts the system's
+       authorities, and ?tls=unverified trusts any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
     4. On a non-loopback address, a daemon starts only if its ports require TLS and check
-       permissions, or with `insecure_network = true`, which it then logs.
-    5. A daemon reads its files again on SIGHUP (`reload_files`). Authorities are added; only a
-       restart removes them.
-    6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
-       connects again and again does not fill the disk.
+       permissions. The setting `insecure_network = true` permits other daemons to start, and is
+       logged.
+    5. A daemon reads its files again on SIGHUP (`reload_files`). This adds new authorities; only a
+       restart removes authorities.
+    6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`. Otherwise a peer that
+       connects again and again could fill the disk.
     7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
        read once when the context is created, so that a missing file or variable is reported
        immediately.
     8. A port that identifies its peers verifies the certificate of each peer that presents one. If
        no authorities are set explicitly, it requests no certificate, because the system's
        authorities sign certificates for any host.
-    9. A daemon checks its own certificate as its peers would: the advertised host, and the dates.
-       When it reads the files, it logs a mismatch as an error.
+    9. When a daemon reads its files, it checks its own certificate as its peers would: the
+       advertised host, and the dates. It logs a mismatch as an error.
     10. With `tls_transition` a port accepts plain TCP as well. A setting determines whether a
-        daemon connects with TLS or plain TCP; after a failure, TLS is never replaced by plain TCP.
+        daemon connects with TLS or plain TCP. A daemon never falls back from TLS to plain TCP after
+        a failure.
 """
 
 import contextlib
@@ -78,7 +80,7 @@ _REASON_TEXTS: Final = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate of this process, which "
     "has none",
-    # TLS 1.2 uses this alert for a missing certificate, and for other failures.
+    # TLS 1.2 uses this alert for a missing certificate and for other failures.
     "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a "
     "certificate, or a key exchange with X25519 or P-256",
 }
@@ -88,8 +90,8 @@ _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 class _Handshake(ssl.SSLObject):
     """One end of a TLS connection; if the handshake fails, the error contains the alert.
 
-    Both event loops drop unsent bytes when a handshake fails, so the peer would not receive the
-    alert.
+    The alert is kept in the error because the event loops (uvloop and asyncio's own) drop unsent
+    bytes when a handshake fails, so that the peer would not receive the alert.
     """
 
     outgoing: ssl.MemoryBIO
@@ -260,7 +262,9 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         'access = "on"': config.access == "on",
         'tls_transition = ""': not config.tls_transition,
     }
-    missing = " and ".join(condition for condition, is_met in required.items() if not is_met)
+    missing = " and ".join(
+        setting for setting, is_fulfilled in required.items() if not is_fulfilled
+    )
     if not missing:
         return
     if not config.insecure_network:
@@ -279,8 +283,12 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
 
 
 def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
-    is_meant = config.tls == "off"
-    if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
+    is_explicitly_off = config.tls == "off"
+    if (
+        isinstance(config, ServerConfig)
+        and config.tls_require_certificate
+        and not is_explicitly_off
+    ):
         raise BadConfig('setting tls: tls_require_certificate = true requires tls = "on"')
     if config.tls_transition:
         raise BadConfig('setting tls: tls_transition requires tls = "on"')
@@ -309,7 +317,7 @@ def log_plain_peer(peer: str) -> None:
 def error_kind(error: str) -> str:
     """Return the beginning of an error without its values, as the key for `is_new_failure`.
 
-    Otherwise a peer could make each error a new one.
+    With other values in each error, a peer could make each of its errors a new one.
     """
     return _VALUE_PATTERN.sub("", error)[:_KIND_CHARACTERS_MAX]
 
@@ -337,8 +345,8 @@ def alert_of(error: Exception) -> bytes:
 def tls_value_in(connect: str) -> str:
     """Return the value of ?tls= in a connect string; empty if it has none.
 
-    A connect string without ?tls= is not checked: a storage without ZooKeeper may have any text,
-    and connecting reports errors in it.
+    A connect string without ?tls= is not checked. A storage without ZooKeeper may have any text as
+    its connect string, and an attempt to connect reports errors in the text.
     """
     return parse_connect_string(connect).tls if "tls=" in connect else ""
 

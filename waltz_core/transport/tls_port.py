@@ -1,14 +1,14 @@
 """A listening port with TLS: it accepts connections, performs handshakes, and logs failures.
 
-The listening port of the event loop closes a connection silently if the handshake fails. If an
-operator has configured TLS on one side only, the other side would then log nothing.
+The event loop's own listening port closes a connection silently if the handshake fails. So if a
+peer does not use TLS, its operator would find no reason in any log.
 
 Rules:
     1. A peer that does not begin with a handshake receives an alert, which Waltz's dialers
        recognize, and is logged. A connection without any byte is not logged.
     2. A handshake may take `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits the number and
-       rate of handshakes. A handshake begins when the whole ClientHello has arrived and the queue
-       gives it a turn, because the answer to it uses most of the CPU time.
+       rate of handshakes. The answer to the ClientHello uses most of the CPU time. So a handshake
+       begins only when the whole ClientHello has arrived and the queue gives it a turn.
     3. No bytes reach a connection's protocol before the handshake is done.
     4. While a cluster switches to TLS (`tls_transition`), the port accepts a peer that does not
        begin with a handshake, without TLS. If daemons already connect with TLS, this is logged.
@@ -30,7 +30,7 @@ HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 4_096
 LISTEN_BACKLOG: Final = 1_024
 
-# The pause after a lack of descriptors or memory; an immediate retry would fail, too.
+# The pause after an accept fails for lack of descriptors or memory; a retry would also fail.
 _ACCEPT_PAUSE_S: Final = 0.5
 
 
@@ -94,7 +94,7 @@ class TlsPort:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             rejection = self._limits.begin_handshake(address[0])
-            if rejection:  # not refused: that would indicate a dead server (`failure_detector.py`)
+            if rejection:  # accept and close: a refused dial suggests a dead server
                 if tls.is_new_failure(address[0], "too many handshakes"):
                     _log.warning("tls.handshake_failed peer=%s error=%s", address[0], rejection)
                 accepted.close()
@@ -108,8 +108,8 @@ class TlsPort:
             first = await self._first_bytes(accepted, host)
             if self._is_acceptable(first, accepted, host):
                 is_tls = first[0] == tls.HANDSHAKE_RECORD
-                # If the handshake fails, the loop closes its transport first; this duplicate stays
-                # open.
+                # If the handshake fails, the loop closes `accepted`. The duplicate stays open, so
+                # that an alert can be sent.
                 duplicate = accepted.dup()
                 is_handed_over = True
                 await self._loop.connect_accepted_socket(
@@ -144,15 +144,15 @@ class TlsPort:
         """Wait for a peer's first bytes and for a turn (rule 2); return the bytes without reading.
 
         Return b"" if the peer has closed the connection. The peer must send the bytes within
-        `HANDSHAKE_S_MAX`; the time for which it waits for a turn does not count.
+        `HANDSHAKE_S_MAX`. The wait for a turn is not included in this time.
         """
         accepted.settimeout(0)
         late_s = self._loop.time() + HANDSHAKE_S_MAX
         wanted_bytes = 1
         async with asyncio.timeout_at(late_s) as deadline:
             while True:
-                # The socket becomes readable with these bytes: a slow peer uses three turns at
-                # most.
+                # The socket becomes readable when `wanted_bytes` have arrived, so a slow peer uses
+                # at most three turns.
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_bytes)
                 deadline.reschedule(late_s)
                 late_s += await self._wait_for_turn(accepted, host, deadline)
@@ -173,10 +173,7 @@ class TlsPort:
     async def _wait_for_turn(
         self, accepted: socket.socket, host: str, deadline: asyncio.Timeout
     ) -> float:
-        """Wait until the socket is readable, then for its turn.
-
-        Return the seconds of the second wait.
-        """
+        """Wait until the socket is readable, then for its turn; return the second wait in s."""
         turn_future, readable_s = self._loop.create_future(), 0.0
 
         def is_readable() -> None:

@@ -1,7 +1,7 @@
 """The source of a client's token that a connect string names: a file or an environment variable.
 
 The token is read for each connection, so that it can be replaced while the process runs. A process
-that acts for others, such as the gateway, keeps the token of each of them in memory.
+that acts for callers, such as the gateway, keeps each caller's token in memory.
 """
 
 import os

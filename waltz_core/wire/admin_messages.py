@@ -4,7 +4,7 @@ This is a table like `messages.py`, with the same rules. Version 0 has the bytes
 (docs/design/wire-format.md 3.2); versions 1 and 2 add messages.
 
 Each message starts with a prefix: type (1 byte), sequence number (8 bytes). An answer has the
-sequence number of its request. Type 5 of 0.13 has no meaning.
+sequence number of its request. Type 5 of 0.13 is not supported.
 """
 
 from dataclasses import field
@@ -163,7 +163,7 @@ class MetricsRequest(AdminMessage):
 class MetricsResponse(AdminMessage):
     """The storage's gauges as JSON, with the structure and names of 0.13.
 
-    A `Text` would be too short.
+    The field is not a `Text`, because the JSON may exceed the maximum length of a `Text`.
     """
 
     code = 12
@@ -240,8 +240,8 @@ class ReplicaRequest(AdminMessage):
 class ReplicaResponse(AdminMessage):
     """The state of one partition of the storage.
 
-    `reason` states why the partition's log cannot be used; it is empty for a usable log. With a
-    reason, the fields after it are empty. `low_water_mark` is the confirmed low-water mark.
+    `reason` states why the partition's log cannot be used; it is empty for a usable log. If there
+    is a reason, all later fields are empty. `low_water_mark` is the confirmed low-water mark.
     `damaged` contains pairs (first ID, last ID) of damaged ranges.
     """
 
@@ -264,7 +264,7 @@ class ReplicaResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class RemovePartition(AdminMessage):
-    """Remove a partition. `is_forced`: also if the last session depends on this replica."""
+    """Remove a partition; with `is_forced`, even if the last session depends on this replica."""
 
     code = 69
     requires = require_all(ADMINISTER)
@@ -315,8 +315,9 @@ class CopyRequest(AdminMessage):
 class Copy(AdminMessage):
     """Whole batches of a log.
 
-    As an answer to 72, the message is empty if `first` is above the confirmed low-water mark. As a
-    request, it appends the batches to the log of a replica that is offline.
+    The message is an answer or a request. As an answer to `CopyRequest`, it is empty if `first` is
+    above the confirmed low-water mark. As a request, it appends the batches to the log of a replica
+    that is offline.
     """
 
     code = 73

@@ -1,7 +1,7 @@
-"""The IDs of appends as text, for log lines: an append has the same request IDs in every process.
+"""The IDs of appends as text, so that an append can be found in the logs of all processes.
 
-The text of a request ID is `client.generation.partition.sequence`. Consecutive IDs are one run,
-such as `17.3.0.40..55`, which is 16 rows of one client.
+The text of a request ID is `client.generation.partition.sequence`. Consecutive IDs are joined into
+a run: `17.3.0.40..55` stands for 16 rows of one client.
 """
 
 from itertools import pairwise
@@ -12,7 +12,7 @@ import numpy as np
 from waltz_core.records.raw_records import lengths_from_wire, req_ids_of
 from waltz_core.wire.messages import AppendRaw, AppendResult
 
-# Further runs are omitted: a batch may have one row of each of many clients.
+# The maximum number of runs in a text: a batch may have one row of each of many clients.
 RUNS_MAX: Final = 8
 RUNS_IN_LINE_MAX: Final = 100
 
@@ -56,14 +56,14 @@ def _runs_of_requests(append: AppendRaw, count_max: int) -> list[str]:
     ids = req_ids_of(append.records, lengths_from_wire(append.lengths, len(append.records)))
     rows = [tuple(row) for row in ids.tolist()]
     starts = [
-        at
-        for at, (before, row) in enumerate(pairwise(rows), start=1)
+        index
+        for index, (before, row) in enumerate(pairwise(rows), start=1)
         if row[:3] != before[:3] or row[3] != before[3] + 1
     ]
-    bounds = [*pairwise([0, *starts, len(rows)])]
+    run_bounds = [*pairwise([0, *starts, len(rows)])]
     return [
         ".".join(map(str, rows[first][:3])) + "." + _run(rows[first][3], rows[end - 1][3])
-        for first, end in bounds[:count_max]
+        for first, end in run_bounds[:count_max]
     ]
 
 

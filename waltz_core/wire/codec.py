@@ -8,8 +8,8 @@ There is one layout for each message class and version. A layout joins neighbori
 size into one `struct` call, and has one function for each field of variable size.
 
 Rules:
-    1. `decode(encode(m)) == m` for every value that both versions can express. The codec skips no
-       field silently, except those that messages.py marks `is_extra`.
+    1. `decode(encode(m)) == m` for every value that both versions can express. The codec silently
+       omits only the fields that messages.py marks `is_extra`.
     2. Bytes after the last field are an error.
     3. Large byte fields are never copied: encoding returns the caller's buffers, decoding returns
        views of the frame.
@@ -76,14 +76,14 @@ def decode_hello(payload: Buffer) -> Hello:
     view = memoryview(payload)
     values: list[Any] = []
     try:
-        count, at = read_count(view, 0, _SHORT.size)
-        versions = struct.unpack_from(f">{count}h", view, at)
-        at = read_text(view, at + count * _SHORT.size, values)
+        count, offset = read_count(view, 0, _SHORT.size)
+        versions = struct.unpack_from(f">{count}h", view, offset)
+        offset = read_text(view, offset + count * _SHORT.size, values)
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"the hello message cannot be decoded: {error}") from error
-    if at != len(view):
+    if offset != len(view):
         raise RemoteProtocolError(
-            f"hello message: expected no bytes after its last field, found {len(view) - at}"
+            f"hello message: expected no bytes after its last field, found {len(view) - offset}"
         )
     return Hello(versions=versions, text=values[0])
 
@@ -127,21 +127,21 @@ def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message
             f"{payload[0]}"
         )
     values: list[Any] = []
-    at = 1
+    offset = 1
     try:
         for read in layout.readers:
-            at = read(payload, at, values)
+            offset = read(payload, offset, values)
     except (struct.error, UnicodeDecodeError) as error:
         raise RemoteProtocolError(
-            f"{layout.name}, version {version}, cannot be decoded at byte {at} of "
+            f"{layout.name}, version {version}, cannot be decoded at byte {offset} of "
             f"{len(payload)}: {error}"
         ) from error
     except RemoteProtocolError as error:
         raise RemoteProtocolError(f"{layout.name}, version {version}: {error}") from error
-    if at != len(payload):
+    if offset != len(payload):
         raise RemoteProtocolError(
             f"{layout.name}, version {version}: expected no bytes after its last field, "
-            f"found {len(payload) - at}"
+            f"found {len(payload) - offset}"
         )
     message: Message = layout.make(*values)
     return message
@@ -210,8 +210,8 @@ def message_classes(protocol: WireProtocol) -> list[type[Message]]:
 
 
 def _exists_in_version(message_class: type[Message], version: int) -> bool:
-    until = message_class.until
-    return message_class.since <= version and (until is None or version <= until)
+    last_version = message_class.until
+    return message_class.since <= version and (last_version is None or version <= last_version)
 
 
 def _make_layout(message_class: type[Message], version: int) -> _MessageLayout:
@@ -262,27 +262,29 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldRe
     pack, unpack_from, size = layout.pack, layout.unpack_from, layout.size
     names = [name for name, _ in run]
     get = attrgetter(*names)
-    alone = len(names) == 1
-    packed = [(i, FIXED[kind].to_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].to_wire]
-    unpacked = [
+    is_single = len(names) == 1
+    value_encoders = [
+        (i, FIXED[kind].to_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].to_wire
+    ]
+    value_decoders = [
         (i, FIXED[kind].from_wire) for i, (_, kind) in enumerate(run) if FIXED[kind].from_wire
     ]
 
     def write(message: Message, out: FieldWriter) -> None:
-        if not packed and not alone:
+        if not value_encoders and not is_single:
             out.small_bytes += pack(*get(message))
             return
-        values = [get(message)] if alone else list(get(message))
-        for index, convert in packed:
+        values = [get(message)] if is_single else list(get(message))
+        for index, convert in value_encoders:
             assert convert is not None
             values[index] = convert(values[index])
         out.small_bytes += pack(*values)
 
     def read(view: memoryview, at: int, values: list[Any]) -> int:
         raw_values = unpack_from(view, at)
-        if unpacked:
+        if value_decoders:
             converted = list(raw_values)
-            for index, convert in unpacked:
+            for index, convert in value_decoders:
                 assert convert is not None
                 converted[index] = convert(converted[index])
             values += converted

@@ -12,13 +12,14 @@ Rules:
     2. After a failure, the connection receives and sends nothing.
     3. Messages that were received before a failure are returned before the failure.
     4. A frame over the limit is rejected before memory is allocated for it. The limit of a listener
-       depends on its peer (`peer_frame_bytes_max`). Before the hello, the limit is that of a hello.
+       depends on its peer (`peer_frame_bytes_max`). Before the hello, the limit is the maximum size
+       of a hello.
     5. An empty frame of the correct protocol and version is a keep-alive.
     6. Each frame's payload has its own memory. A view of the payload stays valid as long as the
        view exists.
-    7. If a connection has received no part of a frame, or only a part of a frame's header, it has
-       no read buffer: of a thousand connections, nearly all are idle. Before the hello, a
-       connection has its own read buffer of `HELLO_BYTES_MAX`.
+    7. An idle connection has no read buffer, because nearly all of a thousand connections are idle.
+       It is idle if it has received no part of the next frame, or only a part of its header. Before
+       the hello, each connection has its own read buffer of `HELLO_BYTES_MAX`.
 """
 
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 HELLO_BYTES_MAX: Final = 4 * 1024
 # Frames up to this size are accepted from each peer, whatever `peer_frame_bytes_max` returns.
 SMALL_FRAME_BYTES_MAX: Final = 64 * 1024
-# The size of a read buffer. After the first read of a large frame, the next reads use the frame's
-# own memory.
+# The size of a read buffer. Only the first part of a large frame is read into it; the other parts
+# are read into the frame's own memory.
 _READ_BUFFER_BYTES: Final = 64 * 1024
 _READ_BUFFERS_KEPT_MAX: Final = 16
 # The first bytes of a TLS peer: the record type (alert or handshake), and the major version 3.
@@ -101,8 +102,7 @@ class Connection:
         self._read_buffer: memoryview | None = None
         self._read_buffer_end = 0
         self._header_part = b""  # the received part of a frame header
-        # A frame that one read did not complete: its header, its memory, and the number of bytes
-        # received.
+        # An incomplete frame: its header, its memory, and the number of bytes received.
         self._header: FrameHeader | None = None
         self._frame = memoryview(b"")
         self._frame_end = 0
@@ -116,9 +116,8 @@ class Connection:
     def send(self, message: Message) -> list[Buffer]:
         """Encode a message as a frame; return the buffers to write in order.
 
-        Raises LocalProtocolError before the peer's hello, when the version is not known, and after
-        a failure. It is also raised if the frame exceeds the limit, or if the agreed version cannot
-        express the message.
+        Raises LocalProtocolError before the peer's hello has arrived, after a failure, for a frame
+        over the limit, and for a message that the agreed version cannot express.
         """
         if self.version is None or self.failure is not None:
             state = "has failed" if self.failure else "has not negotiated a version yet"
@@ -209,35 +208,34 @@ class Connection:
         self._header_part = b""
 
     def _return_read_buffer(self) -> None:
-        scratch, self._read_buffer = self._read_buffer, None
-        assert scratch is not None
-        self._header_part, self._read_buffer_end = bytes(scratch[: self._read_buffer_end]), 0
-        if len(scratch) == _READ_BUFFER_BYTES and len(self._read_buffers) < _READ_BUFFERS_KEPT_MAX:
-            self._read_buffers.append(scratch)
+        buffer, self._read_buffer = self._read_buffer, None
+        assert buffer is not None
+        self._header_part, self._read_buffer_end = bytes(buffer[: self._read_buffer_end]), 0
+        if len(buffer) == _READ_BUFFER_BYTES and len(self._read_buffers) < _READ_BUFFERS_KEPT_MAX:
+            self._read_buffers.append(buffer)
 
     def _process_read_buffer(self, events: list[ConnectionEvent]) -> None:
         """Process the complete frames in the read buffer; move an incomplete one elsewhere."""
-        scratch, end, at = self._read_buffer, self._read_buffer_end, 0
-        assert scratch is not None, "buffer_updated without get_buffer"
-        while end - at >= FRAME_HEADER.size:
-            header = codec.decode_frame_header(scratch, at)
+        buffer, end, offset = self._read_buffer, self._read_buffer_end, 0
+        assert buffer is not None, "buffer_updated without get_buffer"
+        while end - offset >= FRAME_HEADER.size:
+            header = codec.decode_frame_header(buffer, offset)
             self._check_header(header)
-            at += FRAME_HEADER.size
-            if header.payload_bytes > end - at:
-                # NumPy does not clear the memory. Clearing would be most of the cost of a large
-                # frame.
+            offset += FRAME_HEADER.size
+            if header.payload_bytes > end - offset:
+                # NumPy does not clear this memory: that would be most of the cost of a large frame.
                 self._frame = np.empty(header.payload_bytes, dtype=np.uint8).data
-                self._frame_end = end - at
-                self._frame[: end - at] = scratch[at:end]
+                self._frame_end = end - offset
+                self._frame[: end - offset] = buffer[offset:end]
                 self._header = header
-                at = end
+                offset = end
             elif header.payload_bytes:
-                payload = bytes(scratch[at : at + header.payload_bytes])
-                at += header.payload_bytes
+                payload = bytes(buffer[offset : offset + header.payload_bytes])
+                offset += header.payload_bytes
                 self._process_payload(memoryview(payload), events)
-        if at:
-            scratch[: end - at] = bytes(scratch[at:end])
-        self._read_buffer_end = end - at
+        if offset:
+            buffer[: end - offset] = bytes(buffer[offset:end])
+        self._read_buffer_end = end - offset
 
     def _end_frame(self, events: list[ConnectionEvent]) -> None:
         payload = self._frame
@@ -277,8 +275,8 @@ class Connection:
             events.append(codec.decode(self.protocol, self.version, payload))
             return
         peer = codec.decode_hello(payload)
-        common = set(peer.versions) & set(self._versions)
-        if not common:
+        common_versions = set(peer.versions) & set(self._versions)
+        if not common_versions:
             raise RemoteProtocolError(
                 "the two sides support no common version of protocol "
                 f"{chr(self.protocol.magic)!r}: this side supports {list(self._versions)}, "
@@ -286,5 +284,5 @@ class Connection:
                 f"{list(peer.versions[:32])}{self._version_hint(peer)}"
             )
         self.peer = peer
-        self.version = max(common)
+        self.version = max(common_versions)
         events.append(HelloReceived(peer, self.version))

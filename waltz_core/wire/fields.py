@@ -30,8 +30,8 @@ from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, Buffer, FieldK
 _INT32: Final = struct.Struct(">i")
 _UINT32: Final = struct.Struct(">I")
 _LINEAGE_ENTRY: Final = struct.Struct(">qqqq16s")
-# A byte field up to this size is copied and joined with its neighbors, which costs less than a
-# separate buffer.
+# The maximum size of a byte field that is copied and joined with its neighbors. For a larger field,
+# a separate buffer costs less than the copy.
 _INLINE_BYTES_MAX: Final = 2048
 assert _LINEAGE_ENTRY.size == 48
 

@@ -98,7 +98,7 @@ class WireProtocol(Enum):
     """
 
     HELLO = ("H", (0,), (0,), "", "")
-    # 3 is the first version of 0.13 in which a server can report that a client is ahead of the log.
+    # From version 3 on, a server of 0.13 can report that a client is ahead of the log.
     CLIENT = (
         "L",
         (0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
@@ -157,7 +157,7 @@ OWN_HEADERS = 3
 NO_ARCHIVING = -2
 # MOUNT_WRITER: the writer has no high-water mark, and uses that of the log.
 LATEST_MARK = -2
-# Limits on counts for which a decoder allocates memory, in addition to the limit on the frame.
+# Limits on the sizes for which a decoder allocates memory, in addition to the limit on the frame.
 TEXT_BYTES_MAX = 64 * 1024
 # The number of entries of one field that become Python objects: locks, texts, lineage, records,
 # pairs.
@@ -339,8 +339,8 @@ class FlushResponse(ClientMessage):
 class LockFailure(ClientMessage):
     """A lock conflict rejected the append.
 
-    The ID is the lock table's estimate for the conflicting transaction; it is above the client's
-    mark.
+    The ID is above the client's mark. It is the ID of the conflicting transaction or a higher ID,
+    because the lock table has only an estimate.
     """
 
     code = 10
@@ -491,8 +491,9 @@ class AppendTimesResponse(ClientMessage):
 class AppendBatch(ClientMessage):
     """Append many transactions: one Arrow IPC record batch (`batches.APPEND_SCHEMA`).
 
-    The sequence number of row i is that of the request ID plus i, even if earlier rows are
-    rejected. The high-water mark applies to every row, unless the batch has a column of marks.
+    The sequence number of row i is the sequence number of the request ID plus i, even if earlier
+    rows are rejected. The high-water mark applies to every row, unless the batch has a column of
+    marks.
     """
 
     code = 64
@@ -525,10 +526,10 @@ class AppendResult(ClientMessage):
 class AppendFollowing(AppendRequest):
     """Append one transaction that may depend on appends in flight.
 
-    The request's mark may be above the log's high-water mark. Then `Predecessors` must have
-    reported the appends in flight up to this mark in store session `session_id`. If the mark is a
-    mark of the log, `session_id` is -1. If a lock rejects the append, the answer is `Predecessors`
-    where possible, otherwise an `AppendResult`.
+    `session_id` is -1 if the writer has used no `Predecessors`. Otherwise it is their store
+    session, and the request's mark may be above the log's high-water mark: the writer has then
+    received the appends in flight up to this mark. If a lock rejects the append, the answer is
+    `Predecessors` where possible, otherwise an `AppendResult`.
     """
 
     code = 83
@@ -541,10 +542,10 @@ class AppendFollowing(AppendRequest):
 class Predecessors(ClientMessage):
     """A lock conflict rejected the append; `records` are the transactions that it conflicts with.
 
-    `records` contains all transactions above the request's mark, up to `last`, that have written
-    one of its write or read locks, as in the segment file. `lengths` are the lengths of these
-    records. Transactions above `high_water_mark` (of the log) are in flight in the session. They
-    may never get into the log; in that case, no append that depends on them gets into the log.
+    These are all transactions above the request's mark, up to `last`, that have written one of the
+    request's write or read locks. `records` has their bytes as in the segment file, `lengths` the
+    lengths of the records. Transactions above `high_water_mark` (of the log) are in flight in the
+    session, so they may get lost. If one is lost, no append that depends on it gets into the log.
     """
 
     code = 84
@@ -563,10 +564,11 @@ class MountWriter(ClientMessage):
 
     The feed starts after the client's mark.
 
-    `connection_sequence` fences older connections of the same client ID: the highest number wins
-    for the whole generation, even after its connection was closed. `high_water_mark` is the
-    client's mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty
-    means no filter. `proof` proves ownership of the client ID (`ClientIdResponse`).
+    `connection_sequence` fences older connections of the same client ID. Within a generation, the
+    server rejects every number below the highest one so far, even after the connection with this
+    number was closed. `high_water_mark` is the client's mark or `LATEST_MARK`. `header_values`
+    filters the feed by application header; empty means no filter. `proof` proves ownership of the
+    client ID (`ClientIdResponse`).
     """
 
     code = 66
@@ -625,11 +627,11 @@ class RangeRequest(ClientMessage):
 class RangeData(ClientMessage):
     """A part of a range. `next` is the next ID to read.
 
-    At the end of the range, `next` is above the requested last ID. WHOLE: `lengths` are the lengths
-    of the records, and `records` has the bytes of the segment file. HEADERS: `lengths` is empty,
-    and `records` has 28 bytes per transaction. `lineage` lists the batches of the part; the first
-    and the last batch may extend beyond the part. With a filter, the IDs in the records have gaps;
-    without one, they are consecutive.
+    At the end of the range, `next` is above the requested last ID. With form WHOLE, `lengths` are
+    the lengths of the records, and `records` has the bytes of the segment file. With form HEADERS,
+    `lengths` is empty, and `records` has 28 bytes per transaction. `lineage` lists the batches of
+    the part; the first and the last batch may extend beyond the part. The IDs in the records are
+    consecutive, unless the request has a filter.
     """
 
     code = 69
@@ -650,13 +652,13 @@ class RangeData(ClientMessage):
 class FeedBatch(ClientMessage):
     """Committed transactions first..first+count-1, 20 bytes each: request ID, application header.
 
-    In a filtered feed, only the transactions that pass the filter have headers here. `picked`
-    contains the ascending offsets, from `first`, of the transactions with headers. If `picked` is
-    empty, all transactions have headers.
+    A filtered feed contains headers only of the transactions that pass the filter. `picked`
+    contains the offsets of these transactions from `first`, in ascending order. If `picked` is
+    empty, the message contains headers of all transactions.
 
-    `chain` is the log's hash chain at `chain_at`, the last ID of a batch. If the server does not
-    know the chain at a position inside the part, `chain_at` is BEFORE_FIRST and `chain` is zeros. A
-    client compares chains to detect a changed history.
+    `chain` is the log's hash chain at `chain_at`, the last ID of a batch. If the server knows no
+    chain at a position inside the part, `chain_at` is BEFORE_FIRST and `chain` is zeros. A client
+    compares chains to detect that it has applied a different log.
     """
 
     code = 70
@@ -675,8 +677,8 @@ class FeedBatch(ClientMessage):
 class ReplicasRequest(ClientMessage):
     """Request the session, the high-water mark, and the replicas that readers may use.
 
-    With `linearizable`, the server answers only after heartbeats to a quorum have confirmed that
-    there is no later session.
+    With `linearizable`, the server first confirms, by heartbeats to a quorum, that there is no
+    later session.
     """
 
     code = 71
@@ -860,10 +862,16 @@ class RegistryRequest(ClientMessage):
     """Read or change the record of an exactly-once write.
 
     The client repeats the request if it receives no answer. A write belongs to the principal that
-    began it (decision 048, AC 14). `partitions` and `marks` are the starting marks of BEGIN. `task`
-    is for ENTER and CHECK, and `attempt` for CHECK. With an `attempt`, FINISH succeeds only while
-    it is the latest one of `task`. `arguments` is JSON: `keep_ms` and `in_series` of BEGIN, `run`
-    of ENTER and TASKS, `summary` and `keep_ms` of FINISH. For other operations it is empty.
+    began it (decision 048, AC 14). The fields depend on the operation:
+        - BEGIN: `partitions` and `marks` are the starting marks; `arguments` has `keep_ms` and
+          `in_series`.
+        - ENTER: `task`; `arguments` has `run`.
+        - CHECK: `task` and `attempt`.
+        - TASKS: `arguments` has `run`.
+        - FINISH: `arguments` has `summary` and `keep_ms`. With an `attempt`, the operation succeeds
+          only while this is the latest attempt of `task`.
+
+    `arguments` is JSON; it is empty for all other operations.
     """
 
     code = 91
@@ -893,11 +901,12 @@ class RegistryRequest(ClientMessage):
 class RegistryResponse(ClientMessage):
     """The server has carried out the operation of a `RegistryRequest`.
 
-    `result` is JSON. For BEGIN, READ and FINISH it is the write's node in ZooKeeper, or empty if
-    there is no such node. For ENTER it is the task's node. For TASKS it is an object: `tasks` has
-    the numbers of all tasks, `others` the client IDs of the tasks that another run has begun. For
-    ENTER, `proof` is the proof of the task's client ID, or `NO_PROOF` if the server has no
-    permissions.
+    `result` is JSON, and depends on the operation:
+        - BEGIN, READ and FINISH: the write's node in ZooKeeper; empty if there is no such node.
+        - ENTER: the task's node. `proof` is the proof of the task's client ID, or `NO_PROOF` if the
+          server has no permissions.
+        - TASKS: an object. `tasks` has the numbers of all tasks, `others` the client IDs of the
+          tasks that another run has begun.
     """
 
     code = 92
@@ -918,7 +927,7 @@ class RejectionsRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RejectionsResponse(ClientMessage):
-    """The newest rejected rows, newest first; at most 100 since the server took the partition.
+    """The newest rejected rows since the server took the partition: at most 100, newest first.
 
     All fields have one entry for each row. `stamps_ms`: the server's wall clock time, in
     milliseconds since 1970 (UTC). `request_ids`: 16 bytes each, with the layout of REQ_ID.
@@ -993,10 +1002,10 @@ class Prepared(StorageMessage):
     """The state of the replica on disk, read after the fencing of older sessions and a sync.
 
     `damaged` contains pairs (first ID, last ID) of unreadable records. `engaged_session` is the
-    last session that opened with this replica engaged, and that ZooKeeper has therefore recorded.
-    It is -1 if there is none, or if the storage does not report it (S 1). `start` is the last ID of
-    the batch before the log's first record, and `start_chain` the hash chain there. `start` is -2
-    if the storage does not support archiving (S 2).
+    last session that opened with this replica engaged. ZooKeeper records each session before it
+    opens. The field is -1 if there is no such session, or if the storage does not report it (S 1).
+    `start` is the last ID of the batch before the log's first record, and `start_chain` is the hash
+    chain at this ID. `start` is -2 if the storage does not support archiving (S 2).
     """
 
     code = 65
@@ -1047,9 +1056,9 @@ class SetLowWaterMark(StorageMessage):
 class Truncate(StorageMessage):
     """Truncate the log after `last_to_keep`.
 
-    `base` is the highest last ID of a batch that the owner knows and that is not above
-    `last_to_keep`. `base_chain` is the hash chain there. The storage rejects the request if its
-    chain at `base` differs, or if `last_to_keep` is below the confirmed low-water mark.
+    `base` is the last ID of a batch, at or below `last_to_keep`: the highest one that the owner
+    knows. `base_chain` is the hash chain at `base`. The storage rejects the request if its chain at
+    `base` differs, or if `last_to_keep` is below the confirmed low-water mark.
     """
 
     code = 68
@@ -1104,10 +1113,10 @@ class Appended(StorageMessage):
 class RangeRaw(StorageMessage):
     """Read records first..last, at most about `bytes_max` bytes, but at least one batch or record.
 
-    `reader`: the sender is not an owner. The storage answers a reader only while it is engaged in
-    the session of the prefix, and only up to the last ID that it has synced. `whole_batches`:
-    `first` is the first ID of a batch, and the answer ends at the end of a batch (for repair and
-    catch-up).
+    `reader`: the sender is a reader, not the owner. The storage answers a reader only while its
+    replica is engaged in the session of the prefix, and only up to the last ID that it has synced.
+    `whole_batches`, for repair and catch-up: `first` is the first ID of a batch, and the answer
+    ends at the end of a batch.
     """
 
     code = 72
@@ -1173,7 +1182,7 @@ class Repair(StorageMessage):
 class LineageResponse(StorageMessage):
     """The requested batches in order, and the chain before them.
 
-    If not all fit, these are the newest.
+    If not all of them fit, the response contains the newest batches.
     """
 
     code = 76
@@ -1247,8 +1256,7 @@ class Nack(StorageMessage):
 class DamageFound(StorageMessage):
     """A notification to the owner (sequence number 0): more records are unreadable.
 
-    `damaged` contains pairs (first ID, last ID) of all damage that the storage knows now, as in
-    PREPARED.
+    `damaged` contains pairs (first ID, last ID) of all known damage of the replica, as in PREPARED.
     """
 
     code = 80
@@ -1262,8 +1270,8 @@ class ArchiveRange(StorageMessage):
     """Write whole batches of first..last into the archive, starting with the batch at `first`.
 
     `chain_before` is the hash chain before `first`. `manifest` and `manifest_crc` identify the
-    present manifest; `manifest` is empty if nothing is archived. `attempt` is a part of the names
-    of the new files. The storage reports the end with `RangeArchived`.
+    present manifest; `manifest` is empty if nothing is archived. The names of the new files contain
+    `attempt`. The storage reports the end with `RangeArchived`.
     """
 
     code = 83
@@ -1283,11 +1291,13 @@ class RangeArchived(StorageMessage):
 
     The new manifest contains all batches up to `last`, where the hash chain is `chain`. `stamp_ms`
     is the commit stamp of the last batch that was written. If `manifest` is empty, nothing has
-    changed: there are not enough records yet, the object had already been replaced or, with an
-    `error`, the attempt failed. `unarchived_last`, `unarchived_bytes` and `unarchived_age_ms`
-    describe the range before the attempt: its last ID, the size of its records, and the time since
-    its oldest batch was committed (-1 if this is not known). `unarchived_last` is -1 if the log
-    could not be read.
+    changed: there were not enough records yet, the object had already been replaced or, with an
+    `error`, the attempt failed.
+
+    The three `unarchived_` fields describe the range that was not archived before the attempt.
+    `unarchived_last` is its last ID, or -1 if the log could not be read. `unarchived_bytes` is the
+    size of its records. `unarchived_age_ms` is the time since its oldest batch was committed, or -1
+    if this time is not known.
     """
 
     code = 84
@@ -1375,9 +1385,10 @@ class GarbageCollected(StorageMessage):
 class ExpireObjects(StorageMessage):
     """Expire whole objects: write a manifest with a later first available ID (rule AR 5).
 
-    The recorded manifest ends at `last` with the hash chain `chain`. An object expires if its IDs
-    are below `before`, if its commit times are before `before_ms`, or if they are older than
-    `retention_ms`. 0 means no limit. The storage reports the end with `ObjectsExpired`.
+    The recorded manifest ends at `last` with the hash chain `chain`. An object expires if all its
+    IDs are below `before`, if all its commit times are before `before_ms`, or if all its
+    transactions are older than `retention_ms`. A limit of 0 is not used. The storage reports the
+    end with `ObjectsExpired`.
     """
 
     code = 90
@@ -1436,7 +1447,8 @@ class ReplaceObject(StorageMessage):
 class ArchiveProgress(StorageMessage):
     """A notification to the owner (sequence number 0): the archive attempt is still running.
 
-    While a storage works on the archive, it sends this message for each request that waits or runs.
+    While a storage works on the archive, it sends this message for each of its archive requests,
+    waiting or running.
     """
 
     code = 89

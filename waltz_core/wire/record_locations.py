@@ -1,16 +1,16 @@
 """The positions of records in a storage's files, for a reader on the same machine.
 
-If a `RangeRaw` has form `LOCATIONS`, the storage answers with `RangeBytes` that contain lengths and
-lineage as usual, but locations instead of records. An older storage rejects this form, so the
-protocol needs no other change.
+With the positions, the reader reads the records from the files itself. If a `RangeRaw` has form
+`LOCATIONS`, the `RangeBytes` in the answer contain locations instead of records; lengths and
+lineage are as usual. An older storage rejects this form, so the protocol needs no other change.
 
 Rules:
     1. Each location is a run of bytes in a segment file. The locations are in the order of the IDs,
-       and without a gap between their records.
-    2. The sum of their sizes is the sum of the record lengths in the answer.
-    3. The reader requests each segment file at the storage's Unix socket. With access control, the
-       socket has another name, so that older readers, which have no ticket, do not find it. A
-       request then also contains the ticket of the last answer.
+       and there is no gap between their records.
+    2. The sizes of the locations and the record lengths in the answer have the same sum.
+    3. The reader requests each segment file at the storage's Unix socket. With access control, a
+       request also contains the ticket of the last answer. The socket then has another name, so
+       that older readers, which have no ticket, do not find it.
 """
 
 from collections.abc import Iterable

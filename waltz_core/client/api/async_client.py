@@ -88,8 +88,9 @@ class AsyncWaltzClient(OpenedByConnect):
             future = await client.append(b"...", write_locks=[lock("account", 7)])
             transaction_id = await future
 
-    Awaiting `append`, `append_batch` or `submit` waits for space in the window; awaiting the
-    future that they return waits for the outcome.
+    `await client.append(...)` waits until the number of appends in flight is below its limit (the
+    window). Then it returns a future; `await future` waits for the outcome. `append_batch` and
+    `submit` work in the same way.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._connection_sequence = 0
         self.claim: TaskClaim | None = None
         self._partitions: dict[int, ClientPartition] = {}
-        # The partitions that this client uses by default and appends to; None: all.
+        # The partitions that this client appends to, and uses by default; None: all.
         self._own_partitions: tuple[PartitionId, ...] | None = None
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
@@ -157,8 +158,8 @@ class AsyncWaltzClient(OpenedByConnect):
 
         `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their client
         ID across restarts; a server assigns a new ID to every other client. If `partitions` is
-        given, the client appends only to these partitions, and the default of its methods is these
-        partitions instead of all. A principal that has permissions for only some partitions needs
+        given, the client appends only to these partitions, and its methods use these partitions
+        instead of all by default. A principal that has permissions for only some partitions needs
         this argument.
 
         Raises:
@@ -185,10 +186,12 @@ class AsyncWaltzClient(OpenedByConnect):
         """Open a client with a given layout; it queries ZooKeeper only when partitions have moved.
 
         Mounts use connection sequences above `connection_sequence`. If two writers have the same
-        client ID, the mount with the higher connection sequence wins. A `claim` is the part of one
-        task in an exactly-once write (docs/spark.md, "Exactly once"). The claim supplies the client
-        ID and the connection sequence; the client opens and closes the claim with itself, and
-        checks the claim before each mount. `partitions` has the same meaning as in `connect`.
+        client ID, the mount with the higher connection sequence wins. `partitions` has the same
+        meaning as in `connect`.
+
+        A `claim` represents one task of an exactly-once write (docs/spark.md, "Exactly once"). It
+        supplies the client ID and the connection sequence. The client opens and closes the claim
+        together with itself, and checks the claim before each mount.
         """
         settings = settings_of(config)
         directory = FixedDirectory.from_config(layout, settings)
@@ -248,7 +251,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._check_process_and_loop()
         self._is_closed = True
         if self._close_task is None:
-            # This task is outside the TaskGroup, too: the client must close even if the caller is
+            # A task outside the TaskGroup, because the client must close even if the caller is
             # cancelled.
             loop = asyncio.get_running_loop()
             self._close_task = loop.create_task(
@@ -266,7 +269,7 @@ class AsyncWaltzClient(OpenedByConnect):
                         await partition.appends.wait_for_earlier()
         except TimeoutError:
             _log.warning("client.closed_with_pending_appends client=%s", self.client_id)
-        finally:  # NB: also if the loop ends earlier: a thread may wait for an outcome
+        finally:  # NB: also if the loop ends earlier, because a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
             if self._counted_client is not None:
@@ -436,9 +439,10 @@ class AsyncWaltzClient(OpenedByConnect):
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's high-water mark.
 
-        The mark includes those appends. If the partition moved during the call, the mark may lack
-        transactions that another server committed in the last two seconds. To get a mark that lacks
-        no transaction, call `high_water_mark(partition, linearizable=True)`.
+        The committed ones of these appends are at or below the mark. If the partition moved during
+        the call, another server may have committed transactions above the mark in the last two
+        seconds. For a mark that is not older than the call, use `high_water_mark(partition,
+        linearizable=True)`.
         """
         partition_id = self._check_partition(partition)
         client_partition = self._partitions.get(partition_id)
@@ -462,8 +466,8 @@ class AsyncWaltzClient(OpenedByConnect):
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
         """Set the first sequence number for the appends to each partition.
 
-        This is for a client that reuses the client ID of an earlier client, which used the lower
-        numbers. Call it before any append.
+        Use this method, before any append, if an earlier client with the same client ID has used
+        the lower numbers.
         """
         for partition_id, sequence in sequences.items():
             (await self._partition(self._check_partition(partition_id))).begin_sequences(sequence)
@@ -491,12 +495,12 @@ class AsyncWaltzClient(OpenedByConnect):
 
         The future raises LockFailed (compute again from the state at its `high_water_mark`),
         ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed out, or
-        the error that ended the stream. Only after OutcomeUnknown may the transaction be in
-        the log.
+        the error that ended the stream. After OutcomeUnknown, the transaction may be in the log.
+        After any other error, it is not.
 
-        With `pipelined`, the future may raise LockFailed earlier, with conflicting transactions in
-        flight in its `pipelined_state`. Compute again as if these transactions were in the log, and
-        pass this state as `pipelined`.
+        With `pipelined`, the future may raise LockFailed before the conflicting transactions are
+        committed. The `pipelined_state` of the error contains these transactions. Compute again as
+        if they were in the log, and pass this state as `pipelined`.
 
         `encryption_key_id` is the ID of the key that encrypts `data` [default: the client's
         setting].
@@ -549,9 +553,9 @@ class AsyncWaltzClient(OpenedByConnect):
         With an `order`, rows enter the log in the order in which they were appended, even when
         requests are lost; see `ReportOrder`.
 
-        The future raises an error only if the rows have no outcomes of their own. After TooLarge,
-        BadRequest, Unavailable or the error that ended the stream, no row is in the log. After
-        OutcomeUnknown, rows may be in the log.
+        The future raises an error if the batch ends without an outcome for each row. After
+        OutcomeUnknown, rows may be in the log. After TooLarge, BadRequest, another Unavailable or
+        the error that ended the stream, no row is in the log.
         """
         mark = check_mark(client_high_water_mark)
         client_partition = await self._partition(self._choose_partition(partition, ()))
@@ -571,7 +575,7 @@ class AsyncWaltzClient(OpenedByConnect):
         return await self.run_context(LoopContext(context))
 
     async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
-        """Run a context whose methods run on the event loop or on threads; `submit` calls this."""
+        """Run a context with methods for the event loop or for threads; `submit` calls this."""
         self._check_usable()
         partition_id = self._choose_partition(context.partition_id(self.partition_count), ())
         partition = await self._partition(partition_id)
@@ -601,8 +605,8 @@ class AsyncWaltzClient(OpenedByConnect):
         servers skip the other transactions, and this client's high-water mark advances past them.
 
         `subscribe` returns when the callbacks have returned the application's mark of each
-        partition. It raises BadRequest for a partition whose feed is applied already, and any
-        exception that `client_high_water_mark` raises.
+        partition. It raises BadRequest for a partition that already has a feed, and any exception
+        that `client_high_water_mark` raises.
         """
         check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data_cache)
@@ -648,10 +652,9 @@ class AsyncWaltzClient(OpenedByConnect):
     ) -> AsyncIterator[RangeChunk]:
         """Yield the committed transactions first..last in verified chunks, in order, without gaps.
 
-        With `replicas` (from method `replicas`), the transactions come from a storage in the
-        partition's store session that has all of them, otherwise from the server. Raises DataLoss
-        if the log ends before `last`. With the setting `encryption_keys`, `RangeChunk.rows`
-        decrypts the data.
+        With `replicas` (from method `replicas`), the transactions come from a storage that is in
+        sync and has all of them, otherwise from the server. Raises DataLoss if the log ends before
+        `last`. With the setting `encryption_keys`, `RangeChunk.rows` decrypts the data.
         """
         partition_id = self._check_partition(partition)
         check_range(partition_id, first, last)
@@ -779,8 +782,8 @@ class AsyncWaltzClient(OpenedByConnect):
         self, partition_id: PartitionId, *, linearizable: bool
     ) -> TransactionId:
         mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
-        # A server that has lost the partition without knowing it may return a lower mark than
-        # this client received earlier; the returned mark never decreases.
+        # The returned mark never decreases, although a server that does not know that it has lost
+        # the partition may return a lower mark.
         highest_mark = max(mark, self._marks.get(partition_id, mark))
         self._marks[partition_id] = highest_mark
         return highest_mark

@@ -2,9 +2,9 @@
 
 Rules:
     1. A counter never decreases, so the counts of a closed client remain.
-    2. A scrape may run on any thread, also on the loop of a client, and so waits for nothing. It
-       starts requests of marks, whose answers the next scrape shows.
-    3. A forked child has no client of its parent, and counts from 0.
+    2. A scrape may run on any thread, even on the loop of a client, so it must not wait. It starts
+       requests for marks, and the next scrape shows their answers.
+    3. A forked child cannot use the clients of its parent, so it counts from 0.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _closed_counts: Final[dict[tuple[str, int], AppendCounts]] = {}
 
 
 def _forget_clients() -> None:
-    """Forget the clients of the parent process (rule 3); one of its threads may have the lock."""
+    """Forget the parent's clients (rule 3), and its lock, which another thread may have held."""
     global _lock  # noqa: PLW0603 - a lock cannot be reset
     _lock = threading.Lock()
     _open_clients.clear()
@@ -41,8 +41,8 @@ os.register_at_fork(after_in_child=_forget_clients)
 def export_metrics(port: int | None = None, host: str = "127.0.0.1") -> None:
     """Export the metrics of all clients of this process to `prometheus_client.REGISTRY`.
 
-    It may be called before or after clients are opened. Call it without a port if the application
-    serves this registry already.
+    Call this function before or after clients are opened. Omit `port` if the application already
+    serves this registry.
 
     Args:
         port: serve the registry at this HTTP port.
@@ -79,28 +79,28 @@ class CountedClient:
                 self.add_counts(_closed_counts)
 
     def add_counts(self, totals: dict[tuple[str, int], AppendCounts]) -> None:
-        """Add its counts to those of other clients."""
-        for number, partition in list(self._partitions.items()):
-            total = totals.setdefault((self._cluster, int(number)), AppendCounts())
+        """Add the counts of this client to `totals`."""
+        for partition_id, partition in list(self._partitions.items()):
+            total = totals.setdefault((self._cluster, int(partition_id)), AppendCounts())
             total.add(partition.appends.counts)
 
     def add_feed_lags(self, lags: dict[tuple[str, int], int]) -> None:
-        """Add the lags of its feeds, and start requests of the current marks (rule 2)."""
-        for number, partition in list(self._partitions.items()):
+        """Add the lags of this client's feeds to `lags`, and request the current marks (rule 2)."""
+        for partition_id, partition in list(self._partitions.items()):
             applier = partition.applier
             if applier is None or applier.mark is None or not partition.has_feed:
                 continue
-            mark = max(partition.stream.high_water_mark, self._marks.get(number, -1))
-            key = self._cluster, int(number)
+            mark = max(partition.stream.high_water_mark, self._marks.get(partition_id, -1))
+            key = self._cluster, int(partition_id)
             lags[key] = max(lags.get(key, 0), mark - applier.mark)
         with contextlib.suppress(RuntimeError):  # the loop has ended without closing the client
             self._loop.call_soon_threadsafe(self._request_marks)
 
     def _request_marks(self) -> None:
-        for number, partition in self._partitions.items():
-            if partition.has_feed and number not in self._requested_partitions:
-                self._requested_partitions.add(number)
-                self._client.spawn(self._request_mark(number), "metrics")
+        for partition_id, partition in self._partitions.items():
+            if partition.has_feed and partition_id not in self._requested_partitions:
+                self._requested_partitions.add(partition_id)
+                self._client.spawn(self._request_mark(partition_id), "metrics")
 
     async def _request_mark(self, partition: int) -> None:
         try:
@@ -120,16 +120,16 @@ def _add_values(values: "MetricValues") -> None:
         for client in _open_clients:
             client.add_counts(totals)
             client.add_feed_lags(lags)
-    for_cluster: dict[str, AppendCounts] = {}
+    counts_by_cluster: dict[str, AppendCounts] = {}
     for (cluster, partition), counts in sorted(totals.items()):
-        for_cluster.setdefault(cluster, AppendCounts()).add(counts)
+        counts_by_cluster.setdefault(cluster, AppendCounts()).add(counts)
         labels: dict[str, str | int] = {"cluster": cluster, "partition": partition}
         values.add("waltz_client_appended_transactions_total", counts.committed, **labels)
         values.add("waltz_client_retried_transactions_total", counts.retried, **labels)
         for reason, count in sorted(counts.rejected.items()):
             name = "waltz_client_rejected_transactions_total"
             values.add(name, count, reason=reason, **labels)
-    for cluster, counts in for_cluster.items():
+    for cluster, counts in counts_by_cluster.items():
         values.add_histogram(
             "waltz_client_append_seconds", counts.bucket_counts, counts.seconds, cluster=cluster
         )

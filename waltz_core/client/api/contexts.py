@@ -1,25 +1,28 @@
 """Runs transaction contexts: execute, append, and execute again after a rejection.
 
 If a lock rejects an attempt, the attempt was computed from an old state and is discarded. The
-client applies the transactions that it had not seen, and the context computes a new attempt.
+client applies the transactions that the attempt had not seen, and the context computes a new
+attempt.
 
 Rules:
     1. The client's mark is read before `execute`, so the state that the application reads is at
        least as new as the mark.
     2. A retry begins when the client has applied the conflicting transaction. If the client has no
        feed of the partition, the retry begins when the transaction is known to be in the log.
-    3. Each attempt is final before the next one begins: no context is in the log twice.
-    4. A context has a deadline and a limit of retries, and expires when it reaches one of them.
-       The deadline also ends an `execute` that waits. An `execute` on a thread continues after the
-       deadline, but its result is ignored. If an attempt was appended, the context waits for its
-       outcome beyond the deadline.
+    3. Each attempt is final before the next attempt begins, so no context is in the log twice.
+    4. A context has a deadline and a limit of retries, and expires when it reaches one of them. The
+       deadline also ends an `execute` that waits on the event loop. An `execute` on a thread
+       continues after the deadline, but its result is ignored. If an attempt was already appended,
+       the context waits for its outcome beyond the deadline.
     5. With a feed, `execute` reads the state that the callbacks have computed. While the
-       application has paused the partition, no attempt begins: the callbacks apply no transactions
-       then, and the log's mark would claim that they had applied all of them.
-    6. If a dependent attempt is rejected because of appends in flight, it is repeated at once, on
-       the assumption that these appends commit. The assumption holds for that attempt only, and the
-       callbacks do not apply these appends.
-    7. If a context expires while its view is behind the log, the error has the positions of both.
+       application has paused the partition, the callbacks apply no transactions, so no attempt
+       begins. With the log's mark, an attempt would claim to have seen transactions that the
+       callbacks have not applied.
+    6. If a dependent attempt is rejected because of appends in flight, the context computes a new
+       attempt at once, as if these appends were committed. This applies to the new attempt only;
+       the callbacks do not apply these appends before they are committed.
+    7. If a context expires while its view is behind the log, the error contains the marks of the
+       view and of the log.
 """
 
 import asyncio
@@ -153,7 +156,8 @@ class ContextRun:
         self._began_s = loop.time()
         self._mark_at_start = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
-        # The hooks report the error, so no caller has to retrieve it from the future.
+        # The hooks also report the error, so it is no fault if no caller retrieves it from the
+        # future.
         self.future.add_done_callback(_retrieve_exception)
         self._row: PendingRow | None = None
         # The appends in flight that the next attempt depends on; None if the context is not
@@ -164,8 +168,8 @@ class ContextRun:
         """Make the first attempt; return False if the context has ended with this attempt."""
         try:
             return await self._make_attempt()
-        except _DeadlinePassed as late:
-            return await self._finish_expired(errors.Unavailable(str(late)))
+        except _DeadlinePassed as deadline_error:
+            return await self._finish_expired(errors.Unavailable(str(deadline_error)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` raises
             await self._finish_failed(error)
             return False
@@ -178,8 +182,8 @@ class ContextRun:
         except asyncio.CancelledError:
             self._finish_unsettled()
             raise
-        except _DeadlinePassed as late:
-            await self._finish_expired(errors.Unavailable(str(late)))
+        except _DeadlinePassed as deadline_error:
+            await self._finish_expired(errors.Unavailable(str(deadline_error)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` or a hook raises
             await self._finish_failed(error)
 
@@ -198,7 +202,7 @@ class ContextRun:
         if self._pipelined_state is not None:
             self._pipelined_state = (
                 self._pipelined_state.without_predecessors()
-            )  # the server's answer is valid for one attempt
+            )  # predecessors are valid for one attempt
         executing = self._context.execute(builder)
         is_wanted = await self._await_until_deadline(executing, "execute was still running")
         if not is_wanted:
@@ -241,12 +245,12 @@ class ContextRun:
         self, answer: "Awaitable[ResultT]", description: str
     ) -> ResultT:
         """Return the awaited result; at the deadline raises _DeadlinePassed with `description`."""
-        limit = asyncio.timeout_at(self._deadline_s)
+        deadline_timeout = asyncio.timeout_at(self._deadline_s)
         try:
-            async with limit:
+            async with deadline_timeout:
                 return await answer
         except TimeoutError:
-            if not limit.expired():
+            if not deadline_timeout.expired():
                 raise  # the TimeoutError of `execute` itself
             partition = self._partition
             failure = "" if partition.is_ready else f" ({partition.stream.failure})"
@@ -264,7 +268,7 @@ class ContextRun:
         except errors.OutcomeUnknown as error:
             await self._finish_failed(error)
             return False
-        except errors.Unavailable as error:  # the row was never sent, so rule 3 holds
+        except errors.Unavailable as error:  # the row is not in the log, so rule 3 holds
             return await self._retry_attempt(error, wait_for=None)
         assert isinstance(outcome, RowOutcome)
         if outcome.reason == RowOutcomeCode.COMMITTED:
@@ -284,13 +288,13 @@ class ContextRun:
     async def _retry_attempt(
         self, error: errors.WaltzError, *, wait_for: TransactionId | None
     ) -> bool:
-        """Try again, after `wait_for` is applied or a delay; False when the context has ended."""
+        """Try again when `wait_for` is applied or after a delay; False if the context has ended."""
         self._retries += 1
         limit = self._context.retries_max
         if limit is not None and self._retries > limit:
             return await self._finish_expired(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
-            # `asyncio.timeout` interrupts only code that suspends.
+            # Check the deadline here, because `asyncio.timeout` interrupts only code that suspends.
             return await self._finish_expired(self._view_behind_error(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
@@ -309,26 +313,28 @@ class ContextRun:
         partition, applier = self._partition, self._partition.applier
         if required_mark is None or applier is None or applier.is_paused_by_application:
             return None
-        applied = partition.mark if applier.mark is None else applier.mark
-        if applied >= required_mark:
+        view_mark = partition.mark if applier.mark is None else applier.mark
+        if view_mark >= required_mark:
             return None
-        log = max(required_mark, partition.stream.high_water_mark)
+        log_mark = max(required_mark, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
-        rate_per_s = 0 if self._mark_at_start is None else (applied - self._mark_at_start) / took_s
+        rate_per_s = (
+            0 if self._mark_at_start is None else (view_mark - self._mark_at_start) / took_s
+        )
         hint = "no transaction was applied in that time; check what the callbacks wait for."
         if rate_per_s:
-            left_s = (log - applied) / rate_per_s
+            remaining_s = (log_mark - view_mark) / rate_per_s
             hint = (
-                f"at this rate, the callbacks need {left_s:,.1f} s to apply the rest of the "
+                f"at this rate, the callbacks need {remaining_s:,.1f} s to apply the rest of the "
                 "log; submit the context again then."
             )
         error = errors.ViewBehind(
             f"the context for partition {partition.partition_id} timed out after "
             f"{self._context.timeout_ms} ms (timeout_ms), because the callbacks had not applied "
-            f"the log yet. They are at transaction {applied}, the log is at {log}, and they "
+            f"the log yet. They are at transaction {view_mark}, the log is at {log_mark}, and they "
             f"apply {rate_per_s:,.1f} transactions per second. Hint: {hint}"
         )
-        error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
+        error.applied, error.high_water_mark, error.rate_per_s = view_mark, log_mark, rate_per_s
         return error
 
     async def _wait_until_applied(self, mark: TransactionId) -> None:
@@ -359,9 +365,9 @@ class ContextRun:
             await self._call_hook("on_application")
 
     def _finish_unsettled(self) -> None:
-        """End the run because the client closes: report what is known about the last attempt."""
+        """End the run because the client closes; report the last attempt's outcome if known."""
         row = self._row
-        # NB: the end of the loop cancels this task, and with it the future that it waits for.
+        # NB: when the loop ends, it cancels this task, and so the future that this task waits for.
         if row is None or not row.future.done() or row.future.cancelled():
             error = errors.OutcomeUnknown(
                 "the client was closed before the outcome of the append was known"

@@ -1,6 +1,6 @@
 """Begins and ends exactly-once writes, for the process that starts the tasks of the write.
 
-Each task takes part in the write with a `TaskClaim` (docs/spark.md, "Exactly once").
+Each task of the write uses a `TaskClaim` (docs/spark.md, "Exactly once").
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -27,7 +27,8 @@ async def begin_write(
     """Begin a write, if it has not begun yet; return the summary of a finished write, else None.
 
     `marks` has the starting marks by partition; the write uses only these partitions. The registry
-    keeps the write for `keep_ms` milliseconds, at most a year, after it was begun or finished.
+    keeps the write for `keep_ms` milliseconds (at most a year) after its beginning, and again after
+    its end.
 
     Raises:
         PermissionDenied: the write belongs to another principal, or the principal lacks a grant.
@@ -54,7 +55,7 @@ async def tasks_of_write(connect: str, write: str) -> list[int]:
 async def end_write(
     connect: str, write: str, summary: Mapping[str, Any], *, keep_ms: int
 ) -> dict[str, Any]:
-    """Mark a write as done; return its summary. If it was done already, its first summary remains.
+    """Mark a write as done; return its summary, which is the first one if it was done before.
 
     Raises:
         ConnectionSuperseded: the write was removed from the registry.

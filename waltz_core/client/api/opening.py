@@ -1,7 +1,8 @@
 """A client that is being opened: `await` it, or use it in `async with`.
 
-A coroutine is not a context manager, and a context manager cannot be awaited, but users expect that
-`AsyncWaltzClient.connect` supports both. Any other use raises an error that explains these two.
+Users expect that `AsyncWaltzClient.connect` supports both `await` and `async with`. Neither a
+coroutine nor a context manager supports both, but an `Opening` does. Any other use of an `Opening`
+raises an error that explains the two ways.
 """
 
 from collections.abc import Generator
@@ -55,7 +56,7 @@ class Opening(Generic[ClientT]):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
-            raise AttributeError(name)  # copy, pickle and shells look up such names
+            raise AttributeError(name)  # no explanation: copy, pickle and shells look up such names
         raise errors.ClientNotOpen(
             f"cannot use {name}: the client is not open yet. Hint: {OPEN_HINT}"
         )
@@ -79,7 +80,7 @@ class OpenedByConnect:
 
 
 def settings_of(config: ClientConfig | None) -> ClientConfig:
-    """Return the given settings, the defaults for None; raises UsageError for any other object."""
+    """Return the settings, or the defaults for None; raises UsageError for any other object."""
     settings: object = ClientConfig() if config is None else config
     if not isinstance(settings, ClientConfig):
         raise errors.UsageError(

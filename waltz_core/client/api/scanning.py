@@ -4,12 +4,12 @@ Rules:
     1. The high-water marks are determined when `scan` is called, so the stream is a snapshot. It
        has exactly the transactions from `start` to `stop` of each partition, one partition after
        another.
-    2. The stream reads no data before its consumer requests a batch. In memory, it has the chunks
+    2. The stream reads no data before its consumer requests a batch. It keeps in memory the chunks
        of `read_range`, and one batch of at most 8,192 rows or about 8 MiB.
     3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.
     4. If the scan has neither payload columns nor column `data`, only headers are read.
-    5. With encryption keys, if a payload cannot be decrypted, it and its columns are null, and the
-       column `data_error` has the reason.
+    5. If the client has encryption keys but cannot decrypt a payload, the payload and its columns
+       are null, and the column `data_error` has the reason.
 """
 
 import difflib
@@ -152,9 +152,9 @@ class ScanColumns:
         )
         if not columns_by_name["data"].null_count:
             return columns
-        flags = is_present.to_pylist()
+        is_present_flags = is_present.to_pylist()
         rows = iter(range(len(data)))
-        row_of = pa.array([next(rows) if flag else None for flag in flags], pa.int64())
+        row_of = pa.array([next(rows) if flag else None for flag in is_present_flags], pa.int64())
         return [column.take(row_of) for column in columns]
 
 
@@ -235,8 +235,8 @@ def scan_ranges_of(
     ranges = []
     for partition, source in sorted(sources.items()):
         end = int(source.high_water_mark) + 1
-        available = int(source.archived.first) if source.archived else 0
-        first, last = starts.get(partition, available), stops.get(partition, end)
+        first_available = int(source.archived.first) if source.archived else 0
+        first, last = starts.get(partition, first_available), stops.get(partition, end)
         for name, value in (("start", first), ("stop", last)):
             if value > end:
                 raise DataLoss(
@@ -244,11 +244,11 @@ def scan_ranges_of(
                     f"the log, found {value}. Hint: the ID may come from another cluster, or the "
                     "log was created again."
                 )
-        if first < available or last < available:
+        if first < first_available or last < first_available:
             raise BeforeLogStart(
                 f"partition {partition}: cannot scan from {first} to {last}, because the "
-                f"transactions before {available} have expired",
-                available,
+                f"transactions before {first_available} have expired",
+                first_available,
             )
         if first > last:
             raise BadRequest(
@@ -301,8 +301,8 @@ def open_scan(
             chunks = client.read_range(
                 partition, start, stop - 1, form=columns.form, replicas=sources[partition]
             )
-            # The range is closed here: a traceback would keep it open until after the client's
-            # close.
+            # Close the range here. After an error, its traceback would keep the range open longer
+            # than the client.
             with closing(chunks):
                 for chunk in chunks:
                     yield from columns.batches(chunk, partition)

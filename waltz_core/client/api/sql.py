@@ -3,28 +3,29 @@
 Only this part of the client needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. A batch of the log's transactions is applied in one database transaction. The database
-       transaction first moves the partition's mark from the value that this instance knows to the
-       batch's end. If several instances share a database, only one of them can move the mark. The
-       others find that the mark has moved, and skip the transactions up to the new mark. So each
-       transaction is applied once.
-    2. A statement that would end the database transaction early is rejected: otherwise changes and
+    1. Each transaction is applied once, even if several instances share a database. A batch of the
+       log's transactions is applied in one database transaction, which first moves the partition's
+       mark from the value that this instance knows to the batch's end. Only one instance can move
+       the mark. The others find that the mark has moved, and skip the transactions up to the new
+       mark.
+    2. A statement that would end the database transaction early is rejected. Otherwise changes and
        mark would be committed separately.
     3. A context that computes from the database reads the mark first (`reading`), so all rows that
        it reads are at least as new as the mark.
     4. If database transactions conflict, the batch is retried. If the database is unavailable, the
-       view waits. Neither counts as an error of a transaction of the log.
+       view waits. Neither of these is treated as an error of a transaction of the log.
     5. A batch that fails is rolled back and applied in halves. So an error always belongs to one
-       transaction, and the previous ones stay applied. Batches are halved after an outage, too: a
-       database may reject a batch for its size or its duration.
-    6. Applying a batch should take about `BATCH_TARGET_S` seconds, because the batch holds locks.
-       So the batch size doubles or halves, depending on the duration of the last batch. The
-       duration does not include the commit, which larger batches make cheaper. When the view is at
-       the end of the log, a batch has the transactions that have arrived.
-    7. A view belongs to one log: the cluster key is stored with each mark. If a cluster was
-       restored from a backup of the view's cluster, and has all transactions that the view has
-       applied, the marks of the view get the key of the restored cluster. From then on, no instance
-       moves these marks for the old cluster.
+       transaction, and the previous transactions stay applied. Batches are also halved after an
+       outage, because a database may reject a batch for its size or its duration.
+    6. A batch holds locks in the database, so it should take about `BATCH_TARGET_S` seconds. The
+       batch size doubles or halves, depending on the duration of the last batch. This duration does
+       not include the commit, which costs less per row in larger batches. At the end of the log, a
+       batch has the transactions that have arrived.
+    7. A view belongs to one log, so the cluster key is stored with each mark. If a cluster was
+       restored from a backup of the view's cluster, the view may continue with the restored
+       cluster. The restored cluster must have all transactions that the view has applied. Then the
+       marks of the view get its key, and no instance moves these marks for the old cluster any
+       more.
 """
 
 import logging
@@ -65,10 +66,11 @@ ATTEMPTS_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
 _CONFLICT_STATES = ("40001", "40P01", "55P03")
-# SQLSTATE of a change in a read-only transaction: the primary has become a standby, for example.
+# SQLSTATE of a change in a read-only transaction, for example after the primary has become a
+# standby.
 _READ_ONLY_STATE = "25006"
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
-# Parts of a statement in which keywords do not count: comments and quoted texts.
+# Parts of a statement in which keywords are ignored: comments and quoted texts.
 _COMMENTS_AND_LITERALS = re.compile(
     r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL
 )
@@ -120,8 +122,8 @@ class SqlCallbacks(BatchCallbacks):
             sa.Column("application", sa.String(200), primary_key=True),
             sa.Column("partition_id", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("high_water_mark", sa.BigInteger, nullable=False),
-            # The cluster key in hexadecimal; null in marks of development versions, until they are
-            # read.
+            # The cluster key in hexadecimal; null in marks that a development version wrote, until
+            # this version reads them.
             sa.Column("cluster_key", sa.String(32)),
         )
         self._key: str | None = None
@@ -133,8 +135,8 @@ class SqlCallbacks(BatchCallbacks):
         _check_engine(engine)
         _check_statements(engine)
         self._create_table()
-        # SQLite permits one writer, and the others poll for its lock. So partitions take turns
-        # here.
+        # SQLite permits one writer at a time; all others would poll for the lock of the database.
+        # So partitions take turns with this lock.
         is_sqlite = engine.dialect.name == "sqlite"
         self._apply_lock: AbstractContextManager[object] = (
             threading.Lock() if is_sqlite else nullcontext()
@@ -146,11 +148,12 @@ class SqlCallbacks(BatchCallbacks):
         """Apply one transaction of the log to the database, with this connection.
 
         The method must not commit, roll back or close the connection; otherwise the client raises
-        `BadRequest` (rule 2). Exempt are calls on the driver's own connection, which SQLAlchemy
-        does not see. Savepoints (`connection.begin_nested()`) are allowed. If the method raises an
-        exception, changes and mark are rolled back, and `uncaught_exception` decides how to
-        continue. The method may be called again for the same transaction, so its other side effects
-        must be idempotent.
+        `BadRequest` (rule 2). The client cannot detect this for calls on the driver's own
+        connection, which bypass SQLAlchemy. Savepoints (`connection.begin_nested()`) are allowed.
+
+        If the method raises an exception, changes and mark are rolled back, and
+        `uncaught_exception` decides how to continue. The method may be called again for the same
+        transaction, so its other side effects must be idempotent.
         """
         raise NotImplementedError
 
@@ -256,7 +259,7 @@ class SqlCallbacks(BatchCallbacks):
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Return RETRY while the database is unreachable (rule 4), else decide like `Callbacks`."""
+        """Return RETRY if the database is unreachable (rule 4), else the policy of `Callbacks`."""
         if is_outage(error) or is_conflict(error):
             cause = error.orig if isinstance(error, DBAPIError) else error
             _log.warning("sql.database_unavailable partition=%d error=%s", partition, cause)
@@ -286,7 +289,7 @@ class SqlCallbacks(BatchCallbacks):
         with self._engine.begin() as connection:
             mark_row = self._read_mark(connection, partition)
         if mark_row is None:
-            beginning = self.marks.insert().values(
+            insert_statement = self.marks.insert().values(
                 application=self._application,
                 partition_id=partition,
                 high_water_mark=int(BEFORE_FIRST),
@@ -294,7 +297,7 @@ class SqlCallbacks(BatchCallbacks):
             )
             try:
                 with self._engine.begin() as connection:
-                    connection.execute(beginning)
+                    connection.execute(insert_statement)
             except IntegrityError:
                 with self._engine.begin() as connection:
                     mark_row = self._read_mark(connection, partition)
@@ -337,7 +340,7 @@ class SqlCallbacks(BatchCallbacks):
         """Apply a batch; return False if another instance has moved the mark."""
         applied_mark, mark_row, took_s = self._applied_marks[partition], None, 0.0
         with self._apply_lock, self._engine.begin() as connection:
-            # This statement comes first: it locks the row of the mark, so that other instances wait
+            # This statement comes first, because it locks the row of the mark: other instances wait
             # here.
             is_moved = self._move_mark(connection, partition, applied_mark, end)
             if not is_moved:
@@ -442,7 +445,7 @@ class SqlCallbacks(BatchCallbacks):
 
 
 def is_conflict(error: Exception) -> bool:
-    """Whether a database rejected a transaction because of another one, so a retry may succeed."""
+    """Whether a database rejected a transaction because of another; a retry may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     state = _sqlstate(error)
@@ -452,8 +455,8 @@ def is_conflict(error: Exception) -> bool:
 
 
 def _sqlstate(error: Exception) -> str | None:
-    orig = getattr(error, "orig", None)
-    return getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)
+    driver_error = getattr(error, "orig", None)
+    return getattr(driver_error, "sqlstate", None) or getattr(driver_error, "pgcode", None)
 
 
 def is_outage(error: Exception) -> bool:
@@ -465,7 +468,7 @@ def is_outage(error: Exception) -> bool:
         return True
     if _sqlstate(error) == _READ_ONLY_STATE:
         return True
-    # SQLite raises the same class for a full disk and for a missing table.
+    # SQLite raises the same class of errors for a full disk and for a missing table.
     is_mistake = getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR"
     return isinstance(error, OperationalError) and not is_mistake
 
@@ -473,7 +476,7 @@ def is_outage(error: Exception) -> bool:
 def _begin_snapshot(connection: sa.Connection) -> None:
     """Start a transaction in which all queries see one snapshot."""
     if connection.dialect.name == "postgresql":
-        # PostgreSQL may reject a reader at SERIALIZABLE, but never one that reads a snapshot.
+        # PostgreSQL may reject a reader at SERIALIZABLE, but never at REPEATABLE READ.
         connection.execution_options(isolation_level="REPEATABLE READ")
     elif connection.dialect.name == "sqlite":
         # The driver begins a transaction only before a change, not before a query.
@@ -483,13 +486,16 @@ def _begin_snapshot(connection: sa.Connection) -> None:
 
 
 def _check_class(callbacks_class: type[SqlCallbacks]) -> None:
-    plain = SqlCallbacks
-    if callbacks_class.apply is plain.apply and callbacks_class.apply_batch is plain.apply_batch:
+    base_class = SqlCallbacks
+    if (
+        callbacks_class.apply is base_class.apply
+        and callbacks_class.apply_batch is base_class.apply_batch
+    ):
         raise errors.BadConfig(
             f"class {callbacks_class.__name__}: expected a method `apply` or `apply_batch`, "
             "found neither"
         )
-    if callbacks_class.apply_transaction is not plain.apply_transaction:
+    if callbacks_class.apply_transaction is not base_class.apply_transaction:
         raise errors.BadConfig(
             f"class {callbacks_class.__name__} overrides `apply_transaction`, which a view never "
             "calls, because it applies transactions in batches. Hint: override `apply`, "
@@ -522,7 +528,7 @@ def _check_engine(engine: sa.Engine) -> None:
 
 
 class _Guard(threading.local):
-    """This thread's connection whose transaction must stay open, and the call that broke this."""
+    """This thread's connection whose transaction must stay open, and a call that would end it."""
 
     connection: sa.Connection | None = None
     broken_by: str | None = None
@@ -530,8 +536,8 @@ class _Guard(threading.local):
 
 
 _guard = _Guard()
-# `_commit_impl` is private to SQLAlchemy. SQLAlchemy's public event for a commit would make each
-# statement on a guarded connection slower by a half.
+# `_commit_impl` is private to SQLAlchemy. With SQLAlchemy's public event for a commit, each
+# statement on a guarded connection would take 50 % longer.
 assert hasattr(sa.Connection, "_commit_impl")
 
 
@@ -548,7 +554,7 @@ def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
         if connection.closed:
             broken_by = "close()"
         elif broken_by is None and not connection.in_transaction():
-            broken_by = "rollback()"  # SQLAlchemy accepts no statement after it
+            broken_by = "rollback()"  # after a rollback, SQLAlchemy accepts no statement
         elif broken_by is not None:
             # For SQLAlchemy, the transaction has ended now; for the driver, it is still open.
             connection.connection.rollback()

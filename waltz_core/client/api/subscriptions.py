@@ -1,12 +1,13 @@
 """Starts, stops and restarts the feeds of partitions, each with its callbacks.
 
 Several instances of an application may share the partitions of a log, and start and stop feeds
-while they run. Right after a feed stops here, another instance may apply that partition.
+while they run. As soon as a feed stops here, another instance may apply its partition.
 
 Rules:
     1. A partition has one consumer (the callbacks) at a time.
-    2. Stopping a feed waits for running callbacks; afterwards no transaction of it is applied.
-    3. A restarted feed requests its mark again and keeps its consumer and filter; a new feed gets
+    2. `set_partitions` waits for the running callbacks of a feed that it stops. Afterwards no
+       transaction of this feed is applied.
+    3. A restarted feed requests its mark again, and keeps its consumer and filter. A new feed gets
        the consumer that subscribed last.
 """
 
@@ -56,7 +57,7 @@ class _PartitionFeed:
         """Stop the feed, and wait for running callbacks (rule 2)."""
         text = f"the application has ended the feed of partition {self.partition.partition_id}"
         self._catch_up.applier.pause_by_application(errors.Unavailable(text))
-        if self.task is None:  # a client that closes starts no tasks, so no transaction is applied
+        if self.task is None:  # the client was closing, so it has started no task for this feed
             self._data.clear()
         else:
             await self._is_over.wait()
@@ -64,7 +65,7 @@ class _PartitionFeed:
 
 
 class _StartingFeed:
-    """Placeholder for a feed while the application's mark is requested."""
+    """A placeholder for a feed, while the client requests the application's mark."""
 
 
 class Subscriptions:
@@ -183,7 +184,7 @@ class Subscriptions:
         feed = _PartitionFeed(partition, catch_up, data)
         self._feeds[partition_id] = feed
         if mark is not None:
-            # The applier starts immediately: a context that is submitted now must not claim the
+            # Start the applier at once, because a context that is submitted now must not claim the
             # log's mark.
             catch_up.applier.start(mark)
         self._spawn(feed.run(mark), "feed")

@@ -1,7 +1,7 @@
 """The client for threads: the asyncio client on one background loop, behind blocking calls.
 
 This client is for applications, notebooks and Spark workers without an event loop. Every method
-calls `async_client.py` and adds no behavior.
+only calls the asyncio client (`async_client.py`).
 
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,
@@ -9,7 +9,7 @@ Rules:
     2. A method may be called from any thread except that of the loop.
     3. A client belongs to the process that has opened it; a forked child gets a UsageError.
     4. Another thread may close the client at any moment. So no call is scheduled on a loop that is
-       ending or has ended, and later callers get a UsageError.
+       ending or has ended. Later calls raise UsageError.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from waltz_core.client.stream.appends import ReportOrder
     from waltz_core.client.stream.outcome_tracker import BatchOutcome
 
-# The maximum number of threads for `execute`, and the maximum for hooks and feeds (one thread for
-# each that runs). The pools are separate because a callback or a hook may wait for a context.
+# The maximum number of threads for `execute`, and the maximum for hooks and feeds (one for each
+# that runs). The pools are separate because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
 # Timeout for the tasks that are still on the loop when the client closes.
@@ -82,8 +82,8 @@ _log = logging.getLogger(__name__)
 
 _CLOSED_TEXT = "the client is closed"
 _NOT_CLOSED_TEXT = "a WaltzClient was not closed before the interpreter ended"
-# Start of the message that `ThreadPoolExecutor.submit` raises after a shutdown (of the executor or
-# of the interpreter).
+# The beginning of the message that `ThreadPoolExecutor.submit` raises after a shutdown of the
+# executor or of the interpreter.
 _SHUT_DOWN_TEXT = "cannot schedule new futures"
 
 ResultT = TypeVar("ResultT")
@@ -95,8 +95,8 @@ class WaltzClient:
         with WaltzClient("zk1:2181/waltz/payments") as client:
             transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
 
-    `append`, `append_batch` and `submit` block while their window is full, and return a
-    `concurrent.futures.Future`.
+    `append`, `append_batch` and `submit` block while the number of appends in flight is at its
+    limit (the window). They return a `concurrent.futures.Future`.
 
     Raises:
         BadConfig: the connect string is wrong, or there is no cluster at its root.
@@ -164,7 +164,7 @@ class WaltzClient:
     def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
         self._is_closed = False
-        # RLock: a signal handler may close the client on the thread that it has interrupted.
+        # An RLock: a signal handler may close the client on the thread that it has interrupted.
         self._closing = threading.RLock()
         self._schedule_lock = threading.RLock()
         self._accepts_calls = True  # rule 4
@@ -191,8 +191,8 @@ class WaltzClient:
         """Wait for outcomes up to the request timeout, then close the client; may be called twice.
 
         `close` also waits for running callbacks, with the same timeout. So a new client that
-        resumes from the application's mark applies no transaction twice. If a callback calls
-        `close`, it does not wait for callbacks.
+        resumes from the application's mark applies no transaction twice. A `close` that a callback
+        calls does not wait for callbacks.
         """
         self._check_process()
         with self._closing:
@@ -202,7 +202,7 @@ class WaltzClient:
                     self._wait(self._client.close())
                 finally:
                     self._end_threads()
-        # Outside the lock: a callback may close the client, too.
+        # Outside the lock, because a callback may also close the client.
         self._await_callbacks()
 
     def __enter__(self) -> Self:
@@ -303,7 +303,7 @@ class WaltzClient:
         self._call(self._client.begin_sequences(sequences))
 
     def other_clients(self) -> set[int]:
-        """Return the client IDs of those tasks of the claimed write that other runs have begun."""
+        """Return the client IDs of the claimed write's tasks that other runs have begun."""
         claim = self._client.claim
         assert claim is not None, "for clients with a claim"
         return self._call(claim.other_clients())
@@ -445,15 +445,15 @@ class WaltzClient:
     ) -> ArrowReader:
         """Return a `pyarrow.RecordBatchReader` of the committed transactions start..stop-1.
 
-        It reads one partition after another (default: all), while its consumer reads. `start` and
-        `stop` are IDs, or IDs by partition (default: all that is available now). `schema` names the
-        columns (default: the log's). Columns that the log does not have are unpacked strictly from
-        payloads; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`. Raises
-        DataLoss for an ID after the end of the log, and BeforeLogStart for an expired ID.
+        It reads one partition after another (default: all), only as fast as its consumer. `start`
+        and `stop` are IDs, or IDs by partition (default: all that is available now). `schema` names
+        the columns (default: the log's). Columns that the log does not have are unpacked strictly
+        from payloads; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`.
+        Raises DataLoss for an ID after the end of the log, and BeforeLogStart for an expired ID.
         """
         partition_ids = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
-        # A server that has just lost a partition may return a mark below a given ID.
+        # Given IDs need a current mark: a server that lost the partition may return a lower one.
         is_given = start is not None or stop is not None
         sources = self.replica_sets(partition_ids, linearizable=is_given)
         return open_scan(self, scan_ranges_of(sources, start, stop), sources, columns)
@@ -478,7 +478,7 @@ class WaltzClient:
 
         async def begin() -> None:
             inner = await call
-            if inner.done():  # the loop may end before it runs a callback
+            if inner.done():  # do not rely on a callback, because the loop may end before it
                 _copy_outcome(inner, outcome)
             else:
                 inner.add_done_callback(lambda finished: _copy_outcome(finished, outcome))
@@ -539,8 +539,8 @@ class WaltzClient:
             self._accepts_calls = False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        # Cancel requests for which threads still wait, such as data for a callback. A thread may
-        # make another request while the cancelled requests end, hence the loop.
+        # Cancel requests for which threads still wait, such as data for a callback. This is a loop
+        # because a thread may make another request while the cancelled requests end.
         end_s = time.monotonic() + CLOSE_TIMEOUT_S
         while (unfinished_tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
             for task in unfinished_tasks:
@@ -559,8 +559,8 @@ class WaltzClient:
 class _Workers(ThreadPoolExecutor):
     """Threads for the application's code.
 
-    When the interpreter exits, an open client continues until its own thread ends, but worker
-    threads accept no more calls. Such calls are cancelled, as in a closed client.
+    When the interpreter exits, worker threads accept no more calls, although an open client
+    continues until its own thread ends. These calls are cancelled, as in a closed client.
     """
 
     is_ended = False
@@ -634,7 +634,7 @@ class _ThreadContext:
 
 
 class _ThreadConsumer:
-    """Passes transactions to `Callbacks` on worker threads, several of them in one thread call."""
+    """Passes transactions to `Callbacks` on worker threads, several with each thread call."""
 
     is_batched = False
 
@@ -752,7 +752,7 @@ class _BatchConsumer(_ThreadConsumer):
 async def _run_in(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
-    """Run the application's code on a thread; convert exceptions that would end the loop."""
+    """Run the application's code on a thread; convert exceptions that a future does not accept."""
 
     def run() -> ResultT:
         try:
@@ -777,7 +777,7 @@ def _check_not_coroutine(name: str, result: object) -> None:
 
 
 def _converted_thread_error(error: BaseException) -> Exception:
-    """Return the exception to raise in place of the one that the application raised on a thread."""
+    """Return the exception to raise in place of the application's exception on a thread."""
     # A future does not accept these exceptions: its task would wait forever or appear cancelled.
     if isinstance(error, StopIteration | CancelledError):
         return RuntimeError(f"the application raised {error!r}")

@@ -5,20 +5,22 @@ receiver, by request ID and partition.
 
 Rules:
     1. A request that is not an append has a negative sequence number, so that its answer is never
-       mistaken for the answer to a row. Streams use numbers down to `CONTROL_SEQUENCE_MIN`; this
-       file uses lower ones.
+       mistaken for the answer to an append. Streams use numbers down to `CONTROL_SEQUENCE_MIN`;
+       this file uses lower numbers.
     2. Each wait for an answer has a timeout, and fails when the connection breaks.
     3. Callers that need a connection to the same address share one attempt to connect. If the
-       caller that started the attempt is cancelled, one of the waiting callers starts another one.
-    4. Large answers have a connection of their own. Otherwise a range in transit would delay every
-       message after it, and a server reads no appends from a client that does not read its answers.
-       Each of the two connections is opened when it is first needed (docs/decisions/014).
-    5. For a 0.13 server, the messages of streams are translated here, between stream and socket
+       caller that started the attempt is cancelled, one of the waiting callers starts another
+       attempt.
+    4. Large answers use a second connection. On a shared connection, a range in transit would delay
+       every message after it. Also, a server reads no appends from a connection whose answers the
+       client does not read. Each of the two connections is opened when it is first needed
+       (docs/decisions/014).
+    5. For a 0.13 server, this module translates the messages of streams between stream and socket
        (`legacy/legacy_server_link.py`). Other requests are not translated: their senders check the
        server's version.
-    6. If a server does not answer and sends nothing, it is `silent`. It may be frozen, and another
-       server may own its partitions long before the waiting caller times out. Each silence is
-       logged once (`silent_servers.py`).
+    6. If a server does not answer and sends nothing, it is `silent`. It may be frozen, and its
+       partitions may have moved long before the waiting caller times out. Each silence is logged
+       once (`silent_servers.py`).
 """
 
 import asyncio
@@ -47,7 +49,7 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-_DIAL_NUMBER = 0  # the number of a dial: connections are counted from 1
+_DIAL_NUMBER = 0  # the number of all dials; connections have the numbers from 1 on
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
@@ -131,7 +133,7 @@ class ServerLink:
         is_waiting: IsWaiting,
         prove: ProveCallback,
     ) -> None:
-        """Pass messages of a partition to its stream from now on, except answers to a `request`.
+        """Pass messages of a partition to its stream from now on, but no answers to `request`.
 
         `prove` checks whether the server owns the partition now; it is used only for a 0.13 server.
         """
@@ -139,7 +141,7 @@ class ServerLink:
         self._waiting_checks[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
-        """The partition's stream uses another link now; late answers on this link reach it."""
+        """The stream now uses another link, but still receives late answers on this link."""
         self._waiting_checks.pop(partition_id, None)
         self._close_if_unused()
 
@@ -149,7 +151,7 @@ class ServerLink:
         self.leave(partition_id)
 
     def retire(self, close_after_s: float) -> None:
-        """Close the connection after all streams have left it and late answers could arrive."""
+        """Close the connection when all streams have left it, after a time for late answers."""
         self._close_after_s = close_after_s
         self._close_if_unused()
 
@@ -279,7 +281,7 @@ class ServerLinks:
         """Dial; callers that need the same connection meanwhile share the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dialing[key] = outcome
-        overdue = self._watch_dial(key[0])
+        silence_timer = self._watch_dial(key[0])
         try:
             link = await self._dial(key)
         except errors.WaltzError as error:
@@ -292,10 +294,10 @@ class ServerLinks:
             outcome.set_result(None)
             return link
         finally:
-            overdue.cancel()
+            silence_timer.cancel()
             self._silent_servers.on_wait_ended(
                 key[0], _DIAL_NUMBER, "the attempt to connect was cancelled"
-            )  # if it was not reported above
+            )  # no effect if the end was reported above
             del self._dialing[key]
             outcome.cancel()  # no effect if it is done; otherwise the dial was cancelled
 

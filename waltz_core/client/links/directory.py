@@ -1,26 +1,26 @@
 """The directory of partitions: the owner of each partition, its address and the generation.
 
-A service reads ZooKeeper and watches it. A Spark executor gets the owners from the driver (a
-*fixed* directory), and reads ZooKeeper only when they may be outdated. The rest of the client uses
-both directories in the same way.
+There are two kinds of directories, with the same interface. A service reads ZooKeeper and watches
+it. A Spark executor gets the owners from the driver (a *fixed* directory), and reads ZooKeeper only
+when these owners may be outdated.
 
 Rules:
-    1. Owners are used only when assignment and live servers agree.
+    1. Owners are used only when the assignment was written for exactly the live servers.
     2. `on_change` is called after each change, on the event loop.
     3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
        before. From then on it watches ZooKeeper.
     4. Callers with the same query share one answer. If the caller that has sent the query is
-       cancelled, one of the waiting callers sends it again. The ZooKeeper session that a fixed
-       directory opens belongs to no caller: it stays until `close`.
-    5. Groups of storages are read once, and again when there is a storage without a group.
-    6. A fixed directory accepts only newer owners, from any source, and none of another cluster.
-       Each change creates a new mapping, since another thread may iterate over the old one.
+       cancelled, one of the waiting callers sends it again. The ZooKeeper session of a fixed
+       directory is independent of callers: it stays open until `close`.
+    5. Groups of storages are read once, and again when a storage without a known group appears.
+    6. A fixed directory accepts owners from any source, but only newer owners of the same cluster.
+       Each change creates a new mapping, because another thread may iterate over the old mapping.
     7. A query after `close` fails and opens no session.
-    8. If the cluster's nodes disappear after `open`, an operator may be rebuilding them, so this
-       counts as an outage of ZooKeeper. The owners are used again only when the cluster key proves
-       that it is the same cluster.
-    9. If a node cannot be decoded after `open`, this counts as an outage, too, so that streams and
-       feeds continue when it is repaired.
+    8. If the cluster's nodes disappear after `open`, an operator may be rebuilding them, so this is
+       treated as an outage of ZooKeeper. The owners are used again only when the cluster key proves
+       that the cluster is the same.
+    9. If a node cannot be decoded after `open`, this is also treated as an outage, so that streams
+       and feeds continue when the node is repaired.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _CLOSED = "the client is closed"
 
 
 class ClusterInfo(NamedTuple):
-    """The constants of a cluster; `restore_sources`: the clusters whose logs it continues."""
+    """The constants of a cluster; `restore_sources` are the clusters whose logs it continues."""
 
     name: str
     key: bytes
@@ -160,7 +160,7 @@ class ZooKeeperDirectory:
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The owners when assignment and live servers last agreed."""
+        """The owners in the last assignment that was usable by rule 1."""
         return self._owners
 
     @property
@@ -208,7 +208,7 @@ class ZooKeeperDirectory:
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the owner of a partition; raises NotOwned while the partition has no owner."""
         if after_failure or partition_id not in self._owners:
-            # The watch may be late, as it always is after a server has died.
+            # The watch may be late, in particular after a server has died.
             await self._refresh_owners()
         owner = self._owners.get(partition_id)
         if owner is None:
@@ -380,7 +380,7 @@ class FixedDirectory:
         """Wait until an owner is suspect, then follow changes until cancelled (rule 3)."""
         await self._is_suspect.wait()
         if not self._is_open:
-            self._is_suspect.clear()  # If ZooKeeper is unavailable, `mark_suspect` may set it.
+            self._is_suspect.clear()  # During an outage, `mark_suspect` may set it again.
             await self._wait_for_session()
         await self._fallback.run()
 
@@ -417,7 +417,7 @@ class FixedDirectory:
         if self._request_timeout is not None and not self._request_timeout.expired():
             self._request_timeout.reschedule(0.0)
         with contextlib.suppress(errors.WaltzError):
-            await self._wait_for_session()  # rule 7: a session that is being opened has ended then
+            await self._wait_for_session()  # rule 7: first wait for an attempt in progress
         if self._is_open:
             await self._fallback.close()
 

@@ -2,14 +2,14 @@
 
 Rules (decision 048, AC 9):
     1. The client requests the ID on the connection of its first mount, from the server of that
-       partition. So the ID belongs to the principal of that connection.
-    2. If that server is older than L 8, another server issues the ID. Only if no server can, the
-       client takes an ID from ZooKeeper, which needs write access there.
-    3. If a server denies an ID, the client replaces it, for all partitions that mount from then on.
-       It does not replace an ID that the application has set, because the application relies on it.
-       An ID without remaining sequence numbers is always replaced.
-    4. Requests to one server wait for each other and share the answer. Requests to another server
-       do not wait for it, because it may be frozen.
+       partition. So the ID belongs to the principal of this connection.
+    2. If this server is older than L 8, another server issues the ID. If no server can issue IDs,
+       the client takes an ID from ZooKeeper, which needs write access to ZooKeeper.
+    3. If a server denies an ID, the client uses a new ID for all partitions that mount from then
+       on. But the client does not replace an ID that the application has set, because the
+       application relies on this ID. An ID whose sequence numbers are used up is always replaced.
+    4. Requests to the same server wait for each other and share the answer. They do not delay
+       requests to other servers, because the server may be frozen.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _NO_CLIENT_ID = -1
 
 
 class ClientIdentities:
-    """Finds the client ID (see the module's rules); `fixed_identity` is set by the application."""
+    """Finds the client ID, by the rules above; the application may set `fixed_identity`."""
 
     def __init__(
         self,
@@ -54,8 +54,10 @@ class ClientIdentities:
         With `is_used_up`, `instead_of` has no sequence numbers left; otherwise a server has denied
         it. Raises the errors of the server or of ZooKeeper, and ClientIdDenied by rule 3.
         """
-        is_given = self._fixed_identity is not None and self._fixed_identity.client_id == instead_of
-        if is_given and not is_used_up:
+        is_set_by_application = (
+            self._fixed_identity is not None and self._fixed_identity.client_id == instead_of
+        )
+        if is_set_by_application and not is_used_up:
             raise errors.ClientIdDenied(
                 f"argument client_id: the server at {link.address} rejects ID {instead_of}, "
                 "because it does not belong to the principal of this client"
@@ -64,9 +66,9 @@ class ClientIdentities:
             if self._is_usable(instead_of):
                 assert self.current is not None
                 return self.current
-            issued = await self._obtain_identity(link)
+            new_identity = await self._obtain_identity(link)
             if not self._is_usable(instead_of):
-                self.current = issued
+                self.current = new_identity
             assert self.current is not None
             return self.current
 
@@ -76,14 +78,16 @@ class ClientIdentities:
     async def _obtain_identity(self, link: ServerLink) -> ClientIdentity:
         if link.issues_client_ids:
             return await self._request_from(link)
-        others = {owner.address for owner in self._directory.owners.values()} - {link.address}
-        for address in sorted(others):  # rule 2
+        other_addresses = {owner.address for owner in self._directory.owners.values()} - {
+            link.address
+        }
+        for address in sorted(other_addresses):  # rule 2
             try:
-                other = await self._links.get(address)
+                other_link = await self._links.get(address)
             except (errors.Unavailable, errors.ProtocolError):
                 continue
-            if other.issues_client_ids:
-                return await self._request_from(other)
+            if other_link.issues_client_ids:
+                return await self._request_from(other_link)
         return ClientIdentity(await self._directory.next_client_id())
 
     async def _request_from(self, link: ServerLink) -> ClientIdentity:

@@ -1,7 +1,7 @@
 """Logs an outage that continues: soon after it began, then once in `LOG_INTERVAL_S` seconds.
 
-A feed survives any outage by trying again. An operator must see the outage, without a log line for
-every attempt. Stream, catch-up and applier each report their own part of the outage.
+A feed tries again until the outage ends. An operator must see the outage, without a log line for
+every attempt. The stream, the catch-up and the applier of a feed each report an outage separately.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ LOG_INTERVAL_S = 60.0
 
 
 class OutageLog:
-    """The outages of one part of a partition's feed; `operation` names it in log lines.
+    """The outages of one part of a partition's feed; `operation` names this part in log lines.
 
-    An outage is logged only after `log_after_s` seconds: 0 if the caller has already tried for a
-    long time.
+    An outage is logged only after `log_after_s` seconds. 0 is for a caller that has already tried
+    for a long time.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Logs servers that do not answer: once when the silence begins, and once when it ends.
 
-A client has up to two connections to a server, and connects to it repeatedly. But one silence of a
-server has only one log line, with the server's address.
+A client has up to two connections to a server, and connects to it repeatedly. All of these share
+one log line for one silence, with the server's address.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ from waltz_core.client.links.outage_log import LOG_INTERVAL_S
 
 _log = logging.getLogger(__name__)
 
-# Seconds. This is a quarter of the time after which ZooKeeper ends a server's session; a silence is
-# detected within twice this time.
+# In seconds: a quarter of the session timeout of servers at ZooKeeper. A silence is detected within
+# twice this time.
 SILENT_S = 1.0
 
 
 @dataclass(slots=True)
 class _SilentServer:
-    """The silence of one server: its silent connections, and whether the silence was logged."""
+    """The silence of one server: the silent connections, and whether the silence was logged."""
 
     connections: set[int] = field(default_factory=set)
     since_s: float = 0.0
@@ -32,9 +32,9 @@ class SilentServers:
     """The silent servers of one client, by address; each connection has a number.
 
     `mark_suspect` makes the directory read ZooKeeper, because the server's partitions may have
-    moved. If it is None, no silence is logged: the doctor reports servers that do not answer as
-    findings. A server that falls silent repeatedly is logged at most once in `LOG_INTERVAL_S`
-    seconds.
+    moved. If `mark_suspect` is None, no silence is logged; the doctor uses this, because it reports
+    servers that do not answer as findings. A server that becomes silent repeatedly is logged at
+    most once in `LOG_INTERVAL_S` seconds.
     """
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
@@ -68,7 +68,7 @@ class SilentServers:
             _log.info("server.responsive server=%s after_s=%.1f", address, _duration_s(silence))
 
     def on_wait_ended(self, address: str, connection: int, reason: object) -> None:
-        """No caller waits on a connection any more; the end of a silence is logged."""
+        """No caller waits on a connection any more; if this ends a silence, log the end."""
         silence = self._end_silence(address, connection)
         if silence is not None:
             lasted_s = _duration_s(silence)

@@ -36,7 +36,8 @@ from waltz_core.wire.admin_messages import (
 )
 from waltz_core.wire.messages import WireProtocol
 
-# In seconds. A removal deletes every file of a partition before the storage answers.
+# In seconds; long, because a storage answers a removal only after it has deleted all files of a
+# partition.
 ANSWER_S_MAX: Final = 120.0
 DIAL_S_MAX: Final = 5.0
 COPY_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -53,7 +54,7 @@ class StorageAdmin:
 
     @property
     def is_current(self) -> bool:
-        """Whether the storage uses version 1; otherwise it is, or answers like, a 0.13 storage."""
+        """Whether the storage uses version A 1 or later; otherwise it answers like 0.13."""
         return self._link.version != 0
 
     async def request(
@@ -75,15 +76,17 @@ class StorageAdmin:
         self._link.send(message)
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
-                answer, *more = await self._link.receive()
+                answer, *other_messages = await self._link.receive()
         except TimeoutError:
             raise Unreachable(
                 f"{self.address} did not answer within {ANSWER_S_MAX:.0f} s"
             ) from None
         assert isinstance(answer, AdminMessage)
-        # A storage of 0.13 always answers OPEN with the number -1.
-        is_open = not self.is_current and isinstance(answer, Done) and answer.sequence == -1
-        if more or (answer.sequence != message.sequence and not is_open):
+        # A storage of 0.13 always answers OPEN with sequence number -1.
+        is_answer_to_open = (
+            not self.is_current and isinstance(answer, Done) and answer.sequence == -1
+        )
+        if other_messages or (answer.sequence != message.sequence and not is_answer_to_open):
             raise RemoteProtocolError(
                 f"{self.address}: expected an answer to request {message.sequence}, found {answer}"
             )

@@ -1,11 +1,12 @@
 """The registry of exactly-once writes for clients: through a server, or in ZooKeeper.
 
 Rules:
-    1. Any server can carry out an operation. The client first tries the server that has answered
-       last. If a server does not answer, the client tries another one, until the request timeout:
-       operations may be repeated (`cluster/write_registry.py`).
-    2. A client uses ZooKeeper itself only if at least one server answers, and no server that
-       answers supports these requests (before L 8). The ZooKeeper session stays open until `close`.
+    1. Any server can carry out an operation, and operations may be repeated
+       (`cluster/write_registry.py`). The client first tries the server that has answered last. If
+       this server does not answer, the client tries other servers, until the request timeout.
+    2. A client uses ZooKeeper itself only if all servers that answer are too old for these requests
+       (before L 8), and at least one server answers. The ZooKeeper session stays open until
+       `close`.
 """
 
 import asyncio
@@ -94,7 +95,7 @@ class WriteRequests:
         async def use_zookeeper(coordinator: Coordinator) -> WriteState:
             return await coordinator.writes.begin(write, marks, keep_ms, in_series=in_series)
 
-        make = partial(
+        make_request = partial(
             RegistryRequest,
             operation=RegistryOperation.BEGIN,
             write=write,
@@ -102,7 +103,7 @@ class WriteRequests:
             marks=struct.pack(f">{len(marks)}q", *marks.values()),
             arguments=_encode_arguments(keep_ms=keep_ms, in_series=in_series),
         )
-        return await self._carry_out_operation(make, _decode_write, use_zookeeper)
+        return await self._carry_out_operation(make_request, _decode_write, use_zookeeper)
 
     async def read(self, write: str) -> WriteState | None:
         """Return the state of a write; None if the write was never begun, or was removed."""
@@ -113,8 +114,8 @@ class WriteRequests:
         def decode(answer: RegistryResponse) -> WriteState | None:
             return _decode_write(answer) if answer.result else None
 
-        make = partial(RegistryRequest, operation=RegistryOperation.READ, write=write)
-        return await self._carry_out_operation(make, decode, use_zookeeper)
+        make_request = partial(RegistryRequest, operation=RegistryOperation.READ, write=write)
+        return await self._carry_out_operation(make_request, decode, use_zookeeper)
 
     async def enter(self, write: str, task: int, run: str) -> EnteredTask:
         """Begin an attempt of a task; see `WriteRegistry.enter`."""
@@ -127,14 +128,14 @@ class WriteRequests:
             state = TaskState.from_bytes(bytes(answer.result))
             return EnteredTask(state, ClientIdentity(state.client_id, bytes(answer.proof)))
 
-        make = partial(
+        make_request = partial(
             RegistryRequest,
             operation=RegistryOperation.ENTER,
             write=write,
             task=task,
             arguments=_encode_arguments(run=run),
         )
-        return await self._carry_out_operation(make, decode, use_zookeeper)
+        return await self._carry_out_operation(make_request, decode, use_zookeeper)
 
     async def check(self, write: str, task: int, attempt: int) -> None:
         """Check that an attempt may continue; see `WriteRegistry.check`."""
@@ -142,14 +143,14 @@ class WriteRequests:
         async def use_zookeeper(coordinator: Coordinator) -> None:
             await coordinator.writes.check(write, task, attempt)
 
-        make = partial(
+        make_request = partial(
             RegistryRequest,
             operation=RegistryOperation.CHECK,
             write=write,
             task=task,
             attempt=attempt,
         )
-        await self._carry_out_operation(make, lambda _: None, use_zookeeper)
+        await self._carry_out_operation(make_request, lambda _: None, use_zookeeper)
 
     async def tasks(self, write: str, run: str = "") -> WriteTasks:
         """Return the tasks that were begun; `others` are those of runs other than `run`."""
@@ -165,13 +166,13 @@ class WriteRequests:
             others = {int(number): state for number, state in values["others"].items()}
             return WriteTasks(tuple(values["tasks"]), others)
 
-        make = partial(
+        make_request = partial(
             RegistryRequest,
             operation=RegistryOperation.TASKS,
             write=write,
             arguments=_encode_arguments(run=run),
         )
-        return await self._carry_out_operation(make, decode, use_zookeeper)
+        return await self._carry_out_operation(make_request, decode, use_zookeeper)
 
     async def finish(
         self,
@@ -186,7 +187,7 @@ class WriteRequests:
         async def use_zookeeper(coordinator: Coordinator) -> WriteState:
             return await coordinator.writes.finish(write, summary, keep_ms, by=by)
 
-        make = partial(
+        make_request = partial(
             RegistryRequest,
             operation=RegistryOperation.FINISH,
             write=write,
@@ -194,7 +195,7 @@ class WriteRequests:
             attempt=0 if by is None else by.attempt,
             arguments=_encode_arguments(summary=dict(summary), keep_ms=keep_ms),
         )
-        return await self._carry_out_operation(make, _decode_write, use_zookeeper)
+        return await self._carry_out_operation(make_request, _decode_write, use_zookeeper)
 
     async def forget(self, write: str) -> None:
         """Remove a write; servers also remove some expired writes."""
@@ -203,8 +204,8 @@ class WriteRequests:
             await coordinator.writes.forget(write)
             await coordinator.writes.forget_expired()
 
-        make = partial(RegistryRequest, operation=RegistryOperation.FORGET, write=write)
-        await self._carry_out_operation(make, lambda _: None, use_zookeeper)
+        make_request = partial(RegistryRequest, operation=RegistryOperation.FORGET, write=write)
+        await self._carry_out_operation(make_request, lambda _: None, use_zookeeper)
 
     # --- sending requests
 
@@ -282,7 +283,7 @@ class WriteRequests:
         try:
             await self._directory.owner(PartitionId(0), after_failure=True)
         except errors.Unavailable:
-            return  # then the next attempt fails, too
+            return  # the next attempt tries the known servers again
 
     async def _open_zookeeper_session(self) -> Coordinator:
         """Return the session with ZooKeeper (rule 2)."""

@@ -5,13 +5,13 @@ independent of how the feed is delivered.
 
 Rules:
     1. `client_high_water_mark` is called once when the feed of a partition starts. The feed then
-       passes the transactions after that mark to `apply_transaction` in order, each once. With a
-       filter, it passes only those that match the filter.
+       passes the transactions after this mark to `apply_transaction` in order, each once. A
+       filtered feed passes only the transactions that match the filter.
     2. A partition's transactions are applied one at a time; partitions do not wait for each other.
-    3. A transaction that cannot be applied is never skipped silently: `uncaught_exception` decides
-       with its return value.
-    4. An outage ends no feed unless the application decides so: failures that may be temporary are
-       retried forever, with an occasional warning in the log.
+    3. A transaction that cannot be applied is never skipped silently: the return value of
+       `uncaught_exception` decides how the feed continues.
+    4. Failures that may be temporary are retried forever, with an occasional warning in the log. So
+       an outage ends a feed only if the application decides so.
 """
 
 import inspect
@@ -46,8 +46,8 @@ def policy_of(error: Exception) -> PoisonPolicy:
     """Return the default policy for an error (rule 4).
 
     The policy is RETRY while the log is unreachable (`errors.Unavailable`), and STOP for every
-    other error. It is also STOP if an append of the application has an unknown outcome, because the
-    append must not be repeated.
+    other error. OutcomeUnknown is an Unavailable, but its policy is STOP, because the append with
+    the unknown outcome must not be repeated.
     """
     unknown = (errors.OutcomeUnknown, errors.CoordinatorOutcomeUnknown)
     if isinstance(error, errors.Unavailable) and not isinstance(error, unknown):
@@ -103,10 +103,10 @@ class BatchCallbacks(Callbacks):
     ) -> int:
         """Apply one or more of these transactions, from the first on; return the number applied.
 
-        The client calls the method again with the rest or, after 0, with the same transactions.
-        When all of them are applied, the mark moves to `last`. `last` is higher than the last ID if
-        a filter has removed the transactions after this ID; `transactions` may be empty. An
-        exception is attributed to the first transaction.
+        The client calls the method again with the rest of the transactions. When all of them are
+        applied, the mark moves to `last`. If a filter has removed the transactions at the end,
+        `last` is above the last ID, and `transactions` may be empty. An exception is attributed to
+        the first transaction.
         """
 
 
@@ -159,10 +159,10 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
         )
     for name in _HOOKS:
         if not hasattr(callbacks, name):
-            base = "AsyncCallbacks" if is_async else "Callbacks"
+            base_name = "AsyncCallbacks" if is_async else "Callbacks"
             raise errors.UsageError(
                 f"{type(callbacks).__name__}: expected a method {name}, found none. Hint: "
-                f"derive the class from {base}, which has such a method, and override it."
+                f"derive the class from {base_name}, which has such a method, and override it."
             )
     for name in () if is_async else ("apply_transaction", *_HOOKS):
         if inspect.iscoroutinefunction(getattr(callbacks, name, None)):

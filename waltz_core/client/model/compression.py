@@ -14,8 +14,9 @@ this class. The codec is part of Arrow, which every installation has.
 
 Rules:
     1. The first two bytes state the encoding of the rest, so readers do not guess. No msgpack, JSON
-       or UTF-8 begins with 0xC1: a payload without these two bytes was written without this class.
-    2. Decompressed data never exceeds the maximum size of a transaction. If a payload claims a
+       or UTF-8 begins with 0xC1. So a payload without these two bytes was written without this
+       class.
+    2. Decompressed data never exceeds the maximum size of a transaction. If a payload states a
        larger size, it is rejected before memory is allocated.
     3. A payload is compressed only if that makes it smaller.
 """
@@ -65,17 +66,17 @@ class Zstd(Generic[T]):
         Raises:
             TooLarge: the value has over 4 MiB before compression (rule 2).
         """
-        plain = self._inner.serialize(value)
-        if len(plain) > TRANSACTION_BYTES_MAX:
+        uncompressed = self._inner.serialize(value)
+        if len(uncompressed) > TRANSACTION_BYTES_MAX:
             raise errors.TooLarge(
                 f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes before "
-                f"compression, found {len(plain)}"
+                f"compression, found {len(uncompressed)}"
             )
-        if len(plain) >= self._minimum_bytes:
-            packed: bytes = self._zstd().compress(plain, asbytes=True)
-            if _ZSTD_HEAD.size + len(packed) < len(_PLAIN_HEAD) + len(plain):
-                return _ZSTD_HEAD.pack(MAGIC, ZSTD, len(plain)) + packed
-        return _PLAIN_HEAD + plain
+        if len(uncompressed) >= self._minimum_bytes:
+            packed: bytes = self._zstd().compress(uncompressed, asbytes=True)
+            if _ZSTD_HEAD.size + len(packed) < len(_PLAIN_HEAD) + len(uncompressed):
+                return _ZSTD_HEAD.pack(MAGIC, ZSTD, len(uncompressed)) + packed
+        return _PLAIN_HEAD + uncompressed
 
     def deserialize(self, data: bytes) -> T:
         """Decompress the data and return its value.
@@ -106,7 +107,7 @@ class Zstd(Generic[T]):
             )
         try:
             # `decompress` returns exactly `size` bytes, or raises.
-            plain: bytes = self._zstd().decompress(
+            uncompressed: bytes = self._zstd().decompress(
                 memoryview(data)[_ZSTD_HEAD.size :], decompressed_size=size, asbytes=True
             )
         except (OSError, ValueError) as error:
@@ -114,12 +115,12 @@ class Zstd(Generic[T]):
                 f"transaction data: the zstd payload of {size} bytes cannot be decompressed: "
                 f"{error}"
             ) from error
-        if len(plain) != size:
+        if len(uncompressed) != size:
             raise errors.BadFormat(
                 f"transaction data: zstd payload: expected {size} bytes after "
-                f"decompression, found {len(plain)}"
+                f"decompression, found {len(uncompressed)}"
             )
-        return plain
+        return uncompressed
 
     def _zstd(self) -> pa.Codec:
         # NB: the codec is not stored, because serializers are sent to other processes. Creating a

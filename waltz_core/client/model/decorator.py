@@ -60,15 +60,15 @@ def transactional(
 ) -> Callable[[Execute[ArgumentsT]], Callable[ArgumentsT, FunctionContext]]:
     """Decorate a function of a builder and other arguments; a call then returns a context.
 
-    The function is executed at each attempt, like `TransactionContext.execute`, and may be `async`
-    with `AsyncWaltzClient`. Calling the decorated function, without the builder, does not execute
-    it: the call returns a context to submit once.
+    A call of the decorated function, without the builder, does not execute it: the call returns a
+    context to submit once. The client executes the function at each attempt, like
+    `TransactionContext.execute`. With `AsyncWaltzClient`, the function may be `async`.
 
     Args:
-        bare: not used; it has a value if the parentheses were forgotten.
-        partition: the partition of every transaction; or
-        partition_by: a function of the same arguments that returns a lock; the transaction goes to
-            the partition of this lock.
+        bare: detects a decorator without parentheses; never pass it.
+        partition: the partition of every transaction.
+        partition_by: instead of `partition`, a function of the same arguments that returns a lock;
+            the transaction goes to the partition of this lock.
         retries_max: number of retries; None for no limit.
         timeout_ms: timeout for all attempts together; None for no limit.
         pipelined: whether the function uses `builder.predecessors`.

@@ -1,6 +1,6 @@
 """Encrypts and decrypts the payloads of a client on its event loop.
 
-If a key is not cached, a thread requests it, because the key provider may block.
+If a key is not cached, a separate thread requests it, because the key provider may block.
 """
 
 import asyncio

@@ -1,21 +1,23 @@
 """Transactions in flight, from which a writer computes its next transaction.
 
-The server sends these transactions to the writer.
+The server sends these transactions, the predecessors, to the writer (the author of the next
+transaction).
 
-No other code of a client depends on transactions that may never be in the log. Predecessors are
-valid only in the store session and the mount in which they were received. Marks, feeds and
-callbacks outlive both, and never depend on predecessors.
+Predecessors may get lost, so they are valid only in the store session and the mount in which they
+were received. Marks, feeds and callbacks outlive sessions and mounts, so they never depend on
+predecessors.
 
 Rules (decision 017):
-    1. The author has seen everything up to `base` in its own state. `predecessors` are all
-       transactions above `base`, up to `mark`, that have written one of its locks.
+    1. The author's own state contains everything up to `base`. `predecessors` are all transactions
+       above `base`, up to `mark`, that have written one of the author's locks.
     2. If a row depends on predecessors from another mount, it is not sent: its author computes it
        again (`outbox.py`).
     3. If a row that depends on predecessors is lost, it is not sent again, for the same reason
        (`appends.py`).
-    4. For locks that the predecessors do not cover, the author has seen only its own state. An
-       attempt with such a lock is sent with the mark of that state. It also has the session,
-       because it was computed from transactions that may be lost with the session.
+    4. The predecessors cover only the locks of the author's last rejected attempt. If the next
+       attempt has another lock, it is sent with the mark of the author's own state. It also
+       contains the session, because it was computed from transactions that may be lost with the
+       session.
 """
 
 import struct
@@ -42,8 +44,8 @@ from waltz_core.wire.messages import Predecessors
 if TYPE_CHECKING:
     from waltz_core.encryption.envelopes import Encryption
 
-# The maximum number of predecessors that are kept from attempt to attempt. Above it, the author
-# waits for the log.
+# The maximum number of predecessors that are kept from attempt to attempt. With more, the author
+# waits until they are in the log.
 PREDECESSORS_MAX = 1_024
 CRC_BYTES: Final = 4
 _LENGTH: Final = struct.Struct(">i")
@@ -54,15 +56,14 @@ T = TypeVar("T")
 class Predecessor(NamedTuple):
     """A transaction that wrote one of the author's locks and is missing in the author's state.
 
-    The transaction is in the log already, or in flight in the order of its ID. A transaction that
-    follows it enters the log only if this one does.
+    The transaction is already in the log, or in flight. A transaction that depends on it enters the
+    log only if this transaction does.
     """
 
     transaction_id: TransactionId
     req_id: ReqId
     header: int
-    # None if the data could not be decrypted. As in `Transaction.data`, `Any` spares the check for
-    # None.
+    # None if the data could not be decrypted. The type `Any` spares most users a check for None.
     data: bytes | Any
 
     @property
@@ -82,7 +83,7 @@ class Predecessor(NamedTuple):
 
 
 class _UnreadablePredecessor(Predecessor):
-    """A predecessor whose data could not be decrypted; like any predecessor, a tuple of four."""
+    """A predecessor whose data could not be decrypted; it is still a tuple of four fields."""
 
     reason: str | None = None
 
@@ -93,7 +94,7 @@ class _UnreadablePredecessor(Predecessor):
 
 @value(frozen=True, slots=True, eq=False)
 class PipelinedState:
-    """The transactions that an author has seen beyond its own state; see the module's rules."""
+    """The transactions that an author has received in addition to its own state (rule 1)."""
 
     session_id: SessionId
     partition_id: PartitionId
@@ -153,7 +154,7 @@ class PipelinedState:
     def without_predecessors_at(
         self, mark: TransactionId
     ) -> tuple[TransactionId, "PipelinedState"]:
-        """Return mark and state to send for a row that is checked at its own mark (rule 4)."""
+        """Return mark and state to send for a row that is checked only at `mark` (rule 4)."""
         if not self.has_seen:
             return mark, self.without_predecessors()
         return mark, replace(self, base=mark, mark=mark, received=(), locks=frozenset())
@@ -166,7 +167,7 @@ class PipelinedState:
         `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
         predecessors that do not follow the mark.
         """
-        earlier, base = (self.received, self.base) if self.has_seen else ((), mark)
+        earlier_predecessors, base = (self.received, self.base) if self.has_seen else ((), mark)
         received = list(_predecessors_in(message))
         ids = [mark, *(predecessor.transaction_id for predecessor in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
@@ -174,9 +175,9 @@ class PipelinedState:
                 f"predecessors of append {message.req_id}: expected ascending "
                 f"transaction IDs from {mark} to {message.last}, found {ids[1:]}"
             )
-        if len(earlier) + len(received) > PREDECESSORS_MAX:
+        if len(earlier_predecessors) + len(received) > PREDECESSORS_MAX:
             return self.without_predecessors()
-        all_predecessors = (*earlier, *received)
+        all_predecessors = (*earlier_predecessors, *received)
         return PipelinedState(
             SessionId(message.session_id),
             message.req_id.partition_id,

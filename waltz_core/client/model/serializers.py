@@ -1,6 +1,6 @@
 """Serializers: convert an application's values to transaction data and back.
 
-They depend on no other part of the client, because feeds, reads and predecessors all use them.
+Feeds, reads and predecessors all use serializers, so these depend on no other part of the client.
 """
 
 from typing import Any, Protocol, TypeVar

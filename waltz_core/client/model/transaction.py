@@ -119,11 +119,11 @@ class TransactionBuilder:
 
     def __init__(self, partition_id: PartitionId, client_high_water_mark: TransactionId) -> None:
         self.partition_id = partition_id
-        # The mark is read before `execute`, so the application reads a state that is at least this
-        # new. An application that reads its own mark together with its data, in one database
-        # transaction, replaces this mark with its own.
+        # The client reads this mark before `execute`, so the state that the application reads is at
+        # least as new. An application that reads its own mark and its data in one database
+        # transaction sets its own mark here.
         self.client_high_water_mark = client_high_water_mark
-        # For a context that is `pipelined`: the transactions in flight, and the mark of its state.
+        # Only for a `pipelined` context: the transactions in flight, and the mark of its state.
         self.pipelined_state: PipelinedState | None = None
         self.pipelined_from: TransactionId | None = None
         self.header = 0
@@ -134,12 +134,12 @@ class TransactionBuilder:
         self.append_locks: tuple[int, ...] = ()
 
     def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
-        """Return the transactions that wrote its locks and are missing in a state at this mark.
+        """Return the transactions that wrote this one's locks and that a state at `mark` lacks.
 
-        This is for a context that is `pipelined`. Compute from the state as if it contained all of
-        these transactions, in the order of their IDs. Read the mark together with the state,
-        because callbacks may apply one of these transactions in between. The mark becomes the
-        transaction's mark.
+        This method is for a context that is `pipelined`. Compute from the state as if it contained
+        all of the returned transactions, in the order of their IDs. Read the mark together with the
+        state, because callbacks may apply one of these transactions in between. This mark becomes
+        the mark of the transaction.
         """
         self.client_high_water_mark = self.pipelined_from = check_mark(mark)
         if self.pipelined_state is None:
@@ -152,8 +152,8 @@ class TransactionBuilder:
         """Return the mark to send, and the pipelined state if `predecessors` was called."""
         mark = check_mark(self.client_high_water_mark)
         if self.pipelined_state is None or self.pipelined_from is None:
-            return mark, None  # pipelining would repeat this attempt at once, without progress
-        if self.pipelined_from != mark:  # computed from another state than the server checks
+            return mark, None  # with pipelining, the same attempt would be repeated at once
+        if self.pipelined_from != mark:  # `predecessors` was called with another mark
             return self.pipelined_state.without_predecessors_at(mark)
         return self.pipelined_state.mark_and_state(mark, (*self.write_locks, *self.read_locks))
 
@@ -197,8 +197,8 @@ class TransactionContext(ABC):
 
     retries_max: int | None = None
     timeout_ms: int | None = 60_000
-    # Whether `execute` uses `builder.predecessors`, so that an attempt does not have to wait until
-    # conflicting transactions are durable. Use it for contended locks.
+    # Whether `execute` uses `builder.predecessors`. Then an attempt does not wait until conflicting
+    # transactions are durable. Use it for contended locks.
     pipelined: bool = False
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class TransactionContext(ABC):
         """The transaction is in the log (True), or `execute` returned False (False)."""
 
     def on_application(self) -> None:  # noqa: B027
-        """The client's own callbacks have applied the transaction (needs a feed)."""
+        """The client's own callbacks have applied the transaction; only called with a feed."""
 
     def on_expiration(self) -> None:  # noqa: B027
         """The deadline has passed, or no retries are left; the transaction is not in the log."""
@@ -234,7 +234,7 @@ class TransactionContext(ABC):
         """
 
     def on_lock_failure(self) -> None:  # noqa: B027
-        """A lock rejected an attempt; the retry begins when the conflicting one is applied."""
+        """A lock rejected an attempt; a retry begins when the conflicting one is applied."""
 
 
 def check_context(context: object) -> TransactionContext:
@@ -279,13 +279,11 @@ def items_of(description: str, items: Iterable[T]) -> tuple[T, ...]:
         raise errors.BadRequest(
             f"{description}: expected a list such as [{items!r}], found {items!r}"
         ) from None
-    return tuple(iterator)  # outside `try`: a generator may raise a TypeError of its own
+    return tuple(iterator)  # outside `try`, because a generator may itself raise a TypeError
 
 
 def check_range(partition: PartitionId, first: int, last: int) -> None:
-    """Raise BadRequest for a range with a negative first ID, with a last ID before the first, or
-    with ends that are not transaction IDs.
-    """
+    """Raise BadRequest unless both ends are transaction IDs, and 0 <= first <= last + 1."""
     for name, end in (("first", first), ("last", last)):
         if isinstance(end, bool) or not isinstance(end, SupportsIndex):
             raise errors.BadRequest(
@@ -370,8 +368,8 @@ class FeedItem:
     ) -> None:
         self.partition_id = partition_id
         self.transaction_id = transaction_id
-        # The five numbers of a feed header. They have no object of their own, because a feed
-        # delivers millions of headers per minute.
+        # The five numbers of a feed header, in a plain tuple because a feed delivers millions of
+        # headers per minute.
         self._feed_header = feed_header
         self._source = source
 
@@ -391,8 +389,7 @@ class FeedItem:
     @property
     def data_error(self) -> str | None:
         """The reason why `data` has returned None; None in all other cases."""
-        # The attribute is set only with encryption: a feed creates millions of items, most without
-        # it.
+        # The attribute is set only with encryption, because a feed creates millions of items.
         return getattr(self, "_data_error", None)
 
     def _note(self, payload: "DecryptedPayload") -> bytes | None:

@@ -1,15 +1,15 @@
 """Reads of archived transactions directly from the object store, without a server or a storage.
 
-A server reports what the archive has (`ReplicaSet.archived`). The process that plans a read finds
-the objects once. The processes that read parts of them need no manifest, because objects never
-change.
+A server reports the archived range of a partition (`ReplicaSet.archived`). The process that plans a
+read finds the objects once, through the manifest. The processes that read these objects need no
+manifest, because objects never change.
 
 Rules (docs/decisions/047, AR 14):
     1. Objects are found through the manifest, and used only up to the IDs that it states.
     2. Each record is verified before it is returned, as `archive/reader.py` does.
-    3. If the archive cannot be read, the read does not fail: the storages have the same
-       transactions, or read them from the archive themselves. The caller continues there, after the
-       last chunk.
+    3. If the archive cannot be read, the read does not fail. The caller continues at a storage,
+       after the last chunk, because the storages have the same transactions or can read them from
+       the archive.
 """
 
 import functools
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore
     from waltz_core.encryption.envelopes import Encryption
 
-# The size of the cache for row groups (read, or read ahead) and for the indexes of objects.
+# The size of the cache for the row groups of objects, including those read ahead, and for indexes.
 CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
 _NO_LENGTHS: Final[I64] = np.empty(0, dtype=np.int64)
 

@@ -1,7 +1,8 @@
 """Runs the feed of one partition, from the application's mark to the end of the log and beyond.
 
 If an application was stopped for a day, it is millions of transactions behind. Its client reads
-those as ranges of headers, at the application's pace; only the rest arrives as a feed.
+these transactions as ranges of headers, as fast as the application applies them. Only the last
+transactions arrive as a feed from the server.
 
 Rules:
     1. A server may be unavailable for any time: a request is repeated until it is answered, or
@@ -39,7 +40,7 @@ class Recipient(NamedTuple):
 
 
 class CatchUp:
-    """Moves one partition from a mark to its feed; repeats this when it falls far behind."""
+    """Reads one partition from a mark to its feed, and again whenever the feed lags far."""
 
     def __init__(
         self,
@@ -108,8 +109,7 @@ class CatchUp:
     async def _query_until_answered(self, query: Callable[[], Awaitable[T]]) -> T:
         """Repeat a query until it is answered (rule 1).
 
-        Raises any error other than `Unavailable`; if the feed has ended, it raises `Unavailable`,
-        too.
+        Raises any error other than `Unavailable`. If the feed has ended, raises even `Unavailable`.
         """
         pause_s = self._config.retry_interval_ms_min / 1000
         while True:

@@ -1,7 +1,7 @@
 """The data of a feed's transactions: fetched in ranges, and kept until it was applied.
 
-The feed has only headers. Callbacks request data from the event loop, from worker threads, or not
-at all. So this cache fetches the data itself.
+The feed has only headers, because some callbacks need no data. This cache fetches data when a
+callback requests it, on the event loop or on a worker thread.
 
 Rules:
     1. A request for one transaction's data also fetches the data of the following transactions.
@@ -27,9 +27,9 @@ from waltz_core.records.record import BEFORE_FIRST, RECORD_PREFIX, TransactionId
 
 DATA_BYTES_MAX: Final = 64 * 1024 * 1024
 CHUNKS_KEPT_MAX: Final = 4
-# The first fetch after a jump is small; each fetch that continues it is twice as large.
+# The size of a first fetch. Each fetch that continues at the next transaction is twice as large.
 PREFETCH_BYTES_MIN: Final = 64 * 1024
-# The memory for a record in addition to its bytes: its list entry, its part of the lineage.
+# The memory for a record in addition to its bytes: its list entry, and its part of the lineage.
 RECORD_COST_BYTES: Final = 96
 # The interval at which a thread that waits for data checks that the event loop still exists.
 POLL_INTERVAL_S = 1.0
@@ -91,7 +91,7 @@ class DataBudget:
 
 
 class DataCache:
-    """The data of one partition's transactions; see the module's rules."""
+    """The data of one partition's transactions, by the rules above."""
 
     def __init__(  # noqa: PLR0913 - two ways to fetch, and their limits
         self,
@@ -183,7 +183,7 @@ class DataCache:
 
     async def _fetch_data(self, transaction_id: TransactionId) -> bytes:
         is_sequential = transaction_id == self._next_id
-        if self._header_values:  # the next one that passes the filter has any later ID
+        if self._header_values:  # the next transaction that passes the filter may have any later ID
             is_sequential = BEFORE_FIRST < self._next_id <= transaction_id
         wanted_bytes = 2 * self._next_fetch_bytes if is_sequential else PREFETCH_BYTES_MIN
         self._next_fetch_bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)
@@ -212,7 +212,7 @@ class DataCache:
         records = memoryview(chunk.records)
         ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
         if self._header_values:
-            ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
+            ids = [int.from_bytes(records[offset : offset + 8], "big") for offset in offsets[:-1]]
         cached_chunk = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
         if chunk.first in self._chunks:
             self.drop(chunk.first)

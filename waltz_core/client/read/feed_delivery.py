@@ -1,10 +1,9 @@
 """Passes one partition's feed to the application: in order, each transaction once.
 
-This code has a queue of transactions, and a policy for a transaction that cannot be applied.
-
 Rules:
     1. A transaction is passed to the application when the previous one was applied or skipped.
-    2. The queue is bounded: the stream requests more only as transactions are applied.
+    2. The queue of transactions is bounded: the stream requests more only as transactions are
+       applied.
     3. If a callback raises, `PoisonPolicy` decides about the transaction. After STOP, no further
        transaction is passed on.
     4. After the feed has ended, no transaction is passed on; a running callback finishes.
@@ -39,10 +38,10 @@ assert FEED_HEADER_STRUCT.size == raw_records.FEED_HEADER_BYTES
 # maximum number in a batch.
 HAND_OVER_COUNT_MAX = 256
 BATCH_MAX = 4_096
-# Slow callbacks end a run early, so that the mark does not lag by the whole run.
+# Slow callbacks end a run after this time, so that the mark does not lag by the whole run.
 HAND_OVER_S_MAX = 0.05
-# The maximum time, in seconds, for which the mark of a batched consumer is held back while no
-# transaction passes the filter. So one write of the mark covers many transactions.
+# In seconds: how long the mark of a batched consumer is held back at most while no transaction
+# passes the filter. So one write of the mark covers many transactions.
 MARK_HOLD_S = 0.2
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
@@ -81,7 +80,7 @@ class Consumer(Protocol):
 
         When all transactions are applied, the log is applied up to `last`. A consumer may apply
         only a part of them. A batched consumer may apply any number. Any other consumer applies at
-        least one, and begins no further one after `HAND_OVER_S_MAX`.
+        least one transaction, and begins no other transaction after `HAND_OVER_S_MAX`.
         """
 
     async def on_uncaught_exception(
@@ -224,10 +223,10 @@ class Applier:
                 ) from self.stopped
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting[future] = mark
-            self._range_arrived.set()  # this wait may be for a mark that is held back
+            self._range_arrived.set()  # the awaited mark may be held back
             try:
                 await future
-            finally:  # a cancelled caller must leave no future: a pause may take days
+            finally:  # remove the future of a cancelled caller, because a pause may take days
                 self._waiting.pop(future, None)
 
     async def run(self) -> None:
@@ -290,9 +289,9 @@ class Applier:
         next_id = TransactionId(0 if self._applied is None else self._applied + 1)
         try:
             await self._consumer.on_uncaught_exception(self._partition_id, next_id, error)
-        except Exception as another:  # noqa: BLE001 - any exception of the application
+        except Exception as callback_error:  # noqa: BLE001 - any exception of the application
             _log.exception(
-                "feed.callback_failed partition=%d", self._partition_id, exc_info=another
+                "feed.callback_failed partition=%d", self._partition_id, exc_info=callback_error
             )
 
     async def _apply_run(self, run: DeliveryRun, last: TransactionId) -> bool:
@@ -353,16 +352,15 @@ class Applier:
                 exc_info=error,
             )
         try:
-            # A result that is not a policy raises here, so that the feed stops and does not loop
-            # forever.
+            # If the result is not a policy, this raises, so that the feed stops.
             return PoisonPolicy(
                 await self._consumer.on_uncaught_exception(
                     self._partition_id, transaction_id, error
                 )
             )
-        except Exception as another:  # noqa: BLE001 - any exception of the application
+        except Exception as callback_error:  # noqa: BLE001 - any exception of the application
             _log.exception(
-                "feed.callback_failed partition=%d", self._partition_id, exc_info=another
+                "feed.callback_failed partition=%d", self._partition_id, exc_info=callback_error
             )
             return PoisonPolicy.STOP
 

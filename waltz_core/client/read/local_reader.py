@@ -1,22 +1,23 @@
 """Reads ranges directly from the files of a storage on this machine.
 
-The storage answers with the positions of the records, and the client reads the files. Through a
-socket, each byte would be copied twice and pass through two processes.
+The storage answers with the positions of the records (a *grant*), and the client reads the files.
+Through a socket, each byte would be copied twice and pass through two processes.
 
 Rules:
-    1. The client reads the same bytes that the storage would have sent. The request has the session
-       that the server named, and covers only records that the session has committed. The storage
-       answers only while it takes part in that session. Committed records never change, so the
-       answer is valid while the file is open.
-    2. The client checks the ID, length and CRC of every record: the storage has not read it.
+    1. The client reads the same bytes that the storage would have sent. The request contains the
+       session that the server named, and asks only for records that this session has committed. The
+       storage answers only while its replica is engaged in this session. Committed records never
+       change, so the answer is valid while the file is open.
+    2. The client checks the ID, length and CRC of every record, because the storage has not read
+       the record.
     3. Any problem (no storage, a short file, a wrong record) raises an exception. Then the client
-       requests the records over TCP. If they are damaged, the storage detects this and has them
-       repaired.
-    4. Files are read and never mapped into memory: in a mapping, a disk error or a truncated file
+       requests the records over TCP. If the records are damaged, the storage detects this, and they
+       are repaired.
+    4. Files are read and never mapped into memory. In a mapping, a disk error or a truncated file
        would end the process.
-    5. One thread reads at a time, so files and buffers need no lock. If a read exceeds its timeout,
-       it is abandoned while its thread still runs. The client then reads no file directly until
-       that thread ends.
+    5. One thread reads at a time, so files and buffers need no lock. If a read times out, the
+       client abandons it while its thread still runs. The client then reads no file directly until
+       this thread ends.
     6. Bytes in the page cache are read on the event loop, which costs less than a thread. A thread
        reads only bytes that must come from the disk.
 """
@@ -43,16 +44,16 @@ from waltz_core.wire.record_locations import FileLocation, encode_segment
 
 I64 = npt.NDArray[np.int64]
 
-# The size of one grant, in bytes of records. A grant has only their lengths and batches in memory.
+# The size of one grant, in bytes of records. In memory, a grant has only their lengths and batches.
 GRANT_BYTES: Final = 32 * 1024 * 1024
 # The bytes that are read and checksummed together, while they are in the processor's cache.
 _PIECE_BYTES: Final = 512 * 1024
-# One buffer that the caller uses, one that is being read, and one more for a slow caller.
+# The caller uses one buffer, the reader fills the second, and a slow caller may keep a third.
 _BUFFERS_MAX: Final = 3
 # The flag to read only from the page cache, or fail; not every file system supports it.
 _NO_WAIT_FLAG: Final = getattr(os, "RWF_NOWAIT", 0)
 _WOULD_WAIT_ERRORS: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
-_OWN_REFERENCES: Final = 2  # that of the list, and that of the argument of `getrefcount`
+_OWN_REFERENCES: Final = 2  # references of the list, and of the argument of `getrefcount`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +139,7 @@ class LocalReader:
         return LocalRecords(grant.lengths[low:high], records, grant.batches_of(first, end))
 
     def _read_from_page_cache(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
-        """Read from the page cache; return None if a part is not in it (rule 6)."""
+        """Read from the page cache; return None if it does not contain all bytes (rule 6)."""
         if self._uncached_grant is grant or any(
             location.segment not in self._files for location in grant.places
         ):
@@ -146,7 +147,7 @@ class LocalReader:
         try:
             return self._read_records(grant, low, high, _NO_WAIT_FLAG)
         except BlockingIOError:
-            self._uncached_grant = grant  # do not try the page cache for the rest
+            self._uncached_grant = grant  # do not try the page cache for the rest of this grant
             return None
 
     async def _read_on_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:
@@ -168,7 +169,7 @@ class LocalReader:
             ) from error
 
     def _close_other_files(self, segments: Collection[TransactionId]) -> None:
-        """Close the files of other segments: a log may have more files than a process may open."""
+        """Close the files of other segments, because a process may open only a few files."""
         for segment in [
             open_segment for open_segment in self._files if open_segment not in segments
         ]:
@@ -180,17 +181,20 @@ class LocalReader:
         Raises BlockingIOError if `flags` forbid waiting and the bytes are not in the page cache.
         """
         lengths = grant.lengths[low:high]
-        skip, size = raw_records.total_bytes(grant.lengths[:low]), raw_records.total_bytes(lengths)
+        bytes_to_skip, size = (
+            raw_records.total_bytes(grant.lengths[:low]),
+            raw_records.total_bytes(lengths),
+        )
         records = self._buffers.take(size)
         read_bytes = crc = 0
         for location in grant.places:
-            if skip < location.size and read_bytes < size:
-                count = min(location.size - skip, size - read_bytes)
+            if bytes_to_skip < location.size and read_bytes < size:
+                count = min(location.size - bytes_to_skip, size - read_bytes)
                 part = records[read_bytes : read_bytes + count]
-                start = FileLocation(location.segment, location.offset + skip, count)
+                start = FileLocation(location.segment, location.offset + bytes_to_skip, count)
                 crc = self._read_segment(part, start, grant.ticket, crc, flags)
                 read_bytes += count
-            skip = max(0, skip - location.size)
+            bytes_to_skip = max(0, bytes_to_skip - location.size)
         first = TransactionId(grant.first + low)
         if raw_records.verified_crcs(records, lengths, first, records_crc=crc) is None:
             raise errors.ChecksumMismatch(
@@ -216,7 +220,7 @@ class LocalReader:
             while part:
                 count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)
                 if not count and flags:
-                    # Linux 5.9 and 5.10 return 0 for bytes not in memory, too (preadv2(2), "Bugs").
+                    # Linux 5.9 and 5.10 also return 0 for bytes not in memory (preadv2(2), "Bugs").
                     raise BlockingIOError(errno.EAGAIN, "perhaps not in memory")
                 if not count:
                     raise errors.ReadFailed(
@@ -238,8 +242,8 @@ class _ReadBuffers:
     """Read buffers, which are reused as soon as no view of them is held.
 
     New memory for each read would cost more than the read, because the system clears it first. Any
-    thread may release views, but only one thread requests buffers (rule 5): two threads could get
-    the same buffer.
+    thread may release views. But only one thread requests buffers (rule 5), because two threads
+    could get the same buffer.
     """
 
     def __init__(self) -> None:
@@ -248,7 +252,7 @@ class _ReadBuffers:
     def take(self, size: int) -> memoryview:
         """Return a buffer of `size` bytes that no other view uses; its content is arbitrary."""
         for index in range(len(self._all)):
-            # Each view of the buffer, also a view of a view, holds one more reference.
+            # Each view of the buffer, and each view of a view, adds one reference.
             if sys.getrefcount(self._all[index]) == _OWN_REFERENCES:
                 if self._all[index].size < size:
                     self._all[index] = np.empty(size, dtype=np.uint8)

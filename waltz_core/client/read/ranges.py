@@ -1,31 +1,34 @@
 """Reads committed ranges of a partition as bytes, from a replica or from the server.
 
-Bulk readers use this code, above all Spark, on executors that do not know ZooKeeper or assignments.
-The code detects every missing transaction and every changed bit itself.
+Bulk readers use this code, mainly Spark on executors without access to ZooKeeper. The code itself
+detects every missing transaction and every changed bit.
 
 Rules:
-    1. Without a filter, an answer has every ID from the first requested to the last; otherwise the
-       reader raises an error.
-    2. Every record's CRC and every length is checked before its bytes are returned. Headers have no
-       CRC of their own. So the answer of a replica has a CRC over its headers, which the reader
-       checks; a server checks headers itself.
-    3. The requests to a replica have the session that the server named, and cover only records
-       that this session has committed. If a replica does not return them, the reader tries the next
-       replica, and at last the server. If the log begins after the first ID, the reader raises at
-       once, because this holds for all replicas. If a replica requests a pause, the reader repeats
-       the request after the pause, until the timeout.
+    1. Without a filter, an answer has every ID from the first to the last requested ID; otherwise
+       the reader raises an error.
+    2. Every record's CRC and every length is checked before its bytes are returned. Headers alone
+       have no CRC. So a replica sends a CRC over the headers in its answer, which the reader
+       checks. A server checks headers itself.
+    3. A request to a replica contains the session that the server named, and asks only for records
+       that this session has committed. If a replica does not return these records, the reader tries
+       the next replica, and finally the server. There are two exceptions:
+        - If the log begins after the first ID, the reader raises at once, because all replicas
+          would answer the same.
+        - If a replica requests a pause, the reader repeats the request after the pause, until the
+          timeout.
     4. A chunk never ends in the middle of a record. The `next` of a chunk is the `first` of the
-       following one.
-    5. IDs beyond the last requested one are rejected: they may not be committed.
-    6. Nearby replicas are read first, but only those that the server named: a storage that is near
-       and not engaged is not read.
+       following chunk.
+    5. IDs after the last requested ID are rejected, because they may not be committed.
+    6. Nearby replicas are read first, but only if the server named them: a nearby storage that is
+       not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
-       files (`local_reader.py`). If that fails, the replica sends the records like any other.
-    8. A storage needs no disk to send its hello. If a storage sends none within
-       `HANDSHAKE_TIMEOUT_S`, it may be frozen, and the reader tries the next replica. The hello of
-       the last replica, and answers with records, have the whole timeout.
-    9. Reads from different IDs begin at different replicas. A repeated read from the same ID begins
-       at the same replica, because its page cache has what the previous read fetched from the disk.
+       files (`local_reader.py`). If this fails, the replica sends the records.
+    8. A storage needs no disk to send its hello. If it sends no hello within `HANDSHAKE_TIMEOUT_S`,
+       it may be frozen, and the reader tries the next replica. For the hello of the last replica,
+       and for answers with records, the reader waits for the whole timeout.
+    9. Reads from different IDs begin at different replicas, to distribute the load. A repeated read
+       from the same ID begins at the same replica, because this replica has the data in its page
+       cache.
 """
 
 import asyncio
@@ -86,7 +89,7 @@ class RangeRow(NamedTuple):
 
     transaction_id: TransactionId
     header: int
-    data: bytes | Any  # `Any` spares a check for None, which is rare, like in `Transaction.data`
+    data: bytes | Any  # None is rare; the type `Any` spares most users a check for None
 
     @property
     def data_error(self) -> str | None:
@@ -95,7 +98,7 @@ class RangeRow(NamedTuple):
 
 
 class _UnreadableRow(RangeRow):
-    """A transaction whose data could not be decrypted; like any row, a tuple of three."""
+    """A transaction whose data could not be decrypted; it is still a tuple of three fields."""
 
     reason: str | None = None
 
@@ -108,10 +111,10 @@ class _UnreadableRow(RangeRow):
 class RangeChunk:
     """A part of a range: `count` transactions from `first` on (fewer records under a filter).
 
-    Form WHOLE: `records` are the bytes of the segment file, and `lengths` are the lengths of the
-    records. Form HEADERS: `records` has 28 bytes for each transaction, and `lengths` is empty.
-    `next` is the first ID after the chunk. `lineage` has the batches of the chunk. `rows` uses
-    `decrypt`; payloads in `records` stay encrypted.
+    With form WHOLE, `records` are the bytes of the segment file, and `lengths` are the lengths of
+    the records. With form HEADERS, `records` has 28 bytes for each transaction, and `lengths` is
+    empty. `next` is the first ID after the chunk. `lineage` has the batches of the chunk. `rows`
+    uses `decrypt`; payloads in `records` stay encrypted.
     """
 
     form: RangeForm
@@ -157,9 +160,9 @@ class RangeChunk:
         ids = raw_records.ids_of(self.records, self.lengths).tolist()
         headers = raw_records.application_headers_of(self.records, self.lengths).tolist()
         start = 0
-        for number, length in enumerate(self.lengths.tolist()):
+        for index, length in enumerate(self.lengths.tolist()):
             data = self.records[start + _PREFIX_BYTES : start + length - _SUFFIX_BYTES]
-            yield RangeRow(TransactionId(ids[number]), headers[number], bytes(data))
+            yield RangeRow(TransactionId(ids[index]), headers[index], bytes(data))
             start += length
 
 
@@ -189,7 +192,7 @@ StartFetch = Callable[[Coroutine[Any, Any, RangeChunk]], Awaitable[RangeChunk]]
 async def read_chunks(
     partition_id: PartitionId, query: RangeQuery, fetch: Fetch, start: StartFetch | None = None
 ) -> AsyncIterator[RangeChunk]:
-    """Yield the chunks of a range in order; see the module's rules.
+    """Yield the chunks of a range in order.
 
     With `start`, which runs a fetch as a task, the next chunk is fetched while the caller uses the
     current one. A slow caller then keeps two chunks in memory.
@@ -403,9 +406,9 @@ class ReaderConnection:
 
         Raises the errors of `fetch`, and an error if the storage does not support this request.
         """
-        larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
+        grant_query = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, source = await self._request_range(
-            partition_id, larger, LOCATIONS, session_id, timeout_s
+            partition_id, grant_query, LOCATIONS, session_id, timeout_s
         )
         if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
@@ -414,10 +417,10 @@ class ReaderConnection:
         lengths: I64 = np.frombuffer(answer.lengths, dtype=">i4").astype(np.int64)
         try:
             raw_records.lengths_from_wire(answer.lengths, int(lengths.sum()))
-            places = decode_locations(answer.records, int(lengths.sum()))
+            locations = decode_locations(answer.records, int(lengths.sum()))
         except errors.BadFormat as error:
             raise errors.BadFormat(f"{source}: {error}") from error
-        return ReadGrant(query.first, lengths, places, answer.lineage, bytes(answer.ticket))
+        return ReadGrant(query.first, lengths, locations, answer.lineage, bytes(answer.ticket))
 
     async def _request_range(
         self,
@@ -520,7 +523,7 @@ class ReplicaReader:
         )
         self._is_closed = False
         self.from_replica_count = 0
-        self.from_local_count = 0  # of these, the chunks that were read from files on this machine
+        self.from_local_count = 0  # the chunks of replicas that were read from files directly
 
     async def fetch(self, query: RangeQuery) -> RangeChunk:
         """Read one chunk of a range from a replica, otherwise from the server (rule 3)."""
@@ -560,7 +563,7 @@ class ReplicaReader:
             self._link = None
 
     async def _fetch_with_retries(self, address: str, query: RangeQuery) -> RangeChunk:
-        """Read from a replica; wait if it requests a pause: other replicas have limits, too."""
+        """Read from a replica; if it requests a pause, wait, because others have limits, too."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._timeout_s
         while True:
@@ -586,7 +589,7 @@ class ReplicaReader:
             try:
                 return await self._fetch_locally(self._local_reader, link, query)
             except errors.BeforeLogStart:
-                pass  # The storage reads it from the archive.
+                pass  # The file is not on the disk; the storage reads the records from the archive.
             except errors.Overloaded:
                 raise
             except errors.WaltzError as error:
@@ -698,20 +701,20 @@ def _verify_chunk(chunk: RangeChunk, source: str, *, is_filtered: bool) -> None:
     ):
         return  # otherwise the checks below find the problem
     if chunk.form is RangeForm.WHOLE:
-        bad = raw_records.first_bad_record(chunk.records, chunk.lengths)
-        if bad is not None:
-            raise errors.ChecksumMismatch(f"{source}: record {bad} of the answer is damaged")
+        bad_index = raw_records.first_bad_record(chunk.records, chunk.lengths)
+        if bad_index is not None:
+            raise errors.ChecksumMismatch(f"{source}: record {bad_index} of the answer is damaged")
         ids = raw_records.ids_of(chunk.records, chunk.lengths)
     else:
         record_headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
         ids = record_headers["transaction_id"].astype(np.int64)
     if is_filtered:
-        steps = np.diff(ids)
-        inside = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
-        if not inside or bool((steps <= 0).any()):
+        id_steps = np.diff(ids)
+        is_within_chunk = ids.size == 0 or (ids[0] >= chunk.first and ids[-1] < chunk.next)
+        if not is_within_chunk or bool((id_steps <= 0).any()):
             raise errors.DataLoss(f"{source}: the transaction IDs of the answer are not ascending")
         return
-    # The count is compared first: an array of all stated IDs could be larger than the memory.
+    # Compare the count first, because an array of all stated IDs could be larger than the memory.
     if ids.size != max(chunk.next - chunk.first, 0) or not np.array_equal(
         ids, np.arange(chunk.first, chunk.next, dtype=np.int64)
     ):

@@ -9,7 +9,7 @@ from waltz_core.wire.messages import RejectionsResponse, RowOutcomeCode
 
 
 class Rejection(NamedTuple):
-    """One rejected transaction: when, which one, why, and because of which transaction.
+    """One rejected transaction: its time, request ID and reason, and the conflicting transaction.
 
     `time_ms` is the wall clock time of the server, in milliseconds since 1970 (UTC). `req_id` is
     the request ID of the rejected transaction, whose `client_id` names its client. `reason` is
@@ -52,4 +52,4 @@ def decode_rejections(answer: RejectionsResponse) -> list[Rejection]:
 
 
 def _split(data: bytes, width: int) -> list[bytes]:
-    return [data[at : at + width] for at in range(0, len(data), width)]
+    return [data[offset : offset + width] for offset in range(0, len(data), width)]

@@ -7,15 +7,17 @@ Rules:
     1. Queries change nothing, so they may be sent any number of times.
     2. After a retriable error, the client reads the owner from ZooKeeper again and retries. The
        delay doubles each time, unless the server states one. When the request timeout has passed,
-       the client raises the last error. If the last attempt had hardly any time left, the client
-       raises the error of the attempt before.
-    3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as
-       nearby.
-    4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). ZooKeeper proves
-       that its mark is not stale: if the server owned the partition when it answered, and still
-       does afterwards, no other server has committed a transaction up to then.
+       the client raises the last error. If the last attempt began shortly before the timeout, its
+       error says little, so the client raises the error of the previous attempt.
+    3. A read also works without nearby replicas. So if the groups cannot be read, no replica is
+       treated as nearby.
+    4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). It cannot confirm
+       that its mark is not stale, so the client checks this in ZooKeeper. If the server owned the
+       partition before and after its answer, no other server has committed a transaction up to
+       then.
     5. If a partition moves while a query waits for the former owner, the query is sent to the new
-       one. The former owner may be frozen or on a dead host, and would use up the timeout.
+       owner. The former owner may be frozen or on a dead host, so that it would not answer before
+       the timeout.
 """
 
 import asyncio
@@ -49,17 +51,19 @@ from waltz_core.wire.messages import ClientMessage
 
 _log = logging.getLogger(__name__)
 
-# Answers that have a connection of their own (connections.py, rule 4).
+# Answers that use the second connection (connections.py, rule 4).
 _LARGE_ANSWERS = (messages.RangeData, messages.TransactionDataResponse)
-# A 0.13 server that does not own the partition (yet) never answers these: they are sent again. A
-# flush may have to wait for appends in flight.
+# A 0.13 server that does not own the partition (yet) never answers these requests, so they are sent
+# again after a timeout. The timeout of a flush is longer, because it may have to wait for appends
+# in flight.
 LEGACY_ANSWER_TIMEOUT_S: dict[type[ClientMessage], float] = {
     messages.HighWaterMarkResponse: 1.0,
     messages.FlushResponse: 5.0,
 }
 # Requests without appends need no client ID (docs/design/wire-format.md 2.1).
 NO_CLIENT_ID = -1
-# An attempt with less than this part of the request timeout left does not count (rule 2).
+# If an attempt had less than this part of the request timeout left, its error is not raised
+# (rule 2).
 _ATTEMPT_SHARE_MIN: Final = 0.1
 
 
@@ -288,8 +292,8 @@ class OwnerRequests:
 
     async def _check_owner(self, reader: OwnerLink) -> None:
         """Check that the owner has not changed (rule 4); raises NotOwned."""
-        now = await self._directory.owner_now(reader.partition_id)
-        if now != reader.owner:
+        current_owner = await self._directory.owner_now(reader.partition_id)
+        if current_owner != reader.owner:
             raise errors.NotOwned(
                 f"{reader.owner.address} no longer owns partition {reader.partition_id}"
             )
@@ -386,7 +390,7 @@ class OwnerRequests:
     async def fetch_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return one verified chunk of a range from the server.
 
-        If the chunk is empty because the log ends before the range, a quorum has confirmed this.
+        An empty chunk means that the log ends before the range; a quorum has confirmed this end.
         """
         while True:
             chunk = await self._query_until_answered(
@@ -394,8 +398,8 @@ class OwnerRequests:
             )
             if chunk.next > query.first:
                 return chunk
-            # A server that has lost the partition may not know this, and does not know newer
-            # transactions.
+            # The server may have lost the partition without knowing it, so that newer transactions
+            # are missing there.
             if await self.high_water_mark(partition_id, linearizable=True) < query.first:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)

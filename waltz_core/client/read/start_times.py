@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
 UNSTAMPED_READS_MAX = 32
 
-# Yields the IDs whose commit stamps it needs, receives these stamps, and returns the ID found.
+# A generator that yields the IDs whose commit stamps it needs, receives the stamps, and returns an
+# ID.
 StartSearch: TypeAlias = Generator[int, int, int]
 
 
@@ -60,8 +61,9 @@ def _search_start(mark: int, since_ms: int, older: int) -> StartSearch:
     """Search for the result of `first_since`.
 
     Commit stamps never decrease in a partition, so a binary search finds the ID. Transactions that
-    a 0.13 server wrote have no stamp (0): only a later transaction can prove that they are older.
-    After `UNSTAMPED_READS_MAX` reads of such transactions, the rest count as not older (rule 1).
+    a 0.13 server wrote have no stamp (0); they are known to be older only if a later transaction is
+    older. After `UNSTAMPED_READS_MAX` reads of transactions without a stamp, the search assumes
+    that the rest of them is not older (rule 1).
     """
     last_older = older
     unstamped_left = UNSTAMPED_READS_MAX
@@ -80,7 +82,7 @@ def _search_start(mark: int, since_ms: int, older: int) -> StartSearch:
             else:
                 del parts[1:]  # rule 1
         elif stamp_ms < since_ms:
-            # All transactions before it are older, too.
+            # All transactions before `middle` are older, too.
             last_older, parts = middle, [(middle + 1, high)]
         else:
             parts.append((low, middle - 1))

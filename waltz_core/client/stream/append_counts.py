@@ -1,10 +1,10 @@
 """Counts of the appends of one partition of a client, for its metrics.
 
 Rules:
-    1. The counts only grow. They are changed on the loop of the client, and may be read on any
+    1. The counts only increase. They are changed on the loop of the client, and may be read on any
        thread.
-    2. A submission is counted at once, with the time of its first row: most clients export no
-       metrics, and must not pay for them.
+    2. Most clients export no metrics, so counting must be cheap: the rows of a submission are
+       counted together, with the time of the first row.
 """
 
 from bisect import bisect_left
@@ -12,7 +12,7 @@ from bisect import bisect_left
 from waltz_core import errors
 from waltz_core.wire.messages import RowOutcomeCode
 
-# Equal to SECONDS_BUCKETS of the metrics, whose import costs more than a short task of Spark.
+# Equal to SECONDS_BUCKETS of the metrics. To import the metrics costs more than a short Spark task.
 BUCKETS_S = (
     *(0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -20,7 +20,7 @@ BUCKETS_S = (
 
 
 class AppendCounts:
-    """Committed, rejected and repeated transactions, and the time of those committed."""
+    """Counts of committed, rejected and repeated transactions, and the times to commit."""
 
     __slots__ = ("bucket_counts", "committed", "rejected", "retried", "seconds")
 

@@ -4,8 +4,9 @@ If this table wrongly listed an error as a rejection, the client would append ro
 rows as failed that are in the log.
 
 Rules:
-    1. Only two kinds of errors are rejections: those that the server returns before it has stored
-       any row, and those that it returns after the next session has settled what was stored.
+    1. Only two kinds of errors are rejections: errors that the server returns before it has stored
+       any row, and errors that it returns after the next session has settled the outcome of the
+       rows.
     2. After an error that is not in the table, the rows are in doubt until the client has read the
        log.
 """
@@ -27,7 +28,7 @@ _OUTCOME_CODES: dict[int, RowOutcomeCode] = {
     errors.Overloaded.code: RowOutcomeCode.OVERLOADED,
 }
 
-# Transient reasons: the rows may be sent again as they are.
+# Transient reasons: the rows may be sent again unchanged.
 TRANSIENT_OUTCOMES = (
     RowOutcomeCode.LOST,
     RowOutcomeCode.NOT_MOUNTED,

@@ -1,7 +1,7 @@
 """The outgoing appends of one partition: limited in number, and sent in groups.
 
-Rows that are appended in the same iteration of the event loop are sent in one frame (a submission),
-so that a thousand small appends cost about as much as one batch.
+Rows that are appended in the same iteration of the event loop are sent in one frame (a submission).
+So a thousand small appends cost about as much as one batch.
 
 Rules:
     1. The window (the limit of appends in flight) counts every row from `append` until its outcome
@@ -9,12 +9,14 @@ Rules:
     2. Rows are sent in the order in which they were appended.
     3. If a row of `append` is known not to be in the log, for a temporary reason, the client sends
        the row again until its deadline, because the row is still valid. A row that a lock has
-       rejected is never sent again, nor is a pipelined dependent append.
-    4. Rule 2 also holds for rows that are sent again. They wait until every submission that was in
-       flight with them has its outcome, and all rows and batches that were appended since wait for
-       them. Submissions that the stream had not sent by then return as lost
+       rejected and a pipelined dependent append are never sent again.
+    4. Rule 2 also holds for rows that are sent again (held rows). They wait until every submission
+       that was in flight with them has its outcome. All rows and batches that were appended since
+       then wait for the held rows. If the stream has not sent a submission yet, it returns this
+       submission as lost, so that its rows are also held
        (`outcome_tracker.Submission.keeps_order`).
-    5. A wait for earlier appends (a flush) does not include later appends, which may never stop.
+    5. A wait for earlier appends (a flush) does not include later appends. Otherwise it might never
+       end.
 """
 
 import asyncio
@@ -44,13 +46,14 @@ from waltz_core.wire.messages import RowOutcomeCode
 # Up to this number, rows are sent as single appends; more rows are cheaper as one Arrow batch.
 SINGLES_MAX = 8
 # While at least this many submissions are in flight, rows are gathered until one of the submissions
-# has its outcome or a new submission is full. Under load, many small writers share a frame; without
-# load, no row waits.
+# has its outcome, or a new submission is full. So under load, many small writers share a frame.
+# Without load, no row waits.
 UNANSWERED_SUBMISSIONS_MIN = 1
-# The maximum time for which rows are gathered, in seconds. The server delays its answer to a
-# rejection by a contended lock; other rows do not wait for this answer.
+# The maximum time for which rows are gathered, in seconds. For a contended lock, the server delays
+# the rejection of a row, and other rows must not wait for this answer.
 GATHERING_S_MAX = 0.005
-# Delays before rows are sent again, in seconds; the longer one after a full disk or a full queue.
+# Delays before rows are sent again, in seconds. The second delay is for a full disk or a full
+# queue.
 RESEND_DELAY_S = 0.005
 RESEND_FULL_DELAY_S = 0.1
 
@@ -121,11 +124,10 @@ class PendingRow:
         self.added_s = 0.0
         self.number = 0  # the position in the order of `append`
         self.flush_group = _NO_GROUP
-        # Whether the row is an attempt of a context: its future then returns a RowOutcome, whatever
-        # the outcome is. Otherwise the future returns the transaction ID, or raises an error.
+        # Whether the row is an attempt of a context. Then its future always returns a RowOutcome.
+        # Otherwise the future returns the transaction ID, or raises an error.
         self.is_attempt = False
-        # The appends in flight that the row depends on, in addition to its mark; None if there are
-        # none.
+        # The appends in flight that the row depends on, in addition to its mark, if any.
         self.pipelined_state: PipelinedState | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
@@ -136,7 +138,7 @@ class PendingRow:
         if mark is None and pipelined_state.has_seen:
             mark = pipelined_state.base
         mark = self.mark if mark is None else mark
-        if mark < pipelined_state.base:  # the transactions in between are not known
+        if mark < pipelined_state.base:  # the client does not know the transactions in between
             self.mark, self.pipelined_state = pipelined_state.without_predecessors_at(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
@@ -187,8 +189,8 @@ class AppendWindow:
         try:
             await future
         except asyncio.CancelledError:
-            # NB: no space may be released for a long time, and the callers after this one may need
-            # less.
+            # NB: this caller is cancelled. Callers after it may need less space than this one, and
+            # it may take long until space is released again.
             if self._waiting.pop(future, None) is not None:
                 self.release(0, 0)
             elif not future.cancelled():
@@ -212,7 +214,7 @@ class AppendWindow:
             del self._waiting[future]
 
     def _fits(self, rows: int, size_bytes: int) -> bool:
-        # A batch that is larger than the whole window is sent when no other row is in flight.
+        # A batch larger than the whole window is sent when no other row is in flight.
         return self._rows == 0 or (
             self._rows + rows <= self._rows_max and self._bytes + size_bytes <= self._bytes_max
         )
@@ -224,11 +226,12 @@ Post: TypeAlias = Callable[[Submission], None]
 class ReportOrder:
     """Keeps one writer's batches of one partition in order, even when some of them are lost.
 
-    `reported_count` is the number of outcomes with lost rows that the client has reported;
-    `processed_count` is the number of those that the writer has processed. While the counts differ,
-    the client does not send later batches, but reports them as LOST: the writer must send the lost
-    rows again first. Without this, a batch between the writer and the client could enter the log
-    before the lost rows.
+    The writer must send lost rows again before any later batch. But the writer may append a later
+    batch before it has processed the loss, and this batch must not enter the log.
+
+    `reported_count` is the number of outcomes with lost rows that the client has reported.
+    `processed_count` is the number of these outcomes that the writer has processed. While the
+    counts differ, the client does not send batches, but reports them as LOST, too.
     """
 
     __slots__ = ("processed_count", "reported_count")
@@ -284,7 +287,7 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        # Rows to send, and batches that must wait for held rows.
+        # Rows to send, and batches that wait for held rows.
         self._gathered: list[PendingRow | _BatchSubmission] = []
         self._gathered_bytes = 0
         self._is_scheduled = False
@@ -293,12 +296,13 @@ class Appends:
         self._submissions: dict[int, list[PendingRow] | _BatchSubmission] = {}
         self._token = 0
         self._added_count = 0
-        # Rows to send again, when the submissions up to the barrier are final and the pause has
-        # ended.
+        # Rows to send again (rule 4), when the submissions up to the barrier are final and the
+        # pause has ended.
         self._held_rows: list[PendingRow] = []
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
-        # Kept here, because a handle of uvloop does not have it if the time has passed already.
+        # Kept here, because a timer handle of uvloop does not return its time after this time has
+        # passed.
         self._pause_until_s = 0.0
         self._flush_groups: deque[_FlushGroup] = deque((_FlushGroup(),))
 
@@ -322,7 +326,7 @@ class Appends:
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
             self._send_gathered()
         elif row.pipelined_state is not None:
-            self._send_gathered()  # Other writers of the same lock wait for it.
+            self._send_gathered()  # Do not gather: other writers of the same lock wait for it.
         elif not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._send_or_gather)
@@ -335,8 +339,8 @@ class Appends:
         order: ReportOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch that has reserved its space in the window; return its future."""
-        # NB: read now: if the writer processes a loss while the batch waits, it is too late for the
-        # batch.
+        # NB: read the count now. The writer may process a loss while the batch waits, but then it
+        # has appended the batch before, and the batch must be reported LOST.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         if self._tracer is not None:
@@ -366,7 +370,7 @@ class Appends:
             waiting[future] = None
             try:
                 await future
-            finally:  # a cancelled caller must leave no future: outcomes may take days
+            finally:  # remove the future of a cancelled caller, because outcomes may take days
                 waiting.pop(future, None)
 
     def _join_flush_group(self) -> _FlushGroup:
@@ -391,14 +395,14 @@ class Appends:
         if not self._gathered or self._held_rows:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        for (is_batch, is_alone), run in groupby(rows, _gathering_key):
+        for (is_batch, is_alone), group in groupby(rows, _gathering_key):
             if is_batch:
-                for batch in run:
+                for batch in group:
                     assert isinstance(batch, _BatchSubmission)
                     self._send_batch(batch)
             else:
                 self._send_run(
-                    [row for row in run if isinstance(row, PendingRow)], is_alone=is_alone
+                    [row for row in group if isinstance(row, PendingRow)], is_alone=is_alone
                 )
 
     def _send_batch(self, batch: _BatchSubmission) -> None:
@@ -432,7 +436,7 @@ class Appends:
         self._post(Submission(token, 1, row.mark, single, crc, keeps_order))
 
     def _send_rows(self, rows: list[PendingRow]) -> None:
-        first = rows[0].mark
+        first_mark = rows[0].mark
         marks = [row.mark for row in rows]
         payload = encode_append(
             [row.header for row in rows],
@@ -440,12 +444,12 @@ class Appends:
             write_locks=[row.write_locks for row in rows],
             read_locks=[row.read_locks for row in rows],
             append_locks=[row.append_locks for row in rows],
-            marks=None if marks.count(first) == len(marks) else marks,
+            marks=None if marks.count(first_mark) == len(marks) else marks,
         )
         token = self._next_token()
         self._submissions[token] = rows
         keeps_order = not all(row.is_attempt for row in rows)
-        self._post(Submission(token, len(rows), first, payload, crc32(payload), keeps_order))
+        self._post(Submission(token, len(rows), first_mark, payload, crc32(payload), keeps_order))
 
     def _next_token(self) -> int:
         self._token += 1
@@ -476,7 +480,7 @@ class Appends:
             if not submission.future.done():
                 submission.future.set_exception(error)
         elif isinstance(error, errors.TooLarge) and len(submission) > 1:
-            # The server accepts less in one frame than this client has assumed.
+            # The server's limit for one frame is lower than this client has assumed.
             middle = len(submission) // 2
             self._send_rows(submission[:middle])
             self._send_rows(submission[middle:])
@@ -491,8 +495,7 @@ class Appends:
     def abandon(self, error: errors.WaltzError) -> None:
         """Fail all appends with this error: no further answers will arrive."""
         rows = [*self._held_rows, *self._gathered]
-        # First, because rows that wait for a submission would otherwise be sent when the submission
-        # fails.
+        # Clear these first. Otherwise rows that wait for a submission would be sent when it fails.
         self._held_rows, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._submissions):
             self.on_rejected(token, error)
@@ -542,7 +545,7 @@ class Appends:
             self._hold_rows(resent_rows, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
     def _hold_rows(self, rows: Sequence[PendingRow], pause_s: float) -> None:
-        """Send rows again after a pause, in order with the other rows that were lost with them."""
+        """Send rows again after a pause, in one order with all other rows that were lost."""
         self._held_rows += rows
         self._barrier = self._token
         until_s = self._loop.time() + pause_s

@@ -1,7 +1,7 @@
 """The delay before the next attempt: it doubles with each failure, with jitter.
 
-If a server has died, its clients must not all connect again at the same time, and no client may
-retry without pauses.
+Without the delay, a client would retry without pauses. Without the jitter, all clients of a dead
+server would connect again at the same time.
 """
 
 from typing import TYPE_CHECKING
@@ -36,5 +36,5 @@ class Backoff:
             return 0
         doubled = self._interval_ms_min << min(self._failures - 2, 20)
         interval_ms = min(doubled, self._interval_ms_max)
-        # The delay is between half of the interval and the whole interval.
+        # The delay is random, between half of the interval and the whole interval.
         return interval_ms - self._random.randrange(interval_ms // 2 + 1)

@@ -7,9 +7,10 @@ Rules:
     1. Effects are performed in order and never wait. An effect that takes time becomes a task,
        which posts its outcome as an event.
     2. When a stream ends, every caller that waits for it gets its error.
-    3. The mark that the application has applied is kept as long as the client exists, also while
-       the partition is paused or unsubscribed. The application's state does not change then, but
-       the log's mark would claim that it did.
+    3. The mark that the application has applied is kept as long as the client exists, even while
+       the partition is paused or unsubscribed. During this time the application's state does not
+       change. With the log's mark instead, its transactions would claim to have seen newer
+       transactions.
 """
 
 import asyncio
@@ -108,12 +109,12 @@ class ClientPartition:
         self._applied_mark: TransactionId | None = None
         self._applier_changed = asyncio.Event()
         self._starting_feed_count = 0
-        # Fetches the feed from one mark to about another one, then calls `on_feed_caught_up`.
+        # Fetches the feed from the first mark to about the second, then calls `on_feed_caught_up`.
         self.fetch: FetchFeed | None = None
         self._link: ServerLink | None = None
         self._outage = OutageLog(partition_id, "server", log_after_s=LOG_AFTER_S)
-        # A cancelled caller removes its future from these dicts, because no event may come for a
-        # long time.
+        # A cancelled caller removes its future from these dicts, because the next event may come
+        # late.
         self._mount_waiters: dict[asyncio.Future[None], None] = {}
         self._mark_waiters: dict[asyncio.Future[None], TransactionId] = {}
         self._stop_error: errors.WaltzError | None = None
@@ -151,7 +152,7 @@ class ClientPartition:
 
     @property
     def has_view(self) -> bool:
-        """Whether the application has a view of this partition, fed now or earlier (rule 3)."""
+        """Whether the application has or had a feed of this partition, so has a view (rule 3)."""
         return self.is_starting or self._applied_mark is not None or self._applier is not None
 
     @property
@@ -177,7 +178,7 @@ class ClientPartition:
 
     @property
     def is_ready(self) -> bool:
-        """Whether appends can be sent; False for a failed stream, whatever its phase is."""
+        """Whether appends can be sent; always False for a failed stream."""
         return self.stream.phase is Phase.READY and self._stop_error is None
 
     @property
@@ -323,7 +324,7 @@ class ClientPartition:
             if services.claim is not None:
                 await (
                     services.claim.check()
-                )  # after the generation was read (write_claim.py, rule 2)
+                )  # check after the generation was read (write_claim.py, rule 2)
             link = await services.links.get(owner.address, excluded=effect.avoided_links)
             self._check_claim(link)
             identity: ClientIdentity | None = None
@@ -368,12 +369,12 @@ class ClientPartition:
 
     async def _verify_owner(self, expected_owner: Owner, on_result: Callable[[bool], None]) -> None:
         """Report whether the owner is unchanged, because a 0.13 server cannot prove this itself."""
-        now: Owner | None = None
+        current_owner: Owner | None = None
         try:
-            now = await self._services.directory.owner_now(self.partition_id)
+            current_owner = await self._services.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
             _log.info("client.owner_read_failed partition=%d error=%s", self.partition_id, error)
-        on_result(now == expected_owner)
+        on_result(current_owner == expected_owner)
 
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:
@@ -404,7 +405,7 @@ class ClientPartition:
             return
 
     def _is_waiting(self) -> bool:
-        """Whether the partition waits for its server; after a failure, it does not."""
+        """Whether the partition waits for its server; False after a failure."""
         if self._stop_error is not None:
             return False
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending

@@ -21,20 +21,22 @@ from waltz_core.wire.messages import FeedBatch
 
 
 class FeedCursor:
-    """The position of one partition's feed; see the module's docstring."""
+    """The position of one partition's feed, with the invariants above."""
 
     def __init__(self, ahead_max: int) -> None:
         self._ahead_max = ahead_max
         self.is_wanted = False
         # The application headers to feed; empty for all.
         self.header_values: tuple[int, ...] = ()
-        # A grant is used up, or none was requested yet: the server waits for the next request.
+        # Whether the server waits for the next request: the last grant is used up, or none was
+        # requested.
         self.is_suspended = False
-        # The application was too far behind to request more; the end of the log is unknown now.
+        # Whether no request was sent because the application was too far behind. Then the end of
+        # the log is not known.
         self.is_application_behind = False
-        # The driver fetches the transactions between this position and the end of the log.
+        # Whether the driver fetches the transactions between this position and the end of the log.
         self.is_lagging = False
-        # The last batch end that the feed had a chain hash for, and this chain hash.
+        # The last batch end for which the feed contained a chain hash, and this chain hash.
         self.chain: tuple[TransactionId, Chain] | None = None
         self._feed_mark: TransactionId | None = None
         self._applied_mark = BEFORE_FIRST
@@ -48,7 +50,7 @@ class FeedCursor:
         self._applied_mark = BEFORE_FIRST if mark is None else mark
 
     def resume(self, mark: TransactionId) -> None:
-        """Continue after `mark`: the driver has fetched the transactions up to there."""
+        """Continue after `mark`: the driver has fetched the transactions up to `mark`."""
         assert self.is_lagging
         assert self._feed_mark is not None
         assert mark >= self._feed_mark
@@ -72,7 +74,7 @@ class FeedCursor:
         self.is_suspended = True
 
     def note_applied(self, mark: TransactionId) -> bool:
-        """Note that the feed is applied up to `mark`; return True if this ends a hold."""
+        """Note that the feed is applied up to `mark`; return True if requests may continue."""
         # NB: while the driver fetches (`is_lagging`), `mark` may be above the position of this
         # feed.
         self._applied_mark = max(self._applied_mark, mark)

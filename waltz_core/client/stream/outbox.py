@@ -1,13 +1,13 @@
 """Submissions that wait to be sent on one partition, in order, each until its deadline.
 
-A submission in the outbox was never sent, so if it times out, its rows are not in the log. If a
-submission in the outcome tracker times out, its outcome is unknown.
+A submission in the outbox was never sent. So if it times out, its rows are not in the log. In
+contrast, if a sent submission (in the outcome tracker) times out, its outcome is unknown.
 
 Rules:
     1. First in, first out; deadlines never decrease.
     2. A submission that exceeds the server's limits is rejected before it is sent.
-    3. A submission that depends on appends in flight in another mount is also rejected
-       (`predecessors.py`, rule 2).
+    3. A submission is also rejected if it depends on appends in flight that the client received in
+       another mount (`predecessors.py`, rule 2).
 """
 
 from collections import deque
@@ -47,7 +47,7 @@ class WaitingSubmission:
 
 
 class Outbox:
-    """The queue of submissions; see the module's docstring."""
+    """The queue of submissions, by the rules above."""
 
     def __init__(self, partition_id: PartitionId) -> None:
         self._partition_id = partition_id

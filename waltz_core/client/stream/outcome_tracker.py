@@ -1,20 +1,20 @@
 """The outcome tracker: the appends in flight on one partition, and their outcomes.
 
 If an application receives a wrong outcome, it loses a transaction or appends it twice. So this file
-combines all evidence: answers of the server, the feed, and the headers that are read back after a
-connection has broken.
+combines all evidence: answers of the server, the feed, and headers that the client *reads back*
+from the log after a connection has broken.
 
 Rules:
-    1. A submission's rows have consecutive sequence numbers, and submissions are kept in that
-       order.
+    1. A submission's rows have consecutive sequence numbers, and submissions are kept in the order
+       of these numbers.
     2. An outcome is reported once, and only when it is final for every row of the submission.
     3. A row is COMMITTED if an answer reports it as committed, or if its request ID is in the log.
-    4. A row is LOST if an answer reports it as lost. It is also LOST if a mount has proven that all
-       older appends are final, and the log does not contain the row. The log is then read back to
-       the mark of that mount.
+    4. A row is LOST if an answer reports it as lost. After a broken connection, a successful mount
+       proves that all older appends are final. Then the client reads the log back, up to the mark
+       of this mount. A row that the log does not contain is LOST.
     5. If a row is in the log, its ID is above every mark that was known when the row was sent. So
-       reading back starts there.
-    6. The log is decisive: an answer that contradicts it is ignored.
+       reading back starts after the highest of these marks.
+    6. The log is decisive: an answer that contradicts the log is ignored.
 """
 
 import struct
@@ -46,7 +46,8 @@ from waltz_core.wire.messages import (
     RowOutcomeCode,
 )
 
-# The arrays for a row that a lock has rejected, created once: no code writes to outcomes.
+# The arrays for a row that a lock has rejected. They are created once, because no code writes to
+# outcomes.
 _NO_ID_ARRAY: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
 _LOCK_ARRAY: Final = np.full(1, RowOutcomeCode.LOCK, dtype=np.uint8)
 _NO_ID_ARRAY.flags.writeable = _LOCK_ARRAY.flags.writeable = False
@@ -65,17 +66,18 @@ class BatchOutcome:
     """The outcomes of rows: one element in each array, in the order of the rows.
 
     `transaction_ids` has -1 for rows that are not in the log. `reasons` has `RowOutcomeCode`
-    values. `conflicting` has the ID that a LOCK rejection conflicts with, otherwise -1.
-    `high_water_mark` is a mark of the log, and not below any ID in these arrays.
+    values. `conflicting` has the conflicting ID for LOCK, otherwise -1. `high_water_mark` is a mark
+    of the log, and not below any ID in these arrays.
     """
 
     high_water_mark: TransactionId
     transaction_ids: I64
     reasons: U8
     conflicting: I64
-    # For a single row that a lock has rejected: the appends in flight that a retry may depend on.
+    # Only for a single row that a lock has rejected: the appends in flight on which a retry may
+    # depend.
     pipelined_state: PipelinedState | None = None
-    # For a rejection of all rows: the server's message, and the pause that the server requests.
+    # Only if all rows are rejected: the server's message, and the pause that the server requests.
     detail: str = ""
     retry_after_ms: int = 0
 
@@ -126,8 +128,9 @@ class SingleRow(NamedTuple):
 class Submission:
     """Rows that are sent in one frame: an Arrow payload, or a single row without Arrow.
 
-    With `keeps_order`, if an earlier submission that keeps its order was lost, this submission is
-    not sent but also reported as LOST, so that the caller can send both again in order.
+    With `keeps_order`, this submission must not overtake earlier submissions with `keeps_order`. If
+    one of these was lost, this submission is not sent, but reported as LOST, too. The caller can
+    then send both again in order.
     """
 
     token: int
@@ -152,8 +155,8 @@ class Submission:
     ) -> AppendRequest | AppendBatch:
         """Return the request that sends this submission.
 
-        With `supports_pipelining`, the server supports dependent appends. Otherwise the submission
-        must not depend on any append.
+        `supports_pipelining`: the server supports dependent appends. Otherwise the submission must
+        not depend on any append in flight.
         """
         mark, content = self.client_high_water_mark, self.content
         if isinstance(content, SingleRow):
@@ -296,14 +299,14 @@ class OutcomeTracker:
     def match_own_headers(
         self, first: TransactionId, last: TransactionId, count: int, headers: Buffer
     ) -> bool:
-        """Find rows in first..last, like `match_headers`, in headers that are all this client's."""
+        """Find rows in first..last, like `match_headers`, in headers of only this client's rows."""
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
         record_headers = np.frombuffer(headers, dtype=HEADER_DTYPE)
         ids = record_headers["transaction_id"].astype(np.int64)
-        bounds = np.concatenate(([first - 1], ids, [last + 1]))
+        bounded_ids = np.concatenate(([first - 1], ids, [last + 1]))
         is_own = bool((record_headers["req_id"]["client_id"] == self._client_id).all())
-        if not is_own or (np.diff(bounds) <= 0).any():
+        if not is_own or (np.diff(bounded_ids) <= 0).any():
             return False
         self._match(ids, record_headers["req_id"])
         return True
@@ -315,7 +318,7 @@ class OutcomeTracker:
                 pending.proven_mark = max(mark, pending.known_mark)
 
     def unresolved_range(self) -> tuple[TransactionId, TransactionId] | None:
-        """Return the range first..last of the log to read back; None if no row is in doubt."""
+        """Return the IDs first..last to read back; None if no row is in doubt."""
         mark_ranges = [
             (pending.known_mark, pending.proven_mark)
             for pending in self._pending.values()
@@ -353,7 +356,7 @@ class OutcomeTracker:
         return settled
 
     def _match_one_by_one(self, first: int, headers: Buffer) -> None:
-        """Match like `_match`, for a number of rows so small that arrays would cost more."""
+        """Match like `_match`, for a few rows, for which arrays would cost more."""
         writer = (self._client_id, self._partition_id)
         own_rows = [
             (transaction_id, generation, sequence)
@@ -365,7 +368,7 @@ class OutcomeTracker:
         if not own_rows:
             return
         firsts = list(self._pending)
-        hits: dict[int, list[tuple[int, int]]] = {}
+        matches_by_position: dict[int, list[tuple[int, int]]] = {}
         for transaction_id, generation, sequence in own_rows:
             position = bisect_right(firsts, sequence) - 1
             if position < 0:
@@ -373,9 +376,9 @@ class OutcomeTracker:
             pending = self._pending[firsts[position]]
             row = sequence - pending.req_id.sequence
             if row < pending.submission.row_count and generation == pending.req_id.generation:
-                hits.setdefault(position, []).append((row, transaction_id))
-        for position in sorted(hits):
-            rows, ids = np.array(hits[position], dtype=np.int64).T
+                matches_by_position.setdefault(position, []).append((row, transaction_id))
+        for position in sorted(matches_by_position):
+            rows, ids = np.array(matches_by_position[position], dtype=np.int64).T
             _note_found_rows(self._pending[firsts[position]], rows, ids)
 
     def _match(self, ids: I64, req_ids: Structured) -> None:
@@ -394,13 +397,13 @@ class OutcomeTracker:
         for position in np.unique(positions[positions >= 0]).tolist():
             pending = self._pending[int(firsts[position])]
             rows = sequences - pending.req_id.sequence
-            hits = np.flatnonzero(
+            matches = np.flatnonzero(
                 (positions == position)
                 & (rows < pending.submission.row_count)
                 & (req_ids["generation"][own_positions] == pending.req_id.generation)
             )
-            if hits.size:
-                _note_found_rows(pending, rows[hits], ids[own_positions[hits]])
+            if matches.size:
+                _note_found_rows(pending, rows[matches], ids[own_positions[matches]])
 
 
 def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
@@ -408,13 +411,13 @@ def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
         pending.found_ids = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
     earlier_ids = pending.found_ids[rows]
     pending.found_ids[rows] = ids
-    reported = np.where(earlier_ids == BEFORE_FIRST, ids, earlier_ids)
-    contradictions = np.flatnonzero(pending.found_ids[rows] != reported)
+    expected_ids = np.where(earlier_ids == BEFORE_FIRST, ids, earlier_ids)
+    contradictions = np.flatnonzero(pending.found_ids[rows] != expected_ids)
     if contradictions.size:
         position = int(contradictions[0])
         raise errors.DataLoss(
             f"row {rows[position]} of append {pending.req_id} is in the log twice: as "
-            f"transaction {reported[position]} and as transaction "
+            f"transaction {expected_ids[position]} and as transaction "
             f"{pending.found_ids[rows[position]]}"
         )
 

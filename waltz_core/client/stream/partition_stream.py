@@ -1,33 +1,35 @@
 """The client's state machine for one partition: mounts, appends, receives the feed, mounts again.
 
-The machine implements the client's part of the recovery after a broken connection; the server's
-part is `server/partition/served_partition.py`. The client's driver and the simulator run the
-machine.
+The machine implements the client's part of the recovery after a broken connection;
+`server/partition/served_partition.py` is the server's part. The client's driver and the simulator
+run the machine. SETTLING is the phase in which the machine reads the log back, to settle rows in
+doubt.
 
     IDLE -> LINKING -> MOUNTING -> SETTLING -> READY        STOPPED ends all of it
                ^           |           |         |
                +-- WAITING (back-off) <+---------+
 
 Invariants:
-    1. Appends are sent only in the state READY. The client is then mounted, the answer to the mount
-       has proven that all older appends are final, and the rows in doubt were settled by reading
-       the log.
-    2. The generations of mounts never decrease: a server that has lost the partition, perhaps
-       without knowing it, proves nothing about a later owner.
+    1. Appends are sent only in the phase READY. In this phase, the client is mounted, the answer to
+       the mount has proven that all older appends are final, and rows in doubt were settled by
+       reading the log.
+    2. The generations of mounts never decrease. A server may have lost the partition without
+       knowing it, so a mount in an older generation proves nothing about a later owner.
     3. A mount whose mark is below a known mark is not trusted.
-    4. The connection sequences of links increase, so that the newest link fences all others. If an
-       append on a link was never answered, the link is not mounted again: the server fences between
-       connections, so requests that are still queued on this link would not be fenced.
+    4. The connection sequences of links increase, so that the newest link fences all others. A link
+       with an append that was never answered is not mounted again. The server fences between
+       connections, so the new mount would not fence requests that are still queued on the same
+       link.
     5. The sequence number of an appended row is never used again, whatever the row's outcome is.
-    6. No transaction of the feed is missing: the next accepted transaction is the one after the
-       last accepted one.
-    7. If a feed is far behind, the client does not request it from the server, which would send all
-       of it at once. After `FeedLagging`, the driver reads the transactions at the application's
-       pace.
-    8. After a submission is reported lost, no other submission that keeps its order is sent, unless
-       it was appended after that report. Submissions that still wait are reported LOST together
-       with it.
-    9. After a rejection with `retry_after_ms`, the next mount begins no earlier than after this
+    6. No transaction of the feed is missing: each accepted part starts right after the previous
+       one.
+    7. If a feed is far behind, the client does not request it from the server, because the server
+       would send all of it at once. Instead, the driver reads the transactions after `FeedLagging`,
+       as fast as the application applies them.
+    8. Submissions with `keeps_order` do not overtake each other. When one of them is reported lost,
+       those that still wait are reported LOST together with it. Of these submissions, only those
+       that were appended after this report are sent.
+    9. After a rejection with `retry_after_ms`, the next mount begins at the earliest after this
        time.
 """
 
@@ -85,7 +87,7 @@ _LINKED_PHASES = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
 
 
 class PartitionStream:
-    """The state machine; see the module's docstring."""
+    """The state machine of one partition, with the invariants above."""
 
     def __init__(
         self,
@@ -95,12 +97,11 @@ class PartitionStream:
         random: "Random",
         proof: bytes = NO_PROOF,
     ) -> None:
-        # Whether there is no client ID yet, or a server has denied the ID: see `ClientIdRenewed`.
+        # Whether there is no client ID yet, or a server has denied it (see `ClientIdRenewed`).
         self.needs_client_id = client_id is None
         self._client_id = _NO_CLIENT_ID if client_id is None else client_id
         self._proof = proof
-        # Whether the last mount was denied because of the client ID, and no mount has succeeded
-        # since.
+        # Whether a mount was denied because of the client ID, and no mount has succeeded since.
         self._is_id_denied = False
         self._partition_id = partition_id
         self._settings = settings
@@ -116,13 +117,13 @@ class PartitionStream:
         self.next_sequence = 1
         self._next_control = -1
         self.phase = Phase.IDLE
-        # The latest end of the phase; in READY, it is set only while a new mount is pending.
+        # The deadline of the phase. In READY, it is set only while the stream waits to mount again.
         self._phase_deadline_ms: int | None = None
         self._ready_since_ms = 0
         # The number of the last `OpenLink`; outcomes of earlier ones are ignored.
         self.attempt = 0
         self._wants_mount = False
-        # The reason why READY waits for its last answers and then mounts again; None without a
+        # The reason to mount again as soon as all appends in READY are answered; None without a
         # reason.
         self._remount_reason: str | None = None
         self._link = -1
@@ -138,7 +139,7 @@ class PartitionStream:
         self._renewing = False
         self._paused_until_ms = 0  # invariant 9
         self._stopped: errors.WaltzError | None = None
-        # The reason why the partition was last not mounted.
+        # The last reason why the partition was not mounted.
         self.failure = "the client is not connected yet"
         # The highest mark of the log that this client has received.
         self.high_water_mark = BEFORE_FIRST
@@ -318,9 +319,8 @@ class PartitionStream:
 
     def _on_owner_moved(self, generation: Generation, now_ms: int, effects: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
-            # A dial in progress may go to a machine that is down; the outcome of the dial is
-            # ignored.
-            self._backoff.reset()  # The failures were those of another server.
+            # Ignore the outcome of a dial in progress, because the former owner's host may be down.
+            self._backoff.reset()  # The failures were those of the former owner.
             self._paused_until_ms = now_ms
             self._open_link(effects)
         elif self.phase in _LINKED_PHASES and generation > self._generation:
@@ -365,7 +365,7 @@ class PartitionStream:
             self.phase = Phase.IDLE
             return
         self.phase = Phase.WAITING
-        # A request waits no longer than its timeout in any case.
+        # A longer pause is useless, because every request times out before.
         pause_ms = min(self.pause_ms(now_ms), self._settings.request_timeout_ms)
         delay_ms = max(self._backoff.note_failure(), pause_ms)
         if delay_ms == 0:
@@ -465,9 +465,9 @@ class PartitionStream:
         self, message: messages.RangeData, now_ms: int, effects: list[Effect]
     ) -> None:
         assert self.phase is Phase.SETTLING
-        loss = self._readback.history_loss(message)
-        if loss is not None:
-            self._stop_stream(loss, effects)
+        history_loss = self._readback.history_loss(message)
+        if history_loss is not None:
+            self._stop_stream(history_loss, effects)
             return
         error_text = self._readback.accept_headers(message, self._tracker)
         if error_text is not None:
@@ -577,7 +577,7 @@ class PartitionStream:
         try:
             answer = self._tracker.on_answered(message)
         except errors.RemoteProtocolError as error:
-            # The append is in doubt, like an append without an answer.
+            # The append is in doubt, like an append that was never answered.
             if self.phase in _LINKED_PHASES:
                 self._leave_link(str(error), now_ms, effects)
             return
@@ -610,8 +610,8 @@ class PartitionStream:
             effects.append(SubmissionRejected(pending.submission.token, error))
             self._leave_if_drained(now_ms, effects)
         elif isinstance(error, errors.ConnectionSuperseded):
-            # An answer to an older mount may also have this error, because this client has replaced
-            # that mount.
+            # An answer under an older mount may have this error because this client has mounted
+            # again.
             if pending.mount == self._mount:
                 self._stop_stream(error, effects)
         else:
@@ -649,7 +649,7 @@ class PartitionStream:
     def _report_rejection(
         self, submission: Submission, rejection: errors.WaltzError, effects: list[Effect]
     ) -> None:
-        """Report why a submission is not sent; if it is too large, it comes again in two parts."""
+        """Report why a submission is not sent; if it is too large, `Appends` splits it."""
         effects.append(SubmissionRejected(submission.token, rejection))
         if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
             lost_outcome = BatchOutcome.uniform(
@@ -673,7 +673,7 @@ class PartitionStream:
             effects.append(SubmissionRejected(waiting.submission.token, error))
 
     def _end_pending(self, pending: PendingSubmission, when: str, effects: list[Effect]) -> None:
-        """End a submission: report its outcome if known for all rows, otherwise OutcomeUnknown."""
+        """End a submission: report the outcome if all rows have one, otherwise OutcomeUnknown."""
         self._tracker.remove(pending)
         self._avoid_link(pending)
         outcome = pending.known_outcome(self.high_water_mark)
@@ -686,7 +686,7 @@ class PartitionStream:
     # --- client IDs
 
     def _request_client_id(self, effects: list[Effect]) -> None:
-        # NB: the tracker must be empty before the ID changes, because rows are matched by the ID.
+        # NB: the ID changes only when the tracker is empty, because rows are matched by the ID.
         if len(self._tracker) == 0 and not self._renewing:
             self._renewing = True
             effects.append(NeedClientId())
@@ -721,7 +721,7 @@ class PartitionStream:
         self._cursor = FeedCursor(self._settings.feed_ahead_max)
         if self._mount_has_feed and self.phase in _LINKED_PHASES:
             self._remount("the feed was ended", now_ms, effects)
-        # NB: messages of this feed that still arrive must not be mistaken for the next feed's.
+        # NB: late messages of this feed must not be mistaken for messages of the next feed.
         self._mount_has_feed = False
 
     def _on_feed_batch(
@@ -743,8 +743,7 @@ class PartitionStream:
 
     def _on_applied(self, mark: TransactionId, now_ms: int, effects: list[Effect]) -> None:
         if self._cursor.note_applied(mark) and self.phase is Phase.READY:
-            # The log has grown by an unknown amount; the answer to the next mount states how much
-            # (invariant 7).
+            # The end of the log is not known; the answer to the next mount states it (invariant 7).
             self._remount("the application has caught up", now_ms, effects)
         else:
             self._request_feed(effects)

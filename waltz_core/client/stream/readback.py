@@ -1,17 +1,16 @@
 """Reads parts of the log after a mount, before appends are sent.
 
-Only the log itself answers two questions. Which of the rows in doubt does it contain? Is it still
-the log from which the feed came?
+The client reads the log for two reasons: to find rows in doubt, and to check that the feed came
+from this log.
 
 Rules:
-    1. All headers from the first to the last are read, in as many answers as necessary.
+    1. All headers in the range of the rows in doubt are read, in as many answers as necessary.
     2. The last known chain hash of the feed is compared with the chain hash of the same batch in
-       the log's lineage. If they differ, the log has another history, and the feed must not
-       continue. If the log begins after that batch, there is no chain hash to compare with.
-    3. Rows in doubt that would be below the start of the log can neither be found nor excluded, so
-       their outcome is unknown.
-    4. A server of L 8 returns only the headers of this client's own rows, because a principal may
-       have the permission to append and not the one to read.
+       the log's lineage. If they differ, the feed came from a different log, and must not continue.
+       If the log begins after this batch, there is no chain hash to compare with.
+    3. If rows in doubt may be below the start of the log, their outcome is unknown.
+    4. A server of L 8 returns only the headers of this client's own rows, because the principal may
+       have the permission to append, but not to read.
 """
 
 from waltz_core.client.stream.outcome_tracker import OutcomeTracker
@@ -70,7 +69,7 @@ class ReadBack:
         return self._request
 
     def is_requested(self, req_id: ReqId) -> bool:
-        """Whether this is the ID of the outstanding request."""
+        """Whether this is the ID of the unanswered request."""
         return self._request is not None and self._request.req_id == req_id
 
     def accept_headers(self, message: RangeData, tracker: OutcomeTracker) -> str | None:
@@ -78,8 +77,8 @@ class ReadBack:
         request = self._request
         assert request is not None
         self._request = None
-        fits = message.form == request.form and message.first == request.first
-        if not fits or not _match_own_rows(message, request, tracker):
+        is_expected_range = message.form == request.form and message.first == request.first
+        if not is_expected_range or not _match_own_rows(message, request, tracker):
             range_text = f"transactions {request.first}..{request.last}"
             return f"the server's answer for {range_text} has headers that were not requested"
         if self._chain is not None:
@@ -89,22 +88,22 @@ class ReadBack:
         return None
 
     def history_loss(self, message: RangeData) -> DataLoss | None:
-        """Return an error if the log below the feed has changed (rule 2), otherwise None."""
+        """Return an error if the feed came from a different log (rule 2), otherwise None."""
         if self._chain is None:
             return None
-        at, chain = self._chain
-        ends = [
+        chain_at, chain = self._chain
+        batch_entries = [
             entry
             for entry in message.lineage
-            if entry.last == at and entry.session_id != RECONSTRUCTED
+            if entry.last == chain_at and entry.session_id != RECONSTRUCTED
         ]
         # NB: without the batch's own entry, the chain hashes cannot be compared. The entry is
         # missing if a 0.13 server wrote the batch, or if the entry was lost and reconstructed.
-        if not ends or ends[0].chain == chain:
+        if not batch_entries or batch_entries[0].chain == chain:
             return None
         return DataLoss(
             f"partition {message.req_id.partition_id}: the log has changed at or before "
-            f"transaction {at}, because its chain hash there differs from that of the feed"
+            f"transaction {chain_at}, because its chain hash there differs from that of the feed"
         )
 
 

@@ -5,12 +5,11 @@ effects.
 
 Rules:
     1. `OpenLink` has one outcome with the same attempt number: `LinkOpened` or `LinkFailed`.
-    2. A link that was opened (`LinkOpened`) is lost once, by `LinkLost`. Events of a link that is
-       not the current one have no effect.
-    3. A submission that was passed by `SendAppends` has one outcome: `SubmissionSettled` or
-       `SubmissionRejected`.
-    4. After `SubmissionRejected` with `OutcomeUnknown` the submission is in doubt. With any other
-       error, none of its rows is or will ever be in the log.
+    2. A link that was opened (`LinkOpened`) ends once, with `LinkLost`. Events of all links except
+       the current one have no effect.
+    3. A submission in `SendAppends` has one outcome: `SubmissionSettled` or `SubmissionRejected`.
+    4. After `SubmissionRejected` with `OutcomeUnknown`, the rows of the submission may be in the
+       log. With any other error, none of its rows is or will ever be in the log.
 """
 
 from collections.abc import Sequence
@@ -43,14 +42,14 @@ class Phase(Enum):
 class StreamSettings:
     """The settings of a stream; times are in ms."""
 
-    request_timeout_ms: int  # from `SendAppends` to `OutcomeUnknown`, or to "not sent"
+    request_timeout_ms: int  # from `SendAppends` to an error: `OutcomeUnknown`, or "not sent"
     mount_timeout_ms: int
     retry_interval_ms_min: int
     retry_interval_ms_max: int
     range_bytes_max: int
     in_flight_bytes_max: int
     feed_ahead_max: int  # the limit of transactions that are fed but not applied
-    feed_lag_max: int = 20_000  # up to this lag, the server sends the feed
+    feed_lag_max: int = 20_000  # the server sends the feed up to this lag
 
 
 # ---------------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ class Unsubscribe:
 
 @value(frozen=True, slots=True)
 class ResumeFeed:
-    """Let the server feed the rest: the range of `FeedLagging` was fetched up to `mark`."""
+    """The range of `FeedLagging` was fetched up to `mark`: request the rest from the server."""
 
     mark: TransactionId
 
@@ -203,7 +202,7 @@ class SendOnLink:
 
 @value(frozen=True, slots=True)
 class NeedClientId:
-    """The sequence numbers of this client ID are used up; answer with `ClientIdRenewed`."""
+    """The sequence numbers of this client ID are used up: post `ClientIdRenewed`."""
 
 
 @value(frozen=True, slots=True)
@@ -258,8 +257,8 @@ class FeedAdvanced:
 class FeedLagging:
     """The feed after `fed` is too long to be sent: fetch it in ranges, then post `ResumeFeed`.
 
-    The effect is returned once until `ResumeFeed`. The stream does not see the fetched
-    transactions.
+    The effect is not repeated before `ResumeFeed`. The driver passes the fetched transactions to
+    the application, not to the stream.
     """
 
     fed: TransactionId

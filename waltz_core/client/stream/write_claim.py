@@ -7,11 +7,12 @@ Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
     1. An attempt uses the task's client ID, and mounts with connection sequences from attempt *
        2**32 on. So the highest attempt that has mounted fences the others, as long as the
        generation lasts.
-    2. `check` runs before each mount, after the mount's generation was read. A server of a later
-       generation does not know which attempts were fenced, but rejects the older generation.
-    3. A finished write is not entered again: `is_done` is true, and no row is appended.
-    4. Normally the driver begins a write, and a task that finds no write stops, because the write
-       is over. The tasks of a series (a stream's micro-batches) begin their write themselves,
+    2. In a later generation, the server does not know which attempts were fenced. So `check` runs
+       before each mount, after the generation for the mount was read. If the generation has changed
+       since, the server rejects the mount.
+    3. After a write is finished, no row is appended: `is_done` is true.
+    4. Normally the Spark driver begins a write, and a task that finds no write stops, because the
+       write is over. The tasks of a series (a stream's micro-batches) begin their write themselves,
        because no driver does.
 """
 
@@ -107,7 +108,7 @@ class TaskClaim:
 
     @property
     def state(self) -> TaskState:
-        """The client ID, the attempt and the runs of the task."""
+        """The state of the task: its client ID, its attempt and its runs."""
         return self._entered_task.state
 
     @property
@@ -135,7 +136,7 @@ class TaskClaim:
         await self._open_writes().check(self.write, self.task, self.state.attempt)
 
     async def other_clients(self) -> set[int]:
-        """Return the client IDs of those other tasks of the write that other runs have begun."""
+        """Return the client IDs of the write's other tasks that other runs have begun."""
         tasks = await self._open_writes().tasks(self.write, self.run)
         return {client_id for task, client_id in tasks.others.items() if task != self.task}
 

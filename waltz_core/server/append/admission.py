@@ -16,7 +16,7 @@ from waltz_core.wire.messages import RowOutcomeCode
 
 
 class Admission:
-    """Admits an append to validation, or answers it with the reason for its rejection."""
+    """Admits an append to validation, or rejects it with the reason."""
 
     def __init__(self, limits: PartitionLimits, mounts: Mounts, completions: Completions) -> None:
         self._limits = limits
@@ -52,7 +52,7 @@ class Admission:
         return True
 
     def try_decode(self, pending: PendingBatch, out: list[AppendOutcome]) -> bool:
-        """Decode a batch, unless already decoded; if that fails, answer it and return False."""
+        """Decode a batch, unless already decoded; if it is invalid, answer it and return False."""
         if pending.message is not None:
             try:
                 pending.open(decode_batch(pending.message, self._limits))

@@ -42,7 +42,7 @@ from waltz_core.wire.messages import (
 
 
 class ArchivePosition(NamedTuple):
-    """The state of a partition's archive: its recorded mark, and the backlog not archived yet.
+    """The state of a partition's archive: its recorded mark, and the backlog.
 
     `interval_ms` is the interval between two archive attempts; 0 if the server archives nothing.
     """
@@ -66,13 +66,13 @@ def append_error_answer(pending: PendingAppend, error: errors.WaltzError) -> Sen
 
 
 def superseded_answer(request: RequestReceived) -> SendToClient:
-    """Build the answer that a later request of the same client has replaced this one."""
+    """Build the answer to a request that a later mount of the same client has replaced."""
     error = errors.ConnectionSuperseded("a later mount of the same client has replaced this one")
     return request_error_answer(request, error)
 
 
 def not_owned_answer(request: RequestReceived, position: PartitionPosition) -> SendToClient:
-    """Build the answer that this server does not own the partition."""
+    """Build the answer to a request for a partition that this server does not own."""
     if isinstance(request.message, MountRequest):
         return _mount_state_answer(request, MountState.NOT_READY)
     return request_error_answer(request, errors.NotOwned(f"this server does not own {position}"))
@@ -88,7 +88,7 @@ def mount_error_answer(request: RequestReceived, error: errors.WaltzError) -> Se
 def mounted_answer(
     request: RequestReceived, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
 ) -> SendToClient:
-    """Build the answer that a connection is mounted; for a `MountWriter` with the append limits."""
+    """Build the answer to a successful mount; for a `MountWriter`, with the append limits."""
     if not isinstance(request.message, MountWriter):
         return _mount_state_answer(request, MountState.READY)
     answer = Mounted(

@@ -5,9 +5,10 @@ Every request ends here exactly once, whichever way it took through the pipeline
 Rules:
     1. A request is answered once, and then leaves its flush group (the requests that a flush waits
        for). When all requests of a group have left, the waiting flushes are notified.
-    2. AHEAD is not reported directly. `ConfirmAheadOfLog` first requests a confirmation by a quorum
-       that the session in which the row was validated is still the newest. Without this
-       confirmation the answer is NOT_MOUNTED, so that the client mounts again.
+    2. A client treats AHEAD (its mark is above the log's) as final, so a replaced server must not
+       report it. `ConfirmAheadOfLog` first requests a confirmation by a quorum that the session in
+       which the row was validated is still the newest. Without this confirmation the answer is
+       NOT_MOUNTED, so that the client mounts again.
 """
 
 from collections import deque
@@ -42,7 +43,7 @@ class Completions:
         self._counters = counters
         self._rejections = rejections
         self._flush_groups: deque[FlushGroup] = deque((FlushGroup(),))
-        # Both belong to the session that was opened last.
+        # The session that was opened last, and its high-water mark.
         self.session_id = NO_SESSION
         self.high_water_mark = BEFORE_FIRST
 
@@ -84,7 +85,7 @@ class Completions:
     # --- answers
 
     def answer_rejected(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
-        """Answer the rejected writers that leave the lock queues (`lock_queues.py`)."""
+        """Answer rejected writers that no longer wait in the lock queues (`lock_queues.py`)."""
         out: list[AppendOutcome] = []
         for pending in rejected:
             self.answer_final(pending, out)
@@ -98,7 +99,8 @@ class Completions:
         for pending in rejected:
             assert pending.reason is RowOutcomeCode.LOCK
             self._counters.rejected[RowOutcomeCode.LOCK] += 1
-            # Before `reject_for`: the conflict may be in flight (recent_rejections.py, rule 2).
+            # Record it before `reject_for` sets the outcome, because the conflicting transaction
+            # may be in flight (recent_rejections.py, rule 2).
             self._rejections.add(pending)
             answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
             if answer is None:
@@ -119,9 +121,7 @@ class Completions:
             out.append(self._build_answer(pending))
             self.remove_request(pending, out)
         elif pending.session_id == self.session_id:
-            out.append(
-                ConfirmAheadOfLog(pending)
-            )  # Flushes wait for the answer to this event, too.
+            out.append(ConfirmAheadOfLog(pending))  # Flushes wait until this event is answered.
         else:
             out.extend(self.answer_ahead_of_log(pending, is_proved=False))
 

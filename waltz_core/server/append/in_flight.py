@@ -1,10 +1,11 @@
 """Appends that have IDs but are not final: the batches in flight, and the draft of the next batch.
 
 Rules:
-    1. The IDs are consecutive, starting after the high-water mark. The batches in flight come
-       first, from the oldest to the newest. The draft follows; it gathers dependent appends.
-    2. When a session ends, its batches in flight are kept until the next session knows which of
-       them are in the log.
+    1. The IDs are consecutive, starting after the high-water mark. The batches in flight have the
+       lowest IDs, from the oldest to the newest. The draft has the highest IDs; it gathers
+       dependent appends.
+    2. When a session ends, its batches in flight are kept until the next session has determined
+       which of these batches are in the log.
 """
 
 from collections import deque
@@ -29,8 +30,8 @@ from waltz_core.server.append.outcomes import AppendOutcome
 from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.locking.single_records import join_batches
 
-# A slice of these bytes, as a table for `translate`, subtracts each byte from a constant without a
-# loop.
+# With a slice of these bytes as its table, `translate` subtracts each byte from a constant, without
+# a loop.
 _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
 
 
@@ -51,10 +52,10 @@ class InFlightBatch:
 
 @dataclass(slots=True)
 class BatchDraft:
-    """The rows that a turn has admitted, including rows gathered in earlier turns.
+    """The rows that this turn and earlier turns have admitted, but not submitted yet.
 
     `waiting` has the tokens of the mounts that wait until the whole draft is final. `is_urgent`:
-    the draft goes to the store at once, whether or not a batch is in flight.
+    the draft goes to the store at once, even while a batch is in flight.
     """
 
     parts: list[EncodedBatch] = field(default_factory=list)
@@ -77,7 +78,7 @@ class BatchDraft:
     def distances(self) -> bytes:
         """Return for each lock the distance from its writer to the last ID of the draft.
 
-        Return nothing if a distance does not fit into a byte.
+        Return empty bytes if a distance does not fit into a byte.
         """
         last = self.parts[-1].last
         if last - self.parts[0].first >= DISTANCES_TRANSACTIONS_MAX:
@@ -94,7 +95,7 @@ class InFlightBatches:
     def __init__(self, throttle: LargeBatchThrottle) -> None:
         self._throttle = throttle
         self._batches: deque[InFlightBatch] = deque()
-        self.draft: BatchDraft | None = None  # rows that are admitted, but not submitted yet
+        self.draft: BatchDraft | None = None  # admitted rows that are not submitted yet
         self.submitted_bytes = 0
         self._large_count = 0
         self.next_id = TransactionId(0)
@@ -137,7 +138,7 @@ class InFlightBatches:
     def pop_lost_batches(self) -> tuple[list[InFlightBatch | BatchDraft], TransactionId]:
         """Remove the other batches and the draft, which are lost.
 
-        Return these, and the last ID that was submitted to the store.
+        Return the lost batches, and the last ID that was submitted to the store.
         """
         lost_batches: list[InFlightBatch | BatchDraft] = [*self._batches]
         if self.draft is not None:
@@ -159,7 +160,7 @@ class InFlightBatches:
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
 
     def stop(self) -> None:
-        """The session has ended: other partitions must not wait for its large batches."""
+        """The session has ended: forget its large batches, for which other partitions wait."""
         self._throttle.on_large_batches_forgotten(self._large_count)
         self._large_count = 0
 
@@ -171,8 +172,8 @@ class InFlightBatches:
         """Create a batch in flight from the records of a draft; None if it has no records."""
         if not draft.parts:
             if draft.appends:
-                # These were rejected because of an ID in flight. They are final together with its
-                # batch.
+                # These appends were rejected because of an ID in flight, so they become final
+                # together with the newest batch in flight.
                 self._batches[-1].appends.extend(draft.appends)
             return None
         part = join_batches(draft.parts)

@@ -1,15 +1,15 @@
 """Fair queues of appends: one lane (queue) for each connection, with start-time fair queueing.
 
-Only this module decides about fairness between clients. A client that floods the server fills its
-own lane and moves its own clock forward. A client with few requests never waits for more than one
-request of each other client.
+Only this module decides about fairness between clients. A client that floods the server waits in
+its own lane. A client with few requests never waits for more than one request of each other client.
 
 Rules:
-    1. Within a lane, the order is that of arrival: a client's appends enter the log in the order in
-       which it sent them.
-    2. Each lane has a clock that advances by the number of bytes taken from the lane. The lane with
-       the lowest clock goes first. If an empty lane gets a request, its clock starts at the clock
-       of the lane served last, so no lane saves up turns.
+    1. Within a lane, requests are taken in the order of arrival, so a client's appends enter the
+       log in the order in which it sent them.
+    2. The lane that was served least goes first. To measure this, each lane has a clock that
+       advances by the number of bytes taken from the lane, and the lane with the lowest clock is
+       next. When an empty lane gets a request, its clock starts at the clock of the lane served
+       last. So an idle lane does not accumulate turns.
     3. A large request may be taken in parts. It stays at the head of its lane until its last part
        is taken. The clock advances for each part separately.
     4. While large requests have to wait, lanes with a small request at their head are served first.
@@ -61,10 +61,10 @@ class Lanes(Generic[WaitingT]):
     __slots__ = ("_clock", "_lanes", "_large", "_serial", "_small", "queued_bytes")
 
     def __init__(self) -> None:
-        # Lanes with requests, and empty lanes, which are removed when no request waits at all.
+        # All lanes. Empty lanes are removed when no lane has a request.
         self._lanes: dict[ConnectionId, _Lane[WaitingT]] = {}
-        # The lanes with requests, ordered by clock and then by arrival, and stale entries. The
-        # request at the head of a lane determines in which of the two heaps the lane is.
+        # Heaps of the lanes with requests, ordered by clock and then by arrival. The request at the
+        # head of a lane determines the heap. There are also stale entries.
         self._small: list[_LaneEntry] = []
         self._large: list[_LaneEntry] = []
         self._serial = 0
@@ -88,7 +88,7 @@ class Lanes(Generic[WaitingT]):
         return len(self._lanes)
 
     def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
-        """Whether the lanes are full and this connection has used its share of them."""
+        """Whether the lanes are full, and this connection has used its share of their bytes."""
         if self.queued_bytes + cost_bytes <= limit:
             return False
         return self.queued_bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)
@@ -123,7 +123,7 @@ class Lanes(Generic[WaitingT]):
         if lane.items:
             self._push_entry(item.connection, lane)
         elif not self.queued_bytes:
-            self._lanes.clear()  # No request waits, so all clocks may start again.
+            self._lanes.clear()  # No request waits, so the clocks are no longer needed.
             self._small.clear()
             self._large.clear()
         return item
@@ -155,15 +155,15 @@ class Lanes(Generic[WaitingT]):
 
     def _first_entry(self, *, with_large: bool) -> _LaneEntry | None:
         """Remove stale entries; return the entry of the next lane, or None."""
-        small = self._drop_stale_entries(self._small, is_large=False) if self._small else None
-        large = (
+        small_entry = self._drop_stale_entries(self._small, is_large=False) if self._small else None
+        large_entry = (
             self._drop_stale_entries(self._large, is_large=True)
             if with_large and self._large
             else None
         )
-        if small is None or large is None:
-            return small or large
-        return min(small, large)
+        if small_entry is None or large_entry is None:
+            return small_entry or large_entry
+        return min(small_entry, large_entry)
 
     def _drop_stale_entries(self, heap: list[_LaneEntry], *, is_large: bool) -> _LaneEntry | None:
         while heap:
@@ -179,7 +179,7 @@ class Lanes(Generic[WaitingT]):
         entry = self._first_entry(with_large=with_large)
         if entry is None:
             return None
-        self._clock = max(self._clock, entry[0])  # A delayed large request may have a lower one.
+        self._clock = max(self._clock, entry[0])  # A delayed large request has an old clock.
         lane = self._lanes[entry[2]]
         heapq.heappop(self._large if lane.items[0].is_large else self._small)
         return lane

@@ -5,20 +5,20 @@ appends. On a machine with few CPUs, a client that sends only such batches would
 latency of all other appends. The limit applies to the whole server, over all its partitions.
 
 Rules:
-    1. While all clients send large batches, or all send small requests, nothing is delayed.
-    2. The server is *shared* for `SHARED_MS` after a small request of one client met large requests
-       of another client. While it is shared, large requests go in pieces, one at a time. Each piece
-       is followed by a pause: the time that the piece took, multiplied by a factor.
-    3. The factor depends on the latency of small requests. The *baseline* is the 99th percentile of
-       this latency while the server is not shared. If a small request meets a piece and takes more
-       than a fifth longer than the baseline, the factor rises. Any other small request lowers the
-       factor a little. In equilibrium, one request in two hundred makes the factor rise. With idle
-       CPUs the factor falls to its minimum.
-    4. Nothing waits without a limit: a pause is bounded. If a piece never becomes final, because
-       its session has ended, the throttle forgets it together with its partition's appends in
-       flight.
-    5. The limit can be disabled. Without it, the client that sends most gets most of the
-       throughput.
+    1. If all clients send large batches, or all send small requests, the throttle delays nothing.
+    2. The server is *shared* for `SHARED_MS` after a small request of one client was taken shortly
+       after a large request of another client. While the server is shared, large requests are sent
+       in pieces, one piece at a time. After each piece there is a pause: the time that the piece
+       took, multiplied by a factor.
+    3. The factor is adjusted so that small requests stay nearly as fast as without large batches.
+       The *baseline* is the 99th percentile of their latency while the server is not shared. If a
+       small request coincides with a piece and takes more than a fifth longer than the baseline,
+       the factor rises. Any other small request lowers the factor a little. In equilibrium, one
+       request in two hundred makes the factor rise. With idle CPUs the factor falls to its minimum.
+    4. Every wait has a limit, and so has each pause. If the session of a piece ends, the piece
+       never becomes final. The throttle then forgets the piece, together with the other appends in
+       flight of its partition.
+    5. The throttle can be disabled. Then the client that sends most gets most of the throughput.
 """
 
 import math
@@ -26,29 +26,29 @@ from typing import Final
 
 from waltz_core.server.partition_events import ConnectionId
 
-# The size of the pieces of a large batch while the server is shared. Pieces of half this size would
-# cost as much in additional quorum rounds as they save. Pieces of twice this size noticeably delay
-# small requests that meet a piece.
+# The size of the pieces of a large batch while the server is shared. With half this size, the
+# additional quorum rounds would cost as much as the smaller pieces save. With twice this size, a
+# piece noticeably delays small requests.
 PIECE_BYTES: Final = 64 * 1024
-# How long the server counts as shared after a small request met large requests.
+# How long the server is shared after a small request has coincided with large requests (rule 2).
 SHARED_MS: Final = 1_000
 # The pause after a piece, as a multiple of the time that the piece took (rule 3).
 PAUSE_FACTOR_FIRST, PAUSE_FACTOR_MIN, PAUSE_FACTOR_MAX = 4.0, 0.25, 16.0
 PAUSE_FACTOR_INCREASE: Final = 1.5
 PAUSE_FACTOR_DECREASE: Final = PAUSE_FACTOR_INCREASE ** (-1 / 199)
-# The accepted latency of a small request that meets a piece, as a multiple of the baseline. A
-# client waits for the answer, too, so its delay grows more than the server's. This factor keeps the
-# client's latency below twice its normal latency.
+# The accepted latency of a small request that coincides with a piece, as a multiple of the
+# baseline. The client's latency grows more, because the client also waits for the answer. With this
+# factor it stays below twice its normal value.
 SLOWDOWN_FACTOR: Final = 1.2
-# How long a baseline stays valid. After that, the throttle measures it with requests that met no
-# piece.
+# How long a baseline stays valid. After this time, requests that coincide with no piece update it,
+# even while the server is shared.
 BASELINE_KEPT_MS: Final = 60_000
-# The factors by which the baseline rises and falls. It falls 99 times as often as it rises.
+# The factors by which the baseline rises and falls: a 99th percentile falls 99 times as often as it
+# rises.
 BASELINE_INCREASE: Final = 1.2
 BASELINE_DECREASE: Final = BASELINE_INCREASE ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
-# How long other large batches wait until a piece is final. After this time they start without
-# waiting.
+# How long other large batches wait at most until a piece is final.
 PIECE_WAIT_MS_MAX: Final = 1_000
 # The interval of checks while a piece of another partition is in flight.
 RECHECK_MS: Final = 2
@@ -78,15 +78,15 @@ class LargeBatchThrottle:
         self._large_started_ms = 0
         self._free_at_ms = 0
         self._shared_until_ms = 0
-        self._last_piece_ms = -1  # when a piece was last in flight, as far as known
+        self._last_piece_ms = -1  # the last known time at which a piece was in flight
         self._baseline_ms: float | None = None  # the baseline latency (rule 3)
         self._baseline_kept_until_ms = 0
         self.factor = PAUSE_FACTOR_FIRST
 
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Record that a small request takes its turn (rule 2)."""
-        is_other = self._large_sender not in {None, connection}
-        if self._is_enabled and is_other and now_ms - self._large_started_ms < SHARED_MS:
+        is_other_client = self._large_sender not in {None, connection}
+        if self._is_enabled and is_other_client and now_ms - self._large_started_ms < SHARED_MS:
             self._shared_until_ms = now_ms + SHARED_MS
 
     def on_small_request_finished(self, received_ms: int, now_ms: int) -> None:

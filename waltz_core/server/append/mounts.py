@@ -1,28 +1,31 @@
 """The mounts of a partition: which connection of each client may append, and which are fenced.
 
 If the connection of a client breaks, the client mounts again to learn the outcome of its appends,
-and may then send them again. This is safe only if nothing that was sent on an older connection can
-still enter the log. This module keeps the fence that ensures it.
+and may then send them again. This is safe only if no append that was sent on an older connection
+can still enter the log. To ensure this, this module keeps a *fence* for each client: the highest
+connection sequence of its mounts.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
     1. For each client, only the connection with the highest sequence may append, for the whole
-       generation. This is so even if that connection has closed, or the server has released the
-       partition and owns it again in the same generation. A mount with an equal sequence is
-       accepted only on the same connection.
-    2. Appends are accepted once the mount was answered, not from its request on.
-    3. The fences of at most `limit` clients without a connection are remembered. Above that, the
-       client that disconnected first is forgotten. So a fence can only fail after `limit` other
+       generation. This rule holds even after that connection was closed, and when the server has
+       released the partition and owns it again in the same generation. A mount with an equal
+       sequence is accepted only on the same connection.
+    2. Appends are accepted from the answer to the mount on, not from its request on.
+    3. The fences of at most `limit` disconnected clients are remembered. Above this limit, the
+       client that disconnected first is forgotten. So a fence can fail only after `limit` other
        clients have disconnected.
-    4. A client that has lost a row must mount again, on the same connection or on another one:
-       appends that it sent after that row must not enter the log before the row is sent again. The
-       same holds for appends that arrive after an append that was rejected because the queue was
-       full, or because its principal was over a limit.
-    5. Each mount has its own number, even a repeated mount on the same connection: an append that
-       was sent under an earlier mount does not enter the log under a later one.
+    4. A client's appends must not overtake each other. So after one of these events, the client's
+       later appends are rejected until the client mounts again, on the same connection or on
+       another one:
+        - The client has lost a row.
+        - An append was rejected because the queue was full, or because the client's principal was
+          over a limit.
+    5. Each mount has its own number, even a repeated mount on the same connection. So an append
+       that was sent under an earlier mount does not enter the log under a later one.
     6. A peer must not exhaust memory. So at most `CLIENTS_MAX` clients are mounted on one
        connection, and the filter of a feed has at most `FILTER_HEADERS_MAX` headers.
     7. With access control, a client ID without a proof belongs to the principal that has mounted it
-       first in the generation, as long as its fence is remembered (rule 3).
+       first in the generation. This holds as long as the client's fence is remembered (rule 3).
 """
 
 from collections import OrderedDict
@@ -69,7 +72,7 @@ class _MountEntry:
     is_ready: bool
     principal: str  # rule 7; empty if the client ID has a proof
     has_rejected_append: bool = (
-        False  # an append was rejected for lack of room or over a limit (rule 4)
+        False  # an append was rejected because of a full queue or a limit (rule 4)
     )
 
 
@@ -82,8 +85,8 @@ class Mounts:
         self._limit = limit
         self._mounts: dict[ClientId, _MountEntry] = {}
         self._clients_of: dict[ConnectionId, list[ClientId]] = {}
-        # The highest sequence and the principal of disconnected clients, in the order of
-        # disconnection.
+        # Fences of disconnected clients: the highest sequence, and the principal. The client that
+        # disconnected first is the first one.
         self._disconnected: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
         self._numbers = count(1)
 
@@ -129,10 +132,12 @@ class Mounts:
                 f"{position.high_water_mark}. Hint: the client may be connected to another "
                 "cluster, or the log has lost transactions."
             )
-        over_limit = self._limit_error(message, connection, position)
+        limit_error = self._limit_error(message, connection, position)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
-        foreign = self._foreign_id_error(client_id, principal)
-        return over_limit or foreign or self._fenced_error(client_id, connection, sequence)
+        foreign_id_error = self._foreign_id_error(client_id, principal)
+        return (
+            limit_error or foreign_id_error or self._fenced_error(client_id, connection, sequence)
+        )
 
     def _foreign_id_error(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
         """Return the error if the client ID belongs to another principal (rule 7)."""
@@ -200,10 +205,7 @@ class Mounts:
         return mount.number if mount is not None and mount.connection == connection else 0
 
     def mount_number_on_arrival(self, client_id: ClientId, connection: ConnectionId) -> int:
-        """Return the mount number for an append that arrives now.
-
-        If the number is 0, the append must not enter the log.
-        """
+        """Return the mount number for an append that arrives now; 0 if it must be rejected."""
         mount = self._mounts.get(client_id)
         is_open = (
             mount is not None and mount.connection == connection and not mount.has_rejected_append
@@ -211,7 +213,7 @@ class Mounts:
         return mount.number if mount is not None and is_open else 0
 
     def note_rejected_append(self, client_id: ClientId, connection: ConnectionId) -> None:
-        """Record that an append was rejected for lack of room or over a limit.
+        """Record that an append was rejected because of a full queue or a limit.
 
         No append that arrives later on this mount may enter the log (rule 4).
         """

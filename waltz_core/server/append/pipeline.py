@@ -1,7 +1,7 @@
 """The append pipeline of one partition: queue, validate, encode, submit, answer when final.
 
-In the pipeline a transaction gets its ID or is rejected. So the pipeline ensures every guarantee
-about outcomes: no outcome is reported before it is final, and no final outcome ever changes.
+In the pipeline, a transaction gets its ID or is rejected. So the pipeline ensures that no outcome
+is reported before it is final, and that no final outcome ever changes.
 
     received -> its connection's lane -> [turn] checks, lock validation, IDs -> records
              -> one store batch, in flight -> committed or settled -> answered
@@ -10,30 +10,31 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     1. The mount and the generation are checked when a request leaves its lane, not when it enters.
        So when a client mounts again, the pipeline rejects all its queued requests from older
        connections, or from an older mount on the same connection.
-    2. Locks are entered at validation with the IDs that the rows will have. So an entry above the
-       high-water mark belongs to a transaction in flight. A row that is rejected because of such an
-       entry waits until that transaction is final.
+    2. Locks are entered into the lock table at validation, with the IDs that the rows will have. So
+       an entry above the high-water mark belongs to a transaction in flight. A row that is rejected
+       because of such an entry waits until that transaction is final.
     3. Rows are validated once. Rows that are lost with a session are reported as LOST, but only
        after `SessionSettled`.
-    4. A lost row ends its client's mount: later appends of the client must not overtake it.
-    5. Everything that one turn takes goes to the store as one batch, so small requests share a
-       quorum round. A large request goes alone, so that no small one waits for its bytes. While the
-       server is shared (`large_batch_throttle.py`), a large request goes in pieces, and small
-       requests of other clients take turns in between.
+    4. A lost row ends its client's mount, because later appends of the client must not overtake the
+       row.
+    5. All small requests of one turn are sent to the store as one batch, so that they share a
+       quorum round. A large request is sent alone, so that no small request waits for its bytes.
+       While the server is shared (`large_batch_throttle.py`), a large request is sent in pieces,
+       and small requests of other clients take turns in between.
     6. IDs in flight are consecutive, starting after the high-water mark.
-    7. Rule 1 holds for each piece: when the mount or the generation has ended, the rest of the
-       request is rejected, and the rows that were already validated keep their outcome. If a piece
-       is lost with its session, the mount ends (rule 4), so no later row of the same request can
-       enter the log.
-    8. After the partition has moved to this server, nothing is validated before the lock table has
+    7. Rule 1 applies to each piece of a large request. When the mount or the generation has ended,
+       the rest of the request is rejected; validated rows keep their outcome. If a piece is lost
+       with its session, the mount ends (rule 4), so no later row of the same request can enter the
+       log.
+    8. After the partition has moved to this server, no row is validated until the lock table has
        been filled (`lock_table_loader.py`).
-    9. AHEAD (the client's mark is above the log's) is reported only with a confirmation of the
-       session by a quorum (`completions.py`).
-    10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in
-        the log, provided that the predecessors are in flight in this same session. Otherwise they
-        are rejected. While a batch is in flight, admitted dependent appends are gathered. They go
-        to the store when the batch is committed. If other writers wait then, the appends go to the
-        store `GATHER_MS` after the batch was submitted, but not before its commit.
+    9. AHEAD (the client's mark is above the log's) is reported only after a quorum has confirmed
+       the session (`completions.py`).
+    10. A dependent append (`dependent_appends.py`) is validated as if its predecessors were in the
+        log. If the predecessors were not in flight in this same session, the append is rejected.
+        While a batch is in flight, admitted dependent appends are gathered, and submitted when this
+        batch is committed. If other writers then wait, the gathered appends are submitted at the
+        earliest `GATHER_MS` after this batch was submitted.
 """
 
 from collections.abc import Iterable
@@ -78,7 +79,7 @@ from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest
 
 
 class AppendPipeline:
-    """The append pipeline, by the module's rules; `Partition` carries out its outcomes."""
+    """The append pipeline, by the rules above; `Partition` carries out its outcomes."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class AppendPipeline:
         return self._in_flight.gathered_count
 
     def due_ms(self, now_ms: int) -> int | None:
-        """When `process_slice` has work, even without a commit; None while it needs a commit."""
+        """When `process_slice` has work next; None if it has none until a commit or request."""
         at_ms = earliest(self._next_request(now_ms)[1], self._lock_queues.due_ms)
         at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_draft_due_ms(now_ms))
@@ -167,10 +168,10 @@ class AppendPipeline:
         """A session has opened and earlier sessions are settled: accept appends from now on.
 
         `last`: appends of earlier sessions are in the log up to this ID. `follows_own_session`: no
-        other owner can have written since the previous session. Otherwise the writers of all locks
-        are only known to be at or below the high-water mark, until `lock_loader` has queried the
-        storages. `stamp_ms` is the log's last commit stamp: the clock of this server may be slower
-        than that of the last owner.
+        other owner can have written since the previous session. Otherwise, all locks count as
+        written at the high-water mark until `lock_loader` has queried the storages. `stamp_ms` is
+        the log's last commit stamp, because the clock of this server may be behind that of the last
+        owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -221,7 +222,7 @@ class AppendPipeline:
         return out
 
     def hold_submissions(self) -> None:
-        """Submit nothing more in this session, so that it can end with nothing in flight."""
+        """Submit nothing more in this session, so that it can end without appends in flight."""
         self._are_submissions_held = True
 
     def on_session_closed(
@@ -252,8 +253,7 @@ class AppendPipeline:
         self._dependent.on_session_closed()
         out: list[AppendOutcome] = []
         queued: list[PendingAppend] = []
-        # By identity: a request may be in several batches in flight, and the rest of it in its
-        # lane.
+        # By identity, because a request may have rows in several batches and in its lane.
         appends_in_doubt: dict[int, PendingAppend] = {}
         for lost_batch in self._in_flight.pop_lost_batches()[0]:
             for pending in lost_batch.appends:
@@ -267,7 +267,7 @@ class AppendPipeline:
                 appends_in_doubt[id(pending)] = pending
             else:
                 queued.append(pending)
-        # These were rejected, so they are not in the log either.
+        # Rejected appends are not in the log either.
         queued += [*self._lock_queues.take_all(), *self._dependent.waiting.take_all()]
         out += self._completions.abandon()
         self.rejections.clear()
@@ -304,7 +304,7 @@ class AppendPipeline:
             self._mounts.note_rejected_append(req_id.client_id, connection)
             self._completions.answer_error(
                 pending, over_limit, out
-            )  # Decoding would be wasted work.
+            )  # not decoded, because this would be wasted work
             return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             self._mounts.note_rejected_append(req_id.client_id, connection)
@@ -329,7 +329,7 @@ class AppendPipeline:
         return out
 
     def add_barrier(self, token: int) -> list[AppendOutcome]:
-        """Return `BarrierReached` when everything that is in flight now is final; for mounts."""
+        """Return `BarrierReached` when all appends that are in flight now are final; for mounts."""
         last = self._in_flight.last
         if last is None:
             return [BarrierReached(token)]
@@ -343,7 +343,7 @@ class AppendPipeline:
         return self._completions.answer_ahead_of_log(pending, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
-        """Return `BarrierReached` when everything received until now is final."""
+        """Return `BarrierReached` when all appends received until now are final."""
         return self._completions.flush(token)
 
     # -----------------------------------------------------------------------------------------
@@ -426,7 +426,8 @@ class AppendPipeline:
     def _next_request(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
         """Return the request to take now, and when the next turn may be.
 
-        The request is None if none may be taken. The time is None if only an event can change this.
+        The request is None if none may be taken. The time is None if the next turn depends on an
+        event.
         """
         if not self._lanes.queued_bytes or not self._is_open or self._are_submissions_held:
             return None, None
@@ -442,7 +443,8 @@ class AppendPipeline:
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
-        # Small requests do not wait for the commit of large ones, up to twice the limit.
+        # The limit for small requests is twice as high, so they do not wait for the commit of large
+        # ones.
         if head is not None and self._in_flight.submitted_bytes < 2 * bytes_max:
             return head, now_ms
         return None, at_ms
@@ -541,7 +543,7 @@ class AppendPipeline:
         batch = finished.batch
         self.counters.committed += batch.last - batch.first + 1
         self.counters.committed_bytes += len(batch.records)
-        if is_owner:  # Otherwise another owner may have truncated and extended the log since.
+        if is_owner:  # Otherwise another owner may have written other batches since.
             out.append(BatchCommitted(finished.entry, batch))
         lock_waiters: list[PendingSingle] = []
         for pending in finished.appends:
@@ -561,7 +563,7 @@ class AppendPipeline:
     def _may_wait_in_lock_queue(self, pending: PendingAppend) -> TypeGuard[PendingSingle]:
         if not is_contending(pending):
             return False
-        # The append's writer must still be mounted, otherwise it could not be notified later.
+        # The writer must still be mounted; otherwise no notification would reach it later.
         return (
             pending.mount
             == self._mounts.mount_number(pending.req_id.client_id, pending.connection)
@@ -569,7 +571,7 @@ class AppendPipeline:
         )
 
     def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
-        """One of the batches with rows of this request is final: answer the request if all are."""
+        """A batch with rows of this request is final: answer the request if it was the last one."""
         if isinstance(pending, PendingBatch):
             pending.in_flight_count -= 1
         self._completions.answer_if_final(pending, out)

@@ -1,15 +1,15 @@
 """The newest rejections of a partition, which clients can request.
 
-Operators see in them which request was rejected, and by which transaction.
+These rejections show operators which requests were rejected, and because of which transactions.
 
 Rules:
-    1. Only rejections that sending the same row again cannot change are recorded: LOCK, AHEAD and
-       TOO_LARGE. They are recorded when the server answers the append, and their outcome is final.
-    2. The transaction that caused a LOCK is committed when the append is answered. The exception
-       are dependent appends (`dependent_appends.py`): the transaction may be in flight. Such an
+    1. A rejection is recorded only if the server would reject the same row again: LOCK, AHEAD and
+       TOO_LARGE. It is recorded when the server answers the append, so its outcome is final.
+    2. When an append is answered with LOCK, the conflicting transaction is usually committed. But
+       for a dependent append (`dependent_appends.py`) this transaction may be in flight. Such an
        entry is listed only after the commit, and dropped if the transaction is lost.
-    3. The entries are in memory only, and no other server has them. The server drops them when it
-       releases the partition, and the next owner starts without entries.
+    3. The entries are in this server's memory only. The server drops them when it releases the
+       partition, and the next owner starts without entries.
     4. An append without a rejection has no cost.
 """
 
@@ -62,11 +62,11 @@ class _AppendRejections(NamedTuple):
 class RecentRejections:
     """The newest `REJECTIONS_MAX` rejections of a partition, by the module's rules.
 
-    `wall_ms` is the wall clock time of the rows that are added next; the owner sets it.
+    `wall_ms` is the wall clock time of the rows that are added next; the caller sets `wall_ms`.
     """
 
     def __init__(self) -> None:
-        # The entries of single rows are created for a request only: a batch has many rows.
+        # By append, because a batch has many rows: `newest_first` creates the entries of the rows.
         self._appends: deque[_AppendRejections] = deque()
         self._row_count = 0
         self.wall_ms = 0
@@ -98,7 +98,7 @@ class RecentRejections:
     def drop_lost(self, last: TransactionId) -> None:
         """Drop the rows rejected for transactions above `last`, which are lost (rule 2).
 
-        These are single appends: the conflicts of a batch are final when it is answered.
+        All of them are single appends, because a batch is answered when its conflicts are final.
         """
         kept_appends = deque(append for append in self._appends if max(append.conflicts) <= last)
         self._appends, self._row_count = (

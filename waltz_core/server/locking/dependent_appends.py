@@ -1,19 +1,19 @@
-"""Pipelined dependent appends: writers build on transactions that are still in flight.
+"""Pipelined dependent appends: a writer may use transactions that are still in flight.
 
-With dependent appends, throughput on a contended lock depends on how soon writers receive each
-other's transactions, and not on the disks. A rejected writer receives its predecessors: the
-admitted transactions that it has not seen, although they are not durable yet. It computes its
-transaction again. The new transaction is admitted after its predecessors, and is lost if they are
-lost.
+Without dependent appends, every attempt on a contended lock waits for the disks. With dependent
+appends, a rejected writer receives its predecessors (the admitted transactions that the writer has
+not seen) before these are durable. The writer computes its transaction again. The new transaction
+is admitted after its predecessors, and is lost if one of them is lost.
 
 Rules (decision 017):
     1. Only rejections wait here. They are final: a rejected append is never admitted.
     2. The answer contains the predecessors: every transaction above the writer's mark, up to the
-       last admitted one, that has entered one of its locks. If these are not known, or are over the
-       limit, the answer contains no predecessors.
+       last admitted one, that has entered one of its locks. If the predecessors are not known, or
+       are over the limit, the answer contains none of them.
     3. Rejected writers wait in `lock_queues.py`. One writer is notified when a transaction with its
-       locks is admitted, or after a timeout. While a notified writer is expected to send its next
-       attempt, others join the queue.
+       locks is admitted, or after a timeout. The notified writer is expected to send its next
+       attempt. Until this attempt is admitted or the timeout ends, all other rejected writers join
+       the queue.
     4. No writer waits for longer than rule 3 of `lock_queues.py` permits.
     5. Only transactions admitted in the open session are remembered.
 """
@@ -33,13 +33,14 @@ from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 # The limits of the admitted transactions that are remembered, in number and bytes.
 REMEMBERED_COUNT_MAX: Final = 1_024
 REMEMBERED_BYTES_MAX: Final = 4 << 20
-# The minimum interval between batches while writers wait. A sync of eight transactions takes as
-# long as a sync of one, and the next dependent append does not wait for the sync.
+# The minimum interval between batches while writers wait. To gather appends costs nothing: a sync
+# of eight transactions takes as long as a sync of one, and the next dependent append does not wait
+# for the sync.
 GATHER_MS: Final = 5
 # The limits of the predecessors in one answer, in number and bytes.
 PREDECESSORS_COUNT_MAX: Final = 64
 PREDECESSORS_BYTES_MAX: Final = 64 << 10
-# A writer with more locks gets no predecessors: each lock is searched in all remembered
+# A writer with more locks gets no predecessors, because each lock is searched in all remembered
 # transactions.
 PREDECESSORS_LOCKS_MAX: Final = 64
 _LOCK_BYTES: Final = 4
@@ -161,10 +162,10 @@ class DependentAppends:
     def on_session_opened(self, session_id: SessionId) -> None:
         """A session accepts appends.
 
-        If its number is not new to this process, dependent appends are not possible in it:
-        predecessors from the other session with this number would be mistaken for transactions in
-        flight in this one. ZooKeeper's session numbers rise, unless its data was restored from a
-        backup.
+        Dependent appends are possible only if `session_id` is higher than the IDs of all earlier
+        sessions of this process. Otherwise predecessors from an earlier session with the same ID
+        would be mistaken for transactions in flight in this session. The IDs repeat only if
+        ZooKeeper's data was restored from a backup.
         """
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id
@@ -175,7 +176,7 @@ class DependentAppends:
         self._admitted.end()
 
     def knows_predecessors(self, message: AppendFollowing, last: TransactionId) -> bool:
-        """Whether the predecessors of an append are, or were, in flight in this same session."""
+        """Whether the predecessors of an append are, or were, in flight in the open session."""
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
 

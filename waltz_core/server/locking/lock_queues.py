@@ -1,16 +1,16 @@
 """Queues of writers that a contended lock has rejected; notifies the writers one after the other.
 
-Under optimistic locking, each rejected writer tries again. If all writers that wait for one lock
-are notified at once, all of them send at once, one succeeds, and the work of the others is wasted.
-If they are notified one after the other, each writer competes with few others.
+Under optimistic locking, each rejected writer tries again. If all writers of one lock are notified
+at once, all of them send again at once. One of them succeeds, and the work of the others is wasted.
+If the writers are notified one after the other, each of them competes with few others.
 
 Rules:
-    1. Only final rejections wait here. Waiting changes only the time at which the writer receives
+    1. Only final rejections wait here. The queue changes only the time at which a writer receives
        its rejection.
     2. Single appends with exactly the same locks form a queue. The first writer in the queue is
-       notified when a transaction with these locks is committed or, among writers of dependent
-       appends (`dependent_appends.py`), was admitted. It is also notified some time after the
-       previous writer was notified.
+       notified when a transaction with these locks is committed. In a queue of dependent appends
+       (`dependent_appends.py`), it is notified when such a transaction is admitted. If there is no
+       such transaction for some time, it is notified, too (`NOTIFY_FACTOR`).
     3. No writer waits for longer than `WAIT_MS_MAX`, or beyond the end of the session.
     4. The rejection names the last committed transaction with the queue's locks.
 """
@@ -62,8 +62,8 @@ def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
 class LockQueues:
     """Queues of rejected writers, by the module's rules.
 
-    With `expects_next_attempt`, a later writer also waits in an empty queue, until the queue is
-    due: the writer that was notified last is expected to send its next attempt first.
+    With `expects_next_attempt`, a rejected writer also waits if its queue is empty, until the queue
+    is due. The reason is that the writer notified last is expected to send its next attempt first.
     """
 
     __slots__ = ("_expects_next_attempt", "_not_before_ms", "_queues", "waiting_count")
@@ -72,8 +72,7 @@ class LockQueues:
         self._expects_next_attempt = expects_next_attempt
         self._queues: dict[LockKey, _LockQueue] = {}
         self.waiting_count = 0
-        # The earliest time at which a queue must be processed. It may be too early, but is never
-        # too late.
+        # The earliest time at which a queue must be processed; possibly too early, never too late.
         self._not_before_ms: int | None = None
 
     @property
@@ -90,9 +89,9 @@ class LockQueues:
         return []
 
     def on_writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
-        """Return the writer to notify after a transaction was admitted.
+        """Return the writer to notify after the transaction of `pending` was admitted.
 
-        `pending` is the append of this transaction; the writer has the same locks.
+        This writer waits for the same locks.
         """
         queue = self._queues.get(lock_key_of(pending))
         if queue is None:
@@ -113,8 +112,8 @@ class LockQueues:
     ) -> list[PendingSingle]:
         """Return the writers to notify after a batch was committed, which makes rejections final.
 
-        `finished` are the appends of the batch. `rejected` are the rejected ones among them that
-        may wait.
+        `finished` are the appends of the batch, and `rejected` those that were rejected and may
+        wait.
         """
         queues_by_key: dict[LockKey, _LockQueue] = {}
         for pending in rejected:

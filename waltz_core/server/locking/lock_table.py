@@ -1,33 +1,35 @@
 """The lock table of one partition: estimates which transaction wrote a lock last.
 
 Only this module decides optimistic locking. From the locks of a batch of rows, their clients' marks
-and the log's high-water mark, the table decides which rows get which ID and which are rejected. It
-is independent of clients, sessions and answers.
+and the log's high-water mark, it decides which rows get an ID and which are rejected. It is
+independent of clients, sessions and answers.
 
-The table is a sketch similar to a count-min sketch. A lock has three slots, and a slot contains the
-highest ID of all locks that share it. The minimum of the three is an estimate of the lock's last
-writer that is never too low. So a false rejection is possible, but a missed conflict is not.
+The table is similar to a count-min sketch. A lock has three slots. A slot contains the highest ID
+of all locks that share it. The minimum of the three slots is an estimate of the lock's last writer.
+This estimate is never too low, so a false rejection is possible, but a missed conflict is not.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
-    1. The estimate of a row is the greatest one over its write and read locks. Append locks update
-       the table and are never compared. A row passes if its estimate is not above its client's
-       mark. `validate` applies this rule to many rows as arrays, `validate_one` to a single row.
+    1. The estimate of a row is the highest estimate of its write and read locks. Append locks
+       update the table and are never compared. A row passes if its estimate is not above its
+       client's mark. `validate` applies this rule to many rows as arrays, `validate_one` to a
+       single row.
     2. A row whose mark is above the log's is AHEAD and is not validated at all.
     3. An accepted row enters its write and append locks at once, with the ID that it will have. So
        an entry above the high-water mark is "reserved": its transaction is still in flight.
-    4. If a row is rejected because of a transaction in flight, it is PENDING on that transaction's
-       ID. When that transaction commits, the rejection may be reported. If that transaction is
-       lost, the row is lost, too. It is not validated again, so it cannot enter the log after its
-       client was notified of the loss.
+    4. If a row is rejected because of a transaction in flight, the row is PENDING until this
+       transaction is final. If the transaction is committed, the rejection is reported. If the
+       transaction is lost, the row is lost, too. The row is not validated again, so it cannot enter
+       the log after its client was notified of the loss.
     5. Rows are validated in order, as if one by one: the entries of accepted rows apply to all
        later rows of the same batch.
-    6. last writer(lock) <= estimate(lock) <= highest assigned ID. If nothing is in flight, no
-       estimate is above the high-water mark. When entries are lost with a session, their slots get
-       their previous values again. Otherwise a row that is sent again would be rejected because of
-       its own first attempt.
-    7. After `reset` no slot is below the high-water mark. The floor is an ID above which every
-       writer is known (`lock_table_loader.py`); `refine` lowers slots to the floor. A slot above
-       the floor was entered by a known writer, and stays.
+    6. last writer(lock) <= estimate(lock) <= highest assigned ID. If no transaction is in flight,
+       no estimate is above the high-water mark. So when entries are lost with a session, their
+       slots get their previous values again. Otherwise a row that is sent again would be rejected
+       because of its own first attempt.
+    7. A new owner does not know the last writers, so after `reset` no slot is below the high-water
+       mark. The floor is an ID above which every writer is known (`lock_table_loader.py`). When the
+       floor moves down, `refine` lowers slots to it. A slot above the floor was entered by a known
+       writer, and stays.
 """
 
 from collections import deque
@@ -44,7 +46,8 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-# A prime number: with the fixed hash chain, a power of two has nine times as many false rejections.
+# A prime number. With the specified hash function, a power of two causes nine times as many false
+# rejections.
 SLOT_COUNT: Final = 1_048_573
 SLOT_BYTES: Final = 8
 HASH_COUNT: Final = 3
@@ -66,11 +69,10 @@ _I64_MIN: Final = int(np.iinfo(np.int64).min)
 _I64_MAX: Final = int(np.iinfo(np.int64).max)
 # Above every transaction ID. `_IN_BATCH + row` in a slot means "row of the batch being validated".
 _IN_BATCH: Final = 1 << 62
-# For a batch with more entries, the overwritten values are not kept: this would cost more than it
-# saves.
+# For a batch with more entries, the table does not keep the overwritten values, because the copy
+# would cost more than it saves.
 _REMEMBERED_LOCKS_MAX: Final = HASH_COUNT * 8_192
-# With a sample of this many slots, the estimate of false rejections has an error of about 0.5
-# percent.
+# With a sample of this size, the estimate of false rejections has an error of about 0.5 percent.
 _SAMPLE_SLOTS: Final = 65_536
 
 
@@ -78,8 +80,8 @@ class LockRequests(NamedTuple):
     """The locks and marks of the rows of one append.
 
     `marks` are the high-water marks of the client: one per row, or one for all rows. `eligible` is
-    false for rows that were rejected for other reasons: these get no ID and enter no lock. None
-    means that all rows are eligible.
+    false for rows that were already rejected for other reasons; they get no ID and enter no lock.
+    None means that all rows are eligible.
     """
 
     write: LockColumn
@@ -94,7 +96,7 @@ class Validation(NamedTuple):
 
     `ids` are consecutive over the accepted rows, and REJECTED for the others. `ahead` is true for
     the rows of rule 2. `conflicts` contains the estimate because of which a row was rejected,
-    otherwise NO_CONFLICT. `pending` is true for the rows of rule 4, which wait until the ID in
+    otherwise NO_CONFLICT. `pending` is true for the rows of rule 4; they wait until the ID in
     `conflicts` is final.
     """
 
@@ -131,7 +133,7 @@ class _LockSlots(NamedTuple):
 
 
 class _Estimates(NamedTuple):
-    """Slot values of checked locks: before the batch, and as if all earlier rows had entered."""
+    """Slot values of checked locks: before the batch, and with the entries of all earlier rows."""
 
     rows: I64  # the row of each checked lock
     slots: I64  # (3, lock count)
@@ -181,23 +183,26 @@ class LockTable:
             open_rows &= requests.eligible
         write, read, append = (self._lock_slots(column) for column in requests[:3])
         entering = write.concatenate(append)
-        # Flat arrays only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
+        # The arrays are flat, because `ufunc.at` of NumPy 2.4 does not broadcast over two
+        # dimensions.
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
         estimates = self._estimates(write.concatenate(read), entering, entries)
         accepted, conflicts = _decide_rows(estimates, marks, open_rows, entries)
-        ranks = np.cumsum(accepted)
+        accepted_counts = np.cumsum(accepted)
         # A conflict with a row of this batch contains the row's number. Replace it by the row's ID.
-        in_batch = conflicts >= _IN_BATCH
-        if in_batch.any():
-            conflicts[in_batch] = next_id - 1 + ranks[conflicts[in_batch] - _IN_BATCH]
-        ids = np.where(accepted, next_id - 1 + ranks, REJECTED)
+        is_in_batch = conflicts >= _IN_BATCH
+        if is_in_batch.any():
+            conflicts[is_in_batch] = (
+                next_id - 1 + accepted_counts[conflicts[is_in_batch] - _IN_BATCH]
+            )
+        ids = np.where(accepted, next_id - 1 + accepted_counts, REJECTED)
         self._enter_accepted(*entries, ids)
         return Validation(
             ids=ids,
             conflicts=conflicts,
             ahead=ahead,
             pending=conflicts > high_water_mark,
-            accepted_count=int(ranks[-1]) if count else 0,
+            accepted_count=int(accepted_counts[-1]) if count else 0,
         )
 
     def validate_one(
@@ -246,7 +251,7 @@ class LockTable:
         """
         while self._entered and (lost_entry := self._entered.pop()).last > high_water_mark:
             self._slots[lost_entry.slots] = lost_entry.before
-            if lost_entry.ids is not None:  # The first rows may be in the log.
+            if lost_entry.ids is not None:  # A part of the rows may be in the log.
                 is_kept = lost_entry.ids <= high_water_mark
                 np.maximum.at(
                     self._slots, np.asarray(lost_entry.slots)[is_kept], lost_entry.ids[is_kept]
@@ -255,17 +260,17 @@ class LockTable:
         np.minimum(self._slots, high_water_mark, out=self._slots)
 
     def reset(self, high_water_mark: TransactionId) -> None:
-        """Forget all writers: they are only known to be at or below the high-water mark."""
+        """Forget all writers: from now on all locks count as written at the high-water mark."""
         self._entered.clear()
         self._slots.fill(high_water_mark)
 
     def refine(
         self, floor: TransactionId, lower_floor: TransactionId, locks: I32, ids: I64
     ) -> None:
-        """Enter all locks that the transactions above `lower_floor`, up to `floor`, have written.
+        """Lower the floor: enter all locks that transactions lower_floor + 1..floor have written.
 
-        `floor` is the minimum of all slots, since writers at or below it were not known. `ids` has
-        for each lock the ID of its writer, or a higher one.
+        `floor` is the minimum of all slots, because writers at or below `floor` were not known.
+        `ids` has the ID of each lock's writer, or a higher ID.
         """
         assert lower_floor < floor
         np.putmask(self._slots, self._slots <= floor, lower_floor)
@@ -292,8 +297,8 @@ class LockTable:
         Such a lock is rejected if all its three slots contain an ID above the mark. The function
         estimates the proportion of these slots from a sample.
         """
-        step = max(1, self._slots.size // _SAMPLE_SLOTS)
-        return float(np.mean(self._slots[::step] > mark)) ** HASH_COUNT
+        sample_step = max(1, self._slots.size // _SAMPLE_SLOTS)
+        return float(np.mean(self._slots[::sample_step] > mark)) ** HASH_COUNT
 
     # -----------------------------------------------------------------------------------------
     # implementation
@@ -305,10 +310,10 @@ class LockTable:
     def _estimates(
         self, checked: _LockSlots, entering: _LockSlots, entries: tuple[I64, I64]
     ) -> _Estimates:
-        """Look up the checked locks: before the batch, and as if all earlier rows had entered.
+        """Look up the checked locks: before the batch, and with the entries of all earlier rows.
 
         To find the first row that enters a slot, the function writes row numbers into the table
-        itself, and removes them again. A second table of the same size would double the memory of a
+        itself, and then removes them. A second table of the same size would double the memory of a
         partition.
         """
         saved_values = self._slots.take(entering.slots)
@@ -317,8 +322,10 @@ class LockTable:
         np.minimum.at(self._slots, entries[1], entries[0] + _IN_BATCH)
         entered = self._slots.take(checked.slots)
         self._slots[entering.slots] = saved_values
-        earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
-        return _Estimates(checked.rows, checked.slots, before, np.where(earlier, entered, before))
+        is_entered_earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
+        return _Estimates(
+            checked.rows, checked.slots, before, np.where(is_entered_earlier, entered, before)
+        )
 
     def _enter_accepted(self, rows: I64, slots: I64, ids: I64) -> None:
         entering = ids[rows]
@@ -358,8 +365,8 @@ def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
 def slot_count_within(budget_bytes: int, table_count: int) -> int:
     """Return the number of slots for each lock table: the largest prime that the budget allows.
 
-    It is at most `SLOT_COUNT`. The budget is that of a server, for the tables of all partitions
-    that it may own.
+    It is at most `SLOT_COUNT`. The budget of a server is for the tables of all partitions that the
+    server may own.
     """
     assert table_count > 0
     count = min(SLOT_COUNT, max(2, budget_bytes // (SLOT_BYTES * table_count)))
@@ -393,9 +400,9 @@ def _decide_rows(
 def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
     if rows.size == count and (rows[1:] > rows[:-1]).all():
         return values  # the usual case: one lock in each row
-    greatest = np.full(count, _I64_MIN, dtype=np.int64)
-    np.maximum.at(greatest, rows, values)
-    return greatest
+    highest_values = np.full(count, _I64_MIN, dtype=np.int64)
+    np.maximum.at(highest_values, rows, values)
+    return highest_values
 
 
 class _UndecidedSlots(NamedTuple):
@@ -417,16 +424,16 @@ def _collect_undecided_slots(
     indexes = indexes.reshape(HASH_COUNT, -1)
     slot_values = np.empty(slots.size, dtype=np.int64)
     slot_values[indexes] = estimates.before[:, lock_positions]
-    rows, entered = entries
-    target = np.minimum(np.searchsorted(slots, entered), slots.size - 1)
-    relevant = np.flatnonzero(slots[target] == entered)
-    relevant = relevant[np.argsort(rows[relevant], kind="stable")]
+    rows, entered_slots = entries
+    slot_indexes = np.minimum(np.searchsorted(slots, entered_slots), slots.size - 1)
+    entry_positions = np.flatnonzero(slots[slot_indexes] == entered_slots)
+    entry_positions = entry_positions[np.argsort(rows[entry_positions], kind="stable")]
     return _UndecidedSlots(
         rows=estimates.rows[lock_positions].tolist(),
         indexes=indexes.T.tolist(),
         slot_values=slot_values.tolist(),
-        entering=rows[relevant].tolist(),
-        targets=target[relevant].tolist(),
+        entering=rows[entry_positions].tolist(),
+        targets=slot_indexes[entry_positions].tolist(),
     )
 
 
@@ -435,17 +442,17 @@ def _decide_in_order(
 ) -> None:
     """Decide the undecided rows one after the other, in place.
 
-    The caller has marked all of them as not accepted. The loop calls no functions: it may run for
-    each row of a batch in which all rows write the same lock.
+    The caller has marked these rows as not accepted. The loop calls no functions, because it must
+    be fast: it runs for each row of a batch in which all rows write the same lock.
     """
     rows, indexes, values, entering, targets = undecided_slots
-    passed, rejected, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()
+    is_accepted, conflict_ids, row_marks = accepted.tolist(), conflicts.tolist(), marks.tolist()
     lock, lock_count = 0, len(rows)
     entry, entry_count = 0, len(entering)
     while lock < lock_count:
         row = rows[lock]
         while entry < entry_count and entering[entry] < row:
-            if passed[entering[entry]]:
+            if is_accepted[entering[entry]]:
                 values[targets[entry]] = _IN_BATCH + entering[entry]
             entry += 1
         estimate = NO_CONFLICT
@@ -455,10 +462,10 @@ def _decide_in_order(
             lowest = lowest if lowest < values[third] else values[third]  # noqa: FURB136
             estimate = lowest if lowest > estimate else estimate  # noqa: FURB136 - no call per row
             lock += 1
-        if estimate > limits[row]:
-            rejected[row] = estimate
+        if estimate > row_marks[row]:
+            conflict_ids[row] = estimate
         else:
-            passed[row] = True
-            rejected[row] = NO_CONFLICT
-    accepted[:] = passed
-    conflicts[:] = rejected
+            is_accepted[row] = True
+            conflict_ids[row] = NO_CONFLICT
+    accepted[:] = is_accepted
+    conflicts[:] = conflict_ids

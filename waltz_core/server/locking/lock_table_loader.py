@@ -1,28 +1,30 @@
 """Loads the lock table after a partition has moved, from the lock blocks that storages keep.
 
-A new owner knows only that all locks were written at or below the high-water mark with which it
-begins. So it would have to reject every client below that mark once. But the storages have lock
-files with blocks of recent locks and their writers (`lock_blocks.py`). This module requests these
-blocks and checks them, piece by piece. The table uses only blocks that match the log's hash chain.
+A new owner does not know which transaction has written a lock last. It knows only that the ID of
+this transaction is not above the high-water mark. Without lock blocks, it would reject every client
+below this mark once. But the storages keep lock blocks: recent locks and their writers
+(`lock_blocks.py`). This module requests the lock blocks and checks them, piece by piece. The table
+uses only blocks that match the log's hash chain.
 
 Rules:
-    1. The floor is a position in the log. The table knows every writer above the floor; all other
+    1. The *floor* is an ID in the log. The table knows every writer above the floor; all other
        locks count as written at the floor. The floor starts at the session's high-water mark and
-       only goes down; this is the *descent*.
-    2. A block lowers the floor only if it ends at the floor and contains the log's hash chain
-       there. If the next block is missing, old, torn or incomplete, the descent stops. This causes
-       only additional rejections.
-    3. One replica is queried at a time. The next replica may have blocks that the first one lacks,
-       so the descent continues where it stopped. The floor is kept for later sessions of this
-       owner, if no other owner came in between.
-    4. No append is validated until the descent has ended, but for at most `HOLD_APPENDS_MS_MAX`,
-       because the first appends after a move are from clients below the mark. Blocks that arrive
-       later are used as well.
-    5. A turn processes a part of the blocks: a whole table of locks would block everything else for
-       too long.
-    6. If a replica has no block that ends at the floor, it will never have one, since later blocks
-       are newer. It is queried again only if another replica has lowered the floor, or if it sent
-       nothing at all, as after a disk error. So a checkpoint does not fetch 8 MiB again.
+       then only decreases. This process is called the *descent*.
+    2. A block lowers the floor only if it ends at the floor and contains the log's hash chain at
+       the floor. If the next block is missing, old, torn or incomplete, the descent stops. This
+       causes only additional rejections.
+    3. One replica is queried at a time. If the descent stops, it continues with the next replica,
+       which may have the missing blocks. The floor is kept for later sessions of this owner, if no
+       other owner came in between.
+    4. The first appends after a move are from clients below the mark. So no append is validated
+       until the descent has ended, but for at most `HOLD_APPENDS_MS_MAX`. Blocks that arrive later
+       are used as well.
+    5. A turn processes only a part of the blocks, because a whole table of locks would block
+       everything else for too long.
+    6. A checkpoint must not fetch the same blocks (up to 8 MiB) again. A replica without a block
+       that ends at the floor will never have one, because later blocks are newer. So it is queried
+       again only if another replica has lowered the floor, or if it sent nothing at all, as after a
+       disk error.
 """
 
 from collections.abc import Sequence
@@ -51,7 +53,8 @@ SLICE_BLOCKS_MAX: Final = 1_024
 SLICE_LOCKS_MAX: Final = 65_536
 # The maximum number of requests without an answer, including those of sessions that have ended.
 IN_FLIGHT_MAX: Final = 4
-# The number of tokens for each session. They are negative; the tokens of `reads.py` are not.
+# The number of fetch tokens for each session. These tokens are negative, so that they differ from
+# those of `reads.py`.
 _TOKENS_PER_SESSION: Final = 1 << 16
 
 
@@ -110,7 +113,7 @@ class LockTableLoader:
         return self._fetch_next(now_ms)
 
     def stop(self) -> None:
-        """Stop because the session or the descent has ended; the floor stays."""
+        """Stop because the session or the descent has ended; keep the floor."""
         self._replicas_left, self._failed = [], []
         self._fetch = self._blocks = None
         self._retry_at_ms = self._held_until_ms = None
@@ -173,7 +176,7 @@ class LockTableLoader:
     def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
         """Query the next replica.
 
-        After the last one, query those that failed again, after `RETRY_MS`.
+        After the last replica, wait for `RETRY_MS`, and query the replicas that failed again.
         """
         if not self._replicas_left:
             if self._failed and self.is_holding_appends(now_ms):
@@ -192,12 +195,12 @@ class LockTableLoader:
         return [self._fetch]
 
     def _finish(self, name: str) -> list[Fetch | Report]:
-        """Stop, and report the ID from which on the table knows all locks."""
+        """Stop, and report the ID from which on the table knows all writers."""
         self.stop()
         return [Report(name, (("known_from", self._floor.last + 1), ("mark", self._mark)))]
 
     def _take_slice(self, blocks: LockBlockReader) -> bool:
-        """Lower the floor by one slice of blocks (rule 2); return whether more may follow."""
+        """Lower the floor by one slice of blocks (rule 2); return whether blocks may be left."""
         assert self._table is not None
         taken_blocks: list[LockBlock] = []
         bytes_left, floor = SLICE_LOCKS_MAX * HASH_BYTES, self._floor
@@ -221,7 +224,7 @@ class LockTableLoader:
 def _entered_ids(block: LockBlock) -> I64:
     """Return the writer of each lock in a block.
 
-    If the block has no distances, return the last transaction of the block instead.
+    If the block has no distances, return the block's last ID, which is not below any writer.
     """
     last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
     return last - np.frombuffer(block.distances, dtype=np.uint8) if block.distances else last

@@ -1,22 +1,23 @@
 """Pending appends: append requests on their way through the server, with the outcome of each row.
 
-The reported outcome of an append must never change. A row's outcome is set in two places, both in
-this file: when the row is validated, and when a lost session is settled.
+The reported outcome of an append must never change. A row's outcome is set when the row is
+validated, and when a lost session is settled.
 
 Rules:
-    1. A row's outcome is final when its ID, or the ID of the transaction because of which it was
-       rejected, is no longer in flight. A request is answered when all of its rows are validated
-       and final.
-    2. `settle`: rows above the settled mark are LOST, and so are rows that were rejected because of
-       a transaction above it. They are not validated again, so they cannot enter the log after
-       their client was notified of the loss (docs/design/correctness.md 2.3).
+    1. A row's outcome is final when its ID is no longer in flight. The outcome of a row rejected by
+       a lock is final when the conflicting ID is no longer in flight. A request is answered when
+       all of its rows are validated and final.
+    2. `settle` marks two kinds of rows as LOST: rows with an ID above the settled mark, and rows
+       that were rejected because of a transaction above this mark. Lost rows are not validated
+       again, so they cannot enter the log after their client was notified of the loss
+       (docs/design/correctness.md 2.3).
     3. Rows of one request have consecutive sequence numbers, including rejected rows.
-    4. A batch may be validated in pieces, from the first row on. Rows that no piece has reached
-       have no outcome yet. They are validated in the session that is open then, or rejected
-       together with all later rows.
-    5. AHEAD is reported only if a quorum has afterwards confirmed the session in which the row was
-       validated (`linearizable_requests.py`, rule 3). Without that confirmation the answer is
-       NOT_MOUNTED. In both cases the row is not in the log.
+    4. A batch may be validated in pieces, from the first row on. Rows after the last piece have no
+       outcome yet. They are validated later, in the session that is then open, or all of them are
+       rejected.
+    5. AHEAD is reported only if a quorum confirms, after the validation, the session in which the
+       row was validated (`linearizable_requests.py`, rule 3). Without this confirmation the answer
+       is NOT_MOUNTED. In both cases the row is not in the log.
 """
 
 import struct
@@ -118,13 +119,13 @@ class PendingSingle:
         self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
     def reject_for(self, conflict: int) -> None:
-        """Reject the transaction for a lock last written at or below `conflict`; this is final."""
+        """Reject the transaction for a lock whose last writer is not above `conflict`; final."""
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
     def settle(
         self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
     ) -> bool:
-        """Mark the append as lost if it is above `last` (rule 2); return whether it is."""
+        """Mark the append as lost by rule 2, with the mark `last`; return whether it is lost."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
             self.reject(loss_reason)
@@ -147,10 +148,11 @@ class PendingSingle:
 class PendingBatch:
     """An append request with many transactions.
 
-    Rows below `validated_count` have an outcome (rule 4). `message` is dropped when the batch is
-    decoded, and `rows` when all rows are validated, because both keep the frame in memory. `mount`
-    is as for a single append. `session_id` is the session in which the first piece was validated.
-    `in_flight_count` is the number of store batches that the request waits for.
+    Rows below `validated_count` have an outcome (rule 4). `message` and `rows` keep the frame in
+    memory, so `message` is dropped when the batch is decoded, and `rows` when all rows are
+    validated. `mount` is as for a single append. `session_id` is the session in which the first
+    piece was validated. `in_flight_count` is the number of store batches that the request waits
+    for.
     """
 
     connection: ConnectionId
@@ -214,8 +216,8 @@ class PendingBatch:
         start = self.validated_count
         # The minimum size of a record bounds the number of rows that can fit.
         nearest_row = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
-        ends = np.cumsum(self.rows.lengths[start:nearest_row] + RECORD_OVERHEAD_BYTES)
-        return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
+        record_ends = np.cumsum(self.rows.lengths[start:nearest_row] + RECORD_OVERHEAD_BYTES)
+        return start + max(1, int(np.searchsorted(record_ends, piece_bytes, side="right")))
 
     def cost_up_to(self, row: int) -> int:
         """Return the share of `cost_bytes` for the rows before row number `row`."""
@@ -236,7 +238,7 @@ class PendingBatch:
     def settle(
         self, last: TransactionId, loss_reason: RowOutcomeCode = RowOutcomeCode.LOST
     ) -> bool:
-        """Mark the rows above `last` as lost; return whether there are any."""
+        """Mark the rows of rule 2 as lost, with the mark `last`; return whether there are any."""
         is_lost = (self.ids > last) | (self.conflicts > last)
         self.ids = np.where(is_lost, REJECTED, self.ids)
         self.conflicts = np.where(is_lost, NO_CONFLICT, self.conflicts)
@@ -272,6 +274,6 @@ class AppendCounters:
     committed: int = 0
     committed_bytes: int = 0
     rejected: list[int] = field(default_factory=lambda: [0] * len(RowOutcomeCode))
-    # Latencies in ms, from the arrival of a batch's first request to its commit. The metrics remove
-    # the values that they have reported.
+    # Latencies in ms, from the arrival of a batch's first request to its commit, until the metrics
+    # take them.
     took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=LATENCIES_MAX))

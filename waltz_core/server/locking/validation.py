@@ -1,8 +1,8 @@
 """Turns requests into records: decodes them, validates their rows by locks, encodes accepted rows.
 
-These steps cost time for each row. They decide nothing about turns, sessions or answers, which
-`pipeline.py` does. A batch, or a piece of one, is validated with whole arrays; single transactions
-are validated in plain Python.
+These are the steps whose cost depends on the number of rows. `pipeline.py` decides about turns,
+sessions and answers. A batch, a piece of a batch, or many single transactions are validated as
+arrays. A few single transactions are validated in plain Python, which is then faster.
 
 Rules:
     1. Only this file sets the IDs, reasons and conflicts of validated rows in their appends.
@@ -34,8 +34,7 @@ from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, RowOutcomeCode
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
-# Up to this number of single transactions are validated in plain Python, which is faster than
-# arrays.
+# Up to this number of single transactions, plain Python is faster than arrays.
 ONE_BY_ONE_MAX: Final = 16
 _ROW_BYTES: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
@@ -44,9 +43,10 @@ class ValidatedPiece(NamedTuple):
     """The result of one validation: the records of the accepted rows, and the appends.
 
     `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
-    the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of its record. It is
-    empty if there are too many rows. `unsettled` appends wait for a transaction in flight, which
-    may be one of these records. `rejected` appends do not wait for a record of this piece.
+    the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of the lock's
+    record. It is empty if there are too many rows for a byte. `unsettled` appends wait for a
+    transaction in flight, possibly a record of this piece. `rejected` appends wait for no
+    transaction.
     """
 
     part: EncodedBatch | None
@@ -57,7 +57,7 @@ class ValidatedPiece(NamedTuple):
 
 
 class InFlightRange(NamedTuple):
-    """The end of the log: the IDs from `high_water_mark + 1` up to `next_id - 1` are in flight."""
+    """The IDs in flight: from `high_water_mark + 1` up to `next_id - 1`."""
 
     high_water_mark: TransactionId
     next_id: TransactionId
@@ -152,10 +152,10 @@ def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
 
 def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
     """Return for each lock of `entered_locks` the number of its row among the accepted rows."""
-    numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
+    row_numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
     writers = []
     for column in (rows.write_locks, rows.append_locks):
-        writer_rows = np.repeat(numbers, column.counts)
+        writer_rows = np.repeat(row_numbers, column.counts)
         writers.append(writer_rows if keep is None else writer_rows[np.repeat(keep, column.counts)])
     return np.concatenate(writers).astype(np.uint8).tobytes()
 
@@ -168,19 +168,21 @@ def validate_singles(
     accepted: list[PendingSingle] = []
     unsettled: list[PendingAppend] = []
     rejected: list[PendingAppend] = []
-    for pending, (transaction_id, conflict) in zip(
+    for pending, (transaction_id, conflict_or_ahead) in zip(
         group, validate(group, table, in_flight), strict=True
     ):
         if transaction_id >= 0:
             pending.transaction_id = transaction_id
             accepted.append(pending)
             unsettled.append(pending)
-        elif conflict == AHEAD:
+        elif conflict_or_ahead == AHEAD:
             pending.reject(RowOutcomeCode.AHEAD)
             rejected.append(pending)
         else:
-            pending.reason, pending.conflict = RowOutcomeCode.LOCK, conflict
-            (unsettled if conflict > in_flight.high_water_mark else rejected).append(pending)
+            pending.reason, pending.conflict = RowOutcomeCode.LOCK, conflict_or_ahead
+            (unsettled if conflict_or_ahead > in_flight.high_water_mark else rejected).append(
+                pending
+            )
     if not accepted:
         return ValidatedPiece(None, unsettled, rejected)
     messages = [pending.message for pending in accepted]
@@ -188,7 +190,7 @@ def validate_singles(
     writers = b""
     if locks and len(accepted) <= DISTANCES_TRANSACTIONS_MAX:
         counts = [len(message.write_locks) + len(message.append_locks) for message in messages]
-        writers = b"".join(_ROW_BYTES[row] * number for row, number in enumerate(counts))
+        writers = b"".join(_ROW_BYTES[row] * lock_count for row, lock_count in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
     return ValidatedPiece(encode_singles(accepted), unsettled, rejected, packed, writers)
 

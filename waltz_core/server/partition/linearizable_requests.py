@@ -2,17 +2,17 @@
 
 A server that was paused or partitioned does not know that another server has replaced it, so its
 high-water mark may be stale. Therefore the server answers a request for the mark only after a
-proof: a quorum of storages confirms, after the request has arrived, that it knows no later session.
-If the last proof is fresh enough, the server answers the request at once.
+*proof*: a quorum of storages confirms that it knows of no later session. The proof must begin after
+the request has arrived. If the last proof is fresh enough, the server answers at once.
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper unavailable"):
     1. A proof that began before a request arrived is sufficient only for requests that accept an
-       age of up to `high_water_mark_staleness_ms_max`.
+       older mark. The proof may be at most `high_water_mark_staleness_ms_max` old.
     2. One proof is in progress at a time. Requests that arrive meanwhile share the next proof.
-    3. If a client has a mark above this server's, it may have received it from a later owner. The
-       error that it is ahead of the log is final for the client. So the error is reported only
-       after a proof that began later than the request (row 25), however fresh the last proof is.
-       Without the proof the error is retriable.
+    3. If a client has a mark above this server's mark, it may have received the mark from a later
+       owner. A client treats the error that it is ahead of the log as final. So the server reports
+       this error only after a proof that began after the request arrived (row 25), however fresh
+       the last proof is. Without the proof the error is retriable.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,19 +61,19 @@ class LinearizableRequests(Generic[RequestT]):
         return self.proved_ms is not None and now_ms - self.proved_ms <= self._mark_staleness_ms_max
 
     def note_confirmation(self, at_ms: int) -> None:
-        """Record that a quorum has answered a request sent at `at_ms`; this is a proof, too."""
+        """Record that a quorum has answered a request sent at `at_ms`, which is also a proof."""
         if self.proved_ms is None or at_ms > self.proved_ms:
             self.proved_ms = at_ms
 
     def wait_for_proof(self, request: RequestT, now_ms: int) -> list[ProveMark]:
-        """Queue a request until a proof that starts now or later; return a proof to start."""
+        """Queue a request for the next proof; return the proof to start now, if any (rule 2)."""
         self._waiting.append(request)
         return self._begin(now_ms)
 
     def on_proof_succeeded(
         self, token: int, now_ms: int
     ) -> tuple[Sequence[RequestT], list[ProveMark]]:
-        """A proof has succeeded: return the requests it covers, and the next proof to request."""
+        """A proof has succeeded: return its requests, and the next proof to start."""
         if token != self._token or not self._is_under_way:
             return (), []
         answered, self._requests, self._is_under_way = self._requests, [], False
@@ -83,7 +83,7 @@ class LinearizableRequests(Generic[RequestT]):
     def on_proof_failed(
         self, token: int, now_ms: int
     ) -> tuple[Sequence[RequestT], list[ProveMark]]:
-        """A proof has failed: return the requests that need it, and the next proof to request."""
+        """A proof has failed: return its requests, and the next proof to start."""
         if token != self._token or not self._is_under_way:
             return (), []
         unanswered, self._requests, self._is_under_way = self._requests, [], False

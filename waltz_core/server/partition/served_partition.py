@@ -1,22 +1,25 @@
 """The state machine of a served partition: appends, mounts, feeds and reads over store sessions.
 
-This module connects clients and replication. Its parts have their own modules and are independent
-of each other. Only this module routes between them and tracks the store session.
+This module connects clients and replication. Appends, mounts, feeds and reads have their own
+modules, which are independent of each other. Only this module routes between these modules and
+tracks the store session.
 
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
-    1. A request is answered from a session only after `SessionOpened` and `SessionSettled`; until
-       then the request waits.
+    1. A request is answered only after `SessionOpened` and `SessionSettled` of a session; until
+       then it waits.
     2. If no other owner can have written between two sessions (`follows_own_session`, same
        generation), caches and locks are kept up to the high-water mark. Otherwise both are reset.
-    3. A mount is answered when (a) there is a settled session, (b) all appends of the client's
-       older connections are final, and (c) the feed, if there is one, has reached the high-water
-       mark of that moment.
+    3. A mount is answered when three conditions hold:
+        - (a) There is a settled session.
+        - (b) All appends of the client's older connections are final.
+        - (c) The feed, if there is one, has reached the high-water mark at the time of (b).
     4. A high-water mark is reported only if a quorum has confirmed the session within the last
        `high_water_mark_staleness_ms_max`.
     5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
        the server releases the partition.
-    6. ClientAheadOfLog is reported only if a quorum confirms the session after the request arrived.
-       If this proof fails, the error is retriable (`linearizable_requests.py`, rule 3).
+    6. ClientAheadOfLog is reported only if a quorum has confirmed the session after the request
+       arrived. If this proof fails, the client gets a retriable error (`linearizable_requests.py`,
+       rule 3).
 """
 
 from collections.abc import Collection, Sequence
@@ -64,8 +67,8 @@ from waltz_core.server.read.feeds import Feed
 from waltz_core.server.read.reads import ReadOutcome, Reads
 from waltz_core.wire import messages
 
-# While an archive attempt is running, a checkpoint is due only after this multiple of the usual
-# number of transactions.
+# While an archive attempt is running, a checkpoint is due after this multiple of the usual number
+# of transactions.
 _ARCHIVING_FACTOR: Final = 8
 
 
@@ -104,7 +107,8 @@ class Partition:
         self._opened_ms = 0
         self._written_ms = 0  # when the last write of the metadata was requested
         self._opened_mark = BEFORE_FIRST
-        # The store requests a checkpoint when much is archived above the confirmed low-water marks.
+        # The store requests a checkpoint if too much is archived above the confirmed low-water
+        # marks.
         self._has_store_requested_checkpoint = False
         self._is_checkpoint_due = False
         self._waiting = WaitingRequests(limits.session_wait_ms_max)
@@ -306,7 +310,7 @@ class Partition:
         self.feed.close(connection)
         self.reads.close(connection, self.feed.fetched_first_ids)
         self._waiting.drop(connection)
-        # Appends that wait for a proof stay, unanswered: flushes of other connections wait for
+        # Appends that wait for a proof are kept, because flushes of other connections wait for
         # them.
         self._linearizable.drop(
             lambda request: (
@@ -326,7 +330,7 @@ class Partition:
         if error is not None:
             self._out.append(answers.mount_error_answer(event, error))
             return
-        # End all older feeds and mounts of this client, even those of the same connection.
+        # End all older feeds and mounts of this client, even on the same connection.
         older_mounts = self.feed.drop_client(req_id.client_id)
         if older_mounts:
             self.reads.on_feeds_ended(self.feed.fetched_first_ids)
@@ -424,8 +428,7 @@ class Partition:
             self._answer_request(request, is_proved=True)
 
     def _current_mark_answer(self, event: RequestReceived) -> SendToClient:
-        # Return the present mark, not the mark of the proof: the client may already know the
-        # present one.
+        # Not the mark of the proof: the client may already know a higher one.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived_mark
         archived = None
@@ -528,7 +531,7 @@ class Partition:
         self._opened_ms, self._opened_mark = self._now_ms, mark
         self._is_checkpoint_due = self._has_store_requested_checkpoint = False
         self.session_changes += 1
-        # Do not use the present time: a paused process may see the result of the write much later.
+        # Not the present time, because a paused process may receive the result of the write late.
         self._linearizable.note_confirmation(self._written_ms)
         if not follows_own_session:
             self.reads.clear_caches()
@@ -569,9 +572,9 @@ class Partition:
     def _begin_due_checkpoint(self) -> None:
         """Periodically start a new session with nothing in flight, to raise the low-water marks.
 
-        The end of a session wastes an archive attempt that is running. Therefore checkpoints are
-        rarer while an attempt is running: otherwise no attempt would end under continuous load. A
-        slow attempt only delays the checkpoint.
+        The end of a session also ends a running archive attempt, whose work is lost. Therefore
+        checkpoints are rarer while an attempt is running. Otherwise no attempt would succeed under
+        continuous load. A slow attempt delays the checkpoint, but does not prevent it.
         """
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark
@@ -594,7 +597,7 @@ class Partition:
         loss_reason = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
         self._route_appends(self.pipeline.on_session_closed(loss_reason))
         self.reads.on_session_closed()
-        # The requests arrived in the session that ended. The next session may answer them as well.
+        # The next session may answer these requests, although they arrived in the ended session.
         for request in self._reject_unproved(self._linearizable.reset()):
             self._wait_for_session(request)
         self._out.append(
@@ -651,16 +654,24 @@ class Partition:
         self._opening = None
         queued, in_flight, barriers = self.pipeline.abandon()
         cause = f"{self._position}: {reason}"
-        not_owned = errors.NotOwned(cause)
-        unknown = errors.OutcomeUnknown(f"{cause}; the transaction may or may not be in the log")
-        self._out.extend(answers.append_error_answer(pending, not_owned) for pending in queued)
-        self._out.extend(answers.append_error_answer(pending, unknown) for pending in in_flight)
+        not_owned_error = errors.NotOwned(cause)
+        unknown_outcome_error = errors.OutcomeUnknown(
+            f"{cause}; the transaction may or may not be in the log"
+        )
+        self._out.extend(
+            answers.append_error_answer(pending, not_owned_error) for pending in queued
+        )
+        self._out.extend(
+            answers.append_error_answer(pending, unknown_outcome_error) for pending in in_flight
+        )
         waiting = self._waiting.take_all()
         waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.on_released()
-        self._out.extend(answers.request_error_answer(request, not_owned) for request in waiting)
+        self._out.extend(
+            answers.request_error_answer(request, not_owned_error) for request in waiting
+        )
         assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in barriers)
 
     # -----------------------------------------------------------------------------------------
@@ -710,7 +721,7 @@ class Partition:
     def _on_barrier_reached(self, token: int) -> None:
         request_or_mount = self._waiting.take_waiting(token)
         if request_or_mount is None:
-            return  # A later mount has replaced this one, or its request was dropped.
+            return  # A later mount has replaced this mount, or its request was dropped.
         request = (
             request_or_mount.request
             if isinstance(request_or_mount, WaitingMount)

@@ -1,9 +1,10 @@
 """The requests of a partition that wait: for a store session, or for older appends to be final.
 
 Rules:
-    1. A request that needs a session waits for one for `session_wait_ms_max`, and is then rejected.
-    2. Mounts and flushes wait for a token that the append pipeline returns (`BarrierReached`). Only
-       the latest mount of a client waits.
+    1. A request that needs a session waits for at most `session_wait_ms_max`, and is then rejected.
+    2. Mounts and flushes wait for older appends. Each has a token; the append pipeline returns the
+       token (`BarrierReached`) when these appends are final. Only the latest mount of a client
+       waits.
 """
 
 from collections import deque
@@ -55,7 +56,7 @@ class WaitingRequests:
         return [request for _, request in waiting]
 
     def drop(self, connection: ConnectionId) -> None:
-        """Drop the requests of a closed connection: they could wait for days."""
+        """Drop the requests of a closed connection, which could otherwise wait for days."""
         self._until_open = deque(
             entry for entry in self._until_open if entry[1].connection != connection
         )

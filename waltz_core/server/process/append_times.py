@@ -3,9 +3,9 @@
 Rules:
     1. The latency of a storage covers all partitions of this server, because they share the
        storage's disk.
-    2. For each second with answers, there is the mean latency. The latency of a storage is the
-       median of these means. So a storage that was frozen once, and then answered all queued
-       appends, does not count as slow.
+    2. The latency of a storage is the median of its mean latencies per second, over all seconds in
+       which it answered. So a storage that was frozen once, and then answered all queued appends,
+       does not count as slow.
     3. Memory is bounded: 60 numbers for each storage of the cluster.
 """
 
@@ -45,10 +45,10 @@ class AppendTimes:
 
     def add(self, replica: ReplicaId, took_ms: Collection[int], now_ms: int) -> None:
         """Add the latencies of appends that a storage has answered."""
-        number = now_ms // 1000
+        second_number = now_ms // 1000
         seconds = self._seconds.setdefault(replica, deque(maxlen=WINDOW_S))
-        if not seconds or seconds[-1].number != number:
-            seconds.append(_Second(number))
+        if not seconds or seconds[-1].number != second_number:
+            seconds.append(_Second(second_number))
         seconds[-1].count += len(took_ms)
         seconds[-1].total_ms += sum(took_ms)
 

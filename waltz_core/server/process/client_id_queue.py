@@ -1,6 +1,6 @@
-"""Issues client IDs: requests that wait at the same time share a write to ZooKeeper.
+"""Issues client IDs. Requests that wait at the same time share a write to ZooKeeper.
 
-Therefore a client that requests many IDs causes only few writes.
+So a client that requests many IDs at once causes only few writes.
 """
 
 import asyncio

@@ -1,23 +1,23 @@
 """The clients of one server: their links, admission and routing of requests, and answers.
 
-For every request this module checks whether there is room, and finds the partition. If this server
-does not own the partition, the module answers with an error. Partitions do not depend on links, and
-links do not depend on partitions.
+For every request, this module checks the limits of flow control, and passes the request to its
+partition. If this server does not own the partition, the module answers with an error. Partitions
+do not depend on links, and links do not depend on partitions.
 
 Rules:
     1. Every request is answered: by a partition, by the process, or by an error.
-    2. A link is read only while flow control has room for its requests.
+    2. A link is read only while flow control permits further requests on it.
     3. A partition that has received a request of a connection is notified when the connection is
-       congested, drained or closed. If the feeds of a principal pause because of its limit, its
-       connections are congested for partitions, but not for flow control.
+       congested, drained or closed. When the feeds of a principal pause because of its limit,
+       partitions are notified that its connections are congested; flow control is not.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
     5. A denied request is rejected here, and no other module receives it (decision 048, AC 7). A
-       request over a limit of its principal is also rejected here. An append over a limit is an
-       exception: its partition rejects it, since no later append may overtake it (AC 10).
-    6. With an audit log, an administrative request begins only when its line is written. Its
-       outcome is written, too. The outcome is "unknown" if the connection is closed before the
-       answer (AC 11).
+       request over a limit of its principal is also rejected here. An append over a limit is
+       rejected by its partition, because no later append may overtake it (AC 10).
+    6. With an audit log, an administrative request begins only when its line is written. A second
+       line has its outcome. The outcome is "unknown" if the connection is closed before the answer
+       (AC 11).
 """
 
 import asyncio
@@ -97,7 +97,7 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-# How soon to check the memory again while connections are not read because of the limit.
+# The interval of memory checks while connections are not read because of the memory limit.
 _MEMORY_CHECK_INTERVAL_S: Final = 0.1
 _APPEND_TYPES = (AppendBatch, AppendRequest)
 _PARTITION_REQUEST_TYPES = (
@@ -180,13 +180,13 @@ class _ClientConnection:
     link: Link
     legacy_client: LegacyClientAdapter | None
     hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # those with its requests
-    is_feed_paused: bool = False  # Its partitions send no feed (rule 3).
+    is_feed_paused: bool = False  # Partitions send no feed on this connection (rule 3).
     is_read: bool = True
     # The small answers of one turn of the event loop are sent together. A system call for each
     # answer would cost more than all other work for a single append.
     outbox: list[ClientMessage] = field(default_factory=list)
-    # Audited requests (rule 6), by the `id` of the message. The entry keeps the message until its
-    # answer, so no other message has the same `id`.
+    # Audited requests (rule 6), by the `id` of the message. The entry keeps the message in memory
+    # until the answer, so that no other message gets the same `id`.
     audited: dict[int, tuple[ClientMessage, AuditedRequest]] = field(default_factory=dict)
 
 
@@ -203,8 +203,7 @@ class ClientConnections:
         self._clients: dict[ConnectionId, _ClientConnection] = {}
         self._connection_ids = count(1)
         self._connections_to_flush: dict[ConnectionId, None] = {}
-        # The requests that receive the result of the running check, which connects to every
-        # storage.
+        # The requests that receive the result of the running connectivity check.
         self._connectivity_requests: list[tuple[ConnectionId, AdmittedRequest]] = []
         self._loop = asyncio.get_running_loop()
         self._memory_check_timer: asyncio.TimerHandle | None = None
@@ -291,7 +290,7 @@ class ClientConnections:
     # answers
 
     def answer(self, effect: SendToClient) -> None:
-        """Send an answer to a client; if it ends a request, there is room for the next one."""
+        """Send an answer to a client; if it ends a request, free the bytes of this request."""
         connection = effect.connection
         client = self._clients.get(connection)
         if client is None:
@@ -338,8 +337,8 @@ class ClientConnections:
                 client.link.send_frames(answer.data)
                 self._update_congestion(connection, client)
             case LockFailure() | FlushResponse():
-                # These name a transaction that the feed sends next, so they must be sent after the
-                # feed.
+                # These answers name a transaction that the feed sends next, so the feed must be
+                # sent first.
                 client.outbox.append(answer)
             case EndConnection():
                 self._loop.call_later(
@@ -370,7 +369,7 @@ class ClientConnections:
             client.link.send_all(outbox)
 
     def _flush_answers(self) -> None:
-        """Send the collected answers, and admit the requests for which there is room now."""
+        """Send the collected answers, and admit the requests that flow control permits now."""
         connections, self._connections_to_flush = self._connections_to_flush, {}
         for connection in connections:
             client = self._clients.get(connection)
@@ -384,7 +383,7 @@ class ClientConnections:
     def _update_congestion(self, connection: ConnectionId, client: _ClientConnection) -> None:
         if client.link.must_pause_feeds and not client.is_feed_paused:
             client.is_feed_paused = True
-            # Notify at once: a partition may take a turn of its feeds before the loop's next turn.
+            # Notify at once, because a partition may serve its feeds before the loop's next turn.
             for host in list(client.hosts.values()):
                 host.post(ConnectionCongested(connection))
         self._update_backlog(connection, client)  # last: flow control must see the congestion, too
@@ -528,24 +527,24 @@ class ClientConnections:
         return error_answer(connection, message.req_id, cost_bytes, error, message)
 
     def _serve_server_request(self, connection: ConnectionId, request: AdmittedRequest) -> None:
-        """Answer a request that concerns the server as a whole."""
+        """Answer a request that is for the server and not for a partition."""
         message, cost_bytes = request
         answer: ClientMessage
         if isinstance(message, ServerPartitionsRequest):
             answer = ServerPartitionsResponse(message.req_id, tuple(sorted(self._backend.hosts)))
         elif isinstance(message, PartitionsHealthRequest):
-            healthy = tuple(
+            partition_states = tuple(
                 (partition_id, host.is_open)
                 for partition_id, host in sorted(self._backend.hosts.items())
             )
-            answer = PartitionsHealthResponse(message.req_id, healthy)
+            answer = PartitionsHealthResponse(message.req_id, partition_states)
         elif isinstance(message, AppendTimesRequest):
-            times = self._backend.append_times()
+            append_times = self._backend.append_times()
             answer = AppendTimesResponse(
                 message.req_id,
-                tuple(append_time.replica for append_time in times),
-                tuple(append_time.second_count for append_time in times),
-                tuple(append_time.median_us for append_time in times),
+                tuple(append_time.replica for append_time in append_times),
+                tuple(append_time.second_count for append_time in append_times),
+                tuple(append_time.median_us for append_time in append_times),
             )
         elif isinstance(message, CheckConnectivityRequest):
             self._connectivity_requests.append((connection, request))

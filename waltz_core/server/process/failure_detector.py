@@ -4,23 +4,23 @@ ZooKeeper detects a dead process only when its session times out. But the operat
 the connections of a dead process immediately, and rejects new ones.
 
 Rules:
-    1. A server can be declared dead only if this server was connected to it. If its address was
-       never reachable from here, a refused connection proves nothing.
+    1. A server can be declared dead only if this server was connected to it before. A refused
+       connection to an address that was never reachable proves nothing.
     2. A server is dead if its connection was lost and new connections were refused `REFUSALS_MIN`
-       times in a row: then no process listens at its address. A connection attempt without any
-       answer, as with a dead or partitioned host, proves nothing; ZooKeeper's session timeout
-       covers this case. A refused connection at a name with several addresses proves nothing,
-       either.
-    3. A false detection costs only a move of partitions: the live server registers again, and
-       storages fence replaced owners. No other code may rely on this detection.
+       times in a row, because then no process listens at its address. Other failures prove nothing:
+       a connection attempt without any answer, as with a dead or partitioned host, and a refused
+       connection at a name with several addresses. ZooKeeper's session timeout detects these
+       servers.
+    3. A false detection only moves partitions: the live server registers again, and storages fence
+       replaced owners. No other code may rely on this detection.
     4. If a server changes its preferences, it is still the same process, so the watch continues.
     5. A dying process may accept one more connection and drop it. So after a connection that lasted
        less than `RETRY_PAUSE_S`, and after an attempt that failed in another way, this server
        connects again soon. The pauses then grow up to `RETRY_PAUSE_S`.
-    6. The results are published for the leader, which assigns no partitions to a server to which no
-       other server can connect (`cluster/membership/reachability.py`). An accepted connection
-       counts even if the peer closes it at once: it may be a server of another version, or at its
-       connection limit.
+    6. The results are published for the leader. The leader assigns no partitions to a server to
+       which no other server can connect (`cluster/membership/reachability.py`). An accepted
+       connection is a success even if the peer closes it at once: the peer may have another
+       version, or too many connections.
 """
 
 import asyncio
@@ -177,8 +177,7 @@ class _ServerWatch:
                     await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
                     pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
                     continue
-                # If the server is still alive, it must be reached before it can be declared dead
-                # again.
+                # After a removal, the server must be reached again before another removal (rule 1).
                 refusals, was_connected = 0, not await self._remove_dead_server()
                 await self._pause(RETRY_PAUSE_S)
             else:
@@ -190,7 +189,7 @@ class _ServerWatch:
                 if loop_clock_ms() - since_ms >= RETRY_PAUSE_S * 1000:
                     pause_s = REFUSED_PAUSE_S
                     continue
-                # The pause also grows for a server that closes each connection at once.
+                # The pause also grows if the server closes each connection at once.
                 await self._pause(pause_s)
                 pause_s = min(2 * pause_s, RETRY_PAUSE_S)
 

@@ -1,19 +1,21 @@
 """Flow control: limits on the requests of each connection, and on the memory of all connections.
 
 A client that floods the server, or never reads, must not take much memory or time from other
-clients. This module does the accounting, without any sockets.
+clients. This module counts requests and bytes, without any sockets.
 
 Rules (docs/design/correctness.md 5, "Limits"):
     1. For each connection, the number and the bytes of requests in progress are limited. Further
        requests wait. While a request waits, the connection is not read.
-    2. The answer to a range request counts as soon as the request is admitted. Reads may use only
-       half of a connection's bytes. No requests of a congested connection are admitted.
-    3. Above the memory limit, the connections that use most are not read until an eighth of the
-       limit is free. Also, a connection begins a read (a range, or a transaction's data) only if it
-       has no other read and no data in progress. Otherwise each new connection of a client that
-       reads no answers could use half of its own limit. Requests without data do not count for this
-       limit: a feed request may be open for a long time, and its client may need the data of a
-       transaction to continue.
+    2. The bytes of the answer to a range request count as soon as the request is admitted. Range
+       requests may use only half of a connection's bytes. No requests of a congested connection are
+       admitted.
+    3. Above the memory limit, two further rules apply:
+        - The connections that use most memory are not read until an eighth of the limit is free.
+        - A connection begins a read (a range, or a transaction's data) only if it has no other
+          read, and no request with data, in progress. Otherwise a client that reads no answers
+          could open many connections, and use half of the limit of each. A request without data
+          does not prevent a read: a feed request may be open for a long time, and its client may
+          need a transaction's data to continue.
 """
 
 from collections import deque
@@ -51,7 +53,7 @@ class FlowLimits(NamedTuple):
 
 
 class AdmittedRequest(NamedTuple):
-    """A request that may be processed, and the bytes that it counts for until it is answered."""
+    """A request that may be processed, and the bytes that are counted until it is answered."""
 
     message: ClientMessage
     cost_bytes: int
@@ -165,12 +167,12 @@ class FlowControl:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether the memory of all connections exceeds the limit, with their last backlogs."""
+        """Whether all connections use more memory than the limit, with their last backlogs."""
         return self.memory_bytes > self._limits.memory_bytes_max
 
     @property
     def has_paused_connections(self) -> bool:
-        """Whether rule 3 has paused the reading of a connection."""
+        """Whether a connection is not read because of rule 3."""
         return bool(self._paused)
 
     def balance(self) -> list[ConnectionId]:
@@ -220,7 +222,7 @@ class FlowControl:
 
     def _answer_bytes(self, message: ClientMessage) -> int:
         if isinstance(message, TransactionDataRequest):
-            return 1  # The size is not known. A nonzero number makes it count as a read (rule 3).
+            return 1  # The size is not known; a nonzero number marks a read (rule 3).
         if not isinstance(message, RangeRequest):
             return 0
         return min(max(message.bytes_max, 1), self._limits.range_bytes_max)

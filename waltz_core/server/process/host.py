@@ -4,12 +4,13 @@ A host is created and stopped with the assignment of its partition.
 
 Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.
-    2. If the state machine raises an exception, the process exits, because its state can no longer
-       be trusted. Clients get the outcomes of their appends from the next owner.
+    2. If the state machine raises an exception, the process exits, because the machine's state can
+       no longer be trusted. Clients get the outcomes of their appends from the next owner.
     3. A partition that was released is owned again after a pause, if it is still assigned. If it
-       was released because there was no quorum, it is first offered to another server, if possible.
-    4. A session begins only with a permit (`session_open_limit.py`), which ends when the session is
-       open or abandoned.
+       was released because there was no quorum, this server first tries to hand it over to another
+       server.
+    4. A session begins only with a permit (`session_open_limit.py`). The permit ends when the
+       session is open or abandoned.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ _ARCHIVE_GAUGES: Final = (
     "waltz_server_unarchived_bytes",
     "waltz_server_unarchived_seconds",
 )
-# How long a replica must be waited for before it is reported as slow, or as silent.
+# How long a request to a replica must wait before the replica is reported as slow, or as silent.
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
 # The log levels of reports; other reports have level INFO.
@@ -180,7 +181,7 @@ class Host:
         changed = replicas != self._replicas
         self._replicas = replicas
         if not replicas:
-            return  # No storages are assigned yet.
+            return  # The partition has no storages yet.
         if is_new or not self.partition.is_owned:
             self.post(replication.TakeOwnership(generation, replicas))
         elif changed:
@@ -219,7 +220,7 @@ class Host:
                 self._services.tasks.create_task(self._write_metadata(effect))
             case replication.OwnershipReleased():
                 self._on_ownership_released(effect)
-            case _:  # The partition machine consumes the store's other effects.
+            case _:  # The partition's machine processes all other effects of the store itself.
                 raise AssertionError(f"unexpected effect: {effect!r}")
 
     def _on_ownership_released(self, effect: replication.OwnershipReleased) -> None:
@@ -369,7 +370,7 @@ class InSyncReplicaMetric:
 
 
 class ReplicaWaitReporter:
-    """Reports how long a partition waits for each replica; a hanging replica blocks nothing.
+    """Reports how long a partition waits for each replica.
 
     Args:
         waits_ms: maps the present time to the age of each replica's oldest unanswered request.
@@ -390,27 +391,32 @@ class ReplicaWaitReporter:
     def publish(self, now_ms: int) -> None:
         """Update the metrics; log when a replica becomes silent or answers again."""
         waits_ms = self._waits_ms(now_ms)
-        slow = {replica for replica, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
-        for replica in sorted(slow | self._slow):
+        slow_replicas = {
+            replica for replica, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS
+        }
+        for replica in sorted(slow_replicas | self._slow):
             self._metrics.set(
                 "waltz_server_replica_wait_seconds",
-                waits_ms[replica] / 1_000 if replica in slow else 0,
+                waits_ms[replica] / 1_000 if replica in slow_replicas else 0,
                 partition=self._partition_id,
                 replica=replica,
             )
-        silent = {replica for replica in slow if waits_ms[replica] >= SILENT_REPLICA_MS}
-        for replica in sorted(silent - self.silent):
+        silent_replicas = {
+            replica for replica in slow_replicas if waits_ms[replica] >= SILENT_REPLICA_MS
+        }
+        for replica in sorted(silent_replicas - self.silent):
             self._metrics.report(Report("replica.silent", (("replica", replica),)))
             _log.warning("replica.silent partition=%s replica=%s", self._partition_id, replica)
-        for replica in sorted(self.silent - silent):
+        for replica in sorted(self.silent - silent_replicas):
             _log.info("replica.responsive partition=%s replica=%s", self._partition_id, replica)
-        self._slow, self.silent = slow, silent
+        self._slow, self.silent = slow_replicas, silent_replicas
 
 
 class _PublishedCounters:
-    """The counters and gauges of a partition that were published last; updates only changed ones.
+    """Publishes those counters and gauges of a partition that have changed.
 
-    The update runs every second for up to a thousand partitions, most of which are idle.
+    The update must be cheap: it runs every second for up to a thousand partitions, most of them
+    idle.
     """
 
     def __init__(self) -> None:
@@ -421,32 +427,34 @@ class _PublishedCounters:
 
     def publish(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
         counters = partition.pipeline.counters
-        for name, total in (
+        for name, count in (
             ("waltz_server_appended_transactions_total", counters.committed),
             ("waltz_server_appended_bytes_total", counters.committed_bytes),
             ("waltz_server_appended_batches_total", counters.batches),
         ):
-            if total != self._before.get(name):
-                metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
-                self._before[name] = total
+            if count != self._before.get(name):
+                metrics.add(name, count - self._before.get(name, 0), partition=partition_id)
+                self._before[name] = count
         for reason in RowOutcomeCode:
-            more = counters.rejected[reason] - self._rejected_before[reason]
+            new_count = counters.rejected[reason] - self._rejected_before[reason]
             self._rejected_before[reason] = counters.rejected[reason]
-            if more:
+            if new_count:
                 metrics.add(
                     "waltz_server_rejected_transactions_total",
-                    more,
+                    new_count,
                     partition=partition_id,
                     reason=reason.name.lower(),
                 )
         while counters.took_ms:
             metrics.observe("waltz_server_append_seconds", counters.took_ms.popleft() / 1000)
-        for (cache, outcome), total in partition.reads.cache_reads().items():
+        for (cache, outcome), count in partition.reads.cache_reads().items():
             name = f"{cache} {outcome}"
-            if total != self._before.get(name):
-                more = total - self._before.get(name, 0)
-                self._before[name] = total
-                metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
+            if count != self._before.get(name):
+                new_count = count - self._before.get(name, 0)
+                self._before[name] = count
+                metrics.add(
+                    "waltz_server_cache_reads_total", new_count, cache=cache, outcome=outcome
+                )
         self._publish_gauges(partition_id, partition, metrics)
         self._publish_archive_gauges(partition_id, partition, metrics)
 
@@ -457,7 +465,8 @@ class _PublishedCounters:
         session_id = partition.session_id if partition.is_open else NO_SESSION
         first = partition.first_available
         gauges = (len(partition.engaged), mark, lag, session_id, first)
-        # If these are unchanged, so is the lock table, except for entries in flight.
+        # If these values are unchanged, the lock table is unchanged, too, except for entries in
+        # flight.
         current = (*gauges, partition.pipeline.lock_loader.floor)
         if current == self._gauges:
             return
@@ -466,7 +475,7 @@ class _PublishedCounters:
             metrics.set(name, value, partition=partition_id)
         locks = partition.pipeline.locks
         if locks is not None:
-            # The ratio for a client that lags by a thousand transactions.
+            # The probability for a client that lags by a thousand transactions.
             lagging = TransactionId(max(BEFORE_FIRST, mark - 1_000))
             metrics.set(
                 "waltz_server_false_rejections_ratio",

@@ -99,14 +99,14 @@ class MemoryLog:
         stored: list[StoredTransaction] = []
         for part in self._batches.read(TransactionId(0), self.mark, _UNLIMITED_BYTES):
             offsets = offsets_of(part.lengths).tolist()
-            heads = np.frombuffer(headers_of(part.records, part.lengths), HEADER_DTYPE)
-            for index, head in enumerate(heads):
+            record_headers = np.frombuffer(headers_of(part.records, part.lengths), HEADER_DTYPE)
+            for index, record_header in enumerate(record_headers):
                 start, end = offsets[index] + RECORD_PREFIX.size, offsets[index + 1] - _CRC_BYTES
                 stored.append(
                     StoredTransaction(
-                        TransactionId(int(head["transaction_id"])),
-                        ReqId.from_bytes(head["req_id"].tobytes()),
-                        int(head["header"]),
+                        TransactionId(int(record_header["transaction_id"])),
+                        ReqId.from_bytes(record_header["req_id"].tobytes()),
+                        int(record_header["header"]),
                         bytes(part.records[start:end]),
                     )
                 )

@@ -11,9 +11,9 @@ from typing import Final
 
 from waltz_core.server.locking.pending_appends import AppendCounters
 
-# The costs in addition to bytes. A row is validated, numbered and hashed. An answer takes a turn of
-# the event loop, and a frame on both sides (docs/performance.md: a row of a single append costs
-# about a hundred times as much as a row of a large batch).
+# The costs in addition to bytes. A row is validated, numbered and hashed. An answer uses a turn of
+# the event loop, and a frame on both sides. According to docs/performance.md, a row of a single
+# append costs about a hundred times as much as a row of a large batch.
 _ROW_KIB: Final = 0.125
 _ANSWER_KIB: Final = 16.0
 _KIB: Final = 1024

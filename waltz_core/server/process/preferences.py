@@ -1,13 +1,13 @@
 """The partitions that a server prefers to own, and which of these preferences are suspended.
 
-While a server cannot serve a partition that it prefers, its preference in ZooKeeper is suspended.
-The requested preference must not be lost.
+While a server cannot serve a partition that it prefers, the preference is removed from ZooKeeper:
+it is suspended. This server remembers the preference and restores it later.
 
 Rules:
     1. If a partition was released because there was no quorum, its preference is suspended.
        Otherwise the next assignment would give the partition back to this server.
-    2. A preference is suspended for a minimum time, and then until a quorum of its storages answers
-       this server.
+    2. A preference is suspended for a minimum time, and then until a quorum of the partition's
+       storages answers this server.
     3. A new request for the preference, or its removal, ends the suspension.
 """
 

@@ -7,10 +7,10 @@ Rules:
     1. Only the leader moves partitions, and only with a compare-and-set on the version of the
        assignment that it has read. After a concurrent change it tries again in the next interval.
     2. No other code depends on this module. Failures are retried in the next interval.
-    3. After the set of servers has changed, no partition moves until the loads of a whole window
-       are known.
-    4. A server that cannot open its partitions seems idle. So an unfit server publishes no load,
-       and no partition moves to it or from it.
+    3. After the set of servers has changed, no partition moves until the loads of a whole averaging
+       window are known.
+    4. A server that cannot open its partitions seems idle. So such a server publishes no load, and
+       no partition moves to it or from it.
 """
 
 import asyncio
@@ -100,19 +100,19 @@ class Rebalancer:
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
             self._paused_until_ms = now_ms + self._times.window_ms
-        published = await self._coordinator.loads.read(
+        published_loads = await self._coordinator.loads.read(
             view.servers.keys() - view.excluded,
             lambda error: _log.info("balance.load_unreadable error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
-        loads = self._averages.update(published, owners)
+        loads = self._averages.update(published_loads, owners)
         if now_ms < self._paused_until_ms:
             self._balancer.reset_history()
             return  # rule 3
         preferred = {
             partition for descriptor in view.servers.values() for partition in descriptor.preferred
         }
-        moves = self._balancer.plan_moves(owners, preferred, loads, published.keys(), now_ms)
+        moves = self._balancer.plan_moves(owners, preferred, loads, published_loads.keys(), now_ms)
         if moves and await self._coordinator.move_partitions(view, moves):
             self._balancer.on_partitions_moved(moves, now_ms)
             for partition_id, target in moves.items():

@@ -1,26 +1,27 @@
 """Changes the registry of exactly-once writes for clients, with the server's own ZooKeeper session.
 
-Therefore a client needs no write access to ZooKeeper. `cluster/write_registry.py` has the rules of
-the registry.
+So a client needs no write access to ZooKeeper. `cluster/write_registry.py` has the rules of the
+registry.
 
 Rules (decision 048, AC 14):
     1. A write belongs to a principal, and no other principal learns its name. Without access
        control there are no principals, and every client may change every write.
     2. With `access = "report"`, an operation on the write of another principal is logged and
-       carried out. The number of writes is not limited, because without tokens all belong to
+       carried out. The number of writes is not limited, because all writes without tokens belong to
        `anonymous`.
-    3. ZooKeeper keeps the registry in memory, so everything is limited: the size of a name, a run
-       and the arguments; the tasks of a write (`TASKS_MAX`); the time for which a write is kept (a
-       year); and the operations of one principal in progress in this server
-       (`OPERATIONS_IN_PROGRESS_MAX`).
-    4. An operation may be repeated, as after an unknown outcome in ZooKeeper.
+    3. ZooKeeper keeps the registry in memory, so the following is limited:
+        - the size of a name, of the name of a run, and of the arguments
+        - the tasks of a write (`TASKS_MAX`)
+        - the time for which a write is kept (a year)
+        - the operations of one principal in progress in this server (`OPERATIONS_IN_PROGRESS_MAX`)
+    4. An operation may be repeated, for example after an unknown outcome in ZooKeeper.
     5. After a write was finished or removed, the server removes some expired writes. Only one such
        removal runs at a time.
-    6. If a connection is closed before the turn of its operation, the operation is dropped: its
-       principal may have lost its permissions.
-    7. The operation TASKS reads a node for each task. So one principal has one such operation at a
-       time, with `CONCURRENT_READS_MAX` concurrent reads. The operation ends with its connection,
-       and keeps only what the answer needs.
+    6. If a connection is closed before the turn of its operation, the operation is dropped, because
+       its principal may have lost its permissions.
+    7. The operation TASKS reads a node for each task, and there may be many tasks. So a principal
+       has one such operation at a time, with at most `CONCURRENT_READS_MAX` concurrent reads. The
+       operation keeps in memory only what the answer needs, and ends with its connection.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ _log = logging.getLogger(__name__)
 KEEP_MS_MAX: Final = 365 * 24 * 3_600 * 1_000
 OPERATIONS_IN_PROGRESS_MAX: Final = 16
 TASKS_MAX: Final = 100_000
-# A summary has a mark for each partition, and a few texts, one of which may be a path.
+# Enough for the largest arguments: a summary with a mark for each partition, and a few texts.
 _ARGUMENTS_BYTES: Final = 16 * 1024
 _ARGUMENTS_BYTES_PER_PARTITION: Final = 64
 _SUMMARY_LEVELS_MAX: Final = 10
@@ -128,7 +129,8 @@ class RegistryRequests:
             except errors.PermissionDenied as error:
                 if not access.is_only_reported(error, request):
                     raise
-        # No proof (rule 2): it would stay valid when such requests are denied later.
+        # Without a proof (rule 2), because a proof would stay valid when such requests are denied
+        # later.
         return await self._carry_out_operation(request, self._writes, None, is_closed)
 
     async def _carry_out_operation(
@@ -202,7 +204,7 @@ class RegistryRequests:
                     f"0..{self._partition_count - 1}"
                 )
         if min(marks, default=0) < BEFORE_FIRST:
-            # NB: a node that cannot be decoded would neither expire nor count for its principal.
+            # NB: a node that cannot be decoded never expires, and does not count for its principal.
             raise errors.BadRequest(
                 f"registry request: expected high-water marks of -1 or more, found {min(marks)}"
             )
@@ -272,7 +274,7 @@ class Arguments:
         """Return the summary of a write."""
         value = self._values.get("summary")
         if not isinstance(value, dict) or not _has_at_most_levels(value, _SUMMARY_LEVELS_MAX):
-            # NB: the depth of Python's stack determines whether it can decode many levels.
+            # NB: whether Python can decode many levels depends on the depth of its stack.
             raise self._bad_argument_error(
                 "summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels"
             )

@@ -5,8 +5,9 @@ graceful shutdown. `served_partition.py` decides what a partition does.
 
 Rules:
     1. A partition is served exactly while the current assignment names this server. While ZooKeeper
-       is unavailable, nothing changes: storages fence replaced owners. The same holds while a node
-       cannot be decoded, so that one damaged node does not stop all servers at once.
+       is unavailable, the server keeps its partitions. This is safe, because storages fence
+       replaced owners. The same holds while a node cannot be decoded, so that one damaged node does
+       not stop all servers at once.
     2. The server registers only when it can answer clients, and unregisters before it stops
        answering.
     3. Shutdown has these steps: stop reading, wait for a limited time until appends in flight are
@@ -76,7 +77,7 @@ METRICS_INTERVAL_S: Final = 1.0
 LAST_APPENDS_POLLS: Final = 100
 LAST_APPENDS_POLL_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
-# Prevents repeated moves of a partition whose storages no server can reach.
+# Without this pause, a partition whose storages no server can reach would move again and again.
 HAND_OVER_PAUSE_S: Final = 60.0
 PREFERENCE_CHECK_S: Final = 10.0
 # The overhead of a record and of its entry in a frame, in addition to its data.
@@ -228,10 +229,10 @@ class Server:
         try:
             async with self._tasks as tasks:
                 coordinator = self._coordinator
-                follow = follow_despite_bad_nodes(
+                assignment_watch = follow_despite_bad_nodes(
                     coordinator.follow_replica_assignment, self._on_assignments_changed
                 )
-                tasks.create_task(follow)
+                tasks.create_task(assignment_watch)
                 tasks.create_task(
                     follow_permissions(
                         coordinator, self._port_ssl, server_node_name(self._server_id)
@@ -263,7 +264,7 @@ class Server:
             _log.info("server.stopped server=%s", self._server_id)
 
     def _has_open_partition(self) -> bool:
-        """Whether at least one partition is open: then the network and the TLS settings work."""
+        """Whether a partition is open, which proves that the network and the TLS settings work."""
         return any(host.partition.is_open for host in self.hosts.values())
 
     def _make_rebalancer(self) -> Rebalancer:
@@ -319,10 +320,7 @@ class Server:
         self._tasks.create_task(self._apply_assignments(assignments))
 
     async def _apply_assignments(self, assignments: ReplicaAssignments) -> None:
-        """Read the storage IDs, then own the partitions.
-
-        If a storage was replaced, its ID has changed.
-        """
+        """Read the storage IDs, which may have changed; then own the partitions."""
         try:
             await self._storage_id_reads.wait_for_answer()
             await self._refresh_nearby()
@@ -393,7 +391,7 @@ class Server:
         return Host(partition_id, partition, store, services)
 
     async def _hand_over_partition(self, partition_id: PartitionId, generation: Generation) -> bool:
-        """Give a partition to another server, but only rarely: perhaps no server has a quorum."""
+        """Give a partition to another server, unless this was done within `HAND_OVER_PAUSE_S`."""
         self._without_quorum_s = time.monotonic()
         last_s = self._handed_over_s.get(partition_id, -math.inf)
         if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
@@ -408,7 +406,8 @@ class Server:
                     return False
                 if self._preferences.suspend(partition_id, time.monotonic()):
                     _log.warning("server.preference_suspended partition=%s", partition_id)
-        # Only after the change: without an answer of ZooKeeper, the next release must try again.
+        # Record the time only after the change: if ZooKeeper does not answer, the next release must
+        # try again.
         self._handed_over_s[partition_id] = time.monotonic()
         return True
 
@@ -434,8 +433,10 @@ class Server:
     async def _change_preferences(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        in_force = self._preferences.active_preferences_after(added, removed)
-        await self._coordinator.change_preferences(replace(self._descriptor, preferred=in_force))
+        active_preferences = self._preferences.active_preferences_after(added, removed)
+        await self._coordinator.change_preferences(
+            replace(self._descriptor, preferred=active_preferences)
+        )
         self._preferences.change(added, removed)
 
     async def _run_preference_restore(self) -> None:
@@ -566,7 +567,7 @@ def partition_limits_of(config: ServerConfig, partition_count: int) -> Partition
     slot_count = min(
         config.lock_slot_count, slot_count_within(config.lock_table_bytes_max, partition_count)
     )
-    # A client's batch, joined with other requests, must fit into one frame to a storage.
+    # A client's batch, together with other requests, must fit into one frame to a storage.
     rows_max = (FRAME_BYTES_MAX - config.batch_bytes_max - 2 * MIB) // (2 * _ROW_OVERHEAD_BYTES)
     if rows_max < 1:
         raise errors.BadConfig(

@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 # A prime number, and small: a table is created for every partition of every test.
 LOCK_SLOT_COUNT: Final = 65_537
 GENERATION: Final = Generation(1)
-# `MemoryStore` has no low-water marks to raise, and ends no session. A partition that waited for
-# the end of a session would accept no more appends.
+# `MemoryStore` needs no checkpoints, and ends no session. With a checkpoint, a partition would wait
+# forever for the end of the session.
 _NO_CHECKPOINT_COUNT: Final = 1 << 62
 _PACKED_NO_ID: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
 _FLOW_LIMITS: Final = FlowLimits(
@@ -78,7 +78,7 @@ _FLOW_LIMITS: Final = FlowLimits(
 
 @dataclass(slots=True)
 class InjectedFailures:
-    """The error of the next `count` appends (`fail_next_append`)."""
+    """The error with which the next `count` appends fail (`fail_next_append`)."""
 
     count: int
     error: errors.WaltzError
@@ -230,8 +230,8 @@ class MemoryHost:
             FeedCache(MIB),
             LargeBatchThrottle(is_on=False),
         )
-        # The requests whose answers will be lost, and the time until which each client may not
-        # mount.
+        # The requests whose answers will be lost, and until when the mounts of each client are
+        # rejected.
         self._unanswered_requests: set[ReqId] = set()
         self._disconnected_until_s: dict[int, float] = {}
         self._driver: Driver[Event, Effect] = Driver(

@@ -1,19 +1,19 @@
 """Limits how many partitions of a server open a store session at the same time.
 
-A server may own a thousand partitions at once. If it opened all together, it would serve the first
-no earlier than the last. Also, claims of partitions that soon move to the next server would be
-wasted.
+A server may own a thousand partitions at once. If it opened all sessions together, the first
+partition would be available no earlier than the last. Also, many claims would be wasted, because
+some of the partitions soon move to the next server.
 
 Rules:
     1. At most `PERMITS_MAX` partitions have a permit; the others wait in order of arrival.
-    2. A permit ends when the session is open or abandoned, and after `PERMIT_S_MAX` in any case. A
-       partition without a quorum tries again and again, but does not block the others.
+    2. A permit ends when the session is open or abandoned, and at the latest after `PERMIT_S_MAX`.
+       So a partition without a quorum, which tries again and again, does not block the others.
 """
 
 import asyncio
 from typing import Final
 
-# Enough to keep ZooKeeper, the network and the storages' disks busy.
+# Enough permits to keep ZooKeeper, the network and the storages' disks busy.
 PERMITS_MAX: Final = 64
 PERMIT_S_MAX: Final = 0.25
 

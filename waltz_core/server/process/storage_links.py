@@ -4,10 +4,10 @@ Only this module turns the effects of the replication machines into TCP connecti
 protocol state: the machines interpret answers and lost links.
 
 Rules:
-    1. Each session has its own links, which are never used again. Messages in flight on an older
-       link may still arrive at its storage; their session ID fences them.
-    2. `OpenReplica` has one outcome, and a lost link is reported once. A link that was closed on
-       request causes no further event (replication/session_events.py, rule 2).
+    1. Each session has its own links, which no later session uses. Messages in flight on an older
+       link may still arrive at its storage, which rejects them because of their session ID.
+    2. `OpenReplica` has one outcome, and a lost link is reported once. After a link was closed on
+       request, it causes no further event (replication/session_events.py, rule 2).
     3. Readers have their own links, so that a large read cannot delay an append.
 """
 
@@ -37,7 +37,8 @@ from waltz_core.wire.messages import (
 
 DIAL_TIMEOUT_S: Final = 3.0
 READ_TIMEOUT_S: Final = 15.0
-# The timeout of a read if another storage can be queried: a frozen storage keeps its connections.
+# The timeout of a read if another storage can be queried. A frozen storage does not close its
+# connections, so only a timeout detects it.
 URGENT_READ_TIMEOUT_S: Final = 2.0
 _NO_ID: Final = -1
 _ReadAnswer: TypeAlias = RangeBytes | LockBlocks
@@ -169,7 +170,7 @@ class ReadLinks:
         self._opening = OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialing: dict[ReplicaId, asyncio.Lock] = {}
-        # Own sequence numbers: those of callers may collide, and late answers must not be confused.
+        # The links use their own sequence numbers, because those of the callers may collide.
         self._numbers = count(1)
 
     async def fetch(
@@ -220,7 +221,7 @@ class ReadLinks:
                 lambda messages: _take_answers(replica, read_link, messages),
                 lambda reason: self._on_link_lost(replica, read_link, reason),
             )
-            if link.is_closed:  # The link closed before `start`, which reports nothing then.
+            if link.is_closed:  # The link was closed before `start`, so `start` reports nothing.
                 raise Unreachable(f"{replica}: {link.closed_reason}")
             link.send(self._opening)
             return read_link
@@ -237,7 +238,7 @@ def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Messa
     for message in messages:
         assert isinstance(message, StorageMessage)
         if message.partition_id == _NO_ID and isinstance(message, Nack):
-            # The answer to the open request: the storage belongs to another cluster.
+            # This answers the open request: the storage belongs to another cluster.
             read_link.link.abort(message.message)
             return
         waiting = read_link.waiting.get(message.sequence)

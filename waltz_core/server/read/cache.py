@@ -5,16 +5,16 @@ against limits.
 
 There are two caches. `TransactionCache` contains whole appended batches with their records, and
 serves ranges. `FeedCache` contains only the request ID and the header of each transaction, 20
-bytes. So it reaches far back: a client whose feed is some minutes behind needs no read from a
-storage.
+bytes. So it can contain the transactions of some minutes, and a client whose feed is that far
+behind needs no read from a storage.
 
 Rules:
     1. Only committed transactions are added, in ID order and without a gap. A gap clears the cache.
     2. The bytes never exceed the limit. The oldest batches are dropped first, over all partitions
        that share a budget.
     3. Reads return views of the added bytes; dropping batches later does not change these views.
-    4. When a new session opens: if no other owner can have written in between (its lineage is
-       unbroken), call `truncate_after` with the recovered high-water mark; otherwise, call `clear`.
+    4. When a new session opens, the caller calls `truncate_after` with the recovered high-water
+       mark if no other owner can have written in between, and `clear` otherwise.
 """
 
 from bisect import bisect_right
@@ -115,7 +115,7 @@ class TransactionCache:
 
     def __init__(self, budget: CacheBudget) -> None:
         self.budget = budget
-        # The key is the first ID, in ID order. `_firsts[_head:]` has the same keys, for bisection.
+        # Batches by first ID, in ID order. `_firsts[_head:]` has the same IDs, for bisection.
         self._batches: OrderedDict[int, tuple[int, CachedBatch]] = OrderedDict()
         self._firsts: list[int] = []
         self._head = 0
@@ -133,7 +133,7 @@ class TransactionCache:
             self.clear()  # rule 1
         batch = CachedBatch(entry, lengths, records)
         if batch.cost_bytes > self.budget.limit_bytes:
-            self.clear()  # Without this batch, the next one would leave a gap.
+            self.clear()  # This batch cannot be added, so the next batch would leave a gap.
             return
         receipt = self.budget.take(batch.cost_bytes, self)
         self._batches[entry.first] = (receipt, batch)
@@ -202,7 +202,7 @@ class TransactionCache:
             )
             ranges.append(part)
             bytes_max -= len(part.records)
-            # A part that ends inside its batch has reached a limit, so it is the last one.
+            # A part that ends inside its batch has reached a limit, so it is the last part.
             if part.last < part.entry.last:
                 break
             start = part.last + 1

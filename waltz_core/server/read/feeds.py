@@ -5,12 +5,13 @@ whatever its speed. A client that does not read must cost no more memory than th
 connection's buffer.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
-    1. A context (the feed of one client) sends each of the IDs `next..until` once, and nothing
-       above the high-water mark.
-    2. A mount grants transactions up to the high-water mark at its time. A feed request grants at
-       least `feed_request_count_min` transactions after the client's mark. When all granted
-       transactions are sent, the request is answered.
-    3. A congested connection receives nothing. In one turn each context sends one frame at most.
+    1. The feed of one client is called a context here. A context sends each of the IDs
+       `next..until` once, and nothing above the high-water mark.
+    2. A context sends only transactions that were *granted*. A mount grants the transactions up to
+       the high-water mark at its time. A feed request grants at least `feed_request_count_min`
+       transactions after the client's mark. When all granted transactions are sent, the request is
+       answered.
+    3. A congested connection receives nothing. In one turn each context sends at most one frame.
     4. Headers that are not cached are fetched once for all contexts at the same ID.
     5. A filter removes headers from a frame, but the frame is always sent, so that the client's
        mark advances.
@@ -44,8 +45,8 @@ from waltz_core.server.partition_events import (
 from waltz_core.values import value
 from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
 
-# The maximum number of frames in one turn: a turn of the event loop stays short, however many
-# clients there are.
+# The maximum number of frames in one turn, so that a turn of the event loop is short with any
+# number of clients.
 FRAMES_PER_TURN_MAX = 64
 
 FeedKey: TypeAlias = tuple[ConnectionId, ClientId]
@@ -184,8 +185,8 @@ class Feed:
     def grant(self, request: RequestReceived, *, mark: TransactionId) -> bool:
         """Grant a feed request: continue after the client's mark.
 
-        Return False if the client is not mounted, or another grant is open. At the end of the
-        range, `FeedSuspended` answers the request.
+        Return False if the client is not mounted, or if an earlier request is not answered yet. At
+        the end of the granted range, `FeedSuspended` answers the request.
         """
         mount_id = request.message.req_id
         context = self._contexts.get((request.connection, mount_id.client_id))
@@ -301,7 +302,7 @@ class Feed:
     def _send_frame(
         self, context: _ClientFeed, feed_headers: FeedHeaders, out: list[FeedOutcome]
     ) -> None:
-        # Headers that were fetched for another context may exceed the grant of this one.
+        # Headers that were fetched for another context may exceed the grant of this context.
         count = min(feed_headers.size, context.until - context.next + 1)
         assert feed_headers.first == context.next
         assert count > 0

@@ -1,16 +1,17 @@
 """Read-ahead for clients that request transactions one by one.
 
-A 0.13 client requests the data of each transaction in a separate message. If it reads transactions
-that are no longer in the transaction cache, each request would be a round trip to a storage.
+A 0.13 client requests the data of each transaction in a separate message. Without read-ahead, each
+request for a transaction that is no longer in the transaction cache would be a round trip to a
+storage.
 
 Rules:
     1. A range is fetched if a request closely follows an earlier request of the same partition. The
        range has at most `PREFETCH_COUNT_MAX` records and `PREFETCH_BYTES_MAX`, or one larger
        record.
-    2. The last `PREFETCHED_RANGES_MAX` ranges of a partition are kept. They count in the budget of
-       the transaction caches, which all partitions share.
-    3. Only verified records of committed transactions are kept, and only as long as no other owner
-       can have written the log (`clear`).
+    2. The last `PREFETCHED_RANGES_MAX` ranges of a partition are kept. Their bytes are a part of
+       the memory budget that the transaction caches of all partitions share.
+    3. Only verified records of committed transactions are kept, and only while no other owner can
+       have written the log (`clear`).
 """
 
 from collections import OrderedDict, deque
@@ -28,8 +29,8 @@ I64 = npt.NDArray[np.int64]
 PREFETCH_COUNT_MAX: Final = 1_024
 PREFETCH_BYTES_MAX: Final = 64 * 1024
 PREFETCHED_RANGES_MAX: Final = 4
-# The maximum distance between a request and the one that it follows: clients skip transactions
-# whose header they do not need.
+# The maximum distance, in IDs, between a request and the request that it follows. Clients skip
+# transactions whose header they do not need.
 NEAR_DISTANCE_MAX: Final = 32
 _REMEMBERED_ENDS_MAX: Final = 16
 

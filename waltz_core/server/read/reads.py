@@ -6,27 +6,28 @@ which storage is queried for a read, and how often.
 Rules:
     1. Nothing above the high-water mark is ever returned or requested.
     2. Equal fetches share one answer. A failed fetch is retried at the next replica, and after the
-       last replica again at the first one. So a single failing replica makes no transaction
+       last replica again at the first replica. So a single failing replica makes no transaction
        unreadable.
-    3. An answer of a storage is checked completely: the first ID, that no ID is missing, and every
-       CRC.
+    3. An answer of a storage is checked completely: its first ID, every CRC, and that no ID is
+       missing.
     4. At most `fetches_max` fetches are in progress; the others wait in order.
     5. If a session ends while a fetch is pending, the fetch is repeated in the next session.
     6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
-    7. A replica that answers slowly may be frozen. So another replica is queried soon, until all
-       were tried. A failed replica is queried last for the next `AVOIDED_FETCH_COUNT` fetches.
-    8. Consecutive requests for single transactions are answered by a read-ahead. If this fails,
-       each request is fetched separately.
-    9. Reads of closed connections and ended feeds are not fetched. Otherwise a client that connects
+    7. A replica that answers slowly may be frozen. So the timeout is short, and another replica is
+       queried next, until all were tried. A failed replica is queried last for the next
+       `AVOIDED_FETCH_COUNT` fetches.
+    8. Consecutive requests for single transactions are answered by a read-ahead. If the read-ahead
+       fails, each transaction is fetched separately.
+    9. Reads for closed connections and ended feeds are dropped. Otherwise a client that connects
        and sends requests again and again would make all others wait.
-    10. If the log begins after the first ID of a fetch, the fetch fails at once. The records are
-        not in the archive, either, and the beginning of the archive is the same for all replicas.
+    10. If the log begins after the first ID of a fetch, the fetch fails at once. The archive does
+        not contain these records either, so no other replica can return them.
     11. A request fails after `ROUNDS_MAX` rounds over all replicas. If a replica has reported
-        damage, the error states the damage. If all replicas of the session have reported damage in
-        the last round, locally and in the archive, the error is not retriable.
-    12. A feed does not fail after `ROUNDS_MAX` rounds: it waits. Exception: if all replicas of the
-        session report damage, and the pause between rounds has grown to `RETRY_MAX_MS`, the feed
-        fails. Its error is retriable, so that the feed continues after a repair.
+        damage, the error states the damage. If in the last round all replicas of the session have
+        reported damage, locally and in the archive, the error is not retriable.
+    12. A feed waits after `ROUNDS_MAX` rounds. It fails only if all replicas of the session report
+        damage, and the pause between rounds has grown to `RETRY_MAX_MS`. Its error is retriable, so
+        that the feed continues after a repair.
 """
 
 from collections import deque
@@ -97,11 +98,12 @@ ROUNDS_MAX: Final = 2
 RETRY_FIRST_MS: Final = 100
 RETRY_MAX_MS: Final = 5_000
 AVOIDED_FETCH_COUNT: Final = 64
-# The number of the newest batches whose lineage entries are kept, in addition to the caches.
+# The number of the newest batches whose lineage entries are kept, even if the caches have dropped
+# the batches.
 KEPT_LINEAGE_ENTRIES_MAX: Final = 16_384
 _UNLIMITED_BYTES: Final = 1 << 62
-# The maximum number of rows in an answer, which has up to 48 bytes of lineage for each row and must
-# fit into a frame.
+# The maximum number of rows in an answer. With up to 48 bytes of lineage for each row, the answer
+# must fit into a frame.
 ROWS_MAX: Final = 65_536
 
 
@@ -136,8 +138,8 @@ class _RangeFetch:
     tried_replicas: list[ReplicaId] = field(default_factory=list)
     round_count: int = 0
     retry_ms: int = RETRY_FIRST_MS
-    # Rules 11 and 12: whether all replicas of the present round report damage, and the last damage
-    # with its code.
+    # For rules 11 and 12: whether all replicas of this round have reported damage, and the last
+    # damage with its code.
     is_damaged_everywhere: bool = True
     damage: str = ""
     damage_code: int = 0
@@ -201,7 +203,7 @@ class Reads:
         """A session has opened: start all waiting fetches in it (rule 5)."""
         self._session_id, self._high_water_mark = session_id, high_water_mark
         self._is_open = True
-        self._ready.extend(job for _, job in self._delayed)
+        self._ready.extend(range_fetch for _, range_fetch in self._delayed)
         self._delayed.clear()
         return self._start_fetches()
 
@@ -234,10 +236,12 @@ class Reads:
 
     def abandon(self) -> list[RequestReceived]:
         """The server releases the partition: remove and return all waiting requests."""
-        waiting = [request for job in self._jobs.values() for request in job.waiting]
+        waiting = [
+            request for range_fetch in self._jobs.values() for request in range_fetch.waiting
+        ]
         self._jobs.clear()
         self._ready.clear()
-        # Fetches in progress count until they are answered, even after the release.
+        # Fetches in progress count for rule 4 until they are answered, even after the release.
         self._running = dict.fromkeys(self._running)
         self._delayed.clear()
         self._is_open = False
@@ -306,8 +310,10 @@ class Reads:
 
     def close(self, connection: ConnectionId, awaited_firsts: Container[TransactionId]) -> None:
         """Drop the requests of a closed connection, as in `on_feeds_ended` (rule 9)."""
-        for job in self._jobs.values():
-            job.waiting = [request for request in job.waiting if request.connection != connection]
+        for range_fetch in self._jobs.values():
+            range_fetch.waiting = [
+                request for request in range_fetch.waiting if request.connection != connection
+            ]
         self.on_feeds_ended(awaited_firsts)
 
     def on_feeds_ended(self, awaited_firsts: Container[TransactionId]) -> None:
@@ -315,14 +321,18 @@ class Reads:
 
         `awaited_firsts` are the first IDs of the headers for which the remaining feeds wait.
         """
-        running = {job.key for job in self._running.values() if job is not None}
+        running = {
+            range_fetch.key for range_fetch in self._running.values() if range_fetch is not None
+        }
         dropped: set[_FetchKey] = set()
-        for key, job in self._jobs.items():
-            job.is_for_feed = job.is_for_feed and key.first in awaited_firsts
-            if not (job.waiting or job.is_for_feed or key in running):
+        for key, range_fetch in self._jobs.items():
+            range_fetch.is_for_feed = range_fetch.is_for_feed and key.first in awaited_firsts
+            if not (range_fetch.waiting or range_fetch.is_for_feed or key in running):
                 dropped.add(key)
         if dropped:
-            self._ready = deque(job for job in self._ready if job.key not in dropped)
+            self._ready = deque(
+                range_fetch for range_fetch in self._ready if range_fetch.key not in dropped
+            )
             self._delayed = [entry for entry in self._delayed if entry[1].key not in dropped]
         for key in dropped:
             del self._jobs[key]
@@ -391,123 +401,135 @@ class Reads:
         """Retry the delayed fetches that are due."""
         if not self._delayed:
             return []
-        due = [job for at_ms, job in self._delayed if at_ms <= now_ms]
-        self._delayed = [(at_ms, job) for at_ms, job in self._delayed if at_ms > now_ms]
-        self._ready.extend(due)
+        due_fetches = [range_fetch for at_ms, range_fetch in self._delayed if at_ms <= now_ms]
+        self._delayed = [
+            (at_ms, range_fetch) for at_ms, range_fetch in self._delayed if at_ms > now_ms
+        ]
+        self._ready.extend(due_fetches)
         return self._start_fetches()
 
     def on_range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
         """A storage has sent a range: check it, and answer the requests that wait for it."""
-        job = self._running.get(token)
-        if job is None:
+        range_fetch = self._running.get(token)
+        if range_fetch is None:
             return self._ignore_answer(token)
         try:
-            range_records = _check_range(message, job.key)
+            range_records = _check_range(message, range_fetch.key)
         except WaltzError as error:
             return self.on_fetch_failed(FetchFailed(token, str(error)), now_ms)
-        del self._running[token], self._jobs[job.key]
-        if job.key in self._reading_ahead:
-            del self._reading_ahead[job.key]
+        del self._running[token], self._jobs[range_fetch.key]
+        if range_fetch.key in self._reading_ahead:
+            del self._reading_ahead[range_fetch.key]
             self._ahead.keep(range_records.first, range_records.lengths, range_records.records)
-        elif job.key == _single_fetch_key(range_records.first):
+        elif range_fetch.key == _single_fetch_key(range_records.first):
             self._ahead.note_fetched_up_to(range_records.last)
         out: list[ReadOutcome] = []
-        if job.is_for_feed:
+        if range_fetch.is_for_feed:
             out.append(_feed_headers_in(range_records))
-        for request in job.waiting:
+        for request in range_fetch.waiting:
             out += self._range_answers(request, range_records)
         return out + self._start_fetches()
 
     def on_fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
         """A fetch has failed: retry it, or reject its requests (rules 2 and 10 to 12)."""
-        job = self._running.get(event.token)
-        if job is None:
+        range_fetch = self._running.get(event.token)
+        if range_fetch is None:
             return self._ignore_answer(event.token)
         del self._running[event.token]
-        if event.first_available > job.key.first:
-            return self._reject_expired(job, event.first_available)
+        if event.first_available > range_fetch.key.first:
+            return self._reject_expired(range_fetch, event.first_available)
         self.failed_fetches += 1
-        self._avoided_until[job.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
-        if job.key.is_ahead:
-            return self._fetch_separately(job)
-        job.is_damaged_everywhere &= event.damage_code != 0
+        self._avoided_until[range_fetch.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
+        if range_fetch.key.is_ahead:
+            return self._fetch_separately(range_fetch)
+        range_fetch.is_damaged_everywhere &= event.damage_code != 0
         if event.damage_code:
-            job.damage, job.damage_code = event.reason, event.damage_code
+            range_fetch.damage, range_fetch.damage_code = event.reason, event.damage_code
         out: list[ReadOutcome] = []
-        if all(replica in job.tried_replicas for replica in self.replicas):
-            out = self._on_round_ended(job, event.reason)
-        if not job.waiting and not job.is_for_feed:
-            del self._jobs[job.key]
-        elif job.tried_replicas:
-            self._ready.append(job)
+        if all(replica in range_fetch.tried_replicas for replica in self.replicas):
+            out = self._on_round_ended(range_fetch, event.reason)
+        if not range_fetch.waiting and not range_fetch.is_for_feed:
+            del self._jobs[range_fetch.key]
+        elif range_fetch.tried_replicas:
+            self._ready.append(range_fetch)
         else:
-            self._delayed.append((now_ms + job.retry_ms, job))
-            job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
+            self._delayed.append((now_ms + range_fetch.retry_ms, range_fetch))
+            range_fetch.retry_ms = min(2 * range_fetch.retry_ms, RETRY_MAX_MS)
         return out + self._start_fetches()
 
-    def _on_round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
+    def _on_round_ended(self, range_fetch: _RangeFetch, reason: str) -> list[ReadOutcome]:
         """Reject the requests for which all replicas have failed often enough (rules 11 and 12)."""
-        job.tried_replicas.clear()
-        job.round_count += 1
+        range_fetch.tried_replicas.clear()
+        range_fetch.round_count += 1
         text = (
             f"no replica of partition {self._partition_id} returned transactions "
-            f"{job.key.first}..{job.key.last}: {job.damage or reason}"
+            f"{range_fetch.key.first}..{range_fetch.key.last}: {range_fetch.damage or reason}"
         )
         error = Unreachable(text)
         out: list[ReadOutcome] = []
-        if job.round_count >= ROUNDS_MAX and job.waiting:
-            final = error_from_code(job.damage_code, text) if job.is_damaged_everywhere else error
-            out.extend(request_error_answer(request, final) for request in job.waiting)
-            job.waiting.clear()
-            job.round_count = 0
-        if job.is_for_feed and job.is_damaged_everywhere and job.retry_ms >= RETRY_MAX_MS:
-            out.append(FeedFailed(job.key.first, error))
-            job.is_for_feed = False
-        job.is_damaged_everywhere = True
+        if range_fetch.round_count >= ROUNDS_MAX and range_fetch.waiting:
+            final = (
+                error_from_code(range_fetch.damage_code, text)
+                if range_fetch.is_damaged_everywhere
+                else error
+            )
+            out.extend(request_error_answer(request, final) for request in range_fetch.waiting)
+            range_fetch.waiting.clear()
+            range_fetch.round_count = 0
+        if (
+            range_fetch.is_for_feed
+            and range_fetch.is_damaged_everywhere
+            and range_fetch.retry_ms >= RETRY_MAX_MS
+        ):
+            out.append(FeedFailed(range_fetch.key.first, error))
+            range_fetch.is_for_feed = False
+        range_fetch.is_damaged_everywhere = True
         return out
 
     def _reject_expired(
-        self, job: _RangeFetch, first_available: TransactionId
+        self, range_fetch: _RangeFetch, first_available: TransactionId
     ) -> list[ReadOutcome]:
         """Reject the requests for records below the start of the log (rule 10)."""
-        if job.key.is_ahead:
-            return self._fetch_separately(job)
-        del self._jobs[job.key]
+        if range_fetch.key.is_ahead:
+            return self._fetch_separately(range_fetch)
+        del self._jobs[range_fetch.key]
         error = BeforeLogStart(
             f"partition {self._partition_id}: the log begins at transaction "
-            f"{first_available}, so {job.key.first} is not available",
+            f"{first_available}, so {range_fetch.key.first} is not available",
             first_available,
         )
-        out: list[ReadOutcome] = [request_error_answer(request, error) for request in job.waiting]
-        if job.is_for_feed:
-            out.append(FeedFailed(job.key.first, error))
+        out: list[ReadOutcome] = [
+            request_error_answer(request, error) for request in range_fetch.waiting
+        ]
+        if range_fetch.is_for_feed:
+            out.append(FeedFailed(range_fetch.key.first, error))
         return out + self._start_fetches()
 
-    def _fetch_separately(self, job: _RangeFetch) -> list[ReadOutcome]:
-        """Fetch each requested transaction separately: later ones may be damaged (rule 8)."""
-        del self._jobs[job.key]
-        self._reading_ahead.pop(job.key, None)
+    def _fetch_separately(self, range_fetch: _RangeFetch) -> list[ReadOutcome]:
+        """Fetch each requested transaction separately, because others may be damaged (rule 8)."""
+        del self._jobs[range_fetch.key]
+        self._reading_ahead.pop(range_fetch.key, None)
         out: list[ReadOutcome] = []
-        for request in job.waiting:
+        for request in range_fetch.waiting:
             assert isinstance(request.message, TransactionDataRequest)
             transaction_id = TransactionId(request.message.transaction_id)
             out += self._request_fetch(_single_fetch_key(transaction_id), request)
         return out
 
     def _ignore_answer(self, token: int) -> list[ReadOutcome]:
-        """Ignore an answer for which no request waits; there is room for another fetch."""
+        """Ignore an answer for which no request waits, and start a waiting fetch."""
         self._running.pop(token, None)
         return self._start_fetches()
 
     def _request_fetch(self, key: _FetchKey, request: RequestReceived | None) -> list[ReadOutcome]:
-        job = self._jobs.get(key)
-        if job is None:
-            job = self._jobs[key] = _RangeFetch(key)
-            self._ready.append(job)
+        range_fetch = self._jobs.get(key)
+        if range_fetch is None:
+            range_fetch = self._jobs[key] = _RangeFetch(key)
+            self._ready.append(range_fetch)
         if request is None:
-            job.is_for_feed = True
+            range_fetch.is_for_feed = True
         else:
-            job.waiting.append(request)
+            range_fetch.waiting.append(request)
         return self._start_fetches()
 
     def _start_fetches(self) -> list[ReadOutcome]:
@@ -518,27 +540,31 @@ class Reads:
             and self.replicas
             and len(self._running) < self._limits.fetches_max
         ):
-            job = self._ready.popleft()
-            out.append(self._create_fetch(job))
+            range_fetch = self._ready.popleft()
+            out.append(self._create_fetch(range_fetch))
         return out
 
-    def _create_fetch(self, job: _RangeFetch) -> Fetch:
-        untried = [replica for replica in self.replicas if replica not in job.tried_replicas]
-        untried = untried or list(self.replicas)
-        trusted = [
+    def _create_fetch(self, range_fetch: _RangeFetch) -> Fetch:
+        untried_replicas = [
+            replica for replica in self.replicas if replica not in range_fetch.tried_replicas
+        ]
+        untried_replicas = untried_replicas or list(self.replicas)
+        trusted_replicas = [
             replica_id
-            for replica_id in untried
+            for replica_id in untried_replicas
             if self._avoided_until.get(replica_id, 0) <= self.fetches
         ]
-        trusted = trusted or untried
-        choice = [replica for replica in trusted if replica in self.nearby] or trusted
-        replica = choice[self._replica_turn % len(choice)]
+        trusted_replicas = trusted_replicas or untried_replicas
+        candidates = [
+            replica for replica in trusted_replicas if replica in self.nearby
+        ] or trusted_replicas
+        replica = candidates[self._replica_turn % len(candidates)]
         self._replica_turn += 1
         self._token += 1
         self.fetches += 1
-        job.tried_replicas.append(replica)
-        self._running[self._token] = job
-        key = job.key
+        range_fetch.tried_replicas.append(replica)
+        self._running[self._token] = range_fetch
+        key = range_fetch.key
         message = RangeRaw(
             self._session_id,
             self._token,
@@ -550,7 +576,7 @@ class Reads:
             whole_batches=False,
             reader=True,
         )
-        is_urgent = job.round_count == 0 and len(self.replicas) > 1
+        is_urgent = range_fetch.round_count == 0 and len(self.replicas) > 1
         return Fetch(self._token, replica, message, is_urgent)
 
     # -----------------------------------------------------------------------------------------
@@ -565,7 +591,7 @@ class Reads:
         assert isinstance(message, TransactionDataRequest)
         skip = message.transaction_id - range_records.first
         if skip >= range_records.lengths.size:
-            return self.request_data(request, message)  # the read-ahead ended before
+            return self.request_data(request, message)  # the read-ahead ended before this ID
         record, _ = raw_records.slice_records(
             range_records.records, range_records.lengths, skip=skip, count=1
         )
@@ -607,9 +633,9 @@ def _range_request_error(message: RangeRequest) -> str | None:
             "range request: expected IDs with 0 <= first <= last, found "
             f"{message.first}..{message.last}"
         )
-    forms = [*map(int, RangeForm), OWN_HEADERS]
-    if message.form not in forms:
-        return f"range request: expected one of {forms} in field form, found {message.form}"
+    valid_forms = [*map(int, RangeForm), OWN_HEADERS]
+    if message.form not in valid_forms:
+        return f"range request: expected one of {valid_forms} in field form, found {message.form}"
     if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
         return f"range request: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None
@@ -634,7 +660,7 @@ def _feed_headers_in(range_records: _RangeRecords) -> FeedHeaders:
     headers = record_headers[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
     for entry in reversed(range_records.lineage):
-        # A reconstructed batch of a storage has a chain that no other replica has.
+        # If a storage has reconstructed a batch, no other replica has the chain of this batch.
         if (
             range_records.first <= entry.last <= range_records.last
             and entry.session_id != RECONSTRUCTED

@@ -1,22 +1,24 @@
 """The audit log of a daemon: JSON lines about administrative and denied requests.
 
-The file also has the revisions of the permissions (decision 048, AC 11).
+The file also contains a line for each revision of the permissions (decision 048, AC 11).
 
 Rules:
     1. An administrative request begins only after its line was written to the file. If the file
        cannot be written, or `QUEUE_LINES_MAX` lines wait, the request is rejected.
     2. An administrative request has a second line, with its outcome and the same number as the
        first line.
-    3. A flood of denials must not use the space of administrative requests. Denials of one minute
-       with the same principal, host, message, verbs and partitions share one line. A second line at
-       the end of the minute states how often they were repeated. Each minute, the log records
-       `DENIALS_PER_PEER_MAX` different denials of one principal, as many of one host, and
-       `DENIALS_MAX` in total. It records no denials once the file has `DENIALS_FILE_BYTES_MAX`. The
-       next recorded denial states how many denials were omitted.
-    4. A thread writes the lines in their order. While the file cannot be written, outcomes and
-       revisions wait for the next line, and denials are dropped.
-    5. All characters of a line are printable ASCII, so no value can begin a line or hide one. If
-       the disk is full in the middle of a line, the next line still begins on a new line.
+    3. A flood of denials must not use the space of administrative requests:
+        - Denials of one minute with the same principal, host, message, verbs and partitions share
+          one line. A second line at the end of the minute states how often they were repeated.
+        - In each minute, the log records at most `DENIALS_PER_PEER_MAX` different denials of one
+          principal, as many of one host, and `DENIALS_MAX` in total.
+        - When the file has `DENIALS_FILE_BYTES_MAX`, the log records no more denials.
+        - The next recorded denial states how many denials were omitted.
+    4. A thread writes the lines in order. While the file cannot be written, outcomes and revisions
+       wait until the next line is written, and denials are dropped.
+    5. A value must not be able to begin a line or to hide one, so all characters of a line are
+       printable ASCII. If the disk is full in the middle of a line, the next line still begins on a
+       new line.
     6. Lines are not synced: they survive if the process exits, but may not survive a crash of the
        machine.
 """
@@ -57,7 +59,7 @@ _TEXT_CHARACTERS_MAX: Final = 1_000
 _PARTITIONS_MAX: Final = 20_000  # the maximum number of partitions that a line names
 _COMPARED_MAX: Final = 16  # partitions by which denials are compared, in addition to their number
 _FILE_MODE: Final = 0o640
-# Fields of messages that "object" contains already, or that mean nothing to a reader.
+# Fields of messages that "object" already contains, or that a reader of the log does not need.
 _OMITTED_FIELDS: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
 
 WrittenCallback: TypeAlias = Callable[[WaltzError | None], None]
@@ -77,7 +79,7 @@ class Peer(NamedTuple):
 class _Line(NamedTuple):
     """One line of the file; if it is not written, `on_written` is called with the error.
 
-    `is_kept` states that the line waits while the file cannot be written (rule 4).
+    `is_kept`: the line waits while the file cannot be written (rule 4), and is not dropped.
     """
 
     data: bytes
@@ -109,8 +111,7 @@ class AuditFile:
         self._minute_end: asyncio.TimerHandle | None = None
         self._is_full = False
         self._queue: SimpleQueue[_Line | _Command] = SimpleQueue()
-        # Used by the thread only: lines that are kept until the next write, and the count of lost
-        # lines.
+        # Used by the thread only: the lines that wait, and the number of lost lines.
         self._kept_lines: list[_Line] = []
         self._lost_count = 0
         self._has_failed = False
@@ -133,9 +134,9 @@ class AuditFile:
         error: str,
         is_enforced: bool,
     ) -> None:
-        """Write a denial, or count it (rule 3).
+        """Write a denial, or only count it (rule 3).
 
-        If `requirement` is a text, it names a token that was not accepted.
+        If `requirement` is a text, the text names a token that was not accepted.
         """
         minute = self._clock_ms() // 1000 // _MINUTE_S
         if minute != self._denials.minute:
@@ -174,7 +175,7 @@ class AuditFile:
                 self._put(_Line(self._encode({**denial.fields, "repeated": denial.repeated_count})))
 
     def log_revision(self, permissions: Permissions) -> None:
-        """Write a line that this revision of the permissions is now in use."""
+        """Write a line: the daemon now applies this revision of the permissions."""
         fields: dict[str, object] = {
             "principal": permissions.changed_by,
             "address": "",
@@ -194,7 +195,7 @@ class AuditFile:
     async def close(self) -> None:
         """Write the waiting lines and close the file.
 
-        Return after at most `CLOSE_S_MAX`, because the disk may hang.
+        The disk may hang, so return after at most `CLOSE_S_MAX`.
         """
         self._end_minute()
         self._queue.put(_Command(is_end=True))
@@ -278,13 +279,13 @@ class AuditFile:
 
     def _open_again(self) -> None:
         try:
-            opened = _OpenAuditFile(self._file.path)
+            new_file = _OpenAuditFile(self._file.path)
         except OSError as error:  # the lines are written to the file that is open
             _log.error("audit.open_failed path=%s error=%s", self._file.path, error.strerror)
             return
         self._file.close()
-        self._file = opened
-        _log.info("audit.opened path=%s", opened.path)
+        self._file = new_file
+        _log.info("audit.opened path=%s", new_file.path)
 
 
 class AuditedRequest:
@@ -327,7 +328,7 @@ class _DenialKind(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _RecordedDenial:
-    """A denial that has a line: the fields of the line, and the number of repetitions."""
+    """A denial that was written: the fields of its line, and the number of repetitions."""
 
     fields: dict[str, object]
     repeated_count: int = 0
@@ -347,9 +348,9 @@ class _Denials:
 
         Otherwise this method counts the denial as repeated or omitted.
         """
-        earlier = self.recorded.get(kind)
-        if earlier is not None:
-            earlier.repeated_count += 1
+        recorded_denial = self.recorded.get(kind)
+        if recorded_denial is not None:
+            recorded_denial.repeated_count += 1
             return False
         keys = ("principal", kind.principal), ("host", kind.host)
         is_over = any(self._counts[key] >= DENIALS_PER_PEER_MAX for key in keys)
@@ -428,7 +429,7 @@ def _object_of(requirement: Requirement, message: Message) -> str:
     if requirement.scope is Scope.ALL:
         return "all partitions"
     named_partitions = message.named_partitions() if requirement.scope is Scope.NAMED else ()
-    # A peer can name millions, which would take seconds.
+    # A peer can name millions of partitions, which would take seconds to convert.
     if len(named_partitions) > _PARTITIONS_MAX:
         return f"{len(named_partitions)} partitions"
     return (

@@ -1,4 +1,4 @@
-"""The permissions of one connection; `port_access.py` has the rules, and the state of the port."""
+"""The permissions of one connection, by the rules of `port_access.py`."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The first versions that have the error `PermissionDenied`. For 0.13 clients, up to L 4, an adapter
-# translates the error (rule 5).
+# The first versions that have the error `PermissionDenied`. For 0.13 clients (up to L 4), an
+# adapter translates the error (rule 5).
 _KNOWN_SINCE: Final = {
     WireProtocol.CLIENT: Authenticate.since,
     WireProtocol.STORAGE: AuthenticateAtStorage.since,
@@ -95,8 +95,7 @@ class ConnectionAccess:
     def has_permission(self) -> bool:
         """Whether the principal has any permission.
 
-        It is also True before the port has read the permissions, and with `access = "report"` (rule
-        6).
+        Also True before the port has read the permissions, and with `access = "report"` (rule 6).
         """
         port = self._port
         return not port.is_enforced or port.grants is None or bool(self._granted.ranges_by_verb)
@@ -183,9 +182,9 @@ class ConnectionAccess:
                 self._end(str(error))
                 return
             self.principal, self.expires_ms = token.principal, token.expires_ms
-        earlier, self._granted = self._granted, self._grants()
-        # The mounted client IDs belong to the principal (rule 7).
-        is_changed = self.principal != principal or not self._granted.includes(earlier)
+        earlier_grants, self._granted = self._granted, self._grants()
+        # The client IDs of the mounts belong to the earlier principal (rule 7).
+        is_changed = self.principal != principal or not self._granted.includes(earlier_grants)
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} were changed")
         elif is_first and not self.has_permission:
@@ -214,8 +213,8 @@ class ConnectionAccess:
         over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
         try:
             requirement = _requirement_of(message)
-        except BadRequest as unknown:
-            return unknown
+        except BadRequest as requirement_error:
+            return requirement_error
         if isinstance(requirement, Exemption):
             return self._not_a_request_error(message)
         partitions_to_check: Collection[int] = ()
@@ -268,14 +267,17 @@ class ConnectionAccess:
     def bound_principal(self, message: MountRequest | MountWriter) -> str:
         """Return the principal to which a mount binds a client ID of ZooKeeper (rule 7).
 
-        Return "" if the ID was issued by a server, or denials are only reported.
+        Return "" if a server has issued the ID, or if denials are only reported.
         """
         is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED_ID
         self._has_id_without_proof |= is_bound and _proof_in(message) == NO_PROOF
         return self.principal if is_bound else ""
 
     def _is_own_id(self, message: MountRequest | MountWriter) -> bool:
-        """Whether a mount's client ID may be the principal's (rule 7, up to the first mount)."""
+        """Whether a mount's client ID may belong to the principal (rule 7).
+
+        For an ID without a proof, `server/append/mounts.py` decides.
+        """
         permissions, client_id = self._port.permissions, message.req_id.client_id
         if permissions is None:
             return True
@@ -302,7 +304,8 @@ class ConnectionAccess:
     def on_token_rejected(self, message: Credential, error: str) -> None:
         """Write to the audit log that a token was not accepted, even with `access = "report"`.
 
-        The line names the token if the port knows it: a peer that sends the token has its secret.
+        The line names the token if the port knows it, because only a peer with the token's secret
+        can send it.
         """
         known_token = self._port.find_token(hash_of(message.token))
         peer, name = Peer(self.principal, self.peer), "unknown token"
@@ -397,7 +400,7 @@ class ConnectionAccess:
         return error if is_enforced else None
 
     def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
-        """Log a denial that depends on the state of an object.
+        """Log a denial of a request for an object of another principal.
 
         Return whether rule 6 permits the request anyway.
         """

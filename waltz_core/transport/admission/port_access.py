@@ -3,29 +3,29 @@
 Rules:
     1. If there is a valid token, it alone determines the principal. Otherwise the verified
        certificate does. Without either, the principal is `anonymous`.
-    2. If the access node in ZooKeeper is missing or has an older revision, the known permissions
-       stay in use.
-    3. A revision ends the connections of a principal, and drops their unsent bytes, if it takes a
-       permission or the token from the principal, or gives the token to another principal.
-       Connections also end when their token or certificate expires.
+    2. If the node of the permissions in ZooKeeper is missing or has an older revision, the known
+       permissions stay in use.
+    3. If a revision takes a permission or the token from a principal, or gives the token to another
+       principal, it ends the principal's connections and drops their unsent bytes. Connections also
+       end when their token or certificate expires.
     4. Before the port has read the permissions, it rejects every request with a retriable error.
        The first revision that the port reads ends all connections whose principal has no
-       permission. Until then, the port did not limit their number (`port_limits.py`, rule 2).
+       permission, because the port did not limit their number before (`port_limits.py`, rule 2).
     5. A peer whose version does not have the error `PermissionDenied` receives `BadRequest`. If a
        peer sends an answer instead of a request, its connection ends.
     6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied
        request is logged and permitted. An administrative request that cannot be written to the
        audit log is permitted, too. Principals have no quotas.
-    7. A mount needs a client ID with a proof for the connection's principal (AC 9). Exception:
-       while the permissions accept 0.13, an ID below `FIRST_ISSUED_ID` needs no proof. Such
-       an ID belongs to the principal whose mount first uses it in a generation
+    7. A mount needs a client ID with a proof for the connection's principal (AC 9). There is one
+       exception: while the permissions accept 0.13, an ID below `FIRST_ISSUED_ID` needs no proof.
+       In each generation, this ID belongs to the principal that mounts it first
        (`server/append/mounts.py`). When a revision no longer accepts 0.13, connections with such
        IDs end.
-    8. A connection counts towards the connection limit of its principal. Counting begins with the
-       first message or, if no message arrives for a while, at the end of this while
-       (`register_connection`). If a revision lowers limits, the connections above them end. If it
-       introduces a limit of feeds, all connections end, because their present feeds were not
-       counted.
+    8. A connection counts towards the connection limit of its principal from its first message on
+       (`register_connection`). If it sends no message, it counts from `UNAUTHORIZED_S_MAX`
+       (`net.py`) on. If a revision lowers a limit, the connections above the limit end. If a
+       revision introduces a limit of feeds, all connections of the principal end, because their
+       present feeds were not counted.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The longest time for which a connection can be used after its credential has expired.
+# The interval of checks: the maximum time for which an expired token or certificate stays usable.
 EXPIRY_CHECK_S: Final = 0.5
 # The interval between log lines for the same principal and message.
 _LOG_INTERVAL_S: Final = 60.0
@@ -86,7 +86,7 @@ class PortAccess:
         self.quotas = Quotas()
         self.issued_ids = IssuedIdLimit()
         self.clock_ns = clock_ns
-        self.audit: AuditFile | None = None  # the daemon sets this and the next attribute
+        self.audit: AuditFile | None = None  # set by the daemon, like the next attribute
         self.on_denied: Callable[[], None] = lambda: None
         self._pattern = compile_principal_pattern(pattern)
         self._clock_ms = clock_ms
@@ -182,7 +182,8 @@ class PortAccess:
     def invalid_token_reason(self, token_hash: str) -> str:
         """Return why a token is not valid.
 
-        The text may contain the token's ID, because only a peer that has the token receives it.
+        The text may contain the token's ID, because only a peer that has the token receives the
+        text.
         """
         token = self.find_token(token_hash)
         if token is None:

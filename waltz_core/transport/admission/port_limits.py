@@ -1,22 +1,23 @@
 """Limits a port's connections, handshakes and memory per peer (decision 063).
 
 Rules:
-    1. A host has at most half of the handshakes in progress. After a burst, its rate of handshakes
-       is limited. The 2^64 addresses of an IPv6 network count as one host.
+    1. One host may have at most half of the handshakes in progress. After a burst, its rate of
+       handshakes is limited. The 2^64 addresses of an IPv6 network count as one host.
     2. A link is unauthorized if its principal has no permission. At most a quarter of all links may
-       be unauthorized, and at most half of this quarter may come from one host. Otherwise clients
-       with tokens could not connect: they, too, are unauthorized until the port has accepted their
-       token. A port without access control, or with "report", has no unauthorized links.
-    3. A principal without `replicate` and without a limit of connections (a tenant) has at most a
-       quarter of all links. Otherwise it could keep servers from connecting.
+       be unauthorized, and at most half of this quarter may come from one host. A client with a
+       token is also unauthorized until the port has accepted the token. Without these limits, peers
+       without permissions could keep this client from connecting. A port without access control, or
+       with "report", has no unauthorized links.
+    3. A tenant is a principal without the verb `replicate` and without a limit of connections. A
+       tenant may have at most a quarter of all links. Otherwise it could keep servers from
+       connecting.
     4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
        the principal with the most such bytes, and closes the link of this principal with the most
        such bytes. So a peer with many links cannot cause the port to close links of other peers
-       with large frames. Reading a link more slowly would not help, because the peer would keep the
-       memory.
-    5. Handshakes begin one at a time. After the begin of a handshake, no other begins for
-       `HANDSHAKE_PAUSE_S`, so that open connections can use most of the time of the event loop.
-       Hosts take turns.
+       with large frames. Reading a link more slowly would not free its memory.
+    5. Handshakes begin one at a time, and hosts take turns. After a handshake has begun, the next
+       handshake waits for `HANDSHAKE_PAUSE_S`, so that open connections can use most of the time of
+       the event loop.
 """
 
 import ipaddress
@@ -35,7 +36,7 @@ LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
 UNAUTHORIZED_SHARE: Final = 4
 TENANT_SHARE: Final = 4
-# About 330 handshakes per second: a thousand clients reconnect within the 5 s of a dial.
+# About 330 handshakes per second: a thousand clients reconnect within the dial timeout of 5 s.
 HANDSHAKE_PAUSE_S: Final = 0.003
 _HOSTS_MAX: Final = 10_000
 
@@ -83,8 +84,8 @@ class HandshakeLimits:
         self._clock_s = clock_s
         self._in_progress: Counter[str] = Counter()
         self._count = 0
-        # For each host: how many handshakes it may begin, and when this was computed. A host that
-        # is not listed may begin a burst.
+        # For each host: how many handshakes it may begin, and when this number was computed. A host
+        # that is not listed may begin a full burst.
         self._tokens: dict[str, tuple[float, float]] = {}
 
     def begin_handshake(self, address: str) -> str:
@@ -124,10 +125,7 @@ class HandshakeLimits:
         return min(self._burst, tokens_left + (now_s - at_s) * self._per_s)
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget the hosts that may begin a full burst.
-
-        If all others are still too many, forget all.
-        """
+        """Forget the hosts that may begin a full burst; if too many hosts remain, forget all."""
         self._tokens = {
             host: tokens_entry
             for host, tokens_entry in self._tokens.items()
@@ -154,8 +152,8 @@ class HandshakeQueue:
     ) -> None:
         """Queue a handshake of a host, and set the result of `turn_future` at its turn.
 
-        If the peer `has_closed` by then, no pause follows: a port that cannot keep up with a mass
-        of dialing clients would otherwise spend its turns on connections that are closed.
+        If `has_closed` returns True at this turn, no pause follows. Otherwise a port with too many
+        dialing clients would spend its turns on connections that are already closed.
         """
         self._waiting.setdefault(network_of(address), deque()).append((turn_future, has_closed))
         if not self._is_scheduled:
@@ -175,8 +173,8 @@ class HandshakeQueue:
                 self._waiting[host] = turns
             if not turn_future.done():  # it was not cancelled meanwhile
                 turn_future.set_result(None)
-                # Schedule this even if no handshake waits: the next one must wait for the rest of
-                # the pause.
+                # Schedule this even if no handshake waits: the next one must wait until the pause
+                # ends.
                 self._schedule(0 if has_closed() else HANDSHAKE_PAUSE_S)
                 return
 

@@ -1,28 +1,32 @@
 """Applies the limits of a principal to a connection's requests, which wait or are rejected.
 
-A throttle sits between a link and its user. Only connections of principals with limits have one.
+A throttle is placed between a link and its user (the daemon's code that processes requests). Only
+connections of principals with limits have a throttle.
+
+The quota is a token bucket: a request is *charged* for its cost, and waits until the cost is
+*paid*, that is, until the bucket has refilled at the rate of the limit.
 
 Rules (decision 048, AC 10):
     1. All requests are passed on in the order of arrival, including requests over a limit. For a
        request over a limit, `denial` returns the error. The user rejects an append over a limit in
        its partition, so that later appends do not overtake it.
     2. While a request waits, the connection is not read. After a rejection, the connection is not
-       read until the bucket of rejections has space.
-    3. A request is charged before it waits. Waits below `SLACK_NS` are skipped, because timers are
-       coarse. The next wait is longer by the skipped time.
+       read until the quota permits further rejections.
+    3. A request is charged before it waits. Timers are coarse, so a wait below `SLACK_NS` is
+       skipped, and the next wait is longer by the skipped time.
     4. After an append over a limit, the partition rejects the client's further appends until its
-       next mount. So the throttle rejects them, too, and does not charge them.
-    5. A range is charged when it is sent. So that concurrent ranges do not use the rate of many
-       seconds in advance, a range has at most the bytes of a quarter of a second.
-    6. A feed counts from its request on, until its mount fails, or a mount without a feed succeeds.
-       Errors of other requests do not change the count. A peer chooses the IDs of its requests, so
-       a mount that succeeds and is not known as pending counts as a feed.
+       next mount. So the throttle rejects these appends, too, and does not charge them.
+    5. A range is charged when it is sent. It has at most the bytes of a quarter of a second.
+       Otherwise concurrent ranges could use the rate of many seconds in advance.
+    6. A feed counts towards the limit of feeds from its request on. It no longer counts when its
+       mount fails, or when a later mount without a feed succeeds. Errors of other requests do not
+       change the count. The peer chooses the IDs of its requests, and may use an ID twice. So if a
+       mount succeeds that is not known as pending, it counts as a feed.
     7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction,
-       including transactions that a filter leaves out. Until the part is paid for, the connection's
-       feeds pause. The part is paid in shares, and the shares take turns with requests. So the
-       feeds of all connections of a principal delay a request by a quarter of a second at most, and
-       a flood of requests does not stop the feeds. If the limit changes, a share at the earlier
-       limit is paid within a second.
+       including transactions that a filter leaves out. The connection's feeds pause until the part
+       is paid. The part is paid in shares, and these take turns with requests. So all feeds of a
+       principal together delay a request by at most a quarter of a second, and a flood of requests
+       does not stop the feeds. If the limit changes, the present share is paid within a second.
     8. If a timer fails, the connection ends, because it would otherwise wait forever.
 """
 
@@ -76,7 +80,7 @@ RANGE_BYTES_MIN: Final = 64 * 1024
 
 class _MountKind(Enum):
     NEW = 1
-    AGAIN = 2  # of a feed that counts already, maybe for another connection
+    AGAIN = 2  # the feed already counts, maybe for another connection
     WITHOUT_FEED = 3
 
 
@@ -150,7 +154,7 @@ class Throttle:
     def _process_waiting(self) -> None:
         self._timer = None
         now_ns, pause_ns = self._access.now_ns, 0
-        passed: list[Message] = []
+        passed_requests: list[Message] = []
         while self._waiting:
             message = self._waiting[0]
             wait_ns = 0 if self._is_charged else self._charge_request(message, now_ns)
@@ -158,14 +162,14 @@ class Throttle:
             if self._is_charged:
                 pause_ns = wait_ns
                 break
-            passed.append(self._limit_range(self._waiting.popleft()))
+            passed_requests.append(self._limit_range(self._waiting.popleft()))
         quota = self._access.quota
         if self._has_rejected and not pause_ns and quota is not None:
             pause_ns = quota.rejection_wait_ns(now_ns)
         self._has_rejected = False
         if pause_ns:
             self._timer = self._call_after(pause_ns, self._process_waiting)
-        self._pass_on(passed)
+        self._pass_on(passed_requests)
 
     def _charge_request(self, message: Message, now_ns: int) -> int:
         """Charge a request, or mark it as over a limit.
@@ -202,7 +206,8 @@ class Throttle:
 
     def _note_rejected_writer(self, key: CountedFeedKey) -> None:
         if len(self._rejected_writers) >= REJECTED_WRITERS_MAX:
-            # Later appends are charged, though their partitions reject them.
+            # From now on, these clients' appends are charged, although their partitions reject
+            # them.
             self._rejected_writers.clear()
         self._rejected_writers[key] = None
 
@@ -218,7 +223,7 @@ class Throttle:
                 if error is not None:
                     return error
             self._mounts.setdefault(message.req_id, mount)
-        if len(self._mounts) > MOUNTS_MAX:  # mounts that a 0.13 client replaces have no answer
+        if len(self._mounts) > MOUNTS_MAX:  # a mount that a 0.13 client replaces gets no answer
             self._access.end_over_limit()
         return None
 
@@ -226,7 +231,7 @@ class Throttle:
         if mount is _MountKind.WITHOUT_FEED:
             quota.end_feed(key, self._access)
         elif quota.begin_feed(key, self._access) is not None:
-            self._access.end_over_limit()  # the peer relies on errors of other requests
+            self._access.end_over_limit()  # the peer has used the request ID of another mount
 
     def _limit_range(self, message: Message) -> Message:
         """Return the request; if it asks for a range, limit the size of the range (rule 5)."""
@@ -246,8 +251,8 @@ class Throttle:
             return
         match answer:
             case RangeBytes(form=form) if form == LOCATIONS:  # the reader opens the files
-                granted = np.frombuffer(answer.lengths, dtype=">i4")
-                quota.charge_sent_bytes(int(granted.sum(dtype=np.int64)), self._access.now_ns)
+                lengths = np.frombuffer(answer.lengths, dtype=">i4")
+                quota.charge_sent_bytes(int(lengths.sum(dtype=np.int64)), self._access.now_ns)
             case RangeData() | RangeBytes():
                 quota.charge_sent_bytes(_range_bytes(answer), self._access.now_ns)
             case FeedBatch():
@@ -288,8 +293,8 @@ class Throttle:
 
     def _retry_charge(self) -> None:
         """Continue when the last share is paid, or when the limits have changed (rule 7)."""
-        quota, limits, paid_ns = self._share
-        wait_ns = paid_ns - self._access.now_ns
+        quota, limits, paid_at_ns = self._share
+        wait_ns = paid_at_ns - self._access.now_ns
         if wait_ns > SLACK_NS and self._access.quota is quota and quota.limits == limits:
             self._wait_for_share(wait_ns)
             return
