@@ -1,14 +1,14 @@
 """The audit log in ZooKeeper: the newest changes of the cluster by commands.
 
-The log has the user, time, command and outcome of each change, even if the machine that ran the
-command is lost.
+The log contains the user, time, command and outcome of each change. It is in ZooKeeper so that it
+survives the loss of the machine that ran the command.
 
 Rules:
     1. An entry is written before a change begins; its outcome is written when the change is over.
        An entry with the outcome "begun" belongs to a change that was interrupted.
     2. Only the newest `ENTRIES_MAX` entries are kept.
-    3. A change does not begin if its entry cannot be written; if the outcome cannot be written, the
-       change continues.
+    3. If the entry cannot be written, the change does not begin. If only the outcome cannot be
+       written, the change remains in effect.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _FORMAT = 1
 class AuditEntry:
     """A change of the cluster by a command, with its outcome.
 
-    Node `R/x/audit/e_N` has JSON with `format` 1 and these fields.
+    Node `R/x/audit/e_N` contains JSON with `format` 1 and these fields.
 
     `outcome` is "begun", "done" or "failed: " and the reason.
     """

@@ -1,16 +1,17 @@
 """Plans changes of a cluster's replicas as a sequence of safe steps.
 
-This module only decides the next step, which is a question of quorums; `storage_changes.py` reads,
-writes and waits.
+This module only decides the next step of a partition. `storage_changes.py` reads the current state,
+writes the steps and waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
-    1. A partition's next step is taken only from an open session that includes the previous one.
+    1. The next step of a partition begins only after its owner has opened a store session with the
+       replicas of the previous step.
     2. A step adds one replica, removes one, or replaces one that is not in sync.
-    3. After each step, a partition has a quorum of replicas in sync, and does not depend on a
-       replica that must copy the log first. Partitions with a single replica are an exception.
-    4. No replica is removed before the added ones are in sync.
-    5. A plan consists only of the wanted placement: after a crash, the plan continues from the
-       actual placement.
+    3. After each step, the replicas that are in sync are a quorum, so that appends never wait for a
+       replica that still copies the log. Partitions with a single replica are an exception.
+    4. No replica is removed before all added replicas are in sync.
+    5. A plan stores only the wanted placement. After a crash, the change therefore continues from
+       the actual placement.
 
 Invariants of a wanted placement:
     1. A partition has its replicas on different storages, and in as many groups as possible.
@@ -99,7 +100,7 @@ class PostponedStep(NamedTuple):
 def next_step(
     partition_id: PartitionId, current: PartitionReplicas, plan: ReplicaPlan
 ) -> ReplicaStep | PostponedStep | None:
-    """Return a partition's next step, or the reason to wait; None if the placement is reached."""
+    """Return a partition's next step, or the reason to wait; None if the plan is completed."""
     wanted = plan.wanted[partition_id]
     if not wanted:
         raise errors.BadRequest(
@@ -110,7 +111,8 @@ def next_step(
     if not current.assigned:
         return ReplicaStep(partition_id, (), tuple(wanted))
     if not current.was_ever_opened:
-        # Without a history, no replica must be in sync: overlapping quorums are sufficient.
+        # The partition has no records yet, so no replica has to copy any. It is sufficient that the
+        # old and the new quorums overlap.
         return _step_without_history(partition_id, current, missing, leaving)
     reason = _session_wait_reason(current) or _sync_wait_reason(current, plan.joining[partition_id])
     if reason is not None:

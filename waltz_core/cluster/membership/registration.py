@@ -1,24 +1,25 @@
 """Registers live servers; on the leader, keeps the assignment of partitions up to date.
 
-Every process follows the membership; the membership itself determines which process acts on it.
+All processes read the live servers. Only the live server with the smallest ID, the leader, assigns
+partitions.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
-    1. An assignment is in force only while its cversion is that of its own node: it was written for
-       exactly the registered servers. No other assignment is returned.
-    2. The leader is the live server with the smallest ID. It computes the assignments, except one
-       that a server's own change of preferences requires, which that server computes. Each
-       assignment is written at the version that was read; after a conflict, the state is read
-       again.
+    1. An assignment is settled while its `cversion` equals the child version of its node: then it
+       was written for exactly the registered servers. Only settled assignments are passed to
+       callbacks.
+    2. The leader computes the assignments. Exceptions: a server that changes its own preferences,
+       or hands over a partition, writes the new assignment itself. Each assignment is written at
+       the version that was read; after a conflict, the state is read again.
     3. A registered server whose session was lost registers again, under the same server ID.
-    4. A server that registers for the first time removes earlier processes at its address.
-    5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
-       session timeout after ZooKeeper's return, the leader moves no partition away from servers
-       that have not registered again. Servers that are known to be dead are an exception: this
-       process has seen that they are dead (`remove_dead_server`), or another process is registered
-       at their address. Otherwise the leader acts at once. A server that changes its own
-       preferences writes an assignment, too, and waits like the leader.
-    6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
-       changes, the leader writes another assignment for the same live servers.
+    4. A server that registers for the first time removes the nodes of earlier processes at its
+       address.
+    5. After an outage of ZooKeeper, sessions may have ended although no server has died. Therefore,
+       for one session timeout after the outage, the leader waits for owners that have not
+       registered again, and writes no assignment. A server that changes its own preferences waits
+       in the same way. No process waits for a server that is known to be dead: `remove_dead_server`
+       was called for it, or another process is registered at its address.
+    6. An assignment includes only the servers that may own partitions (`reachability.py`). When
+       this set changes, the leader writes a new assignment, even if the live servers are the same.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +50,8 @@ from waltz_core.records.record import Generation, PartitionId, ServerId
 
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
-# A process reconnects within two seconds of ZooKeeper's return, however short its session timeout.
+# Processes reconnect within two seconds after an outage of ZooKeeper, even if their session timeout
+# is shorter.
 REGISTRATION_GRACE_MS_MIN = 3_000
 
 
@@ -64,8 +66,8 @@ class Ownership(NamedTuple):
 class ServersView:
     """The live servers and the partitions that they own.
 
-    With `is_settled`, the assignment was written for exactly these servers. `follow` returns no
-    other view, except the view without any server.
+    `is_settled` means that the assignment was written for exactly these servers. `follow` reports
+    only settled views, and the view without any server.
     """
 
     servers: Mapping[ServerId, model.ServerDescriptor]
@@ -73,7 +75,7 @@ class ServersView:
     is_settled: bool
     # Live servers that get no partitions, because no other server can connect to them (rule 6).
     excluded: frozenset[ServerId] = frozenset()
-    # Servers of the assignment that are not registered. They may still run, without ZooKeeper.
+    # Servers in the assignment that are not registered. They may still run without a session.
     absent: frozenset[ServerId] = field(default=frozenset(), compare=False)
 
     def partitions_of(self, server_id: ServerId) -> dict[PartitionId, Generation]:
@@ -110,12 +112,12 @@ class Membership:
         self._reachability = PublishedReachability(nodes)
         # The wanted registration of this process; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
-        # For rule 5: the last addresses of servers, the servers known to be dead, and the signals
-        # of waiting callers.
+        # For rule 5: the last known address of each server, the servers known to be dead, and the
+        # signals of callers that wait for owners.
         self._addresses: dict[ServerId, str] = {}
         self._dead_servers: set[ServerId] = set()
         self._waiting_signals: dict[Signal, None] = {}
-        # Whether the balance by load decides about moves (assignment.py, rule 5).
+        # Whether partitions move by load and not by count (assignment.py, invariant 5).
         self.keeps_owners = False
 
     async def register(self, descriptor: model.ServerDescriptor) -> None:
@@ -166,8 +168,8 @@ class Membership:
     async def change_preferences(self, descriptor: model.ServerDescriptor) -> None:
         """Change the preferred partitions of this server, and write a new assignment at once.
 
-        Registration and assignment change in one write, so that no process sees one without the
-        other; rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
+        Registration and assignment change in one write, so that no process sees only one of the two
+        changes. Rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
         possible; nothing has changed then.
         """
         partition_count = await self._read_partition_count()
@@ -195,7 +197,7 @@ class Membership:
         )
 
     async def _wait_for_owners(self) -> None:
-        """Wait while owners may register again (rule 5); raises when this process leaves."""
+        """Wait while owners may register again (rule 5); raises if this process unregisters."""
         signal = self._nodes.znodes.new_signal()
         try:
             while self._is_waiting_for_owners(await self._read_membership(signal), signal):
@@ -240,7 +242,7 @@ class Membership:
     ) -> bool:
         """Move partitions between live servers; return False if servers or owners have changed.
 
-        If it returns False, no partition has moved; the caller plans again.
+        If the method returns False, no partition has moved, and the caller plans again.
         """
         partition_count = await self._read_partition_count()
         membership = await self._read_membership()
@@ -280,8 +282,9 @@ class Membership:
     async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if the node still exists.
 
-        Its session would end some seconds later. Safety does not depend on this deletion, but on
-        fencing. Raises CoordinatorUnavailable if the node may still exist.
+        Without this call, its partitions would move only some seconds later, when its session ends.
+        Safety does not depend on this deletion, but on fencing. Raises CoordinatorUnavailable if
+        the node may still exist.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
@@ -300,10 +303,11 @@ class Membership:
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Assign a partition of this process to another live server.
 
-        The same write removes a preference for the partition, because otherwise the next assignment
-        would give it back; `change_preferences` sets the preference again. Returns False if there
-        is no other server, or if this process does not own the partition any more. Raises
-        CoordinatorUnavailable if ZooKeeper does not answer.
+        The same write removes this server's preference for the partition. Otherwise the next
+        assignment would give the partition back. `change_preferences` can set the preference again.
+
+        Returns False if there is no other server, or if this process does not own the partition any
+        more. Raises CoordinatorUnavailable if ZooKeeper does not answer.
         """
         old_descriptor = self._descriptor
         if old_descriptor is None:
@@ -341,7 +345,8 @@ class Membership:
             if assignment is None or len(own) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_outcome_unknown and owned.get(partition_id) != generation
-            # This comes before the write: otherwise `follow` would write the old descriptor again.
+            # This assignment precedes the write, because `follow` would otherwise restore the old
+            # descriptor.
             self._descriptor = new_descriptor
             try:
                 await self._nodes.znodes.write(
@@ -364,12 +369,12 @@ class Membership:
         return False
 
     async def read(self) -> ServersView:
-        """Read the live servers and the partitions that they own, settled or not."""
+        """Read the live servers and their partitions, even if the assignment is out of date."""
         partition_count = await self._read_partition_count()
         return _servers_view(await self._read_membership(), partition_count)
 
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view (also if no server is live), until cancelled.
+        """Call back with each settled view, and when no server is live, until cancelled.
 
         While this process is registered, this method also keeps it registered and does the work of
         the leader: it computes the assignment for a changed set of servers (rules 1 and 2).
@@ -436,7 +441,7 @@ class Membership:
             signal.set()
 
     def _is_waiting_for_owners(self, membership: _MembershipNodes, signal: Signal) -> bool:
-        """Whether owners may still register again; if so, `signal` is set when this has changed."""
+        """Whether owners may still register again; if so, `signal` is set when the wait is over."""
         remaining_ms = self._grace_left_ms(membership)
         if remaining_ms <= 0:
             self._waiting_signals.pop(signal, None)
@@ -446,7 +451,7 @@ class Membership:
         return True
 
     def _grace_left_ms(self, membership: _MembershipNodes) -> int:
-        """Return for how many ms owners may still register again; 0 if none is awaited."""
+        """Return the time left, in ms, for owners to register again; 0 if none is awaited."""
         reconnected_ms = self._nodes.connection_history.reconnected_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, REGISTRATION_GRACE_MS_MIN)
         if (
@@ -511,9 +516,9 @@ class Membership:
     ) -> bool:
         """Delete the nodes of earlier processes at this address; return True if there were any.
 
-        A process that listens at an address proves that no other process does. So partitions need
-        not wait for the session of a dead process to end. Safety does not depend on this, but on
-        fencing.
+        Because this process listens at the address, the earlier processes are dead. So their
+        partitions can move before their sessions end. Safety does not depend on this deletion, but
+        on fencing.
         """
         dead = [
             each
@@ -530,8 +535,8 @@ class Membership:
     def _own_nodes(
         self, membership: _MembershipNodes, server_id: ServerId
     ) -> list[_RegisteredServer]:
-        # A node of an earlier session of this process does not count: ZooKeeper is about to delete
-        # it.
+        # The node of an earlier session of this process is ignored, because ZooKeeper is about to
+        # delete it.
         session = self._nodes.znodes.session_number
         return [
             each

@@ -1,11 +1,12 @@
 """The bytes of `R/x/access`: the permissions of a cluster as strict JSON (decision 048).
 
 Rules:
-    1. An unknown, missing or duplicate key, a value of another type, and a name or a range out of
-       its limits make the node unreadable. A daemon then keeps its permissions (AC 6): a part that
-       an older version does not understand must not be read as an empty part.
-    2. Of the two reserved principals, `anonymous` may have grants and limits; `other` is only a
-       label of metrics. No token is for either of them.
+    1. The node is unreadable if it contains an unknown, missing or duplicate key, a value of
+       another type, or a name or range outside of its limits. A daemon that cannot read the node
+       keeps its permissions (AC 6). Otherwise an older version would ignore a part that it does not
+       understand, and could grant too much.
+    2. Two principals are reserved: `anonymous` may have grants and limits, and `other` is only a
+       label of metrics. Neither of them may have a token.
 """
 
 import json

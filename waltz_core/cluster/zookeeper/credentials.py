@@ -1,7 +1,8 @@
 """Parses the auth file: the process's user at ZooKeeper, and the permissions of its nodes.
 
-A connect string appears in process lists, logs, Spark plans and configuration files, so it names a
-file and contains no secret. Error messages name the line, never its content.
+A connect string appears in process lists, logs, Spark plans and configuration files. Therefore it
+contains no secret, but the path of the auth file. Error messages name a line of this file, and
+never show its content.
 
     digest:waltz:a long password       the first line: scheme, user, password of this process
     members:digest:waltz:a password    in an administrator's file: the members' user
@@ -13,16 +14,16 @@ HASH is the base64 text of the SHA-1 of USER:PASSWORD, as in ZooKeeper's access 
 name the administrators' user in the nodes that it creates, but must not know the password.
 
 Rules:
-    1. Without a line for members or administrators there is one user. It has all permissions for
-       the nodes that it creates; further lines only add permissions. All processes have this user.
-    2. With two users, administrators have all permissions. Those of members and of all others are
-       in the row of the node (`znodes/paths.py`), whichever user creates it. A further line with
-       permission "a" names another administrator, except for "world"; all other lines grant at most
-       the permissions of members.
-    3. A line for "world" never applies to R/x/access and R/x/audit: to permissions, keys and the
-       audit log.
-    4. An administrator's session has the members' user as well, so that it may change nodes that
-       this user owned when it was the only one.
+    1. Without a line for members or administrators, all processes use the same user. This user has
+       all permissions for the nodes that it creates; further lines only add permissions for others.
+    2. With two users, administrators have all permissions. The table of nodes (`znodes/paths.py`)
+       states the permissions of members and of all others, whichever user creates a node. A further
+       line with permission "a" names another administrator, except for "world". All other lines
+       grant at most the permissions of members.
+    3. A line for "world" never applies to R/x/access and R/x/audit, because these nodes contain
+       permissions, keys and the audit log.
+    4. An administrator's session also logs in as the members' user. So it may change nodes from the
+       time when this user was the only one.
     5. Empty lines, and lines that begin with "#", are ignored.
 """
 
@@ -83,7 +84,7 @@ class Credentials:
 
     @property
     def is_member(self) -> bool:
-        """Whether the user is the members' user, so that administrators have another user."""
+        """Whether this is a member's file: administrators have another user."""
         return bool(self.administrators)
 
     @property
@@ -93,7 +94,7 @@ class Credentials:
 
     @property
     def users(self) -> tuple[User, ...]:
-        """The users that a session has (rule 4)."""
+        """The users as which a session logs in (rule 4)."""
         return (self.user,) if self.members is None else (self.user, self.members)
 
     def access_list_of(self, row: Znode) -> tuple[NodePermission, ...]:

@@ -1,12 +1,12 @@
 """ZooKeeper in memory: the same nodes, versions, sessions and watches, with injected faults.
 
-Tests and the simulator inject any failure at a chosen moment. The module implements only
-`znodes.Znodes`, and the tests for the real ZooKeeper cover it, too.
+With this module, tests and the simulator inject a failure at a chosen moment. The tests of the
+interface `znodes.Znodes` run with this module and with a real ZooKeeper.
 
 Rules:
     1. No method waits: each returns or raises at once.
     2. Watches fire after the write is complete, in the order in which they were set.
-    3. A callback that writes does not overtake callbacks that are due already.
+    3. If a callback writes, the watches of this write fire after those that are already due.
     4. Time does not advance until `advance` is called.
 """
 
@@ -167,7 +167,8 @@ class MemoryZooKeeper:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent is ephemeral")
         path = operation.path
         if operation.is_sequential:
-            # The number of children ever created: cversion counts these and the deleted ones.
+            # The number of children that were ever created. cversion also counts the deleted
+            # children.
             parent_path = _parent(operation.path)
             created_count = (parent.cversion + len(self.child_names(parent_path))) // 2
             path += f"{created_count:010d}"
@@ -238,7 +239,7 @@ class MemorySession:
         self._change_state(SessionState.LOST)
 
     def resume(self) -> None:
-        """Connect again: with the same session, or with a new one after `expire`."""
+        """Connect again, with the same session or, after `expire`, with a new one."""
         if self._state is SessionState.LOST:
             self._number = self._zookeeper.next_session_number()
         self._change_state(SessionState.CONNECTED)
