@@ -1,9 +1,9 @@
 """The partitions of one connection to a 0.13 server, as a state machine.
 
-Partitions share only the connection sequence; each of them is a `LegacyServerPartition`.
+Each partition is a `LegacyServerPartition`; the partitions share only the connection sequence.
 
-Rule: all mounts of one connection have the connection sequence of the first mount. The server keeps
-this sequence as long as the connection lasts, and drops messages with another one.
+Rule: all mounts of one connection have the connection sequence of the first mount. The server
+stores this sequence as long as the connection exists, and drops messages with another sequence.
 """
 
 from collections.abc import Sequence
@@ -48,12 +48,13 @@ class LegacyServerLink:
     def __init__(self) -> None:
         self._partitions: dict[int, LegacyServerPartition] = {}
         self._connection_sequence: int | None = None
-        # The earliest wake-up time since all partitions were checked; most partitions have none.
+        # The earliest wake-up time of all partitions, or an earlier time. Most partitions have
+        # none.
         self._wake_at_ms: int | None = None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When the driver must send the next `Wakeup`; may be too early, when nothing is due."""
+        """The time of the next `Wakeup`; it may be too early."""
         return self._wake_at_ms
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:

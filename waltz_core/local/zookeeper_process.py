@@ -1,7 +1,7 @@
 """Runs ZooKeeper with the jars that PySpark contains.
 
-Only this file depends on ZooKeeper being a Java program. Nothing here uses ZooKeeper's protocol;
-`cluster/zookeeper/zookeeper_session.py` does.
+Only this file depends on the fact that ZooKeeper is a Java program. It does not use ZooKeeper's
+protocol; `cluster/zookeeper/zookeeper_session.py` does.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from waltz_core.local import ports
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 # With one collector thread and without a second compiler, a start takes 0.85 s of CPU, not 1.4.
 JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-# The name of the variable in ZooKeeper's own scripts. Its flags come last, so they take precedence.
+# A variable of ZooKeeper's own scripts. The user's flags in it come last, so they take precedence.
 JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
@@ -51,8 +51,8 @@ def zookeeper_config(
         f"dataDir={_java_property_text(data_directory)}\n"
         f"clientPort={port}\n"
         f"clientPortAddress={host}\n"
-        # A short tick permits short sessions, which take at least 2 ticks. The maximum is that of
-        # ZooKeeper's usual tick, 2 s.
+        # A session timeout is at least 2 ticks, so a short tick permits short timeouts. The maximum
+        # timeout is the same as with ZooKeeper's default tick of 2 s.
         "tickTime=500\n"
         "maxSessionTimeout=40000\n"
         "maxClientCnxns=0\n"
@@ -62,7 +62,8 @@ def zookeeper_config(
         "4lw.commands.whitelist=ruok,srvr,mntr\n"
     )
     if ensemble:
-        # In ticks: the time that a node may take to join the leader, and its maximum lag.
+        # Both limits are in ticks: the time in which a server must join the leader, and its maximum
+        # lag behind the leader.
         text += "initLimit=20\nsyncLimit=4\n"
     for number, peer in enumerate(ensemble, start=1):
         text += f"server.{number}={peer.host}:{peer.quorum_port}:{peer.election_port}\n"
@@ -140,8 +141,8 @@ def zookeeper_command(config: Path) -> list[str]:
 def java_environment() -> dict[str, str]:
     """Return the environment variables for Java, with a locale that supports all file names.
 
-    Python's encoding does not. If the locale is C, Java would not find zoo.cfg in a directory like
-    /tmp/ü.
+    If the locale is C, Java would not find zoo.cfg in a directory such as /tmp/ü. Python supports
+    such names in any locale.
     """
     locale_encoding = locale.nl_langinfo(locale.CODESET)
     if sys.getfilesystemencoding() == "utf-8" and locale_encoding != "UTF-8":
