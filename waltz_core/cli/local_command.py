@@ -15,7 +15,7 @@ from waltz_core.config.settings import LoadedConfig, load_config
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
-# Options and their settings, which cannot change after the cluster was created.
+# Options that cannot change after the cluster was created, with their settings.
 FIXED_OPTIONS = {
     "--zookeepers": "zookeeper_count",
     "--storages": "storage_count",

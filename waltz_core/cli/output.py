@@ -3,8 +3,8 @@
 Rules:
     1. Results go to standard output, everything else to standard error.
     2. `--json` prints one JSON value and nothing else on standard output.
-    3. On a terminal, tables are drawn with rich, with states in color unless $NO_COLOR is set. Any
-       other output gets the same rows as aligned text, and rich is not imported.
+    3. On a terminal, rich draws tables, with states in color unless $NO_COLOR is set. Other outputs
+       get the same rows as aligned text, and rich is not imported.
 """
 
 import datetime
@@ -38,7 +38,7 @@ def print_json(value: object) -> None:
 def to_one_line(data: bytes) -> str:
     """Decode UTF-8 as one line; escape invalid bytes and unprintable characters.
 
-    So data from a log can neither control the terminal nor look like another row.
+    So data from a log can neither send control sequences to the terminal nor look like another row.
     """
     text = data.decode("utf-8", "backslashreplace")
     if text.isprintable():

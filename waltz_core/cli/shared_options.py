@@ -1,8 +1,10 @@
 """The options and arguments that several subcommands use, each declared once.
 
 Rules:
-    1. An option accepts its name from an earlier version (`older`), but help does not show it.
-    2. `@gather_options(Kind)` passes the values of several options to a subcommand as one `Kind`.
+    1. An option also accepts its name from an earlier version (`older`), but help does not show
+       this name.
+    2. `@gather_options(Kind)` passes the values of several options to a subcommand as one object of
+       class `Kind`.
 """
 
 import functools

@@ -1,12 +1,13 @@
 """Groups and subcommands as classes of click, with clearer error messages.
 
-Click's own messages suggest neither the nearest subcommand nor a source for the connect string.
+Click's own messages do not suggest a similar subcommand, and do not state where the connect string
+can be set.
 
 Rules:
-    1. A subcommand is imported when it is called. Help and completion of its group import no
-       subcommand.
-    2. A subcommand is a function or a coroutine. It receives its options as keywords and returns
-       the exit code.
+    1. A subcommand is imported only when it is called. The help and the completion of a group
+       import no subcommand.
+    2. A subcommand is a function or a coroutine. It receives its options as keyword arguments and
+       returns the exit code.
 """
 
 import difflib
@@ -31,9 +32,9 @@ SubcommandFunction: TypeAlias = Callable[..., Any]
 
 
 class Subcommand(click.Command):
-    """A subcommand; the table in `main.py` has its line of help (rule 2)."""
+    """A subcommand (rule 2); the table in `main.py` contains its line of help."""
 
-    allow_extra_args = True  # `parse_args` reports them
+    allow_extra_args = True  # `parse_args` reports extra arguments
     help_details = ""  # help text after the line of help
     examples: Sequence[str] = ()
 
@@ -94,8 +95,8 @@ def subcommand(function: SubcommandFunction) -> Subcommand:
 class LazySubcommand(click.Command):
     """A subcommand whose module is imported when it is called (rule 1).
 
-    The module has a function with the name of the subcommand, or, if this would hide a builtin,
-    with a name such as `list_command`.
+    The function in the module has the name of the subcommand. If this name would hide a builtin,
+    the function has a name such as `list_command`.
     """
 
     def __init__(

@@ -1,18 +1,19 @@
-"""Runs a change of permissions: writes an audit entry, and waits until all daemons use it.
+"""Changes permissions: writes an audit entry, and waits until all daemons use the change.
 
 Rules:
-    1. The audit entry contains the outcome of the change. The wait for the daemons comes after the
-       entry.
-    2. Every registered server and every storage with replicas must use the new revision, or a later
-       one. The command names the daemons that do not, and exits with code 1.
-    3. A daemon without access control publishes no revision; neither does a daemon without a
-       ZooKeeper session. If no daemon of the cluster has ever published a revision, the command
+    1. The audit entry contains the outcome of the change. The command waits for the daemons only
+       after it has completed the entry.
+    2. Every registered server and every storage with replicas must use the new revision or a later
+       one. Otherwise the command names the daemons that do not use it, and exits with code 1.
+    3. Two kinds of daemons publish no revision: daemons without access control, and daemons without
+       a ZooKeeper session. If no daemon of the cluster has ever published a revision, the command
        reports that access control is off, and exits with code 0.
-    4. A daemon whose revision is above that of ZooKeeper ignores the change: its ZooKeeper was
-       restored to an earlier state.
-    5. A server that has lost ZooKeeper is not registered, but continues to serve. So some servers
-       that are not registered count as servers that do not use the change: those that the
-       assignment names, and those that were registered or had a revision before the change.
+    4. If ZooKeeper was restored to an earlier state, a daemon may use a later revision than the one
+       in ZooKeeper. Such a daemon ignores the change, and counts as a daemon that does not use it.
+    5. A server that has lost its ZooKeeper session is not registered, but continues to serve. So
+       the command also expects the revision from two kinds of unregistered servers: servers in the
+       current assignment, and servers that were registered or had published a revision before the
+       change.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
 
 
 def new_client_key() -> bytes:
-    """Return a new key, with which servers sign the client IDs of principals."""
+    """Return a new key, with which servers sign client IDs."""
     return secrets.token_bytes(CLIENT_KEY_BYTES)
 
 
@@ -87,7 +88,7 @@ class AccessResult:
 
 @dataclass(slots=True)
 class RevisionUse:
-    """The daemons that use a revision of the permissions, and those that do not."""
+    """The daemons that use a revision of the permissions, and the daemons that do not."""
 
     updated_daemons: list[str] = field(default_factory=list)
     outdated_daemons: dict[str, str] = field(default_factory=dict)
@@ -101,7 +102,7 @@ class RevisionUse:
 
     @property
     def daemon_count(self) -> int:
-        """The number of daemons, whether they use the revision or not."""
+        """The number of all daemons."""
         return len(self.updated_daemons) + len(self.not_updated_daemons)
 
     @property
@@ -199,7 +200,7 @@ async def wait_until_applied(
 ) -> RevisionUse:
     """Wait until all daemons use a revision, or until the timeout (rules 2 to 5).
 
-    `known` has the servers before the change: their texts by name.
+    `servers_before` are the servers before the change: their texts, by name.
     """
     start_s = time.monotonic()
     while True:
@@ -219,9 +220,10 @@ async def wait_until_applied(
 async def read_revision_use(
     coordinator: Coordinator, revision: int, servers_before: Mapping[str, str] | None = None
 ) -> RevisionUse:
-    """Return the daemons that use a revision now, and those that do not (rule 5)."""
+    """Return the daemons that use a revision now, and the daemons that do not (rule 5)."""
     published = await coordinator.read_applied_revisions()
-    # This is read after `published`, so it is not below a revision that the znode had.
+    # Read after `published`: if a published revision is above the stored one, ZooKeeper was
+    # restored (rule 4).
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
     use = RevisionUse(was_revision_published=await coordinator.permissions.was_revision_published())

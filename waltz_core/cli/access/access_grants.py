@@ -200,7 +200,7 @@ async def limit(
 
 
 def _unknown_principal_text(permissions: Permissions, principal: str) -> str:
-    """Return a note that no grant, group or token names a principal."""
+    """Return a note if no grant, group or token names a principal."""
     hint = f". Hint: {principal} is a group, but only principals can have limits."
     is_group = principal in permissions.groups
     return f"no permission or token names {principal} yet{hint if is_group else ''}"

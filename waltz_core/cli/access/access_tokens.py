@@ -1,10 +1,11 @@
 """`waltz-core access token create | revoke`.
 
 Rules:
-    1. The file is written before the znode. If the process dies between the two, the file contains
-       a token that no daemon accepts. In the other order, a valid token would have no file.
-    2. If the znode was certainly not written, the file is deleted. If the outcome is unknown, the
-       file is kept.
+    1. The token's file is written before its hash is stored in ZooKeeper. If the process dies
+       between these steps, the file contains a token that no daemon accepts. In the opposite order,
+       the cluster would accept a token that is in no file.
+    2. If the write to ZooKeeper has certainly failed, the file is deleted. If the outcome is
+       unknown, the file is kept.
     3. ZooKeeper, the audit entry and the output contain the token's ID, but never its secret.
 """
 

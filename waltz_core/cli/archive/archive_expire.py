@@ -1,7 +1,7 @@
 """`waltz-core archive expire`: expire old transactions, so that partitions' logs begin later.
 
-The owner of each partition carries out the request. The command repeats the request until it is
-done, so a move of the partition to another server does no harm.
+The owner of each partition executes the request. The command repeats the request until the owner
+has completed it, even if the partition moves to another server meanwhile.
 """
 
 import asyncio
@@ -146,4 +146,4 @@ async def _expire_partition(
     while True:
         if await client.requests.expire(partition_id, *bounds):
             return
-        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not notify its clients
+        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not report the end of the task

@@ -1,11 +1,12 @@
 """`waltz-core archive verify`: verify every file of the archive that a manifest lists.
 
-The command needs ZooKeeper and the archive. It needs storages only to find the URL of the archive,
-and no servers. If the command is interrupted, it prints the options with which to continue.
+Without `--repair`, the command changes nothing. It needs ZooKeeper and the archive, but no servers.
+It queries storages only for the URL of the archive. If the command is interrupted, it prints the
+options with which a new run continues.
 
-With `--repair`, the owner of the partition lets a storage write each wrong object again from its
-log. The command repeats this request until the repair has ended, so a move of the partition to
-another server does no harm. Without `--repair`, the command changes nothing.
+With `--repair`, the command requests a repair from the owner of the partition, for each damaged
+object: a storage then writes the object again from its log. The command repeats the request until
+the repair has ended, even if the partition moves to another server meanwhile.
 """
 
 import asyncio
@@ -32,12 +33,12 @@ from waltz_core.records.record import PartitionId, TransactionId
 
 ResultT = TypeVar("ResultT")
 ShowText: TypeAlias = Callable[[str], None]
-# For a file of a manifest, and for an object that no storage can write again.
+# The action for a file of a manifest, and for an object that no storage can write again.
 RESTORE_ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify "
     "again; until then, do not lower local_retention_bytes and local_retention_ms"
 )
-# For an object, if the command has not requested a repair.
+# The action for an object, if the command has not requested a repair.
 REPAIR_ACTION: Final = (
     "add --repair to write the file again from a storage that still has its transactions; "
     "otherwise restore the file from a copy or an earlier version in the object store"
@@ -136,7 +137,7 @@ verify.help_details = (
 async def read_recorded_archive(
     coordinator: Coordinator, partition_id: PartitionId
 ) -> RecordedArchive | None:
-    """Return ZooKeeper's record of a partition's archive; None if nothing is archived."""
+    """Return a partition's archived mark in ZooKeeper; None if nothing is archived."""
     marker = (await coordinator.read_partition(partition_id)).marker
     mark = None if marker is None else marker.archived
     if mark is None:
@@ -190,7 +191,7 @@ async def _verify_partition(
 
 
 def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
-    """Return a text about requested transactions that are not archived, and if none is archived.
+    """Return a text about requested transactions that are not archived.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.
@@ -231,12 +232,12 @@ async def _repair_object(
         )
         return
     listed = (problem["name"], problem["first"], problem["last"])
-    token = randbits(63)  # identifies this attempt: an interrupted command may have left an outcome
+    token = randbits(63)  # identifies this attempt, not that of an interrupted command
     while True:
         answer = await client.requests.replace_object(partition_id, *listed, token=token)
         if answer.is_ended:
             break
-        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not notify its clients
+        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not report the end of the task
     if answer.is_replaced:
         problem.update(is_repaired=True, repaired_by=answer.storage, action="")
         done = (
@@ -264,7 +265,7 @@ class _PartitionCheck(NamedTuple):
     is_repair_requested: bool
 
     async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
-        """Check all files; continue with the newer manifest if this one was replaced."""
+        """Check all files; if the manifest is replaced meanwhile, continue with the newer one."""
         check, is_begun, shown_count = self.check, False, 0
         while True:
             try:

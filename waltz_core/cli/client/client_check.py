@@ -1,13 +1,15 @@
 """`waltz-core client validate | produce | consume`: check the guarantees of the log as a client.
 
-As data, each producer writes the ID that its transaction will have. All producers write with the
-same lock. So each transaction either gets the ID of its client's high-water mark + 1, or the server
-rejects it and the client computes it again. Readers check that the data of every transaction is its
-own ID, and that the IDs have no gap. So every reader detects a missing rejection, and lost,
-duplicate or reordered transactions.
+Each producer predicts the ID of its next transaction, and writes this ID as the data of the
+transaction. The prediction is the client's high-water mark + 1. All producers use the same lock. So
+if another transaction gets the predicted ID, the server must reject this one, and the client
+computes it again. Readers check that the data of every transaction is its own ID, and that there
+are no gaps between IDs. They detect missing rejections, and lost, duplicate or reordered
+transactions.
 
 Rules:
-    1. No other client may write to these partitions meanwhile: its transactions count as errors.
+    1. No other client may write to these partitions during the check: its transactions would be
+       reported as errors.
     2. IDs are written as text, so that `waltz-core client read` shows each ID twice.
 """
 
@@ -109,7 +111,7 @@ def _partitions_of(options: CheckOptions, client: AsyncWaltzClient) -> list[int]
 
 
 class NumberedContext(TransactionContext):
-    """Appends one transaction, whose data is the ID that it will get."""
+    """Appends one transaction, whose data is its predicted ID."""
 
     def __init__(self, partition: int, timeout_s: float) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class NumberedContext(TransactionContext):
         return self._partition
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Set the data to the expected ID, and set the lock that all producers use."""
+        """Set the data to the predicted ID, and set the lock that all producers use."""
         self.attempts += 1
         builder.data = expected_data(builder.client_high_water_mark + 1)
         builder.set_write_locks([lock(LOCK_NAME)])
@@ -230,7 +232,7 @@ class CheckCallbacks(AsyncCallbacks):
 def errors_in_transaction(
     partition: int, previous_id: int, transaction_id: int, data: bytes
 ) -> list[str]:
-    """Return the errors in a transaction that follows the transaction with ID `last`."""
+    """Return the errors in a transaction that follows the transaction with ID `previous_id`."""
     position = f"partition {partition}, transaction {transaction_id}"
     texts = []
     if transaction_id != previous_id + 1:

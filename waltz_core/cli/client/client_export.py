@@ -23,7 +23,8 @@ from waltz_core.client.api.scanning import ArrowReader
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.strict_json import to_json
 
-# The size of a row group in a Parquet file; its batches are in memory together.
+# The size of a row group in a Parquet file. All batches of a row group are in memory at the same
+# time.
 ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 

@@ -301,14 +301,14 @@ def _parse_start_time(options: FollowOptions) -> int | None:
 def _marks_before_time(
     client: WaltzClient, state_reader: LogStateReader, since_ms: int
 ) -> Mapping[int, int]:
-    """Return the marks before the first transactions that may be committed at or after a time."""
+    """Return the marks before the first transactions that may have been committed since a time."""
     log = state_reader.state()
     start_marks = {}
     for partition, mark in log.marks.items():
         first = log.first_available_ids[partition]
         at = first_since(partial(stamp_ms_of, client, partition), mark, since_ms, first - 1)
-        # If no available transaction is older than the time, expired transactions may match it,
-        # too. The follower reports them as lost.
+        # If no available transaction is older than the time, expired transactions may also be newer
+        # than the time. The follower reports these transactions as lost.
         start_marks[partition] = at - 1 if 0 < first == at + 1 else at
     return start_marks
 

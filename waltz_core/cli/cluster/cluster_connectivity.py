@@ -1,7 +1,8 @@
 """`waltz-core cluster check-connectivity`: check connections to servers and between processes.
 
-The command cannot detect a firewall between a server and a storage. So it requests each server to
-connect to every storage (message 13 of Waltz 0.13, which 0.13 servers also answer).
+The command itself cannot detect a firewall between a server and a storage. So it requests each
+server to connect to every storage. The request is message 13 of protocol L, which 0.13 servers also
+answer.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ THIS_COMMAND: Final = "this command"
 
 
 class ConnectionCheck(NamedTuple):
-    """Whether one process can connect to another; `reason` has the error, if known."""
+    """Whether one process can connect to another; `reason` is the error, if known."""
 
     origin: str
     target: str
@@ -85,7 +86,7 @@ async def _check_all_servers(
 def connection_checks_of_server(
     server: str, storages: list[str], reported: Mapping[str, bool]
 ) -> list[ConnectionCheck]:
-    """Return a server's connection to each storage, including storages that it does not use yet."""
+    """Return the checks of a server for each storage, even for storages without partitions."""
     name = f"server {server}"
     checks = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):

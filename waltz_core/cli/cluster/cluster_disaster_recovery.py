@@ -1,8 +1,8 @@
 """`waltz-core cluster accept-replicas | rebuild-metadata`: recover a cluster from storages' logs.
 
-Both commands choose one replica's log by a decision, not by a quorum.
-`cluster/change/rebuilding.py` makes the decision. This module queries the storages, reports to the
-user, and writes to ZooKeeper.
+Normally a quorum of replicas determines the log of a partition. These commands instead choose the
+log of one replica; `cluster/change/rebuilding.py` contains the rules. This module queries the
+storages, reports to the user, and writes to ZooKeeper.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ NONCE_BYTES = 16
 
 @dataclass(slots=True)
 class _ReplicaAnswers:
-    """The answers of the replicas of one partition, in a session that the command has claimed."""
+    """The answers of one partition's replicas, in a store session that the command has claimed."""
 
     session: ClaimedSession
     partition_view: PartitionView
@@ -145,7 +145,7 @@ async def accept_replicas(
         except SessionFenced as fenced:
             newest = SessionId(max(newest, fenced.promised))
         except CoordinatorConflict:
-            pass  # the partition's server has claimed a session at the same time: try again
+            pass  # the partition's server has claimed a session at the same time: repeat
     raise Unavailable(
         f"partition {partition_id}: its server began a new store session during each of "
         f"{ATTEMPTS_MAX} attempts. Hint: run the command again."
@@ -205,7 +205,7 @@ async def _choose_and_declare_log(
     answers: _ReplicaAnswers,
     requested_options: tuple[str | None, str | None, bool],
 ) -> ChangeResult:
-    """Choose a log and show the possible losses; with `--yes`, declare it to be the log."""
+    """Choose a log and show the possible losses; with `--yes`, make it the partition's log."""
     logs, (replica, archive, is_accepted) = answers.logs, requested_options
     chosen_replica = _choose_replica(replica, partition_id, logs)
     possible_losses = rebuilding.describe_missing_in_chosen(logs[chosen_replica], logs)
@@ -308,7 +308,7 @@ async def _find_archived_mark(
     answers: _ReplicaAnswers,
     replica_and_url: tuple[ReplicaId, str | None],
 ) -> ArchivedMark | None:
-    """Return the archived mark from ZooKeeper; while it is being rebuilt, from the archive."""
+    """Return the archived mark from ZooKeeper or, during a rebuilding, from the archive."""
     marker, (chosen_replica, url) = answers.partition_view.marker, replica_and_url
     assert marker is not None
     if not rebuilding.is_undecided(answers.partition_view.metadata, marker):
@@ -327,7 +327,7 @@ async def _declare_chosen_log(
     chosen_replica: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
-    """Declare one replica's log to be the log; the other replicas copy the missing records."""
+    """Make one replica's log the log of the partition; the others copy the missing records."""
     session_id, logs = answers.session.session_id, answers.logs
     ranked_replicas = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen_replica, *(each for each in ranked_replicas if each != chosen_replica))
@@ -540,8 +540,8 @@ async def _choose_and_write_logs(
         )
         for decision in decisions
     }
-    # Raise the IDs before any partition can be opened. So no server gets a generation that was
-    # used.
+    # Raise the IDs before any partition can be opened, so that no server gets a generation that was
+    # used earlier.
     issued_id = max((each.issued_id for each in newest.values()), default=0)
     await command.coordinator.issued_ids.increase_to(ClientId(issued_id))
     await command.coordinator.increase_ids(
@@ -579,7 +579,8 @@ def _recovered_log(
     link: OwnerConnection,
     replies: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
-    """Describe the log of the chosen replica, at `link`, for the search in the archive."""
+    """Describe the log of the chosen replica for the search in the archive; `link` connects to it.
+    """
     source = replies[link.address]
     starts = {
         each: TransactionId(max(answer.start, BEFORE_FIRST)) for each, answer in replies.items()
@@ -678,10 +679,10 @@ async def _restore_permissions(command: ChangeCommand, exported: Permissions) ->
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether no log was chosen yet for a partition, or its replicas are not assigned yet.
+    """Whether the log of a partition must be chosen, because its replicas are not assigned yet.
 
-    If an earlier command died before it assigned the replicas, they are missing. The partition was
-    never opened then, so its log is chosen again.
+    If an earlier command died before it assigned the replicas, the partition was never opened. So
+    its log can be chosen again.
     """
     view = await coordinator.read_partition(partition_id)
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
@@ -720,7 +721,7 @@ async def _prepare_all(
         for each, answer in answers_of_link.items():
             if isinstance(answer, Nack):
                 newest[each] = max(newest[each], SessionId(answer.promised))
-    # Add 2: a storage that has lost the nonce of its promise accepts only the following session.
+    # Add 2: a storage that has lost the nonce of its promise rejects session newest + 1.
     sessions = {each: ClaimedSession(SessionId(newest[each] + 2), nonce) for each in partitions}
     replies: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
@@ -768,8 +769,8 @@ async def _write_decision(
     view = await coordinator.read_partition(decision.partition_id)
     metadata = view.metadata
     assert metadata is not None
-    # The generation must not decrease: a server that has not read it yet cannot claim the
-    # partition.
+    # The generation must not decrease: a server that has not read the new generation yet cannot
+    # claim the partition.
     generation = max(metadata.generation, generation)
     new_metadata: PartitionMetadata = decision.metadata(generation, marker.session_id)
     await coordinator.write_partition(decision.partition_id, new_metadata, marker, view.versions)

@@ -10,7 +10,7 @@ from waltz_core.cli.subcommands import subcommand
 POLL_INTERVAL_S = 0.1
 
 
-# --- preferred partitions; the group `server` has these subcommands under other names
+# --- preferred partitions; group `server` contains these subcommands under other names
 
 
 @subcommand

@@ -1,9 +1,10 @@
 """`waltz-core disk dump-segment | segment-statistic`: print the content of segments.
 
 Rules:
-    1. A dump is printed while the segment is read, so any segment needs only a few blocks of
-       memory.
-    2. With `--json`, a dump has one value per line, each with its `kind`; a statistic is one list.
+    1. A dump is printed while the segment is read, so even a large segment needs only a few blocks
+       of memory.
+    2. With `--json`, a dump is one JSON value per line, each with a field `kind`; a statistic is
+       one JSON list.
     3. Damaged parts are printed as they are, and the dump continues after them.
 """
 

@@ -3,7 +3,7 @@
 `ops/findings.py` lists all possible findings.
 
 Rules:
-    1. The doctor changes nothing, and it terminates: each query has a timeout.
+    1. The doctor changes nothing. It always ends, because each query has a timeout.
     2. It omits temporary problems (`administration/lasting_findings.py`).
     3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """

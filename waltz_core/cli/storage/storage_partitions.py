@@ -1,9 +1,10 @@
 """`waltz-core storage add-partition | remove-partition | …`: change the replicas of storages.
 
 Rules:
-    1. Partitions are changed one at a time. The first error ends the command, which reports the
+    1. Partitions are changed one at a time. At the first error, the command ends and reports the
        completed partitions.
-    2. The storage itself rejects changes that may lose data, so that the rule holds for all tools.
+    2. The storage itself rejects changes that may lose data, so that no tool can make such a
+       change.
     3. If the options name a cluster, changes are recorded in its audit log.
 """
 
@@ -317,7 +318,7 @@ def _print_synced(
 async def _sync_storage(
     admin: StorageAdmin, target: StorageTarget, assigned: list[int]
 ) -> list[tuple[str, str, object, str]]:
-    """Change a storage's partitions to those that are assigned to it; never delete files."""
+    """Add and remove partitions of a storage as ZooKeeper assigns them; never delete files."""
     present = [
         partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
     ]

@@ -1,6 +1,6 @@
 """`waltz-core storage scrub`: verify records on disk now, wait, and report the result.
 
-The storage runs the scrub pass, which may take hours. It continues after the command's timeout.
+The storage runs the scrub, which may take hours. The scrub continues after the command's timeout.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The options with which the `storage` subcommands select storages and partitions.
 
-A storage has two addresses: that of its admin port and, within a cluster, that of its data port, to
+A storage has two addresses: the address of its admin port, and the address of its data port, to
 which servers connect. All subcommands accept both.
 """
 
