@@ -1,7 +1,7 @@
 """All errors of the project, grouped by the action that the caller should take.
 
-Errors cross the wire, so each class has a wire code and states whether a retry can help. No other
-module defines exceptions.
+Processes send errors to each other. So each class has a wire code, and states whether a retry can
+succeed. No other module defines exceptions.
 
     WaltzError
       UsageError        the call is wrong; do not retry
@@ -25,8 +25,8 @@ Rules:
     1. A message states what was expected, what was found, and where.
     2. Codes are unique and never reused; 0 means "no error".
     3. `retriable` is a property of the class, not of the situation.
-    4. The docstring of a class states what has happened, and under "Action:" what the caller or an
-       operator does; docs/reference/errors.md shows both.
+    4. The docstring of a class describes the error, and under "Action:" the action of the caller or
+       of an operator. docs/reference/errors.md shows both.
 """
 
 import json

@@ -4,9 +4,9 @@ Rows stay in batches from the DataFrame to the disk and back. The conversions ru
 without Python code per row.
 
 Rules:
-    1. Invalid bytes from outside raise only BadRequest or TooLarge. The check happens before any
-       allocation that is larger than the bytes themselves. It requires the exact schema, no
-       compression and no dictionaries, and validates every offset and every data CRC.
+    1. Invalid bytes from outside raise only BadRequest or TooLarge. The bytes are checked before
+       any allocation that is larger than the bytes themselves. They must have the exact schema,
+       without compression and dictionaries. Every offset and every data CRC is validated.
     2. The sender computes the CRC of a row's data. This module verifies the CRC and copies it into
        the record, so that one checksum protects the data from the DataFrame to the reader.
     3. Row i of a request has sequence number `first + i`, whether or not other rows are rejected.
@@ -617,7 +617,7 @@ def _header_columns(
     columns: Sequence[str],
     partition_id: PartitionId,
 ) -> dict[str, pa.Array]:
-    """Return those of the given columns that come from record headers; the caller adds the data."""
+    """Return the given columns, except the data, which the caller adds."""
     arrays: dict[str, pa.Array] = {}
     for name in columns:
         if name == "partition":
@@ -648,7 +648,8 @@ def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
 
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
-    # Not every int64 of ms fits into us. Such a stamp is clipped; nothing depends on its value.
+    # Arrow stores microseconds, so not every int64 of milliseconds fits. A stamp that is too large
+    # is clipped; no code depends on its value.
     stamp_ms_max = np.iinfo(np.int64).max // 1000
     stamps_us = raw_records.stamps_of(
         ids, [(first, last, 1000 * min(max(ms, 0), stamp_ms_max)) for first, last, ms in stamps]

@@ -1,7 +1,7 @@
 """CRC-32 of bytes and of many short rows, and of concatenated bytes from the CRCs of their parts.
 
-CRC-32 is linear over XOR. Hence the checksum of a record follows from the checksums of its header
-and its data, and the checksum of a run of records follows from the CRCs in the records. So the
+CRC-32 is linear over XOR. Therefore the checksum of a record can be computed from the checksums of
+its header and its data, and the checksum of a run of records from the CRCs in the records. So the
 bytes are read only once.
 
 Rules:
@@ -9,8 +9,8 @@ Rules:
        it with processor instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python code per row; tables are built once and never changed.
-    4. Errors in linear checksums can be chosen so that they cancel out. Therefore CRCs from an
-       untrusted sender are checked row by row, not with `crc32_of_run`.
+    4. A sender could choose wrong CRCs whose errors cancel out in the checksum of a run. Therefore
+       CRCs from an untrusted sender are checked row by row, not with `crc32_of_run`.
 """
 
 from collections.abc import Sequence

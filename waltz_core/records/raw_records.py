@@ -1,9 +1,9 @@
 """Runs of raw records: consecutive records, exactly as in a segment file.
 
 The owner sends the same bytes to the disks of all replicas, to its cache and to readers. In a
-repair, one replica sends them to another. These functions find positions, IDs, headers and
-checksums in the bytes without decoding the records. A run consists of a buffer and the lengths of
-its records.
+repair, one replica sends these bytes to another replica. The functions of this module find
+positions, IDs, headers and checksums in the bytes without decoding the records. A run consists of a
+buffer and the lengths of its records.
 
     0                8                       24       28  32         36     36+n         40+n
     | transaction ID | request ID (16 bytes) | header | n | data crc | data | record crc |
@@ -128,7 +128,7 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
 def total_bytes(lengths: I64) -> int:
     """Return the total size of the records, in bytes."""
     if lengths.size <= ONE_BY_ONE_MAX:
-        return sum(lengths.tolist())  # for a few, a sixth of the time of arrays
+        return sum(lengths.tolist())  # for a few records, six times as fast as arrays
     return int(lengths.sum())
 
 
@@ -268,7 +268,8 @@ def verified_crcs(
         return None
     trailers = _gather(records, ends - _TRAILER_BYTES, np.dtype(">u4"))
     whole_crc = crc32(records) if records_crc is None else records_crc
-    # CRC-32 is linear. If the CRC of the run follows from the record CRCs, all records are intact.
+    # CRC-32 is linear: all records are intact if the CRC of the run is the one that the record CRCs
+    # imply.
     return trailers.tobytes() if whole_crc == run_crc(trailers, lengths) else None
 
 

@@ -1,9 +1,9 @@
 """Strict JSON: reads and writes only finite numbers, and text without unpaired surrogates.
 
-Python's `json` writes and reads `NaN` and `Infinity`, which other readers reject. It also reads
-numbers such as `1e999` as infinity. It reads `"\\ud800"`, half of a character (an unpaired
-surrogate), as a text. UTF-8 cannot represent this text, so nothing could store or print it. The
-client's serializer and Spark's payloads use this module.
+The client's serializer and Spark's payloads use this module, because Python's `json` accepts too
+much. It writes and reads `NaN` and `Infinity`, which other readers reject. It reads numbers such as
+`1e999` as infinity. It reads `"\\ud800"`, an unpaired surrogate, as a text, although UTF-8 cannot
+represent this text.
 
 Rules:
     1. The output is UTF-8 without unnecessary whitespace.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Final, NoReturn
 
-# A search in a larger text takes too long for a process that has received it from a peer.
+# In a larger text, the search for a position takes too long: the text may come from a peer.
 _LOCATED_CHARACTERS_MAX: Final = 256 * 1024
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
@@ -91,8 +91,8 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
 def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
     """Return the decoded value of a text; raises ValueError if a string has half a character."""
     if _ESCAPED_SURROGATE.search(text):
-        # NB: do not search with `_find_wrong_part` here. A peer can send a MiB, for which it takes
-        # seconds; the encoder is written in C.
+        # NB: `_find_wrong_part` would take seconds for a MiB, which a peer can send. The encoder is
+        # fast, because it is written in C.
         try:
             _ANY_ENCODER.encode(value).encode()
         except UnicodeEncodeError as error:

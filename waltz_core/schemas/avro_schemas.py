@@ -1,17 +1,17 @@
 """Avro schemas: checks schemas from a schema registry, and derives schemas from columns.
 
-A schema determines how many values a payload can demand from the decoder, and how deeply the
-decoder recurses. So a schema is checked before it is used.
+A malicious schema could let a small payload exhaust the memory of the decoder, or crash it by deep
+recursion. So a schema is checked before it is used.
 
 Rules:
-    1. A schema is nested at most `DEPTH_MAX` levels deep; references to named types count, too. A
-       type that contains itself is rejected: a payload could nest it until the process crashes.
-    2. An element of an array or a map has at least one byte. It also has at most `VALUES_PER_BYTE`
-       values for each of its bytes, not counting nested arrays and maps. Otherwise a count in a few
-       bytes could demand any number of values.
-    3. Logical types are renamed: fastavro converts some of them with losses, or in a time that is
-       quadratic in the size of the payload. `avro_values.py` has the conversions. Unknown logical
-       types are ignored, as the specification demands.
+    1. A schema has at most `DEPTH_MAX` nested levels, including references to named types. A type
+       that contains itself is rejected, because a payload could nest it until the process crashes.
+    2. An element of an array or a map takes at least one byte, and contains at most
+       `VALUES_PER_BYTE` values for each of its bytes, not counting nested arrays and maps.
+       Otherwise a payload of a few bytes could contain a count for billions of values.
+    3. Logical types are renamed, so that `avro_values.py` converts them instead of fastavro.
+       fastavro's conversions lose information, or take a time that is quadratic in the size of the
+       payload. Unknown logical types are ignored, as the specification demands.
 """
 
 import re
@@ -30,7 +30,8 @@ VALUES_PER_BYTE: Final = 16
 FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
 # The prefix of renamed logical types (rule 3).
 RENAMED_PREFIX: Final = "waltz-"
-# The key for the default of a field. Readers need no default, and `avro_values.py` writes it.
+# The key for the default of a field. Readers need no default, and `avro_values.py` writes defaults
+# itself.
 DEFAULT_KEY: Final = f"{RENAMED_PREFIX}default"
 ROOT_NAME: Final = "topLevelRecord"  # the name that Spark's to_avro uses
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

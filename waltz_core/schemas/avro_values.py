@@ -17,8 +17,8 @@ Rules:
     1. A value is written only if it has the type of its field and nothing is lost, except that a
        float is rounded. An integer is also accepted as float and decimal, and a text as uuid.
     2. For a union, the first type that accepts the value is written; `float` is tried last.
-    3. If a value lacks a field, the field's default is written, or null if there is none. A key
-       that is not a field is an error.
+    3. If a value lacks a field, the field's default is written, or null if the field has no
+       default. A key that is not a field is an error.
 """
 
 from collections.abc import Callable, Mapping

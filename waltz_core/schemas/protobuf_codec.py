@@ -7,9 +7,9 @@ Rules:
     2. A payload names the message type by its path in the file (`schema_prefix.py`).
     3. The parser limits the depth of messages to 100, and memory to the size of the payload.
        `protobuf_values.py` limits the number of fields.
-    4. `_BUILT_IN_FILES` has files that the registry does not store, because each compiler has
-       them: the well-known types, and some files of google.type and Confluent. Confluent's
-       meta.proto has only options, which nothing here reads, so it is an empty file.
+    4. The registry does not store the files that each compiler contains: the well-known types, and
+       some files of google.type and Confluent. `_BUILT_IN_FILES` contains these files. Confluent's
+       meta.proto is empty there, because it declares only options, and no code here reads them.
 """
 
 import base64

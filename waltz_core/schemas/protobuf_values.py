@@ -13,14 +13,15 @@
     confluent.type.Decimal                  decimal.Decimal
 
 Rules:
-    1. A field with presence that is not set is absent from the dict. A field without presence has
-       its default, because Protobuf does not store whether it was set.
+    1. If a field has presence (in the sense of Protobuf) and is not set, the dict does not contain
+       it. A field without presence has its default, because Protobuf does not store whether it was
+       set.
     2. A value is written only if it has the type of its field and nothing is lost
        (`strict_values.py`). A null is an absent field; it is an error if the message cannot express
        that the field is absent. A key that is not a field is an error.
-    3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload, but `VALUES_MIN`
-       are always permitted. The limit is necessary because a nested message can have many fields
-       that take no bytes.
+    3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload; `VALUES_MIN`
+       fields are always permitted. Without this limit, a small payload could produce a huge value,
+       because fields of a nested message may take no bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -181,7 +182,7 @@ class MessageReader:
     def value(self, message: Message) -> Any:  # noqa: ANN401
         """Convert the message; raises ValueError, OverflowError or AttributeError.
 
-        AttributeError: a message has the name of a known type, but other fields.
+        AttributeError: a message has the name of a well-known type, but other fields.
         """
         special = _SPECIAL_READERS.get(message.DESCRIPTOR.full_name)
         if special is not None:

@@ -7,9 +7,10 @@
 Source: "Wire format" of Confluent's page about serializers and deserializers.
 
 Rules:
-    1. The message indexes are the path to a message type in its file: the index among the types of
-       the file, then the index among the types nested in this one, and so on. They are encoded as
-       the number of steps, followed by each step; all are zigzag varints of Protobuf.
+    1. The message indexes are the path to a message type in its file. The first index selects a
+       type of the file, and each following index selects a type that is nested in the previous one.
+       The path is encoded as the number of indexes, followed by the indexes; all are zigzag varints
+       of Protobuf.
     2. The path [0], the first type of the file, is written as the single byte 0. Readers also
        accept its long form.
 """
@@ -23,7 +24,7 @@ from waltz_core.errors import BadFormat
 MAGIC_BYTE: Final = 0
 SCHEMA_ID_MAX: Final = (1 << 31) - 1
 _PREFIX: Final = struct.Struct(">BI")
-# protoc rejects types that are nested more deeply. The limit also bounds what a payload can demand.
+# protoc rejects types that are nested more deeply. The limit also bounds the work for a payload.
 _PATH_STEPS_MAX: Final = 32
 _VARINT_BYTES_MAX: Final = 5
 
