@@ -4,9 +4,9 @@
 
 Rules:
     1. Each query has a timeout, and independent queries run concurrently.
-    2. For a process that does not answer, the probe waits one timeout, or two, and sends no
-       further queries.
-    3. Queries change nothing. They do not raise errors: an error is part of the facts.
+    2. If a process does not answer, the probe waits for one or two timeouts, and then sends no
+       further queries to this process.
+    3. Queries change nothing. They raise no errors: an error becomes part of the facts.
     4. Connections use the settings of `member_connections.py`.
 """
 
@@ -96,15 +96,15 @@ from waltz_core.wire.messages import (
 )
 
 CONCURRENT_PROBES_MAX: Final = 32
-# The logs of a storage are read in this number of concurrent lists. A read that hangs delays only
-# the other reads of its list.
+# The logs of a storage are divided into this number of lists, which are read concurrently. If the
+# read of one log hangs, only the following logs of the same list are delayed.
 CONCURRENT_LISTS_MAX: Final = 8
 # If reading a clock takes longer, the result is not accurate to one second.
 CLOCK_READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
-# A process that answers with one of these errors works: the doctor needs another token.
+# A process that answers with one of these errors works, but the doctor needs another token.
 DENIAL_ERRORS: Final = (AuthenticationFailed, PermissionDenied)
-# The text with which a storage reports a log that is not open yet, without an error
+# The text that a storage reports for a log that it has not opened yet, and that has no error
 # (storage/service/admin_execution.py).
 OPENING_REASON: Final = "the storage has not opened its log"
 NOT_SERVING_TEXT, NOT_ALLOWED_TEXT = b"not currently serving", b"is not executed because"
@@ -325,7 +325,7 @@ class ClusterSnapshot:
     ) -> ClusterFacts:
         """Query the servers and storages of the cluster concurrently.
 
-        Without `reads_logs`, storages read no records, and logs that do not answer are not found.
+        Without `reads_logs`, storages read no records, so logs whose reads hang are not detected.
         """
         servers = self.servers.servers
         counter = _ProbeCounter(on_progress)
@@ -466,8 +466,8 @@ class _ServerProbe:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            # A storage that does not answer takes longer than the timeout, and has its own finding.
-            # A 0.13 server may not support the request.
+            # There are two harmless reasons: the server waits for a storage that does not answer,
+            # which has its own finding; or a 0.13 server does not support the request.
             return ()
         return tuple(ReplicaId(name) for name, is_reachable in answer.reachable if not is_reachable)
 
@@ -486,7 +486,7 @@ class _ServerProbe:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            return {}  # an older server closes the connection, so this is the last request
+            return {}  # an older server closes the connection; so this request must be the last one
         figures = zip(response.second_counts, response.medians_us, strict=True)
         return dict(zip(map(ReplicaId, response.storages), figures, strict=True))
 
@@ -601,8 +601,8 @@ class _StorageProbe:
         members = () if local is None else local.members
         local_ports = [each.admin_port for each in members if each.address == address]
         registered_port = snapshot.layout.admin_ports.get(address, port + 1)
-        # Possible admin ports: the registered one, those of local processes, the one after the data
-        # port.
+        # Possible admin ports: the registered port, the ports of local processes, and the data port
+        # plus 1.
         self._admin_ports = list(
             dict.fromkeys([registered_port, *filter(None, local_ports), port + 1])
         )
@@ -701,7 +701,7 @@ class _StorageProbe:
         return None
 
     async def _add_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
-        """Add disk, clock and archive from the gauges; older storages do not report all of them."""
+        """Add facts about disk, clock and archive from the gauges; older storages lack some."""
         async with asyncio.timeout(self._timeout_s):
             before_ms = _now_ms()
             answer = await admin.request(MetricsResponse, MetricsRequest)

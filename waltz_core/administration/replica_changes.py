@@ -1,7 +1,7 @@
 """Changes of storages, replicas and servers, for commands and for the console.
 
-Each function determines the wanted placement of replicas. `cluster/change/replica_steps.py` plans
-the steps to it. A function returns the fields of its result; `summary` is a sentence.
+Each function determines the wanted placement of replicas, and `cluster/change/replica_steps.py`
+plans the steps. A function returns the fields of its result; the field `summary` is a sentence.
 """
 
 import asyncio
@@ -271,8 +271,8 @@ async def _delete_replica_files(
 ) -> None:
     """Delete the files of partitions on storages that are no longer assigned to them.
 
-    The partitions' sessions are open without these storages. If a storage does not answer, its
-    files remain, and the doctor reports them.
+    This is safe because the store sessions of the partitions are open without these storages. If a
+    storage does not answer, its files remain, and the doctor reports them.
     """
     files_by_storage: dict[ReplicaId, list[PartitionId]] = {}
     for partition_id, replicas in old_placement.items():

@@ -1,16 +1,16 @@
 """Parses and checks requests: the bodies of appends, and query parameters.
 
 Rules:
-    1. An unknown field or parameter is an error, because it may be a misspelled one. A field that
-       occurs twice, and Base64 that is not canonical, are errors, too: JSON readers treat them
-       differently.
-    2. `mark` is required with write locks and read locks. Only the caller has the mark of the state
-       from which it has computed the transaction.
-    3. A transaction is in the partition that it names, otherwise in the partition of its first
-       lock. If it has neither, the partition of the request applies, which is the same in each
-       retry with the same idempotency key.
+    1. An unknown field or parameter is an error, because its name may be misspelled. Duplicate
+       fields and non-canonical Base64 are errors, because decoders treat them differently.
+    2. `mark` is required with write locks and read locks, because only the caller knows the mark of
+       the state from which it has computed the transaction.
+    3. The partition of a transaction is the partition that it names, or else the partition of its
+       first lock. A transaction with neither gets the default partition of the request, which is
+       the same in each retry with the same idempotency key.
     4. All bodies in memory together have at most `memory_bytes_max` bytes.
-    5. A request has at most `LOCKS_MAX` locks: the event loop hashes them in one step.
+    5. A request has at most `LOCKS_MAX` locks, because the event loop hashes all of them in one
+       step.
 """
 
 import base64

@@ -1,11 +1,11 @@
 """Seven checks of every partition, from ZooKeeper to storages, like `verify` of Waltz 0.13.
 
-`diagnosis.py` reports each cause once. In contrast, a check fails whatever the cause, and for every
-affected partition. Both modules use `condition.py`.
+The doctor (`diagnosis.py`) reports each cause once. In contrast, a check reports a failure for
+every affected partition, whatever the cause. Both modules use `condition.py`.
 
 Rules:
     1. A failure names its check and its partitions.
-    2. If a process does not answer, a check has failed, and the other processes are still checked.
+    2. A process that does not answer is a failed check. The other processes are still checked.
 """
 
 from collections.abc import Iterator, Sequence

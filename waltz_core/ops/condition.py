@@ -1,11 +1,11 @@
 """The condition of a partition, derived from the doctor's facts: owner, session and replicas.
 
-The doctor reports causes and `cluster verify` reports failed checks. Both use this state, so that
-they agree. `diagnosis.py` and `checks.py` draw the conclusions.
+Two modules evaluate this state, so that their reports agree: `diagnosis.py` reports causes (the
+doctor), and `checks.py` reports failed checks (`cluster verify`).
 
 Rules:
     1. If a storage has reported nothing about a replica, the replica counts as healthy.
-    2. A replica answers if a session could be opened with it now.
+    2. A replica is *answering* if the owner could include it in a new store session now.
 """
 
 from enum import Enum, auto
@@ -46,7 +46,7 @@ def unavailable_reason(replica: ReplicaFacts) -> UnavailableReason | None:
 
 
 class PartitionCondition:
-    """The owner, the session and the replicas of one partition, as the doctor sees them."""
+    """The owner, the session and the replicas of one partition, according to the facts."""
 
     def __init__(self, cluster: ClusterFacts, partition_id: PartitionId) -> None:
         self.partition_id = partition_id
@@ -93,7 +93,8 @@ class PartitionCondition:
 
     @property
     def is_metadata_lost(self) -> bool:
-        """Whether ZooKeeper lacks the metadata: the marker is open, but no replica was engaged."""
+        """Whether ZooKeeper has lost the metadata: the marker is "open", but no replica is engaged.
+        """
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_ever_opened
@@ -122,7 +123,7 @@ class PartitionCondition:
         return self._cluster.storages[address].replicas.get(self.partition_id)
 
     def is_answering(self, address: ReplicaId) -> bool:
-        """Whether a session could be opened with the replica on a storage (rule 2)."""
+        """Whether a new session could include the replica on a storage (rule 2)."""
         if self._cluster.storages[address].failure:
             return False
         replica = self.replica_facts(address)

@@ -4,13 +4,13 @@ The module uses no sockets and no clock, so that each finding can be tested with
 
 Rules:
     1. The doctor reports a cause, but not its consequences. For example, if a storage does not
-       answer, there is no finding that servers cannot reach it.
+       answer, the doctor does not also report that servers cannot connect to this storage.
     2. If a process could not be queried, the doctor reports no other finding about it.
     3. The loss of a quorum is always reported, whatever the cause, because it stops appends.
     4. Findings are in the order of the table in `findings.py`, then in the order of their objects.
-    5. Deleting files is proposed only for a log with an open session in which all of its replicas
-       are engaged. If ZooKeeper is wrong about the replicas, files that it does not name may be the
-       only copy.
+    5. The doctor proposes to delete a partition's files only if the partition has an open session
+       in which all of its replicas are engaged. Otherwise the data in ZooKeeper may be wrong, and
+       the files of a replica that it does not list may be the only copy.
 """
 
 import shlex
@@ -38,30 +38,34 @@ from waltz_core.ops.findings import FINDING_KINDS, Finding, new_finding
 from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
-# The clocks of machines with NTP differ by less. No decision depends on clocks.
+# The clocks of machines with NTP differ by less than this. No decision of Waltz depends on clocks.
 CLOCK_DIFFERENCE_MS_MAX: Final = 1_000
-# A disk is nearly full below a twentieth of its size, which leaves the same time on large and small
-# disks. The minimum is four times the default reserve: without it, a small disk would be full, and
-# reject appends, before it counts as nearly full.
+# A disk is nearly full if less than a twentieth of its size is free. The minimum is four times the
+# default reserve: without this minimum, a small disk would reject appends before it counts as
+# nearly full.
 NEARLY_FULL_SIZE_DIVISOR: Final = 20
 NEARLY_FULL_FREE_BYTES_MIN: Final = 256 * MIB
 NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
     1024 * MIB
-)  # for an older storage that does not report its disk size
-# The lag of a replica that receives its records from memory is below this number of transactions.
+)  # the limit for an older storage, which does not report its disk size
+# If the lag of a replica is below this number of transactions, the owner sends the missing records
+# from memory.
 LAG_TRANSACTIONS_MAX: Final = 100_000
-# A storage is slow if it takes this many times as long to answer an append as the others, over at
-# least this number of seconds with appends. No application notices times below
-# SLOW_APPEND_MS_MIN.
+# A storage is slow if its answers to appends take at least `SLOW_APPEND_RATIO_MIN` times as long as
+# those of the other storages, in at least `SLOW_APPEND_SECONDS_MIN` seconds with appends. Latencies
+# below `SLOW_APPEND_MS_MIN` are never reported, because applications do not notice them.
 SLOW_APPEND_RATIO_MIN: Final = 5
 SLOW_APPEND_MS_MIN: Final = 50
 SLOW_APPEND_SECONDS_MIN: Final = 10
-# If fewer days are left, there may be no time to add a storage or to archive.
+# If fewer days are left until the disk is full, there may be no time to add a storage or to
+# archive.
 FULL_SOON_DAYS_MAX: Final = 7
-# One failure may be a throttled request. The next attempt uses another storage.
+# A single failure is not reported: it may be a throttled request, and the next attempt uses another
+# storage.
 ARCHIVE_FAILURES_MIN: Final = 2
 # A transaction is archived at the first attempt after `archive_age_ms`, when earlier ranges are
-# done. So the limit is twice the age, plus the interval between attempts, plus an hour for uploads.
+# archived. So the limit for its age is twice this setting, plus the interval between attempts, plus
+# an hour for uploads.
 ARCHIVE_LAG_AGE_FACTOR: Final = 2
 ARCHIVE_UPLOAD_TIME_S: Final = 3_600
 FINDING_NAME_BY_REASON: Final = {
@@ -109,7 +113,7 @@ def _count_text(number: int, word: str) -> str:
 
 @dataclass(slots=True)
 class _Diagnosis:
-    """The findings so far, and the commands for them that do not depend on one cluster."""
+    """The findings so far, and those commands that do not depend on the state of the cluster."""
 
     facts: Facts
     findings: list[Finding] = field(default_factory=list)
@@ -393,7 +397,7 @@ class _ClusterDiagnosis:
             self._check_disk_and_clock(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether a storage's process runs but has no open port yet: do not stop it."""
+        """Whether a storage's process runs but has no open port yet, so nobody should stop it."""
         member = self._diagnosis.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.failure) and is_running and not storage.is_silent
@@ -439,7 +443,7 @@ class _ClusterDiagnosis:
     # --- the archive
 
     def _check_archive(self) -> None:
-        """Report problems of the archive; without any, report transactions that it lacks."""
+        """Report problems of the archive or, if there are none, transactions that it lacks."""
         storages = [
             each
             for each in self._cluster.storages.values()
@@ -500,10 +504,10 @@ class _ClusterDiagnosis:
     def _check_uploads(self, storages: Iterable[StorageFacts], *, is_lagging: bool) -> bool:
         """Report damage and failed writes of the archive; return whether a finding was added.
 
-        Storages share the object store and its files. So equal damage is one finding, and failures
-        to write are one finding. If everything is archived, a storage's last failure does not
-        matter: the storage tries again when there is something to archive. If the archive lags, a
-        single failure is enough for a finding.
+        All storages use the same object store. So the same damage at several storages is one
+        finding, and so are all failures to write. If everything is archived, the last failure of a
+        storage is not reported, because the storage tries again when there is something to archive.
+        If the archive lags, a single failure is sufficient for a finding.
         """
         damage: dict[str, list[ReplicaId]] = {}
         failed: dict[ReplicaId, ArchiveFacts] = {}
@@ -639,7 +643,8 @@ class _ClusterDiagnosis:
     def rebuild_command(self, replica_count: int | None) -> str:
         """Return the command that rebuilds the znodes; without a replica count, the user adds it.
 
-        With a count that is too small, the command would trust the logs of too few replicas.
+        The doctor does not guess this count: if it is too small, the command trusts too few
+        replicas.
         """
         cluster, connect = self._cluster, self._diagnosis.connect
         option_texts = [
@@ -726,7 +731,8 @@ class _PartitionDiagnosis:
     def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it was lost."""
         if rebuilding.is_undecided(self._condition.facts.metadata, self._condition.facts.marker):
-            # The assignment contains only the decisions so far, not the former replicas.
+            # The assignment contains only the replicas that were chosen so far, not the former
+            # ones.
             self._add_finding(
                 "rebuilding-unfinished", rebuild=self._cluster_diagnosis.rebuild_command(None)
             )
@@ -786,8 +792,8 @@ class _PartitionDiagnosis:
         """Report a missing quorum; return whether the replicas permit an open session."""
         condition, count = self._condition, len(self._condition.assigned_replicas)
         if len(condition.answering_replicas) < condition.quorum_size:
-            # Do not propose to restart healthy processes: offline and broken logs have their own
-            # findings.
+            # Do not propose to restart these processes: replicas that are offline, and logs that
+            # cannot be opened, have their own findings.
             unavailable = [
                 each.address
                 for each in condition.assigned_storages

@@ -1,11 +1,11 @@
 """Classifies errors of the library deltalake by their text, because it has few error classes.
 
 Rules:
-    1. `Unavailable` and `Superseded` are errors that another attempt may avoid: errors of the
-       network, of a store that is overloaded or restarts, and commits that another commit preceded.
-       All other errors are permanent, including unknown ones, and end the follower.
-    2. A message has the table and one sentence, without the library's stack. An object store's
-       answer is shown as status, code and text.
+    1. `Unavailable` and `Superseded` are temporary: errors of the network, of an overloaded or
+       restarting store, and conflicts with another commit. After these errors, the follower tries
+       again. All other errors, including unknown ones, end the follower.
+    2. A message contains the table and one sentence, without the library's stack trace. The answer
+       of an object store is shown as status, code and text.
 """
 
 import re
@@ -15,8 +15,8 @@ from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unav
 
 LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unavailable
 
-# The beginning of an error that the SQL of the merge raises, and its position in the library's
-# text.
+# The beginning of an error that the SQL of the merge raises, and a pattern that finds it in the
+# library's text.
 TWO_PARTITIONS_PREFIX: Final = "key in two partitions: "
 _TWO_PARTITIONS_TEXT = re.compile(rf"{TWO_PARTITIONS_PREFIX}(\(.*\) in partition .*)\.'", re.DOTALL)
 _COLOR_CODES = re.compile(r"\x1b\[\d+m")
@@ -36,7 +36,7 @@ PERMISSION_HINT = "Hint: the user of this process needs write permission in the 
 
 
 class _KnownError(NamedTuple):
-    """The meaning of a text: error class, cause (None: the library's text), and hint."""
+    """The meaning of an error text: class, cause (None: the library's text), and hint."""
 
     text: re.Pattern[str]
     kind: type[LibraryError]

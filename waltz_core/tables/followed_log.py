@@ -1,12 +1,15 @@
 """The log of a follower, read with a `WaltzClient`; the changes are Arrow tables.
 
 Rules:
-    1. Marks are linearizable: a server that has lost a partition does not report decreasing marks.
-    2. Changes are reduced part by part. So a batch needs memory for a part of 32 MiB, and for the
-       last change of each key.
-    3. The server filters transactions by header; without headers, it returns all. For several
-       tables, it returns the transactions of all of them, and each table decodes only its own.
-    4. With encryption keys, a payload that cannot be decrypted is an error: its row is unknown.
+    1. Marks are read linearizably, so that they never decrease, even if an earlier owner of the
+       partition still answers.
+    2. A batch is read in parts of 32 MiB, and only the last change of each key is kept after each
+       part. So a batch needs memory for one part, and for the last change of each key.
+    3. The server filters transactions by header; without headers, it returns all transactions. For
+       several tables, one read returns the transactions of all tables, and each table decodes only
+       its own transactions.
+    4. If the client has encryption keys, a payload that cannot be decrypted is an error, because
+       its row is unknown.
 """
 
 import time
@@ -73,7 +76,8 @@ class LogStateReader:
 class ChangeDecoder:
     """Decodes chunks of the log into the changes of one followed table.
 
-    It selects the transactions of the table, decodes their payloads, and applies the rules.
+    The decoder selects the transactions of the table, decodes their payloads, and applies the
+    rules.
 
     Args:
         location: the name or the path of the table, for errors.

@@ -1,14 +1,14 @@
 """Infers the columns of a table from payloads, if the columns are not declared.
 
 Rules:
-    1. The type of a column is that of its first value: boolean, 64-bit integer, double, text,
+    1. The type of a column is the type of its first value: boolean, 64-bit integer, double, text,
        binary, list or struct. It is never derived from several values.
-    2. A later value of another type is an error, even an integer in a column of doubles. The result
-       must not depend on the limits of batches, which determine the first of two values.
+    2. A later value of another type is an error, even an integer in a column of doubles. If types
+       were merged, the result would depend on the sizes of batches.
     3. Null has no type, and an empty list or struct as the first value is an error.
     4. New columns, and new fields of structs, are appended to the known ones.
-    5. A table has at most `COLUMNS_MAX` columns and fields of structs. So a log whose payloads have
-       arbitrary names does not create thousands of columns.
+    5. A table has at most `COLUMNS_MAX` columns and fields of structs, so that payloads with
+       arbitrary keys cannot create thousands of columns.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,13 +23,13 @@ from waltz_core.tables.row_changes import DELETED, ArrowTable
 
 ArrowType: TypeAlias = pa.DataType
 
-# Nesting levels of lists, maps and structs. deltalake can commit 60 levels, but not read them
-# again.
+# The maximum number of nested lists, maps and structs. deltalake can commit 60 levels, but cannot
+# read them again.
 LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 
-# The columns of the log in the rows of a follower. These names and the position columns of the
-# table are reserved. Spark ignores the case of names.
+# The columns of the log in the rows of a follower. These names and those of the position columns
+# are reserved, in upper and lower case, because Spark ignores case.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 
@@ -96,7 +96,7 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
             continue
         known_type = types.get(name)
         if known_type is not None and _ARROW_TYPES.get(type(value)) == known_type:
-            continue  # nearly all values
+            continue  # the case of nearly all values
         if not isinstance(name, str) or name.lower() in _RESERVED_NAMES:
             raise _Mismatch(
                 name, f"text that is none of {', '.join(sorted(_RESERVED_NAMES))}", repr(name)

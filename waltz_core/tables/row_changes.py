@@ -9,15 +9,16 @@ Rules:
        in a key is an error that names the transaction.
     2. A transaction is a delete if its header is one of `delete_headers`, or if the condition
        `delete_where` is true; null counts as false. All other transactions are upserts.
-    3. A changes function determines which changes are deletes. It receives a part of a batch, of
-       any size, so the changes of a transaction must depend only on this transaction. It returns
-       changes of the received transactions only. The order of its output is the order of the
-       changes within a transaction. Each result must have the same columns as the result for an
-       empty table of transactions.
-    4. Transactions of one partition are ordered by ID. Partitions have no common order, so a key
-       with changes in two partitions is an error.
-    5. `last_changes` is associative: if the last changes of parts are reduced again, the result is
-       the last changes of the whole, as long as each transaction is in one part.
+    3. If there is a changes function, it determines the changes, including deletes:
+       - The function receives parts of a batch, of any size. So the changes of a transaction must
+         depend only on this transaction.
+       - The function returns only changes of the transactions that it has received.
+       - The order of its output is the order of the changes within a transaction.
+       - Each result must have the same columns as the result for an empty table of transactions.
+    4. Transactions of one partition are ordered by ID. There is no order between partitions, so a
+       key with changes in two partitions is an error.
+    5. `last_changes` is associative: applied to the last changes of several parts, it returns the
+       last changes of the whole. The only condition is that each transaction is in one part.
 """
 
 import re
@@ -73,7 +74,7 @@ _CONDITION_PATTERN = re.compile(
 
 
 class DeleteCondition(NamedTuple):
-    """A comparison of a column with a literal; without an operator, a boolean column is true."""
+    """A comparison of a column with a literal, or, without an operator, a boolean column."""
 
     column: str
     operator: str = "="
@@ -99,8 +100,8 @@ class ChangesFunction:
 
     Args:
         name: the name of the function, `module:function`.
-        columns: the columns of the table: those that the function returns, without position and
-            `_deleted`.
+        columns: the columns of the table: the columns that the function returns, without position
+            and `_deleted`.
     """
 
     name: str
@@ -138,13 +139,14 @@ class ChangeRules:
     """The rules by which transactions become changes of rows.
 
     Args:
-        key: the key columns; none for a table that only gains rows.
+        key: the key columns; none for an append-only table.
         delete_headers: the headers of transactions that are deletes.
         delete_where: the condition for other deletes.
         function: computes the changes of transactions (rule 3).
 
     Raises:
-        BadConfig: the key has a column twice, or there are rules for deletes and a function.
+        BadConfig: the key contains a column twice, or there are rules for deletes as well as a
+            function.
     """
 
     key: Sequence[str]
@@ -279,7 +281,7 @@ def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
 def select_transactions(
     batch: pa.RecordBatch, after: int, headers: Sequence[int]
 ) -> pa.RecordBatch:
-    """Return transactions after a mark, with one of the headers; without headers, all."""
+    """Return the transactions after a mark with one of the headers; without headers, all."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
         is_selected &= np.isin(batch["header"].to_numpy(), headers)
@@ -446,7 +448,7 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
         return changes
     # Arrow's sort is stable, so changes of one transaction keep their order.
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
-    # Rename the key columns: columns of the user may have any name.
+    # Rename the key columns, because their names may collide with those of this function.
     keys = {f"key{each}": ordered[name] for each, name in enumerate(key)}
     row_number = pa.array(np.arange(ordered.num_rows))
     narrow = pa.table({**keys, "row_number": row_number, "partition": ordered["partition"]})

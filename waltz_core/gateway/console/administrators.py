@@ -1,7 +1,8 @@
 """Checks whether the caller of a request is an administrator of the cluster.
 
-Servers and storages check the permissions of all other requests. The gateway checks them itself if
-a change uses its user in ZooKeeper, or if no member answers, so that no member checks the token.
+Normally, servers and storages (the members of the cluster) check the token and the permissions of
+the caller. The gateway checks them itself in two cases: if a change uses the gateway's user in
+ZooKeeper, and if no member answers.
 """
 
 from typing import Final

@@ -1,9 +1,10 @@
-"""The changes that the console offers: their parameters, and the commands that they correspond to.
+"""The changes that the console offers, with their parameters and the corresponding commands.
 
 Rules:
-    1. Each change is a subcommand of `waltz-core cluster` with the same name, and calls the same
-       function. So the audit log, findings and the console use one language.
-    2. A command that can lose data is not offered. The page of the finding shows it as a command.
+    1. Each change corresponds to a subcommand of `waltz-core cluster`, with the same name and the
+       same function. So the audit log, the findings and the console use the same words.
+    2. The console does not offer a change that can lose data. The page of findings shows the
+       command instead.
 """
 
 import re
@@ -25,7 +26,7 @@ _ChangeFunction: TypeAlias = Callable[..., Awaitable[ChangeResult]]
 
 
 class ParameterKind(Enum):
-    """The values that a parameter has; the page offers the known storages and servers."""
+    """The kind of a parameter's value; the page offers a list of the known storages and servers."""
 
     STORAGE = "storage"
     SERVER = "server"
@@ -35,14 +36,14 @@ class ParameterKind(Enum):
 
 
 class ChangeParameter(NamedTuple):
-    """One parameter: its name, its keyword in the function, and its option if it is no argument."""
+    """One parameter: its name, its keyword in the function, and its option (none: an argument)."""
 
     name: str
     keyword: str
     kind: ParameterKind
     text: str
     option: str = ""
-    is_list: bool = False  # the function takes several values, the console one
+    is_list: bool = False  # the function accepts several values, the console only one
 
     @property
     def is_required(self) -> bool:
@@ -240,9 +241,9 @@ def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
 
 
 def change_in_command(command: str) -> dict[str, Any] | None:
-    """Return the change that a command of a finding makes; None if the console does not offer it.
+    """Return the change for the command of a finding; None if the console does not offer it.
 
-    A placeholder of the command is an empty argument.
+    A placeholder in the command becomes an empty argument.
     """
     try:
         command_parts = shlex.split(command)

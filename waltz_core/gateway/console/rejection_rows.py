@@ -10,7 +10,8 @@ from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.records.record import REQ_ID, PartitionId, ReqId, TransactionId
 
-# Each needs a request. The page shows the newest rejections first.
+# The maximum number of rejections for which the winner's client ID is read, with one request for
+# each. The page shows the newest rejections first.
 WINNERS_MAX: Final = 20
 
 
@@ -48,6 +49,6 @@ async def _client_ids_of_winners(
             chunk = await client.requests.fetch_range(PartitionId(partition), query)
         except (errors.PermissionDenied, errors.BeforeLogStart):
             break
-        if chunk.count:  # a record of this form begins with its ID, which has 8 bytes
+        if chunk.count:  # in this form, a record begins with its transaction ID of 8 bytes
             client_ids[winner] = ReqId(*REQ_ID.unpack_from(chunk.records, 8)).client_id
     return client_ids

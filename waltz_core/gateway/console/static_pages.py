@@ -1,11 +1,11 @@
 """Serves the files of the console's pages.
 
 Rules:
-    1. The files are read once, when the gateway starts, and only these paths exist.
-    2. The browser may load nothing from another origin, may run no inline script, and may not show
-       the console in a frame of another page (`CONTENT_SECURITY_POLICY`).
-    3. The browser asks for each file again after an upgrade: a file has an `ETag`, and is not used
-       without asking.
+    1. The files are read once, when the gateway starts. No other paths exist.
+    2. Because of `CONTENT_SECURITY_POLICY`, the browser loads nothing from another origin, runs no
+       inline script, and does not show the console in a frame of another page.
+    3. After an upgrade, the browser must load the new files. So each file has an `ETag`, and the
+       browser asks the gateway each time whether its cached copy is still valid.
 """
 
 import hashlib
