@@ -1,9 +1,9 @@
 // The dialog that starts an administrative change: a form, a review, and the request.
 //
 // Rules:
-//   1. The form is built from the kinds that the gateway returns; this file lists no kinds.
-//   2. Nothing is sent before the user has seen the change in words, and has started it there.
-//   3. For a disruptive change, the user types the name of its subject before it can start.
+//   1. The form is built from the kinds of changes that the gateway returns; this file lists none.
+//   2. A change is sent only after the review, which describes the change in words.
+//   3. Before a disruptive change, the user must type the name of the affected object.
 
 import * as data from "./cluster_data.js";
 import {
@@ -52,7 +52,7 @@ export function changesOfPartition() {
   if (state.kinds === null) {
     if (state.loading === null && performance.now() >= state.retry_at) {
       state.retry_at = performance.now() + RETRY_MS;
-      loadKinds().catch(() => {}); // the page shows no buttons; a later call tries again
+      loadKinds().catch(() => {}); // the page then shows no buttons; a later call tries again
     }
     return [];
   }
@@ -218,7 +218,7 @@ function problemOf(parameter, value) {
 
 // ---- the review --------------------------------------------------------------------------------
 
-// All values are text, as in a command; the gateway reads the numbers.
+// All values are text, as in a command; the gateway parses numbers.
 function argumentsOf(fields) {
   const values = {};
   for (const { parameter, input } of fields) {
@@ -320,7 +320,7 @@ function showReview(kind, fields) {
     if (!page.start.disabled) start(page, kind, values);
   });
   dialog.replaceChildren(form);
-  page.title.focus(); // not the button: Enter in the form must not start the change
+  page.title.focus(); // not the button, because Enter in the form must not start the change
 }
 
 function confirmation(page, name) {

@@ -1,4 +1,5 @@
-// The page of administrative changes: kinds to start, progress of running ones, and the history.
+// The page of administrative changes: buttons that start a change, the progress of running changes,
+// and the history.
 
 import { openChange, setKinds } from "./change_dialog.js";
 import {
@@ -123,7 +124,7 @@ function show(page, answer) {
   showHistory(page, answer.history);
 }
 
-// The change that the dialog has just started gets the focus, once.
+// Move the focus, once, to the change that the dialog has just started.
 function focusNewChange(page) {
   const node =
     page.newChangeId === null ? undefined : page.running.keyedNodes.get(page.newChangeId);

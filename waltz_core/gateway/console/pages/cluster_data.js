@@ -1,18 +1,19 @@
-// The state of the cluster: polled once a second for all pages, with rates and health in words.
+// The state of the cluster, which all pages share: polled once a second, with rates, and with the
+// health in words.
 //
 // Rules:
-//   1. After a failed request the last data stays, and `problem` states why it is old.
-//   2. A server that stops leaves ZooKeeper, and then the answers. It is shown as down for
-//      REMEMBERED_MS, so that the user notices it. It is a warning, because the user may have
-//      stopped it.
-//   3. Rates come from successive marks and the gateway's time, never from this computer's clock.
-//      A partition whose owner has not reported a mark has no rate.
+//   1. After a failed request, the pages show the last data, and `problem` states why it is old.
+//   2. When a server stops, its entry in ZooKeeper disappears, and then the server is no longer in
+//      the answers. The console shows it as down for REMEMBERED_MS, so that the user notices it.
+//      This is only a warning, because the user may have stopped the server.
+//   3. Rates are computed from successive marks and the gateway's time, never from this computer's
+//      clock. A partition whose owner has not reported a mark has no rate.
 
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
 const POLL_MS = 1000;
-const SLOW_MS = 2000; // a request that takes longer makes the shown data stale
+const SLOW_MS = 2000; // if a request takes longer, the displayed data is stale
 const RATE_WINDOW_MS = 10000;
 const KEPT_MS = 180000;
 export const SPARKLINE_MS = KEPT_MS;
@@ -79,7 +80,8 @@ async function load(signal) {
   notify();
 }
 
-// The reason why the shown data is stale: null, or {error, age_ms}; age_ms is null without data.
+// Why the displayed data is stale: {error, age_ms}, or null if it is not stale. `age_ms` is null if
+// there is no data.
 export function staleness() {
   const now = performance.now();
   const age_ms = state.cluster === null ? null : now - state.received;
@@ -132,9 +134,9 @@ function seriesOf(partition) {
 
 function addSample(series, ms, mark) {
   const { marks, rates } = series;
-  if (marks.length > 0 && marks[marks.length - 1][0] >= ms) return; // a repeated answer
+  if (marks.length > 0 && marks[marks.length - 1][0] >= ms) return; // the same answer as before
   marks.push([ms, mark]);
-  // One sample stays at or before the start of the window, so that the window is always covered.
+  // Keep one sample at or before the start of the window, so that the samples cover the window.
   while (marks.length > 2 && marks[1][0] <= ms - RATE_WINDOW_MS) marks.shift();
   if (marks.length < 2) return;
   const [first_ms, first] = marks[0];
@@ -199,7 +201,8 @@ function processProblems(data) {
     "server",
     "down",
   );
-  // It may have been stopped on purpose; if its partitions are not open, that is a problem.
+  // Only a warning: the server may have been stopped on purpose. Partitions that are not open are
+  // reported separately.
   addNamed(
     problems,
     "warn",
@@ -218,7 +221,7 @@ function processProblems(data) {
     data.storages.filter((each) => each.state === "down").map((each) => each.address),
   );
   for (const each of data.servers) {
-    // A storage that is down is named already.
+    // A storage that is down is already in the list.
     const unreachable = each.unreachable_storages.filter((storage) => !down.has(storage));
     if (unreachable.length > 0) {
       problems.push({
@@ -284,7 +287,7 @@ function addPartitions(problems, level, partitions, problemText) {
   });
 }
 
-// Notes are not problems: they state that appends continue, where repair commands are listed, and
+// Notes are not problems. They state whether appends continue, where to find repair commands, and
 // how many states are unknown.
 export function notesOf(data) {
   const notes = [];

@@ -17,7 +17,7 @@ import {
 } from "./dom.js";
 import * as format from "./format.js";
 
-const COMPACT_COLUMNS = 6; // with more storages, usual states are symbols without words
+const COMPACT_COLUMNS = 6; // with more storages, normal states are shown without words
 const LONG_ROWS = 25;
 
 export function clusterPage(root, { query, replaceQuery }) {
@@ -148,7 +148,7 @@ function show(page) {
   showTable(page, cluster);
 }
 
-// The worst problem is the health line; the others are a list after it.
+// The health line shows the worst problem; a list after it shows the others.
 function showHealth(page, cluster, problems) {
   setText(page.health, data.healthText(cluster, problems));
   keyed(page.problems, problems.slice(1), {
@@ -161,7 +161,7 @@ function showHealth(page, cluster, problems) {
   });
 }
 
-// The part of an address that differs from the others stands out in long host names.
+// Highlight the part of an address that differs from the others, because host names can be long.
 function withShortNames(items) {
   const names = format.shortNames(items.map((each) => each.address));
   return items.map((each) => ({ ...each, short: names.get(each.address) }));
@@ -241,7 +241,7 @@ function updateServer(node, item) {
   setHidden(nodes.not_open_row, item.not_open.length === 0);
   setAttribute(nodes.not_open_row, "data-level", "bad");
   setText(nodes.preferred, format.ranges(item.preferred));
-  // A process that is down has no latency now.
+  // A process that is down has no current latency.
   setText(nodes.latency, format.milliseconds(item.state === "down" ? null : item.latency_ms));
   setText(nodes.unreachable, item.unreachable_storages.join(", "));
   setHidden(nodes.unreachable_row, item.unreachable_storages.length === 0);

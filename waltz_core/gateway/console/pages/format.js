@@ -50,7 +50,7 @@ export function days(number) {
   return count(number < 10 ? Number(number.toFixed(1)) : Math.round(number), "day");
 }
 
-// ISO order of the fields: dates of all locales read the same.
+// ISO order of year, month and day, so that dates look the same in all locales.
 export function time(ms, { hasMilliseconds = false } = {}) {
   if (isMissing(ms)) return NONE;
   const date = new Date(ms);
@@ -77,7 +77,7 @@ export function timeZone() {
   return `${name}, UTC${minutes < 0 ? "-" : "+"}${hours}:${restMinutes}`;
 }
 
-// [0, 1, 2, 5] -> "0-2, 5"; after `countMax` ranges, the remaining ones are counted
+// [0, 1, 2, 5] -> "0-2, 5"; after `countMax` ranges, only the number of the other ones is shown
 export function ranges(numbers, countMax = 10) {
   const sorted = [...numbers].sort((a, b) => a - b);
   const texts = [];
@@ -140,7 +140,7 @@ export function parsePartitions(text, partitionCount) {
   return { partitions: [...numbers].sort((a, b) => a - b), error: "" };
 }
 
-// Indent JSON without parsing it: numbers stay exact, and a shortened document is indented, too.
+// Indent JSON without parsing it, so that numbers stay exact and incomplete JSON can be indented.
 export function indentJson(text) {
   const parts = [];
   let depth = 0;

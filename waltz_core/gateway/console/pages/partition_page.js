@@ -243,7 +243,7 @@ async function loadRejections(page, partition, signal) {
   }
 }
 
-// The clients with the most rejections, so that the user need not count rows.
+// Name the clients with the most rejections, so that the user need not count rows.
 function rejectedClientsText(rejections) {
   const counts = new Map();
   for (const { client_id } of rejections) counts.set(client_id, (counts.get(client_id) ?? 0) + 1);
