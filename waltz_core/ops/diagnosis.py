@@ -397,7 +397,7 @@ class _ClusterDiagnosis:
             self._check_disk_and_clock(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether a storage's process runs but has no open port yet, so nobody should stop it."""
+        """Whether a storage's process runs but has no open port yet, so it must not be stopped."""
         member = self._diagnosis.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.failure) and is_running and not storage.is_silent
