@@ -39,8 +39,7 @@ class MetricValues:
     def add_histogram(
         self, name: str, bucket_counts: Sequence[int], seconds: float, **labels: str | int
     ) -> None:
-        """Add a histogram: one count for each of `SECONDS_BUCKETS`, and one for longer durations.
-        """
+        """Add a histogram: a count for each of `SECONDS_BUCKETS`, and one for longer durations."""
         texts = _texts_of(name, labels)
         family = self._families.get(name)
         if family is None:
@@ -64,7 +63,7 @@ class MetricValues:
 
 def _texts_of(name: str, labels: dict[str, str | int]) -> list[str]:
     assert set(labels) == set(TABLE[name].labels), name
-    return [str(labels[each]) for each in TABLE[name].labels]
+    return [str(labels[label]) for label in TABLE[name].labels]
 
 
 class _ExportedValues(Collector):

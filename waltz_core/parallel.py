@@ -24,5 +24,5 @@ async def run_parallel(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[Re
 
 async def _run_group(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in calls]
+        tasks = [group.create_task(call) for call in calls]
     return [task.result() for task in tasks]

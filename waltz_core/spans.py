@@ -37,8 +37,7 @@ FLUSH_S: Final = 1.0
 
 
 class TracedOutcome(NamedTuple):
-    """The outcome of an append: its first committed transaction, and the number of rejected rows.
-    """
+    """The outcome of an append: its first committed transaction, and the rejected row count."""
 
     first_committed: int | None
     rejected_count: int

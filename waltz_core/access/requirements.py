@@ -53,8 +53,7 @@ class Exemption(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequirementByField:
-    """A requirement that depends on a field of the message, with one entry for each of its values.
-    """
+    """A requirement that depends on a field of the message; it has an entry for each value."""
 
     field: str
     requirements: Mapping[object, Requirement]

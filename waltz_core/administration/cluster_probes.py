@@ -440,12 +440,16 @@ class _ServerProbe:
             partition_id=0,
             timeout_s=self._timeout_s,
         )
-        served = {PartitionId(each): is_open for each, is_open in health.healthy}
+        served = {PartitionId(partition_id): is_open for partition_id, is_open in health.healthy}
         async with asyncio.TaskGroup() as tasks:
             unreachable_task = tasks.create_task(self._query_unreachable_storages(link))
-            open_partitions = [each for each in self._owned_partitions if served.get(each)]
+            open_partitions = [
+                partition_id for partition_id in self._owned_partitions if served.get(partition_id)
+            ]
             marks = tasks.create_task(
-                _query_concurrently(open_partitions, lambda each: self._query_partition(link, each))
+                _query_concurrently(
+                    open_partitions, lambda partition_id: self._query_partition(link, partition_id)
+                )
             )
         facts = replace(
             facts,
@@ -577,9 +581,9 @@ def archive_facts(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | Non
     gauge = gauges.get("waltz-storage.archive")
     if gauge is None:
         return None
-    field_names = {each.name for each in fields(ArchiveFacts)}
+    field_names = {fact.name for fact in fields(ArchiveFacts)}
     return ArchiveFacts(
-        **{name: each for name, each in gauge["value"].items() if name in field_names}
+        **{name: fact for name, fact in gauge["value"].items() if name in field_names}
     )
 
 
@@ -599,7 +603,7 @@ class _StorageProbe:
         self._reads_logs = reads_logs
         self._host, port = split_address(address)
         members = () if local is None else local.members
-        local_ports = [each.admin_port for each in members if each.address == address]
+        local_ports = [member.admin_port for member in members if member.address == address]
         registered_port = snapshot.layout.admin_ports.get(address, port + 1)
         # Possible admin ports: the registered port, the ports of local processes, and the data port
         # plus 1.
@@ -669,15 +673,17 @@ class _StorageProbe:
     ) -> set[PartitionId]:
         """Return the served partitions whose logs do not answer a read (rule 2)."""
         served = [
-            each for each, replica in replicas.items() if replica.is_served and replica.last_id >= 0
+            partition_id
+            for partition_id, replica in replicas.items()
+            if replica.is_served and replica.last_id >= 0
         ]
         lists = [
             served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
         ]
         first_stuck = await _query_concurrently(
-            lists, lambda each: self._first_stuck_partition(each, replicas)
+            lists, lambda partition_id: self._first_stuck_partition(partition_id, replicas)
         )
-        return {each for each in first_stuck if each is not None}
+        return {partition_id for partition_id in first_stuck if partition_id is not None}
 
     async def _first_stuck_partition(
         self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]

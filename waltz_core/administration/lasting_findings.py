@@ -45,10 +45,10 @@ async def lasting_findings(
     for _ in range(CHECKS_MAX - 1):
         if not findings:
             break
-        previous_keys = {each.key for each in findings}
+        previous_keys = {finding.key for finding in findings}
         await asyncio.sleep(RECHECK_INTERVAL_S)
         facts, findings = await check()
-        lasting_ones = [each for each in findings if each.key in previous_keys]
+        lasting_ones = [finding for finding in findings if finding.key in previous_keys]
         if lasting_ones:
             return facts, lasting_ones
     return facts, findings

@@ -117,14 +117,16 @@ async def _replace_in_place(
 ) -> ChangeResult:
     """Replace a lost storage by an empty one at the same address."""
     replicas_by_partition = {
-        each: replicas for each, replicas in now.items() if address in replicas
+        partition_id: replicas for partition_id, replicas in now.items() if address in replicas
     }
     if not replicas_by_partition:
         return await _add_replacement(
             run, placements.placement_with_missing_replicas(now, address), address
         )
     single_replica_partitions = [
-        each for each, replicas in replicas_by_partition.items() if len(replicas) == 1
+        partition_id
+        for partition_id, replicas in replicas_by_partition.items()
+        if len(replicas) == 1
     ]
     if single_replica_partitions:
         raise BadRequest(
@@ -138,8 +140,10 @@ async def _replace_in_place(
             "Start the replacement, with an empty directory, when the change permits it."
         )
     remaining_replicas = {
-        each: tuple(replica for replica in replicas_by_partition[each] if replica != address)
-        for each in replicas_by_partition
+        partition_id: tuple(
+            replica for replica in replicas_by_partition[partition_id] if replica != address
+        )
+        for partition_id in replicas_by_partition
     }
     await run.carry_out_plan(ReplicaPlan.for_placement(remaining_replicas, layout.assignment))
     return await _add_replacement(run, replicas_by_partition, address)
@@ -252,9 +256,9 @@ async def _change_replicas(
         for address in replicas:
             layout.check_storage_exists(address)
     changed = {
-        each: replicas
-        for each, replicas in placement.items()
-        if set(replicas) != set(layout.assignment.replicas_of(each))
+        partition_id: replicas
+        for partition_id, replicas in placement.items()
+        if set(replicas) != set(layout.assignment.replicas_of(partition_id))
     }
     await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _delete_replica_files(run, layout, changed)
@@ -309,17 +313,17 @@ async def _partition_count(run: ChangeRun) -> int:
 async def remove_server(run: ChangeRun, *, server: str) -> ChangeResult:
     """Remove a server that no longer runs from ZooKeeper."""
     servers = (await run.coordinator.read_servers()).servers
-    matching = [each for each in servers.values() if each.address == server]
+    matching = [descriptor for descriptor in servers.values() if descriptor.address == server]
     if not matching:
-        names = ", ".join(each.address for each in servers.values()) or "none"
+        names = ", ".join(descriptor.address for descriptor in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {server}; registered servers: {names}")
     if await is_answering(WireProtocol.CLIENT, server):
         raise BadRequest(
             f"the server at {server} still runs and answers. Hint: stop it; it then unregisters "
             "itself."
         )
-    for each in matching:
-        await run.coordinator.remove_dead_server(each)
+    for descriptor in matching:
+        await run.coordinator.remove_dead_server(descriptor)
     return {
         "server": server,
         "summary": f"server {server} was removed; other servers own its partitions now",

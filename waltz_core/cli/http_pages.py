@@ -48,15 +48,15 @@ class MetricSample(NamedTuple):
 def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
     """Print the metrics of one daemon."""
     samples = [
-        each
-        for each in parse_metrics(fetch_page(address, "/metrics"), address)
-        if match in each.title
-        and (is_all or as_json or not each.name.endswith(_HISTOGRAM_SUFFIXES))
+        sample
+        for sample in parse_metrics(fetch_page(address, "/metrics"), address)
+        if match in sample.title
+        and (is_all or as_json or not sample.name.endswith(_HISTOGRAM_SUFFIXES))
     ]
     if as_json:
-        print_json({each.title: each.value for each in samples})
+        print_json({sample.title: sample.value for sample in samples})
     else:
-        print_table(("metric", "value"), [(each.title, each.value) for each in samples])
+        print_table(("metric", "value"), [(sample.title, sample.value) for sample in samples])
     return 0
 
 

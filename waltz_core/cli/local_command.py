@@ -33,7 +33,9 @@ _directory_option = click.option(
 
 def _with_fixed_options(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the options that cannot change after the cluster was created."""
-    docs = {each.name: each.metadata["doc"] for each in fields(LocalConfig)}
+    docs = {
+        setting_field.name: setting_field.metadata["doc"] for setting_field in fields(LocalConfig)
+    }
     for flag, name in reversed(FIXED_OPTIONS.items()):
         text = f"{docs[name]} [default: {getattr(LocalConfig(), name)}]"
         function = click.option(flag, name, metavar="N", help=text)(function)

@@ -44,7 +44,8 @@ def to_one_line(data: bytes) -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 

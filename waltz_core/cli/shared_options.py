@@ -42,7 +42,7 @@ class RenamedOption(click.Option):
 
     def __init__(self, names: list[str], *, old_name: str, **click_options: Any) -> None:  # noqa: ANN401
         super().__init__([*names, old_name], **click_options)
-        self.shown_names = [each for each in self.opts if each != old_name]
+        self.shown_names = [option_name for option_name in self.opts if option_name != old_name]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the option's line of help, without the older name."""

@@ -58,11 +58,11 @@ class Subcommand(click.Command):
         lenient_context = click.Context(self, resilient_parsing=True)
         super().parse_args(lenient_context, arguments)
         missing = [
-            parameter_name(each)
-            for each in self.params
-            if each.required and lenient_context.params.get(each.name or "") in (None, ())
+            parameter_name(parameter)
+            for parameter in self.params
+            if parameter.required and lenient_context.params.get(parameter.name or "") in (None, ())
         ]
-        missing_others = [each for each in missing if each != "--connect"]
+        missing_others = [parameter for parameter in missing if parameter != "--connect"]
         sentences = (
             [f"the following arguments are required: {', '.join(missing_others)}"]
             if missing_others
@@ -164,8 +164,8 @@ class CommandGroup(click.Group):
 def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
     if examples:
         with formatter.section("Examples"):
-            for each in examples:
-                formatter.write(f"  waltz-core {each}\n")
+            for example in examples:
+                formatter.write(f"  waltz-core {example}\n")
 
 
 def as_sentence(text: str) -> str:
@@ -197,6 +197,10 @@ def usage_error_text(error: click.UsageError) -> str:
 def _nearest_option(name: str, command: click.Command) -> str:
     if not re.match(r"--?[^\d-]", name):
         return ""
-    options = {each.lstrip("-"): each for parameter in command.params for each in parameter.opts}
+    options = {
+        option_name.lstrip("-"): option_name
+        for parameter in command.params
+        for option_name in parameter.opts
+    }
     matches = difflib.get_close_matches(name.lstrip("-"), options, n=1)
     return f"; did you mean {options[matches[0]]!r}?" if matches else ""

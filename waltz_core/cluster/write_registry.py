@@ -174,8 +174,7 @@ class WriteWithTasks(NamedTuple):
 
 
 class WriteRegistry:
-    """The exactly-once writes of one principal (rule 8) or of all principals, through one session.
-    """
+    """The exactly-once writes of one principal (rule 8) or of all, through one session."""
 
     def __init__(
         self, nodes: ClusterNodes, principal: str | None = None, *, is_limited: bool = True
@@ -488,8 +487,7 @@ class WriteRegistry:
     async def _next_removal_operations(
         self, path: str, expired_ms: int | None
     ) -> list[Operation] | bool:
-        """Return the next operations; True if the write is already removed, False if it must stay.
-        """
+        """Return the next operations; True: the write is already removed, False: it must stay."""
         fence = await self._fence_operations()
         node = await self._znodes.get(path)
         if node is None:
@@ -520,8 +518,7 @@ class WriteRegistry:
         return [name for name in names if await self.forget(name, expired_ms=now_ms)]
 
     async def _find_expired(self) -> tuple[int, list[str]]:
-        """Check a few writes; return ZooKeeper's time and the names of the expired writes (rule 5).
-        """
+        """Check a few writes; return ZooKeeper's time and the expired writes' names (rule 5)."""
         now_ms = await self._read_zookeeper_time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
@@ -563,7 +560,7 @@ def client_ids_of_other_runs(run: str, tasks: Mapping[int, TaskState]) -> dict[i
     return {
         number: int(task.client_id)
         for number, task in tasks.items()
-        if any(each != run for each in task.runs)
+        if any(task_run != run for task_run in task.runs)
     }
 
 

@@ -215,10 +215,10 @@ class Callers:
     async def _evict_idle_caller(self) -> None:
         if len(self._callers) < CALLERS_MAX:
             return
-        idle = [each for each in self._callers.values() if not each.request_count]
+        idle = [caller for caller in self._callers.values() if not caller.request_count]
         if not idle:
             raise errors.Overloaded(f"the gateway has requests of {CALLERS_MAX} callers")
-        oldest = min(idle, key=lambda each: each.idle_since_s)
+        oldest = min(idle, key=lambda caller: caller.idle_since_s)
         del self._callers[oldest.token_hash]
         await oldest.close()
 

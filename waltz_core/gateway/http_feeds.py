@@ -52,8 +52,7 @@ EncodeEvent = Callable[[int, dict[str, Any] | None], bytes]
 
 
 def feed_client_config(config: ClientConfig) -> ClientConfig:
-    """Return the settings for the client of a feed; because there are many, they prefetch little.
-    """
+    """Return the settings for the client of a feed; it prefetches little, as there are many."""
     return replace(config, feed_prefetch_count_max=PREFETCH_COUNT_MAX)
 
 

@@ -124,12 +124,18 @@ class GatewayRoutes:
             "feed": self._open_feed,
         }
         routes = [
-            Route(each.path, self._endpoint(each.name, handlers[each.name]), methods=[each.method])
-            for each in openapi.OPERATIONS
+            Route(
+                operation.path,
+                self._endpoint(operation.name, handlers[operation.name]),
+                methods=[operation.method],
+            )
+            for operation in openapi.OPERATIONS
         ]
         routes += [
-            Route(each.path, self._endpoint(each.name, handler), methods=[each.method])
-            for each, handler in self._console.operations()
+            Route(
+                operation.path, self._endpoint(operation.name, handler), methods=[operation.method]
+            )
+            for operation, handler in self._console.operations()
         ]
         routes += [*page_routes(), Route(openapi.DOCUMENT_PATH, _openapi_document)]
         app = Starlette(
@@ -196,7 +202,7 @@ class GatewayRoutes:
                 answer = await append_transactions(
                     caller.client, with_default_partition(rows, self._round_robin_count % count)
                 )
-        caller.is_unusable |= any(_makes_client_unusable(each) for each in answer.errors)
+        caller.is_unusable |= any(_makes_client_unusable(error) for error in answer.errors)
         self._count_committed(answer)
         if answer.status == 503 and len(answer.errors) == len(rows):
             await self._parts.callers.check_token(caller)
@@ -204,7 +210,7 @@ class GatewayRoutes:
 
     def _count_committed(self, answer: AppendReply) -> None:
         outcomes = answer.body["outcomes"]
-        committed = sum("transaction_id" in each for each in outcomes)
+        committed = sum("transaction_id" in outcome for outcome in outcomes)
         self._parts.metrics.add("waltz_gateway_appended_transactions_total", committed)
 
     # --- marks and ranges

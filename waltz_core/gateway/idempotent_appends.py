@@ -64,8 +64,7 @@ _INTERRUPTING_ERRORS: Final = (errors.Unavailable, errors.Superseded, errors.Per
 
 
 class _Rejection(NamedTuple):
-    """Why a transaction was rejected: the winner of the lock or `_MARK_ABOVE_LOG`; the log's mark.
-    """
+    """Why a transaction was rejected: the winner of the lock (or `_MARK_ABOVE_LOG`), and a mark."""
 
     winner: int
     high_water_mark: int
@@ -161,7 +160,9 @@ class IdempotentAppends:
                         client, claim, partition, [rows[at] for at in positions]
                     )
                     partition_outcomes = await task.append()
-                    outcomes |= {positions[at]: each for at, each in partition_outcomes.items()}
+                    outcomes |= {
+                        positions[at]: outcome for at, outcome in partition_outcomes.items()
+                    }
         except TimeoutError:
             raise errors.OutcomeUnknown(f"no outcome within {self._timeout_s:g} s") from None
         return outcomes
@@ -211,9 +212,11 @@ class _PartitionAppend:
         ):
             headers = np.frombuffer(chunk.records, raw_records.HEADER_DTYPE)
             own_headers = headers[headers["req_id"]["client_id"] == self._claim.state.client_id]
-            for each in own_headers:
-                sequence = int(each["req_id"]["sequence"])
-                self._outcomes[(sequence - 1) % count] = TransactionId(int(each["transaction_id"]))
+            for header in own_headers:
+                sequence = int(header["req_id"]["sequence"])
+                self._outcomes[(sequence - 1) % count] = TransactionId(
+                    int(header["transaction_id"])
+                )
                 highest_sequence = max(highest_sequence, sequence)
         self._sequence_base = -(-highest_sequence // count) * count
 
@@ -295,8 +298,10 @@ def _registry_summary(
     ordered = [outcomes[at] for at in range(len(outcomes))]
     return {
         "request": request_hash,
-        "ids": [BEFORE_FIRST if isinstance(each, _Rejection) else each for each in ordered],
-        "rejections": [list(each) for each in ordered if isinstance(each, _Rejection)],
+        "ids": [
+            BEFORE_FIRST if isinstance(outcome, _Rejection) else outcome for outcome in ordered
+        ],
+        "rejections": [list(outcome) for outcome in ordered if isinstance(outcome, _Rejection)],
     }
 
 

@@ -53,7 +53,7 @@ def error_fields(error: errors.WaltzError) -> dict[str, Any]:
     kind = type(error).__name__
     if isinstance(error, errors.RequestRejected) and error.expected:
         details = {"expected": error.expected, "found": error.found, "hint": error.hint}
-        present_details = {name: each for name, each in details.items() if each != ""}
+        present_details = {name: detail for name, detail in details.items() if detail != ""}
         return {"type": kind, "error": str(error), **present_details}
     message, _, hint = str(error).partition(" Hint: ")
     fields: dict[str, Any] = {"type": kind, "error": message}

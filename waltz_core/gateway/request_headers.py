@@ -34,7 +34,7 @@ class RequestHeaders(Protocol):
 def check_content_headers(headers: RequestHeaders) -> None:
     """Check the type and the encoding of a body; raises UnsupportedMediaType (rules 1 and 3)."""
     kinds = headers.getlist("content-type")
-    if [each.partition(";")[0].strip().lower() for each in kinds] != [JSON_TYPE]:
+    if [media_type.partition(";")[0].strip().lower() for media_type in kinds] != [JSON_TYPE]:
         raise UnsupportedMediaType(
             "header Content-Type", expected=JSON_TYPE, found=", ".join(kinds) or None
         )

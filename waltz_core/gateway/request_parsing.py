@@ -218,7 +218,7 @@ def _parse_locks(value: object, field_name: str) -> tuple[int, ...]:
             found=f"{len(value)} locks" if isinstance(value, list) else value,
         )
     return check_locks(
-        field_name, [_parse_lock(each, f"{field_name}[{at}]") for at, each in enumerate(value)]
+        field_name, [_parse_lock(lock, f"{field_name}[{at}]") for at, lock in enumerate(value)]
     )
 
 
@@ -291,8 +291,10 @@ class UrlParameters:
         """Return the parameter `partition`, such as `0,3`; empty if it is not given."""
         text = self._values.get("partition")
         return tuple(
-            check_partition(parse_integer(each), "query parameter partition", partition_count)
-            for each in (() if text is None else text.split(","))
+            check_partition(
+                parse_integer(number_text), "query parameter partition", partition_count
+            )
+            for number_text in (() if text is None else text.split(","))
         )
 
     def headers(self) -> tuple[int, ...]:
@@ -303,8 +305,8 @@ class UrlParameters:
         if len(parts) > HEADERS_MAX:
             raise RequestRejected(field_name, expected=f"at most {HEADERS_MAX} headers", found=text)
         return tuple(
-            check_integer(parse_integer(each), field_name, minimum=-limit, maximum=limit - 1)
-            for each in parts
+            check_integer(parse_integer(number_text), field_name, minimum=-limit, maximum=limit - 1)
+            for number_text in parts
         )
 
 

@@ -24,8 +24,7 @@ IN_FLIGHT_MAX: Final = 200
 
 
 class LegacyAppends:
-    """The rows of one partition on one connection. Methods return submissions that can be answered.
-    """
+    """The rows of one partition on one connection. Methods return the submissions to answer."""
 
     def __init__(self) -> None:
         self.waiting: deque[LegacyRow] = deque()
@@ -75,8 +74,7 @@ class LegacyAppends:
         return [*ended, row.submission] if row.on_committed(transaction_id) else ended
 
     def on_row_lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
-        """Record that a lock has rejected a row; `estimate` is from the server's answer (rule 3).
-        """
+        """Record that a lock has rejected a row; the server's answer has `estimate` (rule 3)."""
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
             row.estimate = estimate

@@ -91,11 +91,13 @@ class LegacyServerLink:
         for message in received:
             by_partition.setdefault(message.req_id.partition_id, []).append(message)
         effects: list[Effect] = []
-        for partition_id, each in by_partition.items():
+        for partition_id, messages_of_partition in by_partition.items():
             partition = self._partitions.get(partition_id)
             if partition is not None:
                 assert self._connection_sequence is not None
-                effects += partition.receive(each, self._connection_sequence, now_ms)
+                effects += partition.receive(
+                    messages_of_partition, self._connection_sequence, now_ms
+                )
                 self._update_wake_time(partition)
         return effects
 

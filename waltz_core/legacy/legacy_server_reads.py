@@ -79,8 +79,8 @@ class LegacyServerReads:
         """Close all idle feeds. A feed that is being read closes when this read ends."""
         self._is_closed = True
         for feeds in self._feeds.values():
-            for each in feeds:
-                each.close()
+            for feed in feeds:
+                feed.close()
 
     async def range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
         """Read a range of the log; empty if the log ends before it.
@@ -110,8 +110,8 @@ class LegacyServerReads:
         if query.header_values:
             last = query.first
         heads = [
-            RecordHeader(TransactionId(each), _UNKNOWN_REQ_ID, 0)
-            for each in range(query.first, last + 1)
+            RecordHeader(TransactionId(transaction_id), _UNKNOWN_REQ_ID, 0)
+            for transaction_id in range(query.first, last + 1)
         ]
         return await self._fetch_data(reader, query, heads, TransactionId(last))
 
@@ -135,10 +135,10 @@ class LegacyServerReads:
     async def _feed_at(self, reader: LinkToOwner, first: TransactionId) -> "HeaderFeed":
         """Return the feed that continues at a transaction, or a new feed."""
         feeds = self._feeds.setdefault(reader.partition_id, [])
-        for each in feeds:
-            if each.continues_at(reader.owner, first):
-                feeds.remove(each)
-                return each
+        for open_feed in feeds:
+            if open_feed.continues_at(reader.owner, first):
+                feeds.remove(open_feed)
+                return open_feed
         idle = self._idle_ids
         client_id = idle.pop() if idle else await self._client_ids.next_client_id()
         feed = HeaderFeed(reader.owner, reader.partition_id, client_id)

@@ -119,7 +119,7 @@ def split_into_rows(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     columns = (decoded.write_locks, decoded.read_locks, decoded.append_locks)
     rows = zip(
         marks,
-        *(_locks_of(each) for each in columns),
+        *(_locks_of(column) for column in columns),
         decoded.headers.tolist(),
         decoded.data.to_pylist(),
         decoded.crcs.tolist(),

@@ -497,11 +497,11 @@ class LegacyServerPartition:
         self._effects.append(CheckOwnership(self._partition_id, self._last_check_number))
 
     def _answer_submissions(self, submissions: Iterable[SubmissionRows]) -> None:
-        for each in submissions:
+        for submission in submissions:
             # All estimates are IDs of transactions in the log, even if the feed has not reached
             # them.
-            mark = max(self._mark, *each.conflicting)
-            self._pass_to_stream(each.result(TransactionId(mark)))
+            mark = max(self._mark, *submission.conflicting)
+            self._pass_to_stream(submission.result(TransactionId(mark)))
 
     # --- out
 

@@ -246,9 +246,9 @@ class LocalCluster:
         Raises:
             BadConfig: the cluster has no such member.
         """
-        for each in self._load_state().members:
-            if each.name == name:
-                return each
+        for candidate in self._load_state().members:
+            if candidate.name == name:
+                return candidate
         names = ", ".join(member.name for member in self._load_state().members)
         raise BadConfig(f"this cluster has no process {name!r}; its processes are {names}")
 
@@ -313,7 +313,7 @@ class LocalCluster:
         `waltz-core cluster add-storage` adds it to the cluster.
         """
         state = self._load_state()
-        number = sum(each.kind == "storage" for each in state.members) + 1
+        number = sum(member.kind == "storage" for member in state.members) + 1
         storage = Member(
             f"storage-{number}", *[self._reserve_free_port(state.ports) for _ in range(3)]
         )
@@ -489,8 +489,8 @@ class LocalCluster:
                 f"argument archive: the cluster in {self.directory} uses "
                 f"{state.archive_url}, which cannot be changed; found {url}"
             )
-        daemons = [each for each in self.members if each.kind != "zookeeper"]
-        running = [each.name for each in daemons if each.process() is not None]
+        daemons = [member for member in self.members if member.kind != "zookeeper"]
+        running = [member.name for member in daemons if member.process() is not None]
         if running:
             raise BadConfig(
                 "an archive can only be added while no storage and no server runs, but "
@@ -562,7 +562,7 @@ class LocalCluster:
         if base := self._load_state().port_base:
             return f"the cluster was created with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
-            is_known = any(each.process() is not None for each in self.zookeepers)
+            is_known = any(zookeeper.process() is not None for zookeeper in self.zookeepers)
             return "the other ZooKeeper servers are configured with that port" if is_known else ""
         if member.kind == "storage" and name != "http_port" and self._creation_marker.exists():
             return "the address of a storage is its identity"
@@ -711,15 +711,15 @@ class LocalCluster:
         starting would be reported as failed. Exceeding the deadline is not an error. Raises
         Unreachable if a member exits.
         """
-        waiting = [each for each in started if each.kind == "storage"]
-        waiting += [each for each in self.zookeepers if each.state == "up"]
+        waiting = [member for member in started if member.kind == "storage"]
+        waiting += [member for member in self.zookeepers if member.state == "up"]
         next_line = time.monotonic() + PROGRESS_INTERVAL_S
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
-                show_line(f"waiting for the end of {', '.join(each.name for each in waiting)}")
+                show_line(f"waiting for the end of {', '.join(member.name for member in waiting)}")
                 next_line += PROGRESS_INTERVAL_S
-            waiting = [each for each in waiting if not self._is_serving(each)]
+            waiting = [member for member in waiting if not self._is_serving(member)]
             time.sleep(0.05)
         self._check_alive(started)
 

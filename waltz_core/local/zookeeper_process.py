@@ -153,7 +153,7 @@ def java_environment() -> dict[str, str]:
 def check_port_is_free(config: Path) -> None:
     """Raise BadConfig if another program uses the port in a zoo.cfg."""
     lines = config.read_text(encoding="latin-1").splitlines()
-    values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
+    values = dict(line.partition("=")[::2] for line in lines if not line.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
     if port.isdecimal() and not ports.wait_until_free(int(port), host):
         raise BadConfig(f"{config}: another program uses port {port} of ZooKeeper")

@@ -74,16 +74,20 @@ class PartitionCondition:
     def engaged_replicas(self) -> list[ReplicaId]:
         """The replicas that are engaged in the newest session and whose storages are known."""
         states = self.replica_states
-        known_replicas = [each for each in states if each in self._cluster.storages]
+        known_replicas = [replica for replica in states if replica in self._cluster.storages]
         return [
-            each for each in known_replicas if states[each].closing_high_water_mark == UNRESOLVED
+            replica
+            for replica in known_replicas
+            if states[replica].closing_high_water_mark == UNRESOLVED
         ]
 
     @property
     def not_engaged_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that are not engaged in the newest session."""
         return [
-            each for each in self.assigned_replicas if each not in self.replicas.in_sync_replicas
+            replica
+            for replica in self.assigned_replicas
+            if replica not in self.replicas.in_sync_replicas
         ]
 
     @property
@@ -93,8 +97,7 @@ class PartitionCondition:
 
     @property
     def is_metadata_lost(self) -> bool:
-        """Whether ZooKeeper has lost the metadata: the marker is "open", but no replica is engaged.
-        """
+        """Whether ZooKeeper has lost the metadata: the marker is open, but no replica engaged."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_ever_opened
@@ -116,7 +119,7 @@ class PartitionCondition:
     @property
     def assigned_storages(self) -> list[StorageFacts]:
         """The storages to which the partition is assigned."""
-        return [self._cluster.storages[each] for each in self.assigned_replicas]
+        return [self._cluster.storages[address] for address in self.assigned_replicas]
 
     def replica_facts(self, address: ReplicaId) -> ReplicaFacts | None:
         """Return the report of a storage about its replica; None without a report."""
@@ -137,30 +140,30 @@ class PartitionCondition:
     @property
     def answering_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that answer."""
-        return [each for each in self.assigned_replicas if self.is_answering(each)]
+        return [replica for replica in self.assigned_replicas if self.is_answering(replica)]
 
     @property
     def suspect_replicas(self) -> list[ReplicaId]:
         """The engaged replicas that answer and are suspect."""
         return [
-            each
-            for each in self.engaged_replicas
-            if self.is_answering(each) and self.is_suspect(each)
+            replica
+            for replica in self.engaged_replicas
+            if self.is_answering(replica) and self.is_suspect(replica)
         ]
 
     @property
     def replicas_of_unknown_state(self) -> list[ReplicaId]:
         """The engaged replicas whose last acknowledged ID cannot be determined."""
         return [
-            each
-            for each in self.engaged_replicas
-            if not self.is_answering(each) or self.is_suspect(each)
+            replica
+            for replica in self.engaged_replicas
+            if not self.is_answering(replica) or self.is_suspect(replica)
         ]
 
     @property
     def has_no_trusted_quorum(self) -> bool:
         """Whether all engaged replicas answer, but too many are suspect to open a session."""
-        is_answered = all(self.is_answering(each) for each in self.engaged_replicas)
+        is_answered = all(self.is_answering(replica) for replica in self.engaged_replicas)
         return (
             is_answered
             and not self.has_open_session
@@ -170,5 +173,5 @@ class PartitionCondition:
     @property
     def last_id(self) -> int:
         """The highest ID in any assigned replica; -1 if no replica has reported records."""
-        replicas = [self.replica_facts(each) for each in self.assigned_replicas]
-        return max((each.last_id for each in replicas if each is not None), default=-1)
+        replicas = [self.replica_facts(replica) for replica in self.assigned_replicas]
+        return max((replica.last_id for replica in replicas if replica is not None), default=-1)

@@ -147,7 +147,7 @@ class _Diagnosis:
     def member_at(self, address: str) -> MemberFacts | None:
         """Return the process of the cluster on this machine at an address; None if unknown."""
         members = () if self.facts.local is None else self.facts.local.members
-        return next((each for each in members if each.address == address), None)
+        return next((member for member in members if member.address == address), None)
 
     def is_reported_down(self, address: str) -> bool:
         """Whether a finding reports that the process at an address does not run (rule 1)."""
@@ -185,10 +185,10 @@ class _Diagnosis:
 
     def _report_lost_cluster(self, local: LocalFacts) -> None:
         """Report that ZooKeeper no longer has the cluster of this machine."""
-        storages = [each for each in local.members if each.name.startswith("storage")]
+        storages = [member for member in local.members if member.name.startswith("storage")]
         directory = shlex.quote(local.directory)
         option_texts = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
-        option_texts += [f"--storage {each.address}:{each.admin_port}" for each in storages]
+        option_texts += [f"--storage {member.address}:{member.admin_port}" for member in storages]
         connect = f"--connect {self.connect}"
         rebuild = (
             f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(option_texts)}"
@@ -405,8 +405,8 @@ class _ClusterDiagnosis:
     def _check_disk_and_clock(self, storage: StorageFacts) -> None:
         """Report a disk that is full or will be full soon, and a wrong clock."""
         partition_ids = [
-            each
-            for each, names in self._cluster.assigned_replicas.items()
+            partition_id
+            for partition_id, names in self._cluster.assigned_replicas.items()
             if storage.address in names
         ]
         disk = storage.disk
@@ -537,8 +537,8 @@ class _ClusterDiagnosis:
 
     def _check_archive_lag(self, url: str, lags_s: Mapping[PartitionId, float]) -> None:
         partitions = self._cluster.partitions
-        if url and all(each.archived_mark is None for each in partitions.values()):
-            if any(each.unarchived_count for each in partitions.values()):
+        if url and all(partition.archived_mark is None for partition in partitions.values()):
+            if any(partition.unarchived_count for partition in partitions.values()):
                 option = "--archive-interval-ms 10000"
                 start = self._diagnosis.start_command_with_option(
                     "server", option, archive=shlex.quote(url)
@@ -566,7 +566,7 @@ class _ClusterDiagnosis:
                     / 1000
                 )
         for address, time_ms in times_ms.items():
-            other_times_ms = [each for name, each in times_ms.items() if name != address]
+            other_times_ms = [mean_ms for name, mean_ms in times_ms.items() if name != address]
             if (
                 not other_times_ms
                 or time_ms < SLOW_APPEND_MS_MIN
@@ -629,9 +629,9 @@ class _ClusterDiagnosis:
     def move_command(self, partition_id: PartitionId, owner: ServerFacts) -> str:
         """Return the command that moves a partition, or restarts the only server."""
         other_servers = [
-            each.address
-            for each in self._cluster.servers.values()
-            if each is not owner and not each.failure
+            server.address
+            for server in self._cluster.servers.values()
+            if server is not owner and not server.failure
         ]
         if not other_servers:
             return self._diagnosis.start_command("server", owner.address)
@@ -651,9 +651,11 @@ class _ClusterDiagnosis:
             f"--name {shlex.quote(cluster.name)} --cluster-key {cluster.cluster_key}",
             f"--partitions {cluster.partition_count} --replicas {replica_count or 'COUNT'}",
         ]
-        for each in self._cluster.storages.values():
-            option_texts.append(f"--storage {each.address}:{split_address(each.admin_address)[1]}")
-            group = self._cluster.storage_groups.get(each.address)
+        for storage in self._cluster.storages.values():
+            option_texts.append(
+                f"--storage {storage.address}:{split_address(storage.admin_address)[1]}"
+            )
+            group = self._cluster.storage_groups.get(storage.address)
             option_texts[-1] += "" if group is None else f":{group}"
         rebuild = (
             f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(option_texts)}"
@@ -722,8 +724,8 @@ class _PartitionDiagnosis:
                 )
 
     def _check_replica_count(self) -> None:
-        counts = [len(each) for each in self._cluster.assigned_replicas.values()]
-        usual_count = max(counts, key=lambda each: (counts.count(each), each))
+        counts = [len(replicas) for replicas in self._cluster.assigned_replicas.values()]
+        usual_count = max(counts, key=lambda replicas: (counts.count(replicas), replicas))
         count = len(self._condition.assigned_replicas)
         if count < usual_count:
             self._add_finding("too-few-replicas", count=count, usual=usual_count)
@@ -795,9 +797,9 @@ class _PartitionDiagnosis:
             # Do not propose to restart these processes: replicas that are offline, and logs that
             # cannot be opened, have their own findings.
             unavailable = [
-                each.address
-                for each in condition.assigned_storages
-                if each.failure and not self._cluster_diagnosis.is_starting(each)
+                storage.address
+                for storage in condition.assigned_storages
+                if storage.failure and not self._cluster_diagnosis.is_starting(storage)
             ]
             doctor = f"waltz-core doctor --connect {self._diagnosis.connect}"
             self._add_finding(
@@ -888,9 +890,9 @@ def _is_nearly_full(disk: DiskFacts) -> bool:
 def _ranges(partitions: Iterable[int]) -> str:
     """Return partitions as ranges, in the syntax of commands: 0-6,9."""
     runs: list[list[int]] = []
-    for each in sorted(partitions):
-        if runs and runs[-1][1] == each - 1:
-            runs[-1][1] = each
+    for partition_id in sorted(partitions):
+        if runs and runs[-1][1] == partition_id - 1:
+            runs[-1][1] = partition_id
         else:
-            runs.append([each, each])
+            runs.append([partition_id, partition_id])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

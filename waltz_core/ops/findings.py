@@ -490,7 +490,7 @@ def new_finding(name: str, subject: object, **fields: object) -> Finding:
     partition = fields.get("partition")
     number = partition if isinstance(partition, int) else None
     kind = FINDING_KINDS[name]
-    texts = {each: str(value) for each, value in fields.items()}
+    texts = {field_name: str(value) for field_name, value in fields.items()}
     sentence = kind.sentence.format_map(texts)
     return Finding(name, str(subject), sentence, kind.command.format_map(texts), number)
 

@@ -261,7 +261,7 @@ def columns_matching(name: str, columns: Sequence[str]) -> list[str]:
     """Return the column with this name, or else all columns whose names differ only in case."""
     if name in columns:
         return [name]
-    return [each for each in columns if each.lower() == name.lower()]
+    return [column for column in columns if column.lower() == name.lower()]
 
 
 def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
@@ -352,8 +352,8 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
     if not set(map(type, values)) <= {NoneType, float}:
         _check_types(values, float, int, Decimal)
         values = [
-            each if each is None or type(each) is float else _exact_float(each, kind)
-            for each in values
+            value if value is None or type(value) is float else _exact_float(value, kind)
+            for value in values
         ]
     numbers = pa.array(values, pa.float64())
     if kind == numbers.type:
@@ -379,8 +379,8 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
 
 def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     texts = [
-        each if each is None else _decimal_text(each)
-        for each in _check_types(values, str, int, Decimal)
+        value if value is None else _decimal_text(value)
+        for value in _check_types(values, str, int, Decimal)
     ]
     # Convert through a wider type, because Arrow's cast overflows for a text with too many digits
     # for 128 bits.
@@ -409,7 +409,7 @@ def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(texts, pa.string()).cast(kind)
     except pa.ArrowInvalid:
         microsecond_texts = [
-            each if each is None else _NANOSECONDS.sub(r"\1", each, 1) for each in texts
+            text if text is None else _NANOSECONDS.sub(r"\1", text, 1) for text in texts
         ]
         return pa.array(microsecond_texts, pa.string()).cast(kind)
 

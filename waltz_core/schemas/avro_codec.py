@@ -111,7 +111,7 @@ class AvroCodec:
         while isinstance(schema, str) and schema in self._named_types:
             schema = self._named_types[schema]
         is_record = isinstance(schema, dict) and schema["type"] == "record"
-        return tuple(each["name"] for each in schema["fields"]) if is_record else ()
+        return tuple(field["name"] for field in schema["fields"]) if is_record else ()
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
         """Encode a value.

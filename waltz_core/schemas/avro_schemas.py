@@ -215,7 +215,7 @@ class AvroSchemaCheck:
     def _check_enum(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
         name, _ = self._define_type(schema, namespace)
         symbols = schema.get("symbols")
-        if not isinstance(symbols, list) or not all(_is_name(each, _NAME) for each in symbols):
+        if not isinstance(symbols, list) or not all(_is_name(symbol, _NAME) for symbol in symbols):
             raise BadFormat(f"Avro schema: enum {name!r:.100} has no list of symbols")
         self._named_sizes[name] = size = _flat_size(1)
         return {"type": "enum", "name": name, "symbols": symbols}, size

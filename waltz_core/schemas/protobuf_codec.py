@@ -94,7 +94,10 @@ class ProtobufCodec:
         self._types = MessageTypes()
         self._classes: dict[tuple[int, ...], _MessageClass] = {}
         self._pool = descriptor_pool.DescriptorPool()
-        files = {each.name: _parse_file(each.text, each.name) for each in schema.references}
+        files = {
+            reference.name: _parse_file(reference.text, reference.name)
+            for reference in schema.references
+        }
         self._file = _parse_file(schema.text, f"schema-{schema.schema_id}.proto")
         try:
             self._add_file(self._file, files, set())
@@ -179,7 +182,7 @@ class ProtobufCodec:
         """Return the path to a message type in the file; raises BadConfig if it does not exist."""
         prefix = f"{self._file.package}." if self._file.package else ""
         waiting: list[tuple[str, Any, tuple[int, ...]]] = [
-            (prefix, each, (at,)) for at, each in enumerate(self._file.message_type)
+            (prefix, message_type, (at,)) for at, message_type in enumerate(self._file.message_type)
         ]
         known_names = []
         while waiting:
@@ -188,7 +191,10 @@ class ProtobufCodec:
             if full == name:
                 return path
             known_names.append(full)
-            waiting += [(f"{full}.", each, (*path, at)) for at, each in enumerate(kind.nested_type)]
+            waiting += [
+                (f"{full}.", message_type, (*path, at))
+                for at, message_type in enumerate(kind.nested_type)
+            ]
         raise BadConfig(
             f"schema {self._schema_id} has no message type {name!r}; it has "
             f"{first_names_text(sorted(known_names), 10)}"

@@ -210,7 +210,7 @@ class MessageReader:
             # For a map of messages, `items` would return copies of the keys only.
             return {key: self._single_value(part, field_value[key]) for key in field_value}
         if part.is_repeated:
-            return [self._single_value(part, each) for each in field_value]
+            return [self._single_value(part, element) for element in field_value]
         return self._single_value(part, field_value)
 
     def _single_value(self, part: MessageField, field_value: Any) -> Any:  # noqa: ANN401
@@ -319,10 +319,10 @@ class MessageBuilder:
                 raise mismatch_error("a list", field_value)
             target = getattr(message, part.name)
             if part.scalar_converter is not None:
-                target.extend([part.scalar_converter(each) for each in field_value])
+                target.extend([part.scalar_converter(element) for element in field_value])
             else:
-                for each in field_value:
-                    self.fill(target.add(), each)
+                for element in field_value:
+                    self.fill(target.add(), element)
         elif part.scalar_converter is not None:
             setattr(message, part.name, part.scalar_converter(field_value))
         else:
@@ -331,11 +331,11 @@ class MessageBuilder:
     def _set_map(self, target: Any, part: MessageField, key: Converter, field_value: Any) -> None:  # noqa: ANN401
         if not isinstance(field_value, dict):
             raise mismatch_error("a map", field_value)
-        for name, each in field_value.items():
+        for name, element in field_value.items():
             if part.scalar_converter is not None:
-                target[key(name)] = part.scalar_converter(each)
+                target[key(name)] = part.scalar_converter(element)
             else:
-                self.fill(target[key(name)], each)
+                self.fill(target[key(name)], element)
 
 
 def _write_timestamp(message: Message, value: Any) -> None:  # noqa: ANN401

@@ -172,7 +172,11 @@ class _SchemaLookup:
         schema_text = f"schema {schema_id} of the schema registry at {self._registry}"
         schemas_by_version: dict[tuple[str, int], NamedSchema | None] = {}
         self._collect_references(reply, schemas_by_version, schema_text)
-        references = tuple(each for each in schemas_by_version.values() if each is not None)
+        references = tuple(
+            referenced_schema
+            for referenced_schema in schemas_by_version.values()
+            if referenced_schema is not None
+        )
         return RegisteredSchema(
             schema_id, self._kind, self._schema_text(reply, schema_text), references
         )
@@ -183,8 +187,7 @@ class _SchemaLookup:
         schemas_by_version: dict[tuple[str, int], NamedSchema | None],
         location: str,
     ) -> None:
-        """Add the schemas to which a schema refers; each follows the schemas that it needs itself.
-        """
+        """Add the schemas to which a schema refers; each follows the schemas that it needs."""
         for name, subject, version in _parse_references(reply, location):
             key = (subject, version)
             if key in schemas_by_version:
@@ -235,8 +238,8 @@ def _parse_references(reply: dict[str, Any], location: str) -> list[tuple[str, s
     if not isinstance(given, list):
         raise BadFormat(f"{location}: expected a list of references, found {type(given).__name__}")
     references = []
-    for each in given:
-        fields = each if isinstance(each, dict) else {}
+    for reference in given:
+        fields = reference if isinstance(reference, dict) else {}
         name, subject, version = (fields.get(key) for key in ("name", "subject", "version"))
         if not isinstance(name, str) or not isinstance(subject, str) or type(version) is not int:
             raise BadFormat(f"{location}: expected references with name, subject and version")

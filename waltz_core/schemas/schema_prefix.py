@@ -64,7 +64,7 @@ def encode_message_indexes(path: Sequence[int]) -> bytes:
     assert path
     if tuple(path) == FIRST_MESSAGE_PATH:
         return b"\0"
-    return b"".join(_encode_varint(each << 1) for each in (len(path), *path))
+    return b"".join(_encode_varint(number << 1) for number in (len(path), *path))
 
 
 def split_message_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
@@ -99,11 +99,11 @@ def _encode_varint(value: int) -> bytes:
 def _read_varint(body: bytes, at: int) -> tuple[int, int]:
     """Decode the zigzag varint at an offset; return it, and the offset after it."""
     value = 0
-    for each in range(_VARINT_BYTES_MAX):
-        if at + each >= len(body):
+    for byte_index in range(_VARINT_BYTES_MAX):
+        if at + byte_index >= len(body):
             raise BadFormat("the message indexes are truncated")
-        byte = body[at + each]
-        value |= (byte & 0x7F) << (7 * each)
+        byte = body[at + byte_index]
+        value |= (byte & 0x7F) << (7 * byte_index)
         if not byte & 0x80:
-            return (value >> 1) ^ -(value & 1), at + each + 1
+            return (value >> 1) ^ -(value & 1), at + byte_index + 1
     raise BadFormat(f"a message index has over {_VARINT_BYTES_MAX} bytes")

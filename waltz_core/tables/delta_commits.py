@@ -51,16 +51,18 @@ def find_newest_commit(
     Returns:
         None if `commits` contains no commit of the follower, or if older commits must be read, too.
     """
-    other_commits = [each.as_other_commit() for each in commits]
+    other_commits = [commit.as_other_commit() for commit in commits]
     own_indexes = [
-        at for at, each in enumerate(other_commits) if each.follower == follower.follower
+        at for at, commit in enumerate(other_commits) if commit.follower == follower.follower
     ]
     if not own_indexes or (len(own_indexes) == 1 and not is_complete):
         return None
     commits_to_check = other_commits[: own_indexes[0]]
     if len(own_indexes) > 1:
         between = other_commits[own_indexes[0] + 1 : own_indexes[1]]
-        commits_to_check += [each for each in between if each.follower or each.is_replacement]
+        commits_to_check += [
+            commit for commit in between if commit.follower or commit.is_replacement
+        ]
     metadata = commits[own_indexes[0]].metadata
     assert metadata is not None, "it has the name of the follower"
     return metadata, commits_to_check

@@ -138,7 +138,7 @@ def _one_line_cause(text: str) -> str:
     if answer := _STORE_ANSWER.search(text):
         status, code = answer.groups()
         reasons = [code, *_ANSWER_TEXT.findall(text)[:1]]
-        reasons_text = ": ".join(each for each in reasons if each)
+        reasons_text = ": ".join(reason for reason in reasons if reason)
         return f"the object store answers {status}{f' ({reasons_text})' * bool(reasons_text)}"
     line = " ".join(_STACK.split(_PREFIXES.sub("", text, 1))[0].split())
     return line.replace(" ↳ ", ": ")[:300].rstrip(". ")

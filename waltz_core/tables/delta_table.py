@@ -224,7 +224,10 @@ class FollowedDeltaTable:
             _quote_name(name): f"source.{_quote_name(name)}" for name in source.schema.names[:-1]
         }
         is_deleted = f"source.{_quote_name(DELETED)}"
-        is_key = (f"target.{each} = source.{each}" for each in map(_quote_name, self._key))
+        is_key = (
+            f"target.{quoted_name} = source.{quoted_name}"
+            for quoted_name in map(_quote_name, self._key)
+        )
         merge = table.merge(
             source,
             predicate=" AND ".join(is_key),
@@ -322,7 +325,9 @@ def _check_partition_values(table: DeltaTable, rows: ArrowTable) -> None:
             continue
         row = pc.index(rows[name], pa.scalar("", rows.schema.field(name).type)).as_py()
         if row >= 0:
-            partition, transaction = (rows[each][row].as_py() for each in _POSITION_COLUMNS)
+            partition, transaction = (
+                rows[position_column][row].as_py() for position_column in _POSITION_COLUMNS
+            )
             raise BadRequest(
                 f"partition {partition}, transaction {transaction}: expected null or a text that "
                 f"is not empty in partition column {name!r} of the table, found ''. Hint: use a "

@@ -60,11 +60,12 @@ class LogStateReader:
         """
         self.replica_sets = self._client.replica_sets(linearizable=True)
         first_ids = {
-            partition: int(each.archived.first) if each.archived else 0
-            for partition, each in self.replica_sets.items()
+            partition: int(replica_set.archived.first) if replica_set.archived else 0
+            for partition, replica_set in self.replica_sets.items()
         }
         marks = {
-            partition: int(each.high_water_mark) for partition, each in self.replica_sets.items()
+            partition: int(replica_set.high_water_mark)
+            for partition, replica_set in self.replica_sets.items()
         }
         return LogState(marks, first_ids)
 
@@ -196,11 +197,11 @@ class ClientFollowedLog:
     ) -> None:
         self._client, self._state_reader = client, state_reader
         self._tables = list(tables)
-        range_forms = {each.form for each in tables}
+        range_forms = {table.form for table in tables}
         self._form = RangeForm.WHOLE if RangeForm.WHOLE in range_forms else RangeForm.HEADERS
         self._headers: tuple[int, ...] = ()
-        if all(each.headers for each in tables):
-            self._headers = tuple(sorted({header for each in tables for header in each.headers}))
+        if all(table.headers for table in tables):
+            self._headers = tuple(sorted({header for table in tables for header in table.headers}))
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs; raises Unavailable."""
@@ -219,7 +220,7 @@ class ClientFollowedLog:
             BeforeLogStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        changes_by_table = [each.empty_changes() for each in self._tables]
+        changes_by_table = [followed_table.empty_changes() for followed_table in self._tables]
         for part in self._read_parts(starts, ends):
             for at, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
                 changes_by_table[at] = table.add_part(changes_by_table[at], part, start)
@@ -318,7 +319,7 @@ def add_changes_inferring_columns(
     if not part.num_rows:
         return changes
     reserved = (*LOG_COLUMNS, DELETED)
-    known_columns = pa.schema([each for each in changes.schema if each.name not in reserved])
+    known_columns = pa.schema([field for field in changes.schema if field.name not in reserved])
     rows = with_inferred_columns(part, known_columns, data_format)
     known_columns = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
     if missing := [name for name in rules.key if name not in known_columns.names]:

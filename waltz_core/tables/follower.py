@@ -240,8 +240,7 @@ class TableProgress(Generic[ChangesT]):
 
     @property
     def is_commit_due(self) -> bool:
-        """Whether to commit marks alone: they have advanced, and the last commit is old (rule 3).
-        """
+        """Whether to commit marks alone: they have advanced, the last commit is old (rule 3)."""
         return self.has_moved and self._clock_s() - self._committed_s >= MARKS_COMMIT_S
 
     def read(self, log: FollowedLog[ChangesT]) -> bool:
@@ -258,7 +257,9 @@ class TableProgress(Generic[ChangesT]):
 
         If the table already has the whole batch, no commit is necessary.
         """
-        marks = {each: max(mark, self.marks.get(each, mark)) for each, mark in end.items()}
+        marks = {
+            partition: max(mark, self.marks.get(partition, mark)) for partition, mark in end.items()
+        }
         return marks == self.marks or self._try_step(lambda: self._commit(changes, marks))
 
     def finish(self, *, is_end: bool) -> bool:
@@ -338,7 +339,9 @@ class TableProgress(Generic[ChangesT]):
         """
         log = followed.state()
         if not self._given_marks:
-            start_marks = {each: log.first_available_ids.get(each, 0) - 1 for each in log.marks}
+            start_marks = {
+                partition: log.first_available_ids.get(partition, 0) - 1 for partition in log.marks
+            }
             return self._follower._replace(marks=start_marks)
         if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
@@ -353,15 +356,15 @@ class TableProgress(Generic[ChangesT]):
     def _check_other_commits(self, other_commits: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
         check_other_commits(other_commits, self._follower)
-        for each in sorted(other_commits):
-            if each.version not in self._warned_versions and not each.is_maintenance:
+        for commit in sorted(other_commits):
+            if commit.version not in self._warned_versions and not commit.is_maintenance:
                 _log.warning(
                     "follow.foreign_commit table=%s version=%d operation=%s",
                     self._location,
-                    each.version,
-                    each.operation,
+                    commit.version,
+                    commit.operation,
                 )
-        self._warned_versions = {each.version for each in other_commits}
+        self._warned_versions = {commit.version for commit in other_commits}
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
@@ -434,7 +437,7 @@ class Follower(Generic[ChangesT]):
         while True:
             try:
                 if self._apply_next(until):
-                    return [each.stored_marks for each in self._tables]
+                    return [table.stored_marks for table in self._tables]
             except Unavailable as error:
                 if until is not None:
                     raise
@@ -443,30 +446,31 @@ class Follower(Generic[ChangesT]):
 
     def _apply_next(self, until: MarkMap | None) -> bool:
         """Apply the next batch, or commit marks alone; return whether the follower has ended."""
-        if not all(each.read(self._log) for each in self._tables):
+        if not all(table.read(self._log) for table in self._tables):
             return False
         end = self._next_batch_end(until)
         if end is not None:
             before_first = int(BEFORE_FIRST)
             starts = [
-                {part: each.marks.get(part, before_first) for part in end} for each in self._tables
+                {part: table.marks.get(part, before_first) for part in end}
+                for table in self._tables
             ]
             changes_by_table = self._log.changes(starts, end)
             done = [
-                each.commit(changes, end)
-                for each, changes in zip(self._tables, changes_by_table, strict=True)
+                table.commit(changes, end)
+                for table, changes in zip(self._tables, changes_by_table, strict=True)
             ]
             self._is_pause_due &= all(done)
             return False
         is_end = until is not None
-        return all(each.finish(is_end=is_end) for each in self._tables) and is_end
+        return all(table.finish(is_end=is_end) for table in self._tables) and is_end
 
     def _next_batch_end(self, until: MarkMap | None) -> dict[int, int] | None:
         """Wait for the next batch; return its end, None if marks are due or the end is reached."""
         while True:
             log = self._log.state()
-            for each in self._tables:
-                each.check(log)
+            for table in self._tables:
+                table.check(log)
             starts = self._lowest_marks(log)
             ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
             self._report_progress(starts, ends)
@@ -477,7 +481,7 @@ class Follower(Generic[ChangesT]):
                 self._is_pause_due = until is None and end == ends
                 return end
             if end == starts and (
-                until is not None or any(each.is_commit_due for each in self._tables)
+                until is not None or any(table.is_commit_due for table in self._tables)
             ):
                 return None
             self._is_pause_due = False
@@ -487,7 +491,7 @@ class Follower(Generic[ChangesT]):
         """Return the lowest marks of all tables, from which the next batch is read (rule 6)."""
         before_first = int(BEFORE_FIRST)
         return {
-            partition: min(each.marks.get(partition, before_first) for each in self._tables)
+            partition: min(table.marks.get(partition, before_first) for table in self._tables)
             for partition in log.marks
         }
 
@@ -523,9 +527,9 @@ def check_other_commits(other_commits: Sequence[OtherCommit], follower: TableMar
     Raises:
         BadFormat: a commit replaces the rows of the table, or belongs to another follower.
     """
-    for each in other_commits:
-        version, operation, name = each
-        if each.is_replacement:
+    for commit in other_commits:
+        version, operation, name = commit
+        if commit.is_replacement:
             raise BadFormat(
                 f"version {version} of the table is a {operation.upper()} after the last commit "
                 f"of follower {follower.follower!r}, so the rows do not match the marks any "
@@ -544,8 +548,10 @@ def _limit_ends(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]
     """Limit the ends of the log to `until`, but not below the table marks."""
     before_first = int(BEFORE_FIRST)
     return {
-        each: min(end, max(until.get(each, before_first), marks.get(each, before_first)))
-        for each, end in ends.items()
+        partition: min(
+            end, max(until.get(partition, before_first), marks.get(partition, before_first))
+        )
+        for partition, end in ends.items()
     }
 
 

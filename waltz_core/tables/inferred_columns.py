@@ -112,7 +112,8 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
 def field_count(types: Iterable[ArrowType]) -> int:
     """Return the number of columns with these types, including the fields in them (rule 5)."""
     return sum(
-        1 + field_count(kind.field(each).type for each in range(kind.num_fields)) for kind in types
+        1 + field_count(kind.field(child_index).type for child_index in range(kind.num_fields))
+        for kind in types
     )
 
 
@@ -146,9 +147,9 @@ def _widen_list(known_type: ArrowType | None, value: list[Any], path: str, level
     if known_type is not None and not pa.types.is_list(known_type):
         raise _Mismatch(path, _type_text(known_type), "a list")
     item = None if known_type is None else known_type.value_type
-    for each in value:
-        if each is not None:
-            item = _widen_type(item, each, f"{path}[]", level + 1)
+    for element in value:
+        if element is not None:
+            item = _widen_type(item, element, f"{path}[]", level + 1)
     if item is None:
         raise _Mismatch(path, "a value", "a list without elements, so that their type is unknown")
     return pa.list_(item)
@@ -160,11 +161,11 @@ def _widen_struct(
     if known_type is not None and not pa.types.is_struct(known_type):
         raise _Mismatch(path, _type_text(known_type), "a map")
     fields = {} if known_type is None else {part.name: part.type for part in known_type}
-    for name, each in value.items():
+    for name, field_value in value.items():
         if not isinstance(name, str):
             raise _Mismatch(path, "text as key of a map", repr(name))
-        if each is not None:
-            fields[name] = _widen_type(fields.get(name), each, f"{path}.{name}", level + 1)
+        if field_value is not None:
+            fields[name] = _widen_type(fields.get(name), field_value, f"{path}.{name}", level + 1)
     if not fields:
         raise _Mismatch(path, "a value", "a map without entries, so that their types are unknown")
     return pa.struct(list(fields.items()))

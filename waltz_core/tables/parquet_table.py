@@ -95,7 +95,7 @@ class FollowedParquetTable:
         """Return the columns of the newest file, without the position columns."""
         with self._translate_errors():
             return pa.schema(
-                [each for each in self._stored_schema() if each.name not in _POSITION_COLUMNS]
+                [field for field in self._stored_schema() if field.name not in _POSITION_COLUMNS]
             )
 
     def create(self, start: TableMarks) -> None:
@@ -108,7 +108,9 @@ class FollowedParquetTable:
         with self._translate_errors():
             own_prefixes = (f"{_WRITING_FOLDER}/", f"{_REMOVED_FOLDER}/")
             other_files = [
-                each for each in self._all_file_names() if not each.startswith(own_prefixes)
+                file_name
+                for file_name in self._all_file_names()
+                if not file_name.startswith(own_prefixes)
             ]
         if other_files and not any(map(_COMPLETE_BATCH.fullmatch, other_files)):
             raise BadConfig(

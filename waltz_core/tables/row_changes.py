@@ -390,12 +390,16 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     names = result.schema.names
     if len(set(names)) < len(names):
         raise _bad_result_error(name, rows, "different names of columns", str(names))
-    for each in _POSITION:
-        kind = rows.schema.field(each).type
-        if each not in names or result[each].type != kind:
-            found_text = result[each].type if each in names else f"the columns {_names_text(names)}"
+    for position_column in _POSITION:
+        kind = rows.schema.field(position_column).type
+        if position_column not in names or result[position_column].type != kind:
+            found_text = (
+                result[position_column].type
+                if position_column in names
+                else f"the columns {_names_text(names)}"
+            )
             raise _bad_result_error(
-                name, rows, f"a column {each!r} of type {kind}", str(found_text)
+                name, rows, f"a column {position_column!r} of type {kind}", str(found_text)
             )
     if DELETED not in names:
         return result.append_column(_DELETED_FIELD, pa.array(np.zeros(len(result), dtype=np.bool_)))
@@ -407,7 +411,7 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
 
 def _check_transactions(name: str, result: ArrowTable, rows: ArrowTable) -> None:
     """Check that all changes belong to transactions that the function has received."""
-    if any(result[each].null_count for each in _POSITION):
+    if any(result[position_column].null_count for position_column in _POSITION):
         raise _bad_result_error(name, rows, f"{' and '.join(_POSITION)} in each row", "a null")
     unknown_rows = result.select(_POSITION).join(
         rows.select(_POSITION), list(_POSITION), join_type="left anti"
@@ -449,7 +453,7 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     # Arrow's sort is stable, so changes of one transaction keep their order.
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
     # Rename the key columns, because their names may collide with those of this function.
-    keys = {f"key{each}": ordered[name] for each, name in enumerate(key)}
+    keys = {f"key{key_index}": ordered[name] for key_index, name in enumerate(key)}
     row_number = pa.array(np.arange(ordered.num_rows))
     narrow = pa.table({**keys, "row_number": row_number, "partition": ordered["partition"]})
     groups = narrow.group_by(list(keys), use_threads=False).aggregate(
@@ -522,7 +526,7 @@ def add_changes(last: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> Arrow
 
 
 def _two_partitions_error(changes: ArrowTable, group: ArrowTable, key: Sequence[str]) -> BadRequest:
-    values = {name: group[f"key{each}"][0] for each, name in enumerate(key)}
+    values = {name: group[f"key{key_index}"][0] for key_index, name in enumerate(key)}
     has_key = np.ones(changes.num_rows, dtype=np.bool_)
     for name, value in values.items():
         has_key &= pc.equal(changes[name], value).to_numpy()

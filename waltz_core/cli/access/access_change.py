@@ -229,7 +229,9 @@ async def read_revision_use(
     use = RevisionUse(was_revision_published=await coordinator.permissions.was_revision_published())
     servers = await coordinator.read_latest_servers()
     daemons = {**_registered_server_texts(servers), **await _storage_texts(coordinator)}
-    unregistered = {server_node_name(each): f"server {each}" for each in servers.absent}
+    unregistered = {
+        server_node_name(server_id): f"server {server_id}" for server_id in servers.absent
+    }
     for name, text in {**unregistered, **(servers_before or {}), **daemons}.items():
         used_revision = published.get(name)
         if used_revision is None and name not in daemons:
@@ -259,23 +261,26 @@ async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:
 
 def _registered_server_texts(view: ServersView) -> dict[str, str]:
     """Return the registered servers as texts, by the name of their applied revision."""
-    return {server_node_name(key): f"server {each.address}" for key, each in view.servers.items()}
+    return {
+        server_node_name(key): f"server {descriptor.address}"
+        for key, descriptor in view.servers.items()
+    }
 
 
 async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
     """Return the storages with replicas as texts, by the name of their applied revision."""
     partitions_by_storage = (await coordinator.read_replica_assignment()).partitions
     return {
-        storage_node_name(each): f"storage {each}"
-        for each, partitions in partitions_by_storage.items()
+        storage_node_name(address): f"storage {address}"
+        for address, partitions in partitions_by_storage.items()
         if partitions
     }
 
 
 def _print_change(result: AccessResult) -> None:
     change = result.change
-    for each in result.notes:
-        print_error(each)
+    for note in result.notes:
+        print_error(note)
     if change.before is not None and change.before.revision == change.after.revision:
         print_result(f"nothing to change; the permissions stay at revision {change.after.revision}")
     else:

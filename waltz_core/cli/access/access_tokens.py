@@ -80,7 +80,7 @@ async def token_create(
         f"{time_text(expires_ms)}"
     )
     values = {"token_id": token.token_id, "principal": principal, "expires_ms": expires_ms}
-    return AccessResult(change, summary, tuple(each.format(principal) for each in notes), values)
+    return AccessResult(change, summary, tuple(note.format(principal) for note in notes), values)
 
 
 token_create.help_details = (
@@ -112,7 +112,7 @@ async def _create_token(
 
 def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
     return any(
-        changes.granted_partitions(permissions, principal, each, count) for each in AccessVerb
+        changes.granted_partitions(permissions, principal, verb, count) for verb in AccessVerb
     )
 
 

@@ -94,7 +94,7 @@ async def expire(
     ):
         partition_ids = None if partition is None else [partition]
         sets = await client.replica_sets(partition_ids)
-        archived = {number: each.archived for number, each in sets.items() if each.archived}
+        archived = {number: state.archived for number, state in sets.items() if state.archived}
         for number in sorted(sets.keys() - archived.keys()):
             print_error(f"partition {number}: no transaction is archived")
         if yes and archived:

@@ -113,7 +113,9 @@ async def _query_cluster(coordinator: Coordinator) -> ClusterFacts:
 
 def archive_url_in(facts: ClusterFacts) -> str:
     """Return the URL that the storages report, or ""; raises BadConfig if their URLs differ."""
-    urls = {each.archive.url for each in facts.storages.values() if each.archive is not None}
+    urls = {
+        storage.archive.url for storage in facts.storages.values() if storage.archive is not None
+    }
     if len(urls) > 1:
         raise BadConfig(
             f"the storages have different settings archive_url: {', '.join(sorted(urls))}. "

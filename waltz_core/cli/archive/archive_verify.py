@@ -105,16 +105,16 @@ async def verify(  # noqa: PLR0913 - one for each option
             results[number] = await _verify_partition(
                 coordinator, PartitionId(number), check, show, repairs=repair
             )
-        if repair and any(each["problems"] for each in results.values()):
+        if repair and any(result["problems"] for result in results.values()):
             async with audit_change(coordinator), AsyncWaltzClient.connect(connect) as client:
                 for number, row in results.items():
                     for problem in row["problems"]:
                         await _repair_object(client, PartitionId(number), problem, show)
     has_problem = any(
-        not problem["is_repaired"] for each in results.values() for problem in each["problems"]
+        not problem["is_repaired"] for result in results.values() for problem in result["problems"]
     )
     is_range = first > 0 or last is not None
-    is_range_absent = is_range and all(each["last"] is None for each in results.values())
+    is_range_absent = is_range and all(result["last"] is None for result in results.values())
     has_passed = not (has_problem or is_range_absent)
     if as_json:
         print_json({"passed": has_passed, "archive": url, "partitions": results})
@@ -184,8 +184,12 @@ async def _verify_partition(
         "objects": check.object_count,
         "bytes": check.byte_count,
         "problems": [
-            {**each._asdict(), "is_repaired": False, "action": _action_text(each, repairs=repairs)}
-            for each in check.bad_files
+            {
+                **bad_file._asdict(),
+                "is_repaired": False,
+                "action": _action_text(bad_file, repairs=repairs),
+            }
+            for bad_file in check.bad_files
         ],
     }
 
@@ -283,8 +287,8 @@ class _PartitionCheck(NamedTuple):
                 else:
                     check.note_missing_file(error)
                 is_continued = is_begun
-            for each in check.bad_files[shown_count:]:
-                self._show_problem(each)
+            for bad_file in check.bad_files[shown_count:]:
+                self._show_problem(bad_file)
             shown_count = len(check.bad_files)
             if not is_continued:
                 return

@@ -112,7 +112,7 @@ async def take_backup(
     client_id = await coordinator.last_client_id()
     issued_client_id = await coordinator.issued_ids.read_last_id()
     numbers = [PartitionId(number) for number in range(cluster.params.partition_count)]
-    views = [await coordinator.read_partition(each) for each in numbers]
+    views = [await coordinator.read_partition(partition_number) for partition_number in numbers]
     partitions: list[PartitionBackup] = []
     for number, view in zip(numbers, views, strict=True):
         manifest = None

@@ -224,7 +224,10 @@ class CheckCallbacks(AsyncCallbacks):
 
     async def wait_until_reached(self, ends: Mapping[int, int]) -> None:
         """Wait until the transactions up to `ends` were checked, or a feed has ended."""
-        while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
+        while (
+            any(self.marks[partition] < end for partition, end in ends.items())
+            and not self.is_stopped
+        ):
             self._progress_event.clear()
             await self._progress_event.wait()
 
@@ -259,7 +262,7 @@ async def validate(options: CheckOptions) -> int:
         for _ in range(options.clients - 1):
             next_client = AsyncWaltzClient.connect(options.connect)
             clients.append(await stack.enter_async_context(next_client))
-        starts = {each: await first.high_water_mark(each) for each in partitions}
+        starts = {partition: await first.high_water_mark(partition) for partition in partitions}
         checks = [CheckCallbacks(starts) for _ in clients]
         written = WrittenTransactions(options.clients * options.transactions)
 
@@ -275,7 +278,8 @@ async def validate(options: CheckOptions) -> int:
         )
     error_texts = list(dict.fromkeys(fault for check in checks for fault in check.errors))
     foreign_count = (
-        sum(end - starts[each] for each, end in written.last_ids.items()) - written.written_count
+        sum(end - starts[partition] for partition, end in written.last_ids.items())
+        - written.written_count
     )
     if foreign_count:
         error_texts.append(
@@ -299,7 +303,7 @@ async def produce(options: CheckOptions) -> int:
     """Append the transactions of one client, for `consume` to check."""
     async with AsyncWaltzClient.connect(options.connect) as client:
         partitions = _partitions_of(options, client)
-        starts = {each: await client.high_water_mark(each) for each in partitions}
+        starts = {partition: await client.high_water_mark(partition) for partition in partitions}
         written = WrittenTransactions(options.transactions)
         await _run_with_timeout(
             options, _append_with_all([client], options, written), lambda: str(written)
@@ -326,16 +330,16 @@ async def consume(options: CheckOptions) -> int:
         partitions = _partitions_of(options, client)
         first: int | None = options.first
         starts = {
-            each: await client.high_water_mark(each)
+            partition: await client.high_water_mark(partition)
             if first is None
             else high_water_mark_before(first)
-            for each in partitions
+            for partition in partitions
         }
         expected_count: int = options.transactions
         check = CheckCallbacks(starts, expected_count)
         if not options.as_json:
             starts_text = ", ".join(
-                f"{each} from transaction {mark + 1}" for each, mark in starts.items()
+                f"{partition} from transaction {mark + 1}" for partition, mark in starts.items()
             )
             print_error(f"checking {expected_count} transactions of partitions {starts_text}")
 
@@ -398,14 +402,19 @@ async def _run_with_timeout(
 def _received_text(checks: list[CheckCallbacks], written: WrittenTransactions) -> str:
     """Return a text with the number of clients that have received all transactions."""
     has_received = [
-        all(check.marks[each] >= end for each, end in written.last_ids.items()) for check in checks
+        all(check.marks[partition] >= end for partition, end in written.last_ids.items())
+        for check in checks
     ]
     return f"{sum(has_received)} of {len(checks)} clients have received all transactions"
 
 
 def _new_id_ranges(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
     """Return the first and the last new ID of each partition that has new IDs."""
-    return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
+    return {
+        partition: [starts[partition] + 1, end]
+        for partition, end in ends.items()
+        if end > starts[partition]
+    }
 
 
 def _print_result(

@@ -191,10 +191,8 @@ def read(
                     f"{partition}, found {first}"
                 )
         for chunk in _read_chunks(client, partition, first, last):
-            for each in chunk.rows():
-                _print_transaction(
-                    int(each.transaction_id), each.header, each.data, as_json=as_json
-                )
+            for row in chunk.rows():
+                _print_transaction(int(row.transaction_id), row.header, row.data, as_json=as_json)
     return 0
 
 

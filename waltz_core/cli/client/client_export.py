@@ -179,7 +179,7 @@ def _flatten(table: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
     for index, part in enumerate(table.schema):
         if pa.types.is_binary(part.type):
             texts = [
-                None if each is None else to_one_line(each) for each in table[index].to_pylist()
+                None if value is None else to_one_line(value) for value in table[index].to_pylist()
             ]
             table = table.set_column(index, part.name, pa.array(texts, pa.string()))
     return table

@@ -316,12 +316,14 @@ def _marks_before_time(
 def _print_marks(options: FollowOptions, marks_by_location: Mapping[str, TableMarks]) -> int:
     if options.as_json:
         marks = {
-            location: {"marks": {str(part): mark for part, mark in sorted(each.marks.items())}}
-            for location, each in marks_by_location.items()
+            location: {
+                "marks": {str(part): mark for part, mark in sorted(table_marks.marks.items())}
+            }
+            for location, table_marks in marks_by_location.items()
         }
         print_json({"tables": marks} if options.table is None else marks[options.table])
         return 0
-    for location, each in marks_by_location.items():
-        marks_text = ",".join(f"{part}:{mark}" for part, mark in sorted(each.marks.items()))
+    for location, table_marks in marks_by_location.items():
+        marks_text = ",".join(f"{part}:{mark}" for part, mark in sorted(table_marks.marks.items()))
         print_error(f"table {location} contains the log up to the marks {marks_text}")
     return 0

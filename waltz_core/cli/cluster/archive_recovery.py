@@ -131,12 +131,14 @@ class ArchiveRecovery:
             if problem:
                 problems.append(f"{name}: {problem}")
                 continue
-            for each in problems:
+            for problem_text in problems:
                 self._on_skipped(
-                    f"partition {log.partition_id}: a newer manifest is ignored: {each}"
+                    f"partition {log.partition_id}: a newer manifest is ignored: {problem_text}"
                 )
             return candidate.mark
-        replica, start = max(log.replica_start_ids.items(), key=lambda each: each[1])
+        replica, start = max(
+            log.replica_start_ids.items(), key=lambda problem_text: problem_text[1]
+        )
         if not names and start == BEFORE_FIRST:
             return None
         found_text = (
@@ -202,7 +204,7 @@ class ArchiveRecovery:
                 f"expected chain hash {manifest.chain.hex()} at its end, found "
                 f"{entries[-1].chain.hex()}"
             )
-        available = [each for each in entries if each.last >= manifest.first]
+        available = [entry for entry in entries if entry.last >= manifest.first]
         mark = ArchivedMark(
             manifest.last,
             manifest.chain,

@@ -74,12 +74,12 @@ async def _check_all_servers(
         else:
             checks = connection_checks_of_server(address, storages, dict(answer.reachable))
         done.append(address)
-        waiting_for = ", ".join(each for each in servers if each not in done)
+        waiting_for = ", ".join(server for server in servers if server not in done)
         line.show(len(done), len(servers), f"waiting for {waiting_for}")
         return checks
 
     async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(check_server(each), name=each) for each in servers]
+        started = [tasks.create_task(check_server(server), name=server) for server in servers]
     return [check for task in started for check in task.result()]
 
 

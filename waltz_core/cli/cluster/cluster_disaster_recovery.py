@@ -93,7 +93,7 @@ class _ReplicaAnswers:
 
     @property
     def logs(self) -> dict[ReplicaId, ReportedLog]:
-        return {each: reported_log(answer) for each, answer in self.prepared.items()}
+        return {replica: reported_log(answer) for replica, answer in self.prepared.items()}
 
     def close(self) -> None:
         for link in self.connections.values():
@@ -250,9 +250,9 @@ def _check_is_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> Non
     if answers.is_zookeeper_rolled_back or rebuilding.is_undecided(metadata, marker):
         return
     trusted = [
-        each
-        for each, log in answers.logs.items()
-        if each in metadata.states and not log.is_suspect and not log.is_damaged
+        replica
+        for replica, log in answers.logs.items()
+        if replica in metadata.states and not log.is_suspect and not log.is_damaged
     ]
     count = len(metadata.states)
     quorum = count // 2 + 1
@@ -291,14 +291,14 @@ def _show_replicas(
 ) -> None:
     rows: list[tuple[object, ...]] = [
         (
-            each,
+            replica,
             log.last_session,
             log.last_synced_id,
             "suspect" if log.is_suspect else "damaged" if log.is_damaged else "-",
         )
-        for each, log in logs.items()
+        for replica, log in logs.items()
     ]
-    rows += [(each, "-", "-", "no answer") for each in unanswered]
+    rows += [(replica, "-", "-", "no answer") for replica in unanswered]
     print_table(("replica", "last session", "last ID", "problem"), rows)
 
 
@@ -329,8 +329,8 @@ async def _declare_chosen_log(
 ) -> tuple[ReplicaId, ...]:
     """Make one replica's log the log of the partition; the others copy the missing records."""
     session_id, logs = answers.session.session_id, answers.logs
-    ranked_replicas = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
-    members = (chosen_replica, *(each for each in ranked_replicas if each != chosen_replica))
+    ranked_replicas = sorted(logs, key=lambda member: logs[member].rank, reverse=True)
+    members = (chosen_replica, *(member for member in ranked_replicas if member != chosen_replica))
     decision = RebuildDecision(
         partition_id, chosen_replica, logs[chosen_replica], members
     ).with_log_session(session_id)
@@ -473,13 +473,13 @@ rebuild_metadata.help_details = (
 
 
 async def _rebuild_cluster(command: ChangeCommand, former: FormerCluster) -> ChangeResult:
-    new, missing = _described_cluster(former), [ReplicaId(each) for each in former.missing]
+    new, missing = _described_cluster(former), [ReplicaId(address) for address in former.missing]
     permissions = None if former.access_file is None else read_export(former.access_file)
     replica_count = former.replicas or len(set(new.groups.values()))
-    for each in missing:
-        if each not in new.groups:
+    for address in missing:
+        if address not in new.groups:
             raise BadConfig(
-                f"--missing {each}: expected a storage that --storage also names, found only "
+                f"--missing {address}: expected a storage that --storage also names, found only "
                 f"{', '.join(map(str, new.groups))}"
             )
     await _create_znodes(command, new)
@@ -492,7 +492,7 @@ async def _rebuild_cluster(command: ChangeCommand, former: FormerCluster) -> Cha
             "summary": "start the storages, then the servers, then run the command again",
         }
     expected = ExpectedCluster(new.cluster_key.bytes, new.partition_count)
-    present_storages = [each for each in new.groups if each not in missing]
+    present_storages = [address for address in new.groups if address not in missing]
     links = await _await_storages(command, present_storages, expected)
     try:
         decisions, failures = await _choose_and_write_logs(command, former, new, missing, links)
@@ -579,11 +579,10 @@ def _recovered_log(
     link: OwnerConnection,
     replies: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
-    """Describe the log of the chosen replica for the search in the archive; `link` connects to it.
-    """
+    """Describe the log of the chosen replica, at `link`, for the search in the archive."""
     source = replies[link.address]
     starts = {
-        each: TransactionId(max(answer.start, BEFORE_FIRST)) for each, answer in replies.items()
+        name: TransactionId(max(answer.start, BEFORE_FIRST)) for name, answer in replies.items()
     }
     return RecoveredLog(
         partition_id,
@@ -604,11 +603,13 @@ def _choose_logs(
     """Choose the log of each partition; also return the errors of partitions without a log."""
     decisions: list[RebuildDecision] = []
     failures: list[WaltzError] = []
-    for each in pending:
-        logs = {name: reported_log(reply[each]) for name, reply in replies.items() if each in reply}
+    for number in pending:
+        logs = {
+            name: reported_log(reply[number]) for name, reply in replies.items() if number in reply
+        }
         try:
             decision = rebuilding.choose_log(
-                each, logs, groups=groups, replica_count=replica_count, unanswered=missing
+                number, logs, groups=groups, replica_count=replica_count, unanswered=missing
             )
         except BadRequest as error:
             failures.append(error)
@@ -716,22 +717,24 @@ async def _prepare_all(
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
         answers_of_link = await link.prepare(
-            {each: ClaimedSession(SessionId(0), nonce) for each in partitions}
+            {number: ClaimedSession(SessionId(0), nonce) for number in partitions}
         )
-        for each, answer in answers_of_link.items():
+        for number, answer in answers_of_link.items():
             if isinstance(answer, Nack):
-                newest[each] = max(newest[each], SessionId(answer.promised))
+                newest[number] = max(newest[number], SessionId(answer.promised))
     # Add 2: a storage that has lost the nonce of its promise rejects session newest + 1.
-    sessions = {each: ClaimedSession(SessionId(newest[each] + 2), nonce) for each in partitions}
+    sessions = {
+        number: ClaimedSession(SessionId(newest[number] + 2), nonce) for number in partitions
+    }
     replies: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
         answers = await link.prepare(sessions)
         replies[address] = {
-            each: answer for each, answer in answers.items() if isinstance(answer, Prepared)
+            number: answer for number, answer in answers.items() if isinstance(answer, Prepared)
         }
-        for each, rejected in answers.items():
+        for number, rejected in answers.items():
             if isinstance(rejected, Nack) and rejected.error_code != UnknownPartition.code:
-                raise Unavailable(f"{address}, partition {each}: {rejected.message}")
+                raise Unavailable(f"{address}, partition {number}: {rejected.message}")
     return sessions, replies
 
 

@@ -100,14 +100,14 @@ def dump_segment(arguments: DumpArguments, *, path: Path, partitions: list[int] 
     """Print the header, records and batches of segments."""
     options = _parse_dump_arguments(arguments)
     paths = segments_at(path, partitions)
-    for each, next_path in zip(paths, [*paths[1:], None], strict=True):
-        has_next_segment = next_path is not None and next_path.parent == each.parent
+    for dumped_path, next_path in zip(paths, [*paths[1:], None], strict=True):
+        has_next_segment = next_path is not None and next_path.parent == dumped_path.parent
         ends_before = (
             has_next_segment and next_path is not None and int(next_path.stem) <= options.first
         )
-        begins_after = options.last is not None and int(each.stem) > options.last
+        begins_after = options.last is not None and int(dumped_path.stem) > options.last
         if not ends_before and not begins_after:
-            _dump_segment(each, options)
+            _dump_segment(dumped_path, options)
     return 0
 
 

@@ -228,7 +228,9 @@ async def open_connections(
     async with asyncio.TaskGroup() as tasks:
         for address in storages:
             tasks.create_task(dial(address))
-    return {each: connections[each] for each in storages if each in connections}, failures
+    return {
+        storage: connections[storage] for storage in storages if storage in connections
+    }, failures
 
 
 def reported_log(prepare_answer: Prepared) -> ReportedLog:

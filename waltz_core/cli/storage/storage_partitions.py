@@ -291,7 +291,9 @@ async def sync_partitions(choice: StorageChoice) -> int:
                     async with admin_connection(
                         target.admin_address, ssl=member_connections.ssl_context()
                     ) as admin:
-                        rows += await _sync_storage(admin, target, [int(each) for each in assigned])
+                        rows += await _sync_storage(
+                            admin, target, [int(partition_id) for partition_id in assigned]
+                        )
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))
         failed_count = sum(outcome != "done" for *_, outcome in rows)

@@ -211,7 +211,7 @@ def _partition_from_json(values: object) -> PartitionBackup:
             _field_of_type(str, files, "name"),
             _whole_number(files, "crc"),
             _field_of_type(str, files, "head").encode(),
-            tuple(_field_of_type(str, {"page": each}, "page").encode() for each in pages),
+            tuple(_field_of_type(str, {"page": page}, "page").encode() for page in pages),
         )
     return PartitionBackup(
         TransactionId(_whole_number(values, "mark")),

@@ -155,10 +155,10 @@ def creation_steps(
     ]
     replaced = data_by_path or {}
     operations = [
-        replace(each, data=replaced[each.path])
-        if isinstance(each, CreateNode) and each.path in replaced
-        else each
-        for each in operations
+        replace(operation, data=replaced[operation.path])
+        if isinstance(operation, CreateNode) and operation.path in replaced
+        else operation
+        for operation in operations
     ]
     params = model.ClusterParams(new.name, new.partition_count).to_bytes()
     root = SetNode(paths.root, params, max(root_version, 0))  # rule 1

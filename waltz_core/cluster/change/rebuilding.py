@@ -235,8 +235,7 @@ def first_id_after_loss(now_s: int) -> int:
 
 
 def first_issued_id_after_loss(ids: int) -> int:
-    """Return the first client ID that servers issue; `ids` is the result of `first_id_after_loss`.
-    """
+    """Return the first client ID that servers issue; `ids` is from `first_id_after_loss`."""
     return min(BEFORE_FIRST_ISSUED_ID + ids, model.INT32_MAX)
 
 

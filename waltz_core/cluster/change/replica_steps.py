@@ -63,9 +63,9 @@ class PartitionReplicas(NamedTuple):
             return []
         states = self.metadata.states
         return [
-            each
-            for each in self.assigned
-            if each in states and states[each] == (self.metadata.session_id, UNRESOLVED)
+            replica
+            for replica in self.assigned
+            if replica in states and states[replica] == (self.metadata.session_id, UNRESOLVED)
         ]
 
     @property
@@ -82,8 +82,8 @@ class ReplicaStep(NamedTuple):
     after: tuple[ReplicaId, ...]
 
     def __str__(self) -> str:
-        added = [f"+{each}" for each in self.after if each not in self.before]
-        removed = [f"-{each}" for each in self.before if each not in self.after]
+        added = [f"+{replica}" for replica in self.after if replica not in self.before]
+        removed = [f"-{replica}" for replica in self.before if replica not in self.after]
         return f"partition {self.partition_id}: {' '.join(added + removed)}"
 
 
@@ -106,8 +106,8 @@ def next_step(
         raise errors.BadRequest(
             f"partition {partition_id} is not changed, because it would have no replica afterwards"
         )
-    leaving = [each for each in current.assigned if each not in wanted]
-    missing = [each for each in wanted if each not in current.assigned]
+    leaving = [replica for replica in current.assigned if replica not in wanted]
+    missing = [replica for replica in wanted if replica not in current.assigned]
     if not current.assigned:
         return ReplicaStep(partition_id, (), tuple(wanted))
     if not current.was_ever_opened:
@@ -185,15 +185,15 @@ def _session_wait_reason(current: PartitionReplicas) -> str | None:
 def _engaged_replicas(current: PartitionReplicas) -> list[ReplicaId]:
     assert current.metadata is not None
     states = current.metadata.states.items()
-    return [each for each, state in states if state.closing_high_water_mark == UNRESOLVED]
+    return [replica for replica, state in states if state.closing_high_water_mark == UNRESOLVED]
 
 
 def _sync_wait_reason(current: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
     """Return the reason to wait for a replica in sync (rule 4); None if there is none."""
     copying = [
-        each
-        for each in current.assigned
-        if each in joining and each not in current.in_sync_replicas
+        replica
+        for replica in current.assigned
+        if replica in joining and replica not in current.in_sync_replicas
     ]
     return f"replica {_join_names(copying)} copies the log" if copying else None
 
@@ -204,7 +204,7 @@ def _step_adding_replica(
     added: ReplicaId,
     leaving: list[ReplicaId],
 ) -> ReplicaStep | PostponedStep:
-    out_of_sync = [each for each in leaving if each not in current.in_sync_replicas]
+    out_of_sync = [replica for replica in leaving if replica not in current.in_sync_replicas]
     if out_of_sync:  # The quorum keeps its size, so appends do not wait for the copy.
         after = (*_without_replica(current.assigned, out_of_sync[0]), added)
         return _step_or_postponed(partition_id, current, after, len(current.in_sync_replicas))
@@ -217,13 +217,13 @@ def _step_adding_replica(
 def _step_removing_replica(
     partition_id: PartitionId, current: PartitionReplicas, leaving: list[ReplicaId]
 ) -> ReplicaStep | PostponedStep:
-    out_of_sync = [each for each in leaving if each not in current.in_sync_replicas]
+    out_of_sync = [replica for replica in leaving if replica not in current.in_sync_replicas]
     after = _without_replica(current.assigned, (out_of_sync or leaving)[0])
     return _step_or_postponed(
         partition_id,
         current,
         after,
-        len([each for each in current.in_sync_replicas if each in after]),
+        len([replica for replica in current.in_sync_replicas if replica in after]),
     )
 
 
@@ -237,7 +237,9 @@ def _step_or_postponed(
     quorum = len(after) // 2 + 1
     if in_sync_count >= quorum:
         return ReplicaStep(partition_id, current.assigned, after)
-    out_of_sync = [each for each in current.assigned if each not in current.in_sync_replicas]
+    out_of_sync = [
+        replica for replica in current.assigned if replica not in current.in_sync_replicas
+    ]
     return PostponedStep(
         partition_id,
         f"replica {_join_names(out_of_sync)} is not in sync; after the change, appends would need "
@@ -247,7 +249,7 @@ def _step_or_postponed(
 
 
 def _without_replica(replicas: tuple[ReplicaId, ...], removed: ReplicaId) -> tuple[ReplicaId, ...]:
-    return tuple(each for each in replicas if each != removed)
+    return tuple(replica for replica in replicas if replica != removed)
 
 
 def _join_names(replicas: Iterable[ReplicaId]) -> str:
@@ -272,7 +274,7 @@ class _PlacementBuilder:
                 self.replica_counts[replica] = self.replica_counts.get(replica, 0) + 1
 
     def group_count(self, replicas: Iterable[ReplicaId]) -> int:
-        return len({self.groups.get(each) for each in replicas})
+        return len({self.groups.get(replica) for replica in replicas})
 
     def move(self, partition_id: PartitionId, old: ReplicaId | None, new: ReplicaId | None) -> None:
         if old is not None:
@@ -286,13 +288,17 @@ class _PlacementBuilder:
         self, replicas: Collection[ReplicaId], excluded: Collection[ReplicaId]
     ) -> ReplicaId | None:
         """Return the best storage for one more replica: in another group, with few replicas."""
-        candidates = [each for each in self.groups if each not in replicas and each not in excluded]
+        candidates = [
+            storage
+            for storage in self.groups
+            if storage not in replicas and storage not in excluded
+        ]
         group_count = self.group_count(replicas)
         return min(
             candidates,
-            key=lambda each: (
-                -self.group_count([*replicas, each]) + group_count,
-                self.replica_counts[each],
+            key=lambda storage: (
+                -self.group_count([*replicas, storage]) + group_count,
+                self.replica_counts[storage],
             ),
             default=None,
         )
@@ -367,7 +373,7 @@ def placement_with_replacement(
                 f"{old}`)."
             )
         wanted[partition_id] = tuple(
-            dict.fromkeys(new if each == old else each for each in replicas)
+            dict.fromkeys(new if replica == old else replica for replica in replicas)
         )
     return wanted
 
@@ -448,7 +454,7 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
     replicas = builder.replicas[partition_id]
     while True:
         removed = builder.replica_to_remove(replicas)
-        others = [each for each in replicas if each != removed]
+        others = [replica for replica in replicas if replica != removed]
         storage = builder.best_storage_for(others, [removed])
         if storage is None:
             return
@@ -459,7 +465,7 @@ def _spread_over_groups(builder: _PlacementBuilder, partition_id: PartitionId) -
 
 def _move_one_replica(builder: _PlacementBuilder) -> bool:
     """Move one replica to a storage with at least two fewer; return False if none can move."""
-    storages = sorted(builder.groups, key=lambda each: builder.replica_counts[each])
+    storages = sorted(builder.groups, key=lambda replica: builder.replica_counts[replica])
     for source in reversed(storages):
         for target in storages:
             if builder.replica_counts[source] - builder.replica_counts[target] < 2:
@@ -467,7 +473,7 @@ def _move_one_replica(builder: _PlacementBuilder) -> bool:
             for partition_id, replicas in builder.replicas.items():
                 if source not in replicas or target in replicas:
                     continue
-                after = [target if each == source else each for each in replicas]
+                after = [target if replica == source else replica for replica in replicas]
                 if builder.group_count(after) >= builder.group_count(replicas):
                     builder.move(partition_id, source, target)
                     return True
@@ -482,7 +488,7 @@ def partitions_in_too_few_groups(
     return [
         partition_id
         for partition_id, replicas in current.items()
-        if len({groups.get(each) for each in replicas}) < min(len(replicas), group_count)
+        if len({groups.get(replica) for replica in replicas}) < min(len(replicas), group_count)
     ]
 
 

@@ -284,4 +284,4 @@ def _check_port(admin_port: int) -> None:
 
 
 def _without_key(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:
-    return {each: value for each, value in values.items() if each != address}
+    return {key: value for key, value in values.items() if key != address}

@@ -83,7 +83,7 @@ class ReachReport:
 
 
 def _are_server_ids(*lists: Iterable[object]) -> bool:
-    return all(is_number(str(each)) for values in lists for each in values)
+    return all(is_number(str(server_id)) for values in lists for server_id in values)
 
 
 @dataclass(slots=True)

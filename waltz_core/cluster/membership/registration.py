@@ -100,8 +100,8 @@ class _MembershipNodes(NamedTuple):
 
     @property
     def servers(self) -> dict[ServerId, model.ServerDescriptor]:
-        ordered = sorted(self.registered, key=lambda each: each.descriptor.server_id)
-        return {each.descriptor.server_id: each.descriptor for each in ordered}
+        ordered = sorted(self.registered, key=lambda server: server.descriptor.server_id)
+        return {server.descriptor.server_id: server.descriptor for server in ordered}
 
 
 class Membership:
@@ -159,7 +159,7 @@ class Membership:
                 return
             try:
                 await self._nodes.znodes.write(
-                    [DeleteNode(each.path, each.stat.version) for each in own]
+                    [DeleteNode(node.path, node.stat.version) for node in own]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -288,13 +288,13 @@ class Membership:
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            nodes = [each for each in membership.registered if each.descriptor == dead]
+            nodes = [node for node in membership.registered if node.descriptor == dead]
             if not nodes:
                 self._note_dead_server(dead.server_id)
                 return
             try:
                 await self._nodes.znodes.write(
-                    [DeleteNode(each.path, each.stat.version) for each in nodes]
+                    [DeleteNode(node.path, node.stat.version) for node in nodes]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
@@ -312,7 +312,11 @@ class Membership:
         old_descriptor = self._descriptor
         if old_descriptor is None:
             return False
-        preferred = tuple(each for each in old_descriptor.preferred if each != partition_id)
+        preferred = tuple(
+            preferred_id
+            for preferred_id in old_descriptor.preferred
+            if preferred_id != partition_id
+        )
         is_done = False
         try:
             new_descriptor = replace(old_descriptor, preferred=preferred)
@@ -465,7 +469,7 @@ class Membership:
     def _awaited_owners(self, membership: _MembershipNodes) -> list[ServerId]:
         """Return the owners that are neither registered nor known to be dead (rule 5)."""
         registered = membership.servers
-        used_addresses = {each.address for each in registered.values()}
+        used_addresses = {descriptor.address for descriptor in registered.values()}
         return [
             server_id
             for server_id, owned in membership.assignment.servers.items()
@@ -521,14 +525,14 @@ class Membership:
         on fencing.
         """
         dead = [
-            each
-            for each in membership.registered
-            if each.descriptor.address == descriptor.address
-            and each.descriptor.server_id < descriptor.server_id
+            node
+            for node in membership.registered
+            if node.descriptor.address == descriptor.address
+            and node.descriptor.server_id < descriptor.server_id
         ]
         if dead:
             await self._nodes.znodes.write(
-                [DeleteNode(each.path, each.stat.version) for each in dead]
+                [DeleteNode(node.path, node.stat.version) for node in dead]
             )
         return bool(dead)
 
@@ -539,9 +543,9 @@ class Membership:
         # delete it.
         session = self._nodes.znodes.session_number
         return [
-            each
-            for each in membership.registered
-            if each.descriptor.server_id == server_id and each.stat.owner == session
+            node
+            for node in membership.registered
+            if node.descriptor.server_id == server_id and node.stat.owner == session
         ]
 
     async def _read_partition_count(self) -> int:

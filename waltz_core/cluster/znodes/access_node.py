@@ -122,7 +122,7 @@ _NODE_KEYS: Final = (
 
 def _parse_group(name: str, value: object) -> tuple[str, ...]:
     _expect(is_principal_name(name), f"a group name of {PRINCIPAL_NAME_FORM}", name)
-    members = tuple(_parse_principal(each) for each in _parse_list(value, f"group {name}"))
+    members = tuple(_parse_principal(member) for member in _parse_list(value, f"group {name}"))
     _expect(len(set(members)) == len(members), f"distinct members of group {name}", members)
     return members
 
@@ -137,7 +137,7 @@ def _parse_grant(value: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
     else:
         grantee = _parse_principal(node["principal"])
     verb = _parse_text(node["verb"], "verb")
-    verbs = [each.value for each in AccessVerb]
+    verbs = [access_verb.value for access_verb in AccessVerb]
     _expect(verb in verbs, f"a verb of {', '.join(verbs)}", verb)
     return Grant(grantee, is_group, AccessVerb(verb), _parse_partitions(node["partitions"]))
 

@@ -144,8 +144,7 @@ class Znodes(Protocol):
         """Read a node, or None; its change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of a node's children, or None without the node; a change sets the signal.
-        """
+        """Read the names of a node's children, or None; a change of the list sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; return the nodes' new versions (NO_NODE if deleted)."""

@@ -178,7 +178,7 @@ def znode_at(root: str, path: str) -> Znode:
     if path != root and not path.startswith(f"{root}/"):
         return ABOVE_ROOT_ZNODE
     names = f"R{path.removeprefix(root)}".split("/")
-    return next((each for each in ZNODES if _matches(each.path.split("/"), names)), UNKNOWN_ZNODE)
+    return next((row for row in ZNODES if _matches(row.path.split("/"), names)), UNKNOWN_ZNODE)
 
 
 def _matches(row: list[str], names: list[str]) -> bool:

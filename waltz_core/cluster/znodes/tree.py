@@ -64,7 +64,7 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
         if params is not None:
             clusters.append(FoundCluster(path, params))
         elif listing is not None:
-            paths += [each for each in _children(path, listing.names) if each != ZOOKEEPER_NODE]
+            paths += [child for child in _children(path, listing.names) if child != ZOOKEEPER_NODE]
     return sorted(clusters)
 
 

@@ -100,9 +100,9 @@ class Credentials:
     def access_list_of(self, row: Znode) -> tuple[NodePermission, ...]:
         """Return the access list of a new node (rules 1 to 3)."""
         grants = tuple(
-            each
-            for each in self.grants
-            if not (row.is_restricted and each.scheme == _PUBLIC.scheme)
+            grant
+            for grant in self.grants
+            if not (row.is_restricted and grant.scheme == _PUBLIC.scheme)
         )
         if self.has_one_user:
             return (_CREATOR, *grants)
@@ -110,11 +110,11 @@ class Credentials:
         access_list = [
             NodePermission(DIGEST_SCHEME, self.administrators or self.user.identity, PERMISSIONS),
             NodePermission(DIGEST_SCHEME, members, row.members),
-            *(each._replace(permissions=_limit_permissions(each, row)) for each in grants),
+            *(grant._replace(permissions=_limit_permissions(grant, row)) for grant in grants),
         ]
         if row.readers is NodeReaders.PUBLIC:
             access_list.append(_PUBLIC)
-        return tuple(each for each in access_list if each.permissions)
+        return tuple(grant for grant in access_list if grant.permissions)
 
 
 def parse_credentials(text: str, where: str) -> Credentials:
@@ -189,4 +189,4 @@ def _limit_permissions(grant: NodePermission, row: Znode) -> str:
     """Return the permissions that a further line grants if there are two users (rule 2)."""
     if grant.scheme != _PUBLIC.scheme and "a" in grant.permissions:
         return grant.permissions
-    return "".join(each for each in grant.permissions if each in row.members)
+    return "".join(letter for letter in grant.permissions if letter in row.members)

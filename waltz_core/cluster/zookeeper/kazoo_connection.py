@@ -118,8 +118,7 @@ class KazooHooks:
             _log.warning("zookeeper.host_unresolved host=%s error=%s", host, error)
 
     def _may_keep_session(self) -> bool:
-        """Query the watchdog. Log the beginning and the end of a hang, which the loop cannot log.
-        """
+        """Query the watchdog; log the beginning and the end of a hang, because the loop cannot."""
         now_ms = clock_ms()
         may_keep = self.watchdog.may_keep_session(now_ms)
         if self._is_withholding_heartbeats == may_keep:

@@ -93,7 +93,9 @@ class MemoryZooKeeper:
         """Advance the time of all sessions."""
         self.now_ms += ms
         due = [signal for at_ms, signal in self._later if at_ms <= self.now_ms]
-        self._later = [each for each in self._later if each[0] > self.now_ms]
+        self._later = [
+            delayed_signal for delayed_signal in self._later if delayed_signal[0] > self.now_ms
+        ]
         for signal in due:
             signal.set()
 

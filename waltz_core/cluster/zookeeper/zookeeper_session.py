@@ -574,7 +574,9 @@ class ZooKeeperSession:
         name = credentials.user.name
         # NB: only a line with permission "a" names an administrator. With other lines, members
         # could write the permissions.
-        administrators = {each.identity for each in credentials.grants if "a" in each.permissions}
+        administrators = {
+            grant.identity for grant in credentials.grants if "a" in grant.permissions
+        }
         for identity in sorted(await self._read_member_users()):
             member = identity.partition(":")[0]
             # Without the permission "a", ZooKeeper shows no hash.
@@ -603,9 +605,9 @@ class ZooKeeperSession:
                 acl, _ = await self._read(partial(self._client.get_acls_async, path), path)
                 users.append(
                     {
-                        each.id.id
-                        for each in acl
-                        if each.id.scheme == DIGEST_SCHEME and each.perms == expected
+                        acl_entry.id.id
+                        for acl_entry in acl
+                        if acl_entry.id.scheme == DIGEST_SCHEME and acl_entry.perms == expected
                     }
                 )
         return set.intersection(*users) if users else set()
@@ -623,7 +625,8 @@ class ZooKeeperSession:
         if self._credentials is None:
             return list(OPEN_ACL_UNSAFE)
         return [
-            _acl_entry(each) for each in self._credentials.access_list_of(self._znode_row(path))
+            _acl_entry(permission)
+            for permission in self._credentials.access_list_of(self._znode_row(path))
         ]
 
 

@@ -66,17 +66,17 @@ class ChangeKind(NamedTuple):
     def command_words(self, arguments: Mapping[str, str]) -> list[str]:
         """Return the words of the subcommand with these arguments, as users type them."""
         command_parts = ["cluster", self.name]
-        for each in self.parameters:
-            value = arguments.get(each.name, "")
+        for parameter in self.parameters:
+            value = arguments.get(parameter.name, "")
             if value:
-                command_parts += [each.option, value] if each.option else [value]
+                command_parts += [parameter.option, value] if parameter.option else [value]
         return command_parts
 
     def keyword_arguments(self, arguments: Mapping[str, str]) -> dict[str, Any]:
         """Return the keyword arguments for the function; raises RequestRejected."""
         return {
-            each.keyword: _parse_value(each, arguments.get(each.name, ""))
-            for each in self.parameters
+            parameter.keyword: _parse_value(parameter, arguments.get(parameter.name, ""))
+            for parameter in self.parameters
         }
 
 
@@ -225,7 +225,7 @@ def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
     kind = CHANGE_KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise RequestRejected("field name", expected=", ".join(CHANGE_KINDS), found=name)
-    parameter_names = [each.name for each in kind.parameters]
+    parameter_names = [parameter.name for parameter in kind.parameters]
     if not isinstance(arguments, dict) or not set(arguments) <= set(parameter_names):
         raise RequestRejected(
             "field arguments",
@@ -258,11 +258,15 @@ def change_in_command(command: str) -> dict[str, Any] | None:
         return None
     option_values, arguments = _options_and_arguments(command_parts[3:])
     option_values.pop("--connect", None)
-    required = [each for each in kind.parameters if not each.option]
-    options = {each.option: each.name for each in kind.parameters if each.option}
+    required = [parameter for parameter in kind.parameters if not parameter.option]
+    options = {
+        parameter.option: parameter.name for parameter in kind.parameters if parameter.option
+    }
     if len(arguments) != len(required) or not option_values.keys() <= options.keys():
         return None
-    values_by_name = {each.name: word for each, word in zip(required, arguments, strict=True)}
+    values_by_name = {
+        parameter.name: word for parameter, word in zip(required, arguments, strict=True)
+    }
     values_by_name |= {options[name]: value for name, value in option_values.items()}
     return {
         "name": kind.name,

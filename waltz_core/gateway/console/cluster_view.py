@@ -166,7 +166,7 @@ class ClusterViewer:
         await self._check_permitted(facts.cluster, token_hash)
         return {
             "time_ms": now_ms(),
-            "findings": [self._finding_fields(each) for each in lasting_problems],
+            "findings": [self._finding_fields(finding) for finding in lasting_problems],
         }
 
     def _finding_fields(self, finding: Finding) -> Fields:
@@ -200,17 +200,17 @@ class ClusterViewer:
 def _has_answer(cluster: ClusterFacts) -> bool:
     """Return whether a member has answered the caller, and so has checked its token."""
     storages = cluster.storages.values()
-    return any(not each.failure for each in cluster.servers.values()) or any(
-        not each.failure and not each.admin_failure for each in storages
+    return any(not member.failure for member in cluster.servers.values()) or any(
+        not member.failure and not member.admin_failure for member in storages
     )
 
 
 def _check_not_denied(cluster: ClusterFacts) -> None:
     """Raise PermissionDenied if the members deny the caller (rule 1)."""
     servers, storages = cluster.servers.values(), cluster.storages.values()
-    denials = [each.failure for each in servers if each.is_denied]
-    denials += [each.admin_failure or each.failure for each in storages if each.is_denied]
-    if denials and all(each.failure for each in servers):
+    denials = [member.failure for member in servers if member.is_denied]
+    denials += [member.admin_failure or member.failure for member in storages if member.is_denied]
+    if denials and all(member.failure for member in servers):
         raise errors.PermissionDenied(
             f"{denials[0]}. Hint: to see the cluster, the principal of your token needs "
             "the verb administer for all partitions (docs/console.md)."
@@ -243,8 +243,8 @@ def _server_fields(server: ServerFacts) -> Fields:
         "state": _member_state(server.failure, is_denied=server.is_denied),
         "error": server.failure or "; ".join(server.connection_errors),
         "latency_ms": server.latency_ms,
-        "open": sorted(each for each, is_open in served.items() if is_open),
-        "not_open": sorted(each for each, is_open in served.items() if not is_open),
+        "open": sorted(partition_id for partition_id, is_open in served.items() if is_open),
+        "not_open": sorted(partition_id for partition_id, is_open in served.items() if not is_open),
         "preferred": sorted(server.preferred_partitions),
         "unreachable_storages": sorted(server.unreachable_storages),
     }
@@ -261,7 +261,9 @@ def _storage_fields(cluster: ClusterFacts, storage: StorageFacts) -> Fields:
     failure = storage.failure or storage.admin_failure
     if not storage.belongs_to_cluster:
         failure = OTHER_CLUSTER_TEXT
-    assigned = [each for each in cluster.assigned_replicas.values() if storage.address in each]
+    assigned = [
+        replicas for replicas in cluster.assigned_replicas.values() if storage.address in replicas
+    ]
     return {
         "address": storage.address,
         "group": cluster.storage_groups.get(storage.address),
@@ -280,9 +282,9 @@ def _storage_fields(cluster: ClusterFacts, storage: StorageFacts) -> Fields:
 def _append_latency_ms(cluster: ClusterFacts, storage: ReplicaId) -> float | None:
     """Return the append latency of a storage: the highest of the servers' medians."""
     medians_us = [
-        each.append_latencies[storage][1]
-        for each in cluster.servers.values()
-        if storage in each.append_latencies
+        server.append_latencies[storage][1]
+        for server in cluster.servers.values()
+        if storage in server.append_latencies
     ]
     return max(medians_us) / 1000 if medians_us else None
 

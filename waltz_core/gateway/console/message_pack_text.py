@@ -97,8 +97,7 @@ class _Reader:
         return self._characters_left <= 0
 
     def read_value(self, depth: int) -> Any:  # noqa: ANN401 - any JSON value
-        """Return the next value; if the text is full, the last elements of a container are missing.
-        """
+        """Return the next value; if the text is full, the end of a container is missing."""
         code = self._take(1)[0]
         self._characters_left -= 2  # a short value and a comma
         if _is_container(code):
@@ -198,8 +197,7 @@ class _Reader:
         return int.from_bytes(self._take(size), "big")
 
     def _take_shown(self, length: int) -> tuple[bytes, bool]:
-        """Consume the bytes of a text or of binary data; return the part that fits into the text.
-        """
+        """Consume bytes of a text or of binary data; return the part that fits into the text."""
         self._check_length(length)
         part = self._data[self.at : self.at + min(length, max(0, self._characters_left))]
         self.at += length

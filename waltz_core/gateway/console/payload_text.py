@@ -148,7 +148,7 @@ def _json_text(data: bytes) -> str | None:
 
 def _json_depth(text: str) -> int:
     brackets = _BRACKET.findall(_JSON_STRING.sub("", text))
-    return max(accumulate(1 if each in "[{" else -1 for each in brackets), default=0)
+    return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)
 
 
 def _reject_constant(word: str) -> NoReturn:

@@ -26,14 +26,14 @@ async def read_rejections(client: AsyncWaltzClient, partition: int) -> list[dict
     client_ids = await _client_ids_of_winners(client, partition, rejections)
     return [
         {
-            "time_ms": each.time_ms,
-            "client_id": each.req_id.client_id,
-            "request_id": str(each.req_id),
-            "reason": each.reason.name.lower(),
-            "winner": each.conflicting,
-            "winner_client_id": client_ids.get(each.conflicting),
+            "time_ms": rejection.time_ms,
+            "client_id": rejection.req_id.client_id,
+            "request_id": str(rejection.req_id),
+            "reason": rejection.reason.name.lower(),
+            "winner": rejection.conflicting,
+            "winner_client_id": client_ids.get(rejection.conflicting),
         }
-        for each in rejections
+        for rejection in rejections
     ]
 
 
@@ -41,7 +41,9 @@ async def _client_ids_of_winners(
     client: AsyncWaltzClient, partition: int, rejections: Sequence[Rejection]
 ) -> dict[TransactionId, int]:
     """Return the client IDs of the newest winners, as far as the caller may read them."""
-    winners = dict.fromkeys(each.conflicting for each in rejections if each.conflicting >= 0)
+    winners = dict.fromkeys(
+        rejection.conflicting for rejection in rejections if rejection.conflicting >= 0
+    )
     client_ids: dict[TransactionId, int] = {}
     for winner in list(winners)[:WINNERS_MAX]:
         query = RangeQuery(winner, winner, RangeForm.HEADERS)

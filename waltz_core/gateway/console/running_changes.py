@@ -137,7 +137,9 @@ class ConsoleChanges:
             raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
         command = shlex.join(kind.command_words(arguments))
         same_changes = [
-            each for each in self._changes if each.ended_ms is None and each.command == command
+            other_change
+            for other_change in self._changes
+            if other_change.ended_ms is None and other_change.command == command
         ]
         if same_changes:  # rule 5
             raise errors.BadRequest(
@@ -162,9 +164,9 @@ class ConsoleChanges:
         return change
 
     def _forget_oldest_changes(self) -> None:
-        ended = [each for each in self._changes if each.ended_ms is not None]
-        for each in ended[ENDED_MAX:]:
-            self._changes.remove(each)
+        ended = [change for change in self._changes if change.ended_ms is not None]
+        for change in ended[ENDED_MAX:]:
+            self._changes.remove(change)
 
     def _on_ended(self, change: ConsoleChange, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -233,13 +235,13 @@ def _kind_fields(kind: ChangeKind) -> dict[str, Any]:
         "is_disruptive": kind.is_disruptive,
         "parameters": [
             {
-                "name": each.name,
-                "kind": each.kind.value,
-                "text": each.text,
-                "option": each.option,
-                "is_required": each.is_required,
+                "name": parameter.name,
+                "kind": parameter.kind.value,
+                "text": parameter.text,
+                "option": parameter.option,
+                "is_required": parameter.is_required,
             }
-            for each in kind.parameters
+            for parameter in kind.parameters
         ],
     }
 

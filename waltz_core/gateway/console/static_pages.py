@@ -39,12 +39,12 @@ def page_routes() -> list[Route]:
     """Return the routes of all files, of the console's root, and of the gateway's root."""
     folder = resources.files(__package__) / "pages"
     routes = [Route("/", _redirect), Route(CONSOLE_PATH.rstrip("/"), _redirect)]
-    for each in folder.iterdir():
-        media_type = _MEDIA_TYPES.get(each.name.rpartition(".")[2])
+    for page_file in folder.iterdir():
+        media_type = _MEDIA_TYPES.get(page_file.name.rpartition(".")[2])
         if media_type is None:
             continue
-        page = _page(each.read_bytes(), media_type)
-        name = "" if each.name == "index.html" else each.name
+        page = _page(page_file.read_bytes(), media_type)
+        name = "" if page_file.name == "index.html" else page_file.name
         routes.append(Route(CONSOLE_PATH + name, page))
     return routes
 
