@@ -49,8 +49,8 @@ async def serve_pages(
     """
     from waltz_core.transport.http_port import serve_http  # noqa: PLC0415 - rule 5
 
-    async with serve_http(_pages(metrics, health), host=host, port=port) as found:
-        yield found
+    async with serve_http(_pages(metrics, health), host=host, port=port) as listening_port:
+        yield listening_port
 
 
 def _pages(metrics: Metrics, health: HealthCallback) -> "Starlette":

@@ -563,10 +563,10 @@ class RemoteProtocolError(ProtocolError):
 
 def _with_subclasses(error_class: type[WaltzError]) -> list[type[WaltzError]]:
     """Return an error class and all classes derived from it."""
-    found = [error_class]
+    classes = [error_class]
     for child in error_class.__subclasses__():
-        found.extend(_with_subclasses(child))
-    return found
+        classes.extend(_with_subclasses(child))
+    return classes
 
 
 ERROR_CLASSES_BY_CODE: dict[int, type[WaltzError]] = {
@@ -579,8 +579,8 @@ assert len(ERROR_CLASSES_BY_CODE) == len(_with_subclasses(WaltzError)), (
 
 def first_error_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
     """Return the first error in an exception group, which may contain other groups."""
-    found = group.exceptions[0]
-    return found if isinstance(found, WaltzError) else first_error_in(found)
+    error = group.exceptions[0]
+    return error if isinstance(error, WaltzError) else first_error_in(error)
 
 
 def error_from_code(

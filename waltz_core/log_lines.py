@@ -76,22 +76,22 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, object] | None:
     event = EVENT_NAME.match(template)
     if event is None:
         return None
-    named = record.args if isinstance(record.args, Mapping) else {}
+    values_by_name = record.args if isinstance(record.args, Mapping) else {}
     values = list(record.args) if isinstance(record.args, tuple) else []
     fields: dict[str, object] = {"event": event[0]}
-    at = event.end()
-    while field := FIELD.match(template, at):
+    position = event.end()
+    while field := FIELD.match(template, position):
         conversion = field["conversion"]
         if conversion is None:
             fields[field["name"]] = field["text"] if field["word"] is None else field["word"]
-        elif field["key"] in named:
-            fields[field["name"]] = _json_value(conversion, named[field["key"]])
+        elif field["key"] in values_by_name:
+            fields[field["name"]] = _json_value(conversion, values_by_name[field["key"]])
         elif values:
             fields[field["name"]] = _json_value(conversion, values.pop(0))
         else:
             return None
-        at = field.end()
-    return None if values or at != len(template) else fields
+        position = field.end()
+    return None if values or position != len(template) else fields
 
 
 def _json_value(conversion: str, value: object) -> object:

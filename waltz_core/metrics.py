@@ -671,8 +671,10 @@ class Metrics:
         wanted = {(label, str(value)) for label, value in labels.items()}
         assert wanted, "expected at least one label"
         for key in list(self._of_label.get(min(wanted), ())):
-            name, *given = key
-            texts = {label: str(value) for label, value in cast("list[tuple[str, object]]", given)}
+            name, *label_values = key
+            texts = {
+                label: str(value) for label, value in cast("list[tuple[str, object]]", label_values)
+            }
             if not wanted <= texts.items():
                 continue
             self._labeled.pop(key, None)
@@ -707,12 +709,12 @@ class Metrics:
         if not labels and not TABLE[name].labels:
             return self._live[name]
         key = (name, *labels.items())
-        found = self._labeled.get(key)
-        if found is None:
-            found = self._labeled[key] = self._live[name].labels(**labels)
+        metric = self._labeled.get(key)
+        if metric is None:
+            metric = self._labeled[key] = self._live[name].labels(**labels)
             for label, value in labels.items():
                 self._of_label.setdefault((label, str(value)), {})[key] = None
-        return found
+        return metric
 
 
 def _collector_of(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

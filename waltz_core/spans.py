@@ -161,10 +161,12 @@ class WaltzTracer:
     def _start(
         self, name: str, partition_id: int | None, attributes: Attributes, kind: "SpanKind"
     ) -> "Span":
-        place: Attributes = {} if partition_id is None else {PARTITION: str(partition_id)}
+        partition_attributes: Attributes = (
+            {} if partition_id is None else {PARTITION: str(partition_id)}
+        )
         title = name if partition_id is None else f"{name} {partition_id}"
         return self._tracer.start_span(
-            title, kind=kind, attributes={**SYSTEM, **place, **attributes}
+            title, kind=kind, attributes={**SYSTEM, **partition_attributes, **attributes}
         )
 
     def _mark_failed(self, span: "Span | None", error: BaseException) -> None:

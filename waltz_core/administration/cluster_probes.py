@@ -678,7 +678,8 @@ class _StorageProbe:
             if replica.is_served and replica.last_id >= 0
         ]
         lists = [
-            served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
+            served[first_index::CONCURRENT_LISTS_MAX]
+            for first_index in range(min(CONCURRENT_LISTS_MAX, len(served)))
         ]
         first_stuck = await _query_concurrently(
             lists, lambda partition_id: self._first_stuck_partition(partition_id, replicas)

@@ -30,8 +30,8 @@ async def add_storage(
 ) -> ChangeResult:
     """Add an empty storage to the cluster."""
     address, port = ReplicaId(address), _admin_port_or_default(admin_port, address)
-    before = await run.coordinator.storages.read_layout()
-    before.with_storage(address, port, group)  # rejects invalid options first
+    layout_before = await run.coordinator.storages.read_layout()
+    layout_before.with_storage(address, port, group)  # rejects invalid options first
     await _check_data_port(address)
     layout = await run.coordinator.storages.change_layout(
         lambda old: old.with_storage(address, port, group)
@@ -72,9 +72,9 @@ async def set_admin_port(run: ChangeRun, *, address: str, admin_port: int) -> Ch
 async def remove_storage(run: ChangeRun, *, address: str) -> ChangeResult:
     """Move a storage's replicas to other storages, then remove it from the cluster."""
     storage = ReplicaId(address)
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     layout.check_storage_exists(storage)
-    placement = placements.placement_without_storage(now, layout.groups, storage)
+    placement = placements.placement_without_storage(current_replicas, layout.groups, storage)
     await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _unregister_storage(run, storage)
     return {
@@ -89,10 +89,10 @@ async def replace_storage(
 ) -> ChangeResult:
     """Move all replicas of a storage to its replacement."""
     old, new = ReplicaId(address), ReplicaId(successor)
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     layout.check_storage_exists(old)
     if old == new:
-        return await _replace_in_place(run, layout, now, old)
+        return await _replace_in_place(run, layout, current_replicas, old)
     if new not in layout.assignment.partitions:
         port = _admin_port_or_default(admin_port, new)
         group = layout.groups.get(old)
@@ -102,7 +102,7 @@ async def replace_storage(
             lambda before: before.with_storage(new, port, group)
         )
         run.note_step(f"storage {new} is in group {group}")
-    placement = placements.placement_with_replacement(now, old, new, now)
+    placement = placements.placement_with_replacement(current_replicas, old, new, current_replicas)
     await run.carry_out_plan(ReplicaPlan.for_placement(placement, layout.assignment))
     await _unregister_storage(run, old)
     return {
@@ -192,10 +192,13 @@ async def add_replica(
     run: ChangeRun, *, partitions: str, addresses: tuple[str, ...]
 ) -> ChangeResult:
     """Add storages to the replicas of each partition, one storage after the other."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     partition_ids = await _parse_partitions(run, partitions)
     new_replicas = [ReplicaId(each) for each in addresses]
-    placement = {each: tuple(dict.fromkeys([*now[each], *new_replicas])) for each in partition_ids}
+    placement = {
+        each: tuple(dict.fromkeys([*current_replicas[each], *new_replicas]))
+        for each in partition_ids
+    }
     return await _change_replicas(run, layout, placement)
 
 
@@ -203,12 +206,12 @@ async def remove_replica(
     run: ChangeRun, *, partitions: str, addresses: tuple[str, ...]
 ) -> ChangeResult:
     """Remove the replicas of partitions from storages."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     removed = [ReplicaId(each) for each in addresses]
     for address in removed:
         layout.check_storage_exists(address)
     placement = {
-        each: tuple(name for name in now[each] if name not in removed)
+        each: tuple(name for name in current_replicas[each] if name not in removed)
         for each in await _parse_partitions(run, partitions)
     }
     for partition_id, replicas in placement.items():
@@ -224,25 +227,27 @@ async def move_replica(
     run: ChangeRun, *, partitions: str, origin: str, target: str
 ) -> ChangeResult:
     """Move replicas of partitions from one storage to another."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     old, new = ReplicaId(origin), ReplicaId(target)
     partition_ids = await _parse_partitions(run, partitions)
     for partition_id in partition_ids:
-        if old not in now[partition_id] and new not in now[partition_id]:
+        if old not in current_replicas[partition_id] and new not in current_replicas[partition_id]:
             raise BadRequest(
                 f"nothing was changed, because storage {old} has no replica of partition "
                 f"{partition_id}"
             )
     return await _change_replicas(
-        run, layout, placements.placement_with_replacement(now, old, new, partition_ids)
+        run,
+        layout,
+        placements.placement_with_replacement(current_replicas, old, new, partition_ids),
     )
 
 
 async def auto_assign(run: ChangeRun, *, replicas: int | None) -> ChangeResult:
     """Distribute all replicas evenly over groups and storages."""
-    layout, now = await _read_layout(run)
+    layout, current_replicas = await _read_layout(run)
     return await _change_replicas(
-        run, layout, placements.spread_replicas(now, layout.groups, replicas)
+        run, layout, placements.spread_replicas(current_replicas, layout.groups, replicas)
     )
 
 

@@ -170,9 +170,9 @@ class HttpFeed:
             waltz_error = (
                 error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
             )
-            before = transaction_id - 1
+            last_mark = transaction_id - 1
             await self._event_batches.put(
-                _EventBatch([(before, error_fields(waltz_error))], before, is_last=True)
+                _EventBatch([(last_mark, error_fields(waltz_error))], last_mark, is_last=True)
             )
         return policy
 

@@ -155,13 +155,16 @@ class IdempotentAppends:
         try:
             async with asyncio.timeout(self._timeout_s):
                 for partition in sorted({row.partition for row in rows}):
-                    positions = [at for at, row in enumerate(rows) if row.partition == partition]
+                    positions = [
+                        position for position, row in enumerate(rows) if row.partition == partition
+                    ]
                     task = _PartitionAppend(
-                        client, claim, partition, [rows[at] for at in positions]
+                        client, claim, partition, [rows[position] for position in positions]
                     )
                     partition_outcomes = await task.append()
                     outcomes |= {
-                        positions[at]: outcome for at, outcome in partition_outcomes.items()
+                        positions[position]: outcome
+                        for position, outcome in partition_outcomes.items()
                     }
         except TimeoutError:
             raise errors.OutcomeUnknown(f"no outcome within {self._timeout_s:g} s") from None
@@ -239,13 +242,15 @@ class _PartitionAppend:
     def _runs_to_send(self) -> Iterator[tuple[int, int]]:
         """Yield the first and the last position of rows to send together."""
         first, size = -1, 0
-        for at, row in enumerate(self._rows):
-            is_known = at in self._outcomes
+        for position, row in enumerate(self._rows):
+            is_known = position in self._outcomes
             if first >= 0 and (is_known or size + len(row.data) > BATCH_BYTES_MAX):
-                yield first, at - 1
+                yield first, position - 1
                 first = -1
             if not is_known:
-                first, size = (at, len(row.data)) if first < 0 else (first, size + len(row.data))
+                first, size = (
+                    (position, len(row.data)) if first < 0 else (first, size + len(row.data))
+                )
         if first >= 0:
             yield first, len(self._rows) - 1
 
@@ -295,7 +300,7 @@ def _registry_summary(
     outcomes: Mapping[int, TransactionId | _Rejection], request_hash: str
 ) -> dict[str, Any]:
     """Return the summary that the registry stores: about 40 bytes for each transaction."""
-    ordered = [outcomes[at] for at in range(len(outcomes))]
+    ordered = [outcomes[position] for position in range(len(outcomes))]
     return {
         "request": request_hash,
         "ids": [

@@ -121,8 +121,8 @@ def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction
         )
     transactions: list[NewTransaction] = []
     lock_count = 0
-    for at, row in enumerate(rows):
-        transaction = _parse_transaction(row, f"transactions[{at}]", partition_count)
+    for position, row in enumerate(rows):
+        transaction = _parse_transaction(row, f"transactions[{position}]", partition_count)
         lock_count += sum(map(len, transaction[3:6]))
         if lock_count > LOCKS_MAX:  # rule 5
             raise errors.TooLarge(
@@ -218,7 +218,8 @@ def _parse_locks(value: object, field_name: str) -> tuple[int, ...]:
             found=f"{len(value)} locks" if isinstance(value, list) else value,
         )
     return check_locks(
-        field_name, [_parse_lock(lock, f"{field_name}[{at}]") for at, lock in enumerate(value)]
+        field_name,
+        [_parse_lock(lock, f"{field_name}[{position}]") for position, lock in enumerate(value)],
     )
 
 

@@ -79,9 +79,14 @@ def _java_property_text(path: Path) -> str:
             f"{str(path)!a}: the name of the directory is not valid UTF-8, and ZooKeeper, a "
             "Java program, cannot open it"
         ) from None
-    numbers = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
+    numbers = [
+        int.from_bytes(units[offset : offset + 2], "big") for offset in range(0, len(units), 2)
+    ]
     printable = range(ord(" "), 127)
-    return "".join(chr(n) if n in printable and n != ord("\\") else f"\\u{n:04x}" for n in numbers)
+    return "".join(
+        chr(number) if number in printable and number != ord("\\") else f"\\u{number:04x}"
+        for number in numbers
+    )
 
 
 def write_node_number(data_directory: Path, number: int) -> None:

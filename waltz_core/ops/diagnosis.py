@@ -529,7 +529,7 @@ class _ClusterDiagnosis:
         if failed:
             names, worst_archive = (
                 ", ".join(failed),
-                max(failed.values(), key=lambda x: x.failure_count),
+                max(failed.values(), key=lambda facts: facts.failure_count),
             )
             fields = {"why": worst_archive.error, "count": worst_archive.failure_count}
             self._add_finding("archive-unavailable", names, storages=names, **fields)

@@ -177,9 +177,9 @@ def encode_append(
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise BadRequest(f"append batch, column {name}: {error}") from error
     if len({len(array) for array in arrays.values()}) != 1:
-        found = {name: len(array) for name, array in arrays.items()}
+        row_counts = {name: len(array) for name, array in arrays.items()}
         raise BadRequest(
-            f"append batch: expected columns with equal numbers of rows, found {found}"
+            f"append batch: expected columns with equal numbers of rows, found {row_counts}"
         )
     return bytes(_encode_columns(arrays))
 
@@ -315,8 +315,10 @@ def _short_message(error: BaseException) -> str:
 def _read_batch(payload: Buffer) -> pa.RecordBatch:
     messages = list(islice(pa.ipc.MessageReader.open_stream(pa.py_buffer(payload)), 3))
     if len(messages) != 2:
-        found = ", ".join(message.type for message in messages) or "nothing"
-        raise BadRequest(f"append batch: expected a schema and one record batch, found {found}")
+        found_text = ", ".join(message.type for message in messages) or "nothing"
+        raise BadRequest(
+            f"append batch: expected a schema and one record batch, found {found_text}"
+        )
     head, body = messages
     for message, kind in ((head, "schema"), (body, "record batch")):
         if message.type != kind:
@@ -331,8 +333,8 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
     schema = pa.ipc.read_schema(head)
     if not (schema.equals(APPEND_SCHEMA) or schema.equals(APPEND_SCHEMA_WITH_MARKS)):
         expected = ", ".join(f"{field.name} {field.type}" for field in APPEND_SCHEMA)
-        found = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
-        raise BadRequest(f"append batch: expected the columns {expected}, found {found}")
+        found_text = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
+        raise BadRequest(f"append batch: expected the columns {expected}, found {found_text}")
     if _is_compressed(memoryview(body.metadata)):
         raise BadRequest("append batch: expected uncompressed buffers, found compressed ones")
     return pa.ipc.read_record_batch(body, schema)
@@ -506,11 +508,11 @@ def encode_records(
 
 def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryview, I64]:
     """Copy the records for which `keep` is true into a new run; return the run and its lengths."""
-    kept = lengths[keep]
-    if kept.size == 0:
-        return memoryview(b""), kept
+    kept_lengths = lengths[keep]
+    if kept_lengths.size == 0:
+        return memoryview(b""), kept_lengths
     chosen = arrow_buffers.as_binary(records, lengths).filter(arrow_buffers.as_booleans(keep))
-    return memoryview(chosen.buffers()[2])[: int(kept.sum())], kept
+    return memoryview(chosen.buffers()[2])[: int(kept_lengths.sum())], kept_lengths
 
 
 # ---------------------------------------------------------------------------------------------

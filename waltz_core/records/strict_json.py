@@ -168,14 +168,14 @@ def _find_wrong_part(
 ) -> tuple[object, str] | None:
     """Return the first wrong part of a value, with its position; works without recursion."""
     waiting: list[tuple[object, str]] = [(value, "$")]
-    seen: set[int] = set()
+    visited_ids: set[int] = set()
     while waiting:
         part, where = waiting.pop()
         if is_wrong(part):
             return part, where
-        if not isinstance(part, dict | list | tuple) or id(part) in seen:
+        if not isinstance(part, dict | list | tuple) or id(part) in visited_ids:
             continue
-        seen.add(id(part))
+        visited_ids.add(id(part))
         if isinstance(part, dict):
             for key in part:
                 if is_wrong(key):

@@ -182,7 +182,8 @@ class ProtobufCodec:
         """Return the path to a message type in the file; raises BadConfig if it does not exist."""
         prefix = f"{self._file.package}." if self._file.package else ""
         waiting: list[tuple[str, Any, tuple[int, ...]]] = [
-            (prefix, message_type, (at,)) for at, message_type in enumerate(self._file.message_type)
+            (prefix, message_type, (index,))
+            for index, message_type in enumerate(self._file.message_type)
         ]
         known_names = []
         while waiting:
@@ -192,8 +193,8 @@ class ProtobufCodec:
                 return path
             known_names.append(full)
             waiting += [
-                (f"{full}.", message_type, (*path, at))
-                for at, message_type in enumerate(kind.nested_type)
+                (f"{full}.", message_type, (*path, index))
+                for index, message_type in enumerate(kind.nested_type)
             ]
         raise BadConfig(
             f"schema {self._schema_id} has no message type {name!r}; it has "

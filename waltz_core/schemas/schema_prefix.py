@@ -73,18 +73,18 @@ def split_message_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
     Raises:
         BadFormat: the indexes are damaged.
     """
-    count, at = _read_varint(body, 0)
+    count, offset = _read_varint(body, 0)
     if count == 0:
-        return FIRST_MESSAGE_PATH, body[at:]
+        return FIRST_MESSAGE_PATH, body[offset:]
     if not 0 < count <= _PATH_STEPS_MAX:
         raise BadFormat(f"expected 1 to {_PATH_STEPS_MAX} message indexes, found {count}")
     path = []
     for _ in range(count):
-        step, at = _read_varint(body, at)
+        step, offset = _read_varint(body, offset)
         if step < 0:
             raise BadFormat(f"expected message indexes from 0, found {step}")
         path.append(step)
-    return tuple(path), body[at:]
+    return tuple(path), body[offset:]
 
 
 def _encode_varint(value: int) -> bytes:

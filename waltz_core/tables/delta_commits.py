@@ -53,7 +53,7 @@ def find_newest_commit(
     """
     other_commits = [commit.as_other_commit() for commit in commits]
     own_indexes = [
-        at for at, commit in enumerate(other_commits) if commit.follower == follower.follower
+        index for index, commit in enumerate(other_commits) if commit.follower == follower.follower
     ]
     if not own_indexes or (len(own_indexes) == 1 and not is_complete):
         return None

@@ -174,18 +174,18 @@ class FollowedDeltaTable:
         self.finish()
         table = self._table
         assert table is not None, "marks() was called"
-        before = table.version()
+        version_before = table.version()
         with self._translate_errors():
             if changes is None or rows is None:
                 _commit_rows(table, _schema_of(table).empty_table(), marks)
                 return True
             _check_partition_values(table, rows)
             if self._has_key(table):
-                before = self._add_fields(table, rows)
+                version_before = self._add_fields(table, rows)
                 self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
             else:
                 _commit_rows(table, rows.filter(pc.invert(changes[DELETED])), marks)
-            return table.version() != before
+            return table.version() != version_before
 
     def _rows_of_changes(self, changes: ArrowTable) -> ArrowTable:
         """Return the rows of changes, with the columns of the table; raises BadConfig."""

@@ -222,8 +222,8 @@ class ClientFollowedLog:
         """
         changes_by_table = [followed_table.empty_changes() for followed_table in self._tables]
         for part in self._read_parts(starts, ends):
-            for at, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
-                changes_by_table[at] = table.add_part(changes_by_table[at], part, start)
+            for index, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
+                changes_by_table[index] = table.add_part(changes_by_table[index], part, start)
         return changes_by_table
 
     def _read_parts(

@@ -373,15 +373,15 @@ class TableProgress(Generic[ChangesT]):
             self._commit(None, self.marks)
 
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
-        after = self._follower._replace(marks=marks)
-        is_committed = self._table.apply(changes, after)
-        self._marks = after
+        new_marks = self._follower._replace(marks=marks)
+        is_committed = self._table.apply(changes, new_marks)
+        self._marks = new_marks
         if not is_committed and self.is_commit_due:  # rule 3; the log may never be idle
             self._table.finish()
-            is_committed = self._table.apply(None, after)
+            is_committed = self._table.apply(None, new_marks)
         if is_committed:
             _log.debug("follow.committed table=%s marks=%s", self._location, _marks_text(marks))
-            self._stored_marks = after
+            self._stored_marks = new_marks
             self._is_created = self._has_marks = True
             self._committed_s = self._clock_s()
             self._conflict_count = 0
@@ -456,11 +456,11 @@ class Follower(Generic[ChangesT]):
                 for table in self._tables
             ]
             changes_by_table = self._log.changes(starts, end)
-            done = [
+            committed = [
                 table.commit(changes, end)
                 for table, changes in zip(self._tables, changes_by_table, strict=True)
             ]
-            self._is_pause_due &= all(done)
+            self._is_pause_due &= all(committed)
             return False
         is_end = until is not None
         return all(table.finish(is_end=is_end) for table in self._tables) and is_end
@@ -496,10 +496,10 @@ class Follower(Generic[ChangesT]):
         }
 
     def _report_progress(self, starts: MarkMap, ends: MarkMap) -> None:
-        done, total = (sum(mark + 1 for mark in marks.values()) for marks in (starts, ends))
+        done_count, total = (sum(mark + 1 for mark in marks.values()) for marks in (starts, ends))
         if self._initial_count is None:
-            self._initial_count = done
-        applied = done - self._initial_count
+            self._initial_count = done_count
+        applied = done_count - self._initial_count
         self._on_progress(applied, max(applied, total - self._initial_count))
 
 

@@ -135,13 +135,13 @@ def decode_marks(metadata: str | None) -> TableMarks | None:
 def _decode_rules(rules: Any) -> StoredRules:  # noqa: ANN401 - any JSON value
     if not isinstance(rules, dict) or not rules.keys() <= set(StoredRules._fields):
         raise _bad_marks_error(f"an object of rules with {', '.join(StoredRules._fields)}", rules)
-    found: dict[str, Any] = {}
+    rule_values: dict[str, Any] = {}
     for name, value in rules.items():
         parts = value if isinstance(value, list) else [value]
         if not all(type(part) in (str, int) for part in parts):
             raise _bad_marks_error(f"texts or numbers for rule {name!r}", value)
-        found[name] = tuple(parts) if isinstance(value, list) else value
-    return StoredRules(**found)
+        rule_values[name] = tuple(parts) if isinstance(value, list) else value
+    return StoredRules(**rule_values)
 
 
 def _decode_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any JSON value

@@ -133,7 +133,7 @@ async def token_revoke(
         return AccessResult(change, f"token {token_id} was revoked", values={"token_id": token_id})
     now_ms = command.author.now_ms
     change = await command.change(lambda old: changes.remove_expired_tokens(old, now_ms))
-    before = change.before.tokens if change.before else {}
+    tokens_before = change.before.tokens if change.before else {}
     return AccessResult(
-        change, f"{len(before) - len(change.after.tokens)} expired tokens were removed"
+        change, f"{len(tokens_before) - len(change.after.tokens)} expired tokens were removed"
     )

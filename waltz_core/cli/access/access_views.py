@@ -123,8 +123,8 @@ def _print_permissions(permissions: Permissions) -> None:
         print_table(
             ("token", "principal", "expires"),
             [
-                (t.token_id, t.principal, time_text(t.expires_ms))
-                for t in permissions.tokens.values()
+                (token.token_id, token.principal, time_text(token.expires_ms))
+                for token in permissions.tokens.values()
             ],
         )
 

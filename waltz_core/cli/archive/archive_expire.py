@@ -104,11 +104,11 @@ async def expire(
                     await _expire_partition(client, PartitionId(number), bounds)
             sets = await client.replica_sets(archived)
         for number, archived_range in archived.items():
-            now = sets[number].archived or archived_range
+            new_range = sets[number].archived or archived_range
             rows[number] = {
-                "first_available": now.first,
+                "first_available": new_range.first,
                 "first_available_before": archived_range.first,
-                "archived": now.last,
+                "archived": new_range.last,
             }
     if as_json:
         print_json({"done": yes, "partitions": rows})

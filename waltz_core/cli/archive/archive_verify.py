@@ -278,9 +278,9 @@ class _PartitionCheck(NamedTuple):
                     is_begun = True
                 is_continued = await self._call_store(check.check_next_file)
             except ObjectMissing as error:
-                now = await read_recorded_archive(self.coordinator, self.partition_id)
-                if now is not None and now.manifest != recorded.manifest:
-                    recorded, is_begun = now, False
+                newer = await read_recorded_archive(self.coordinator, self.partition_id)
+                if newer is not None and newer.manifest != recorded.manifest:
+                    recorded, is_begun = newer, False
                     continue
                 if not is_begun:
                     check.note_missing_manifest(recorded, error)

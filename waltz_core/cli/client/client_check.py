@@ -432,8 +432,8 @@ def _print_result(
         text = value
         if isinstance(value, dict):
             text = ", ".join(
-                f"transactions {first}..{last} of partition {p}"
-                for p, (first, last) in value.items()
+                f"transactions {first}..{last} of partition {partition}"
+                for partition, (first, last) in value.items()
             )
         print_result(f"{name}: {text}")
     if error_texts is None:

@@ -306,10 +306,14 @@ def _marks_before_time(
     start_marks = {}
     for partition, mark in log.marks.items():
         first = log.first_available_ids[partition]
-        at = first_since(partial(stamp_ms_of, client, partition), mark, since_ms, first - 1)
+        last_older_id = first_since(
+            partial(stamp_ms_of, client, partition), mark, since_ms, first - 1
+        )
         # If no available transaction is older than the time, expired transactions may also be newer
         # than the time. The follower reports these transactions as lost.
-        start_marks[partition] = at - 1 if 0 < first == at + 1 else at
+        start_marks[partition] = (
+            last_older_id - 1 if 0 < first == last_older_id + 1 else last_older_id
+        )
     return start_marks
 
 

@@ -58,7 +58,7 @@ async def _check_all_servers(
     servers: list[str], storages: list[str], line: ProgressLine
 ) -> list[ConnectionCheck]:
     """Request each server concurrently to check its connections."""
-    done: list[str] = []
+    finished_servers: list[str] = []
 
     async def check_server(address: str) -> list[ConnectionCheck]:
         try:
@@ -73,9 +73,9 @@ async def _check_all_servers(
             ]
         else:
             checks = connection_checks_of_server(address, storages, dict(answer.reachable))
-        done.append(address)
-        waiting_for = ", ".join(server for server in servers if server not in done)
-        line.show(len(done), len(servers), f"waiting for {waiting_for}")
+        finished_servers.append(address)
+        waiting_for = ", ".join(server for server in servers if server not in finished_servers)
+        line.show(len(finished_servers), len(servers), f"waiting for {waiting_for}")
         return checks
 
     async with asyncio.TaskGroup() as tasks:

@@ -237,7 +237,8 @@ def reported_log(prepare_answer: Prepared) -> ReportedLog:
     """Return the description of a replica's log from its answer."""
     pairs = memoryview(prepare_answer.damaged)
     last_damaged_ids = (
-        int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16)
+        int.from_bytes(pairs[offset + 8 : offset + 16], "big")
+        for offset in range(0, len(pairs), 16)
     )
     return ReportedLog(
         SessionId(prepare_answer.last_session),

@@ -72,7 +72,7 @@ async def _change_partitions(
     """Apply a change to each partition of a storage, and report the completed ones (rule 1)."""
     partition_numbers = parse_partition_numbers(partitions)
     target = await find_one_storage(choice)
-    done: list[int] = []
+    completed: list[int] = []
     try:
         async with (
             audit_storage_change(choice),
@@ -80,12 +80,14 @@ async def _change_partitions(
         ):
             for partition in partition_numbers:
                 await change(admin, partition)
-                done.append(partition)
+                completed.append(partition)
     finally:
         if choice.as_json:
-            print_json({"storage": str(target), "subcommand": subcommand_name, "done": done})
-        elif done:
-            print_error(f"{target}: {subcommand_name}. Partitions already done: {_ranges(done)}")
+            print_json({"storage": str(target), "subcommand": subcommand_name, "done": completed})
+        elif completed:
+            print_error(
+                f"{target}: {subcommand_name}. Partitions already done: {_ranges(completed)}"
+            )
     return 0
 
 
@@ -227,11 +229,11 @@ async def recover_partition(
         with ProgressLine() as line:
             for partition in partition_numbers:
                 line.show(len(results), len(partition_numbers), f"copying partition {partition}")
-                before = await _query_last_id(target_admin, target, partition)
-                after = await copy_partition(
-                    source_admin, target_admin, partition, before + 1, bytes_max=batch_bytes
+                last_id_before = await _query_last_id(target_admin, target, partition)
+                last_id_after = await copy_partition(
+                    source_admin, target_admin, partition, last_id_before + 1, bytes_max=batch_bytes
                 )
-                results.append((partition, before, after))
+                results.append((partition, last_id_before, last_id_after))
     titles = ("partition", "last before", "last after")
     if choice.as_json:
         print_json([dict(zip(titles, row, strict=True)) for row in results])
@@ -284,8 +286,8 @@ async def sync_partitions(choice: StorageChoice) -> int:
     rows: list[tuple[str, str, object, str]] = []
     async with audit_storage_change(choice):
         with ProgressLine() as line:
-            for at, target in enumerate(targets):
-                line.show(at, len(targets), f"storage {target}")
+            for index, target in enumerate(targets):
+                line.show(index, len(targets), f"storage {target}")
                 assigned = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with admin_connection(
@@ -310,7 +312,9 @@ def _print_synced(
 ) -> None:
     titles = ("storage", "step", "partition", "outcome")
     if as_json:
-        print_json({"is_done": is_done, "steps": [dict(zip(titles, r, strict=True)) for r in rows]})
+        print_json(
+            {"is_done": is_done, "steps": [dict(zip(titles, row, strict=True)) for row in rows]}
+        )
     elif rows:
         print_table(titles, rows)
     else:

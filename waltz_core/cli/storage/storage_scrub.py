@@ -82,8 +82,8 @@ async def _scrub_state(
     state = await admin.request(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count
     while is_requested and state.passes_count == passes_count:
-        at, count = state.next_id, state.last_id + 1
-        line.show(at, count, f"scrubbing partition {partition}: record {at} of {count}")
+        next_id, count = state.next_id, state.last_id + 1
+        line.show(next_id, count, f"scrubbing partition {partition}: record {next_id} of {count}")
         await asyncio.sleep(POLL_INTERVAL_S)
         state = await admin.request(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
     line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")

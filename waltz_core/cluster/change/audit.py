@@ -97,12 +97,12 @@ class AuditLog:
         """Record a change that is about to begin; return the path of its entry, for `end`."""
         paths = self._nodes.paths
         await self._nodes.create_missing((paths.extensions, paths.audit))
-        before = await self._entry_names()
+        names_before = await self._entry_names()
         step = CreateNode(paths.audit_prefix, entry.to_bytes(), is_sequential=True)
         # ZooKeeper returns no names of sequential nodes, so the new node is found by its content.
         await self._znodes.write([step])
-        after = [name for name in await self._entry_names() if name not in before]
-        for name in reversed(after):
+        new_names = [name for name in await self._entry_names() if name not in names_before]
+        for name in reversed(new_names):
             path = f"{paths.audit}/{name}"
             node = await self._znodes.get(path)
             if node is not None and node.data == step.data:
@@ -115,11 +115,11 @@ class AuditLog:
 
     async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:
         """Record the outcome of a change (rule 3)."""
-        done = replace(entry, outcome=outcome, ended_ms=ended_ms)
+        ended_entry = replace(entry, outcome=outcome, ended_ms=ended_ms)
         with suppress(errors.WaltzError):
             node = await self._znodes.get(path)
             if node is not None:
-                await self._znodes.write([SetNode(path, done.to_bytes(), node.stat.version)])
+                await self._znodes.write([SetNode(path, ended_entry.to_bytes(), node.stat.version)])
 
     async def read(self, count_max: int = ENTRIES_MAX) -> list[AuditEntry]:
         """Return the newest entries, at most `count_max`, oldest first."""

@@ -148,9 +148,9 @@ class Backup:
                 continue
             partition.manifest.entries()
             manifest = partition.manifest.manifest
-            found = (manifest.cluster_key, manifest.partition_id)
+            manifest_identity = (manifest.cluster_key, manifest.partition_id)
             if (
-                found != (self.cluster_key.bytes, number)
+                manifest_identity != (self.cluster_key.bytes, number)
                 or manifest.last < partition.high_water_mark
             ):
                 raise errors.BadFormat(

@@ -131,11 +131,11 @@ def apply_steps(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> Repl
     """
     partitions = {name: list(numbers) for name, numbers in old.partitions.items()}
     for partition_id, before, after in changes:
-        found = old.replicas_of(partition_id)
-        if set(found) != set(before):
+        current = old.replicas_of(partition_id)
+        if set(current) != set(before):
             raise errors.CoordinatorConflict(
                 f"another command has changed partition {partition_id} meanwhile: expected "
-                f"the replicas {_join_names(before)}, found {_join_names(found)}"
+                f"the replicas {_join_names(before)}, found {_join_names(current)}"
             )
         for name in before:
             if name not in after:

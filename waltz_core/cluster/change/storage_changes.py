@@ -233,12 +233,12 @@ class StorageChanges:
             assignment = await self._nodes.read(
                 self._paths.replica_assignment, model.ReplicaAssignments.from_bytes, signal
             )
-            now = await self.read_replicas(
+            current_replicas = await self.read_replicas(
                 assignment, unfinished[:CONCURRENT_PARTITIONS_MAX], signal
             )
             steps = {
                 each: replica_steps.next_step(each, replicas, plan)
-                for each, replicas in now.items()
+                for each, replicas in current_replicas.items()
             }
             for partition_id in [each for each, step in steps.items() if step is None]:
                 unfinished.remove(partition_id)

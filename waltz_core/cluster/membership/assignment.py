@@ -175,12 +175,12 @@ class _AssignmentBuilder:
                 self._assign(server_id, partition_id)
 
     def keep_up_to_share(self, server_id: ServerId) -> None:
-        kept = [
+        candidates = [
             partition_id
             for partition_id in sorted(self.free)
             if self._owner.get(partition_id) == server_id
         ]
-        self._assign_up_to_share(server_id, kept)
+        self._assign_up_to_share(server_id, candidates)
 
     def keep_current_owners(self) -> None:
         for partition_id in sorted(self.free):

@@ -442,7 +442,10 @@ def encode_utf(text: str) -> bytes:
 
     In modified UTF-8, U+0000 is two bytes, and a character above U+FFFF is its two surrogates.
     """
-    units = [text[i] if text[i] <= "\uffff" else _surrogates(text[i]) for i in range(len(text))]
+    units = [
+        text[index] if text[index] <= "\uffff" else _surrogates(text[index])
+        for index in range(len(text))
+    ]
     data = "".join(units).encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
     if len(data) > UTF_BYTES_MAX:
         raise errors.BadRequest(
@@ -508,9 +511,9 @@ class _Reader:
         return self._data[start : self._offset]
 
     def version(self, expected: int = STRUCTURE_VERSION) -> None:
-        found = self.take(1, "version")[0]
-        if found != expected:
-            raise self.format_error(f"expected version {expected}, found {found}")
+        found_version = self.take(1, "version")[0]
+        if found_version != expected:
+            raise self.format_error(f"expected version {expected}, found {found_version}")
 
     def int32(self, name: str) -> int:
         return int.from_bytes(self.take(4, name), "big", signed=True)

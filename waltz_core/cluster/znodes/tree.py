@@ -116,14 +116,14 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
     if _decode_params(node.data) is not None:
         return
     if node.data or foreign_names:
-        what = (
+        description = (
             f"a znode {foreign_names[0]}"
             if foreign_names
             else f"{len(node.data)} bytes of another program"
         )
         raise errors.BadRequest(
             f"cannot delete {root} of ZooKeeper {znodes.hosts}: expected a cluster or its "
-            f"remains, found {what}"
+            f"remains, found {description}"
         )
 
 

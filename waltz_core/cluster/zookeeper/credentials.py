@@ -136,7 +136,7 @@ def parse_credentials(text: str, where: str) -> Credentials:
 
 
 def _add_line(credentials: Credentials, line: str, where: str) -> Credentials:
-    role, _, rest = line.partition(":")
+    role, _, value_text = line.partition(":")
     if role not in {_MEMBERS, _ADMINISTRATORS}:
         return replace(credentials, grants=(*credentials.grants, _parse_grant(line, where)))
     if credentials.members is not None or credentials.administrators:
@@ -144,10 +144,10 @@ def _add_line(credentials: Credentials, line: str, where: str) -> Credentials:
             f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found a second one"
         )
     if role == _MEMBERS:
-        other = _parse_user(rest, f"{_MEMBERS}:{_FIRST_LINE}", where)
+        other = _parse_user(value_text, f"{_MEMBERS}:{_FIRST_LINE}", where)
         credentials, name = replace(credentials, members=other), other.name
     else:
-        scheme, _, identity = rest.partition(":")
+        scheme, _, identity = value_text.partition(":")
         name, _, hashed = identity.partition(":")
         if scheme != DIGEST_SCHEME or not name or _HASH.fullmatch(hashed) is None:
             raise errors.BadConfig(

@@ -117,8 +117,12 @@ class MemoryZooKeeper:
     def child_names(self, path: str) -> tuple[str, ...]:
         """Return the sorted names of a node's children."""
         prefix = "/" if path == "/" else f"{path}/"
-        rest = (p[len(prefix) :] for p in self._nodes if p.startswith(prefix) and p != path)
-        return tuple(sorted(name for name in rest if "/" not in name))
+        relative_paths = (
+            path_text[len(prefix) :]
+            for path_text in self._nodes
+            if path_text.startswith(prefix) and path_text != path
+        )
+        return tuple(sorted(name for name in relative_paths if "/" not in name))
 
     def apply_operations(self, operations: Sequence[Operation], owner: int) -> list[int]:
         """Do all operations or none, then fire the watches; return the new versions."""

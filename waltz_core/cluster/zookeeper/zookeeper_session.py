@@ -366,10 +366,10 @@ class ZooKeeperSession:
         """End the session."""
         if self._is_closed:
             return
-        done = self._stop()
+        stopped = self._stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_MS / 1000):
-                await done.wait()
+                await stopped.wait()
 
     def _stop(self) -> asyncio.Event:
         """Begin to close the session; the returned event is set when kazoo's threads have ended."""
@@ -377,7 +377,7 @@ class ZooKeeperSession:
         self._callbacks.clear()
         self._client.remove_listener(self._on_kazoo_state)
         self._change_state(SessionState.LOST)
-        done = asyncio.Event()
+        stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -385,14 +385,14 @@ class ZooKeeperSession:
             with contextlib.suppress(Exception):
                 self._client.stop()
                 self._client.close()
-            _call_soon(loop, done.set)
+            _call_soon(loop, stopped.set)
 
         # A separate thread, because the end of the event loop would wait for a thread of its pool.
         try:
             threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
         except RuntimeError:  # Python 3.12 and later start no thread during exit.
             stop()
-        return done
+        return stopped
 
     # --- the session's state
 

@@ -332,10 +332,14 @@ def _rows_of(chunk: RangeChunk) -> list[_PageRow]:
 
 
 def _time_ms_of(transaction_id: int, stamps: list[tuple[int, int, int]]) -> int | None:
-    at = bisect_right(stamps, transaction_id, key=itemgetter(0)) - 1
-    if at < 0 or transaction_id > stamps[at][1] or stamps[at][2] == UNSTAMPED:
+    stamp_index = bisect_right(stamps, transaction_id, key=itemgetter(0)) - 1
+    if (
+        stamp_index < 0
+        or transaction_id > stamps[stamp_index][1]
+        or stamps[stamp_index][2] == UNSTAMPED
+    ):
         return None
-    return stamps[at][2]
+    return stamps[stamp_index][2]
 
 
 async def _transaction_fields(rows: list[_PageRow]) -> list[dict[str, Any]]:
